@@ -28,7 +28,7 @@ from mclclip.eval import run as evaluation
 from mclclip.eval.options import BenchmarkConfig
 from mclclip.eval.protocols import evaluator
 from mclclip.export import held_out
-from mclclip.models.loading import architecture, check_tokenizer, has_texts
+from mclclip.models.loading import check_tokenizer, has_texts, model_config
 from mclclip.models.memory import load_shapes
 from mclclip.models.options import ModelConfig
 from mclclip.ranks import collectives
@@ -147,7 +147,7 @@ def _check_objectives(config: Config) -> None:
         )
     own, widths, one_architecture = config.trained_model, None, True
     if own is not None:
-        given, trained = architecture(config.model.name), architecture(own.name)
+        given, trained = model_config(config.model.name), model_config(own.name)
         clustered = replace(config.model, projector=[])  # embeddings lie before it
         widths, one_architecture = (_width(clustered), _width(own)), given == trained
     for options in config.trainings.values():
@@ -194,7 +194,7 @@ def _width(model: ModelConfig) -> int:
     if model.projector:
         return model.projector[-1]
     if has_texts(model.name):
-        width: int = architecture(model.name)["embed_dim"]
+        width: int = model_config(model.name)["embed_dim"]
         return width
     return load_shapes(model.name, text=False).embed_dim
 

@@ -25,7 +25,6 @@ from mclclip.data.samples import BadSample, Sample, TarDataset
 from mclclip.data.trunk_rows import TrunkRows
 from mclclip.files import shown
 from mclclip.models.model import Model
-from mclclip.models.towers import pair
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import runlog
@@ -89,7 +88,7 @@ class ImagePass:
     ) -> None:
         self.config, self.context, self.index = config, context, index
         self.source = TarDataset(index, config.data, model.preprocess_val, trunk=trunk)
-        self.shape = (model.num_channels, *pair(model.image_size)) if trunk is None else trunk.shape
+        self.shape = model.image_shape if trunk is None else trunk.shape
 
     def by_shard(self, shards: Sequence[Shard], encode: Callable[[Tensor], np.ndarray]) -> Passes:
         """Yields the batches of each shard; ``encode`` takes [n, *shape] on the device to rows.

@@ -173,7 +173,7 @@ def has_texts(name: Name) -> bool:
     return not weights.is_image_encoder(Path(str(name).removeprefix("local-dir:")))
 
 
-def architecture(name: Name) -> dict[str, Any]:
+def model_config(name: Name) -> dict[str, Any]:
     """open_clip's configuration of a model; that of an image encoder has no ``text_cfg``. Reads no
     weights. Raises the errors of ``load_towers``."""
     weights.refuse_joined(name)
@@ -197,7 +197,7 @@ def refuse_without_weights(name: str | Path) -> None:
     """Raises ValueError, which lists the tags, for the name of an architecture alone; before that,
     the errors of its configuration."""
     if clip.is_without_weights(name):
-        architecture(name)
+        model_config(name)
         raise ValueError(
             f"{name} names no weights: give {name}@TAG with a tag of open_clip's (tags: "
             f"{clip.tags(str(name))}), {name}@FILE with a file of weights, or {name}@random"

@@ -302,9 +302,9 @@ class Model(nn.Module):
 
     def lock(
         self,
-        image_blocks: int | Literal["all"],
-        image_norm: bool,
-        image_projection: bool,
+        image_blocks: int | Literal["all"] = 0,
+        image_norm: bool = False,
+        image_projection: bool = False,
         text: bool = False,
         logit_scale: bool = False,
         text_blocks: int | Literal["all"] = "all",

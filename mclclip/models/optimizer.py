@@ -10,7 +10,7 @@ number of layers above), such as Model, wherever these are in the trained module
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -105,8 +105,8 @@ def build_optimizer(
     """
     if layer_decay is not None and not 0.0 < layer_decay <= 1.0:
         raise ValueError(f"layer_decay is {layer_decay}: wanted more than 0 and at most 1")
-    scale = None if layer_decay is None else _lr_scale(module, layer_decay)
-    bounds = dict(_upper_bounds(module))
+    bounds, layers_above = _declared(module)
+    scale = None if layer_decay is None else lambda name: float(layer_decay ** layers_above(name))
     groups = parameter_groups(
         module.named_parameters(), weight_decay, upper_bounds=bounds, lr_scale=scale
     )
@@ -125,6 +125,26 @@ def build_optimizer(
     _hold_bounds(optimizer)
     optimizer.register_step_post_hook(_hold_bounds)
     return optimizer
+
+
+def _declared(module: nn.Module) -> tuple[dict[str, float], Callable[[str], int]]:
+    """Upper bounds of parameters by name, and the number of layers above a parameter, as the
+    modules within this one say; 0 where none does."""
+    inside = {f"{name}." if name else "": inner for name, inner in module.named_modules()}
+    bounds = {
+        f"{prefix}{name}": value
+        for prefix, inner in inside.items()
+        for name, value in getattr(inner, "upper_bounds", {}).items()
+    }
+    towers: dict[str, Any] = {p: m for p, m in inside.items() if hasattr(m, "layers_above")}
+
+    def layers_above(name: str) -> int:
+        for prefix, model in towers.items():
+            if name.startswith(prefix):
+                return int(model.layers_above(name.removeprefix(prefix)))
+        return 0
+
+    return bounds, layers_above
 
 
 def is_elementwise(optimizer: str | torch.optim.Optimizer) -> bool:
@@ -183,31 +203,6 @@ def _hold_bounds(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if "max_value" in group:
                 for parameter in group["params"]:
                     parameter.clamp_(max=group["max_value"])
-
-
-def _declared(module: nn.Module, attribute: str) -> Iterator[tuple[str, Any]]:
-    """Yields the name prefix and the attribute of every submodule that has it."""
-    for name, inner in module.named_modules():
-        if hasattr(inner, attribute):
-            yield f"{name}." if name else "", getattr(inner, attribute)
-
-
-def _upper_bounds(module: nn.Module) -> Iterator[tuple[str, float]]:
-    for prefix, bounds in _declared(module, "upper_bounds"):
-        for name, value in bounds.items():
-            yield f"{prefix}{name}", value
-
-
-def _lr_scale(module: nn.Module, layer_decay: float) -> Callable[[str], float]:
-    declared = list(_declared(module, "layers_above"))
-
-    def scale(name: str) -> float:
-        for prefix, layers_above in declared:
-            if name.startswith(prefix):
-                return float(layer_decay ** layers_above(name.removeprefix(prefix)))
-        return 1.0
-
-    return scale
 
 
 def learning_rate(

@@ -35,18 +35,11 @@ _BRINGS_CODE = {
 _FILES = ("*.json", "*.txt", "*.model", "*.safetensors", "*.safetensors.index.json")
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """The classes of transformers for one ``model_type``."""
-
-    model: str
-    images: str
-    tokenizers: tuple[str, ...] = ()  # those that are data without being fast ones
-
-
-KINDS = {
-    "clip": _Kind("CLIPModel", "CLIPImageProcessor"),
-    "siglip": _Kind("SiglipModel", "SiglipImageProcessor", ("SiglipTokenizer",)),
+# By model_type, transformers' classes of the model, of its image processor, and of the tokenizers
+# that are data without being fast ones.
+_KINDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "clip": ("CLIPModel", "CLIPImageProcessor", ()),
+    "siglip": ("SiglipModel", "SiglipImageProcessor", ("SiglipTokenizer",)),
 }
 
 
@@ -137,17 +130,26 @@ def load(name: str) -> TransformersModel:
     configuration, weights or tokenizer are not of a CLIP or SigLIP model, or not data alone.
     """
     directory = find(name)
-    kind = _check_config(files.read_model_json(directory / CONFIG), directory)
+    model_type = _check_config(files.read_model_json(directory / CONFIG), directory)
+    model_class, image_class, tokenizer_classes = _KINDS[model_type]
     _check_weights(directory)
-    _check_preprocessor(directory / PREPROCESSOR)
+    preprocessor = directory / PREPROCESSOR
+    record = files.read_model_json(preprocessor)
+    if not isinstance(record, Mapping):
+        raise ValueError(f"{preprocessor} is no mapping: it is no image processor of transformers")
+    for field in ("size", "crop_size"):
+        value = record.get(field, {})
+        for side in value.values() if isinstance(value, Mapping) else [value]:
+            config_check.check_numbers(side, "image_size", f"{field} of {preprocessor}")
     transformers = config_check.library()
+    # Image processors are taken on Pillow, as the models were trained, where there are two.
+    images = getattr(transformers, f"{image_class}Pil", None) or getattr(transformers, image_class)
     with silent(transformers):
-        model = _read(f"the model in {directory}", lambda: _model(transformers, kind, directory))
-        images = _class(transformers, kind.images)
-        what = f"{directory / PREPROCESSOR}"
-        processor = _read(what, lambda: images.from_pretrained(str(directory)))
+        made = getattr(transformers, model_class)
+        model = _read(f"the model in {directory}", lambda: _model(made, directory))
+        processor = _read(str(preprocessor), lambda: images.from_pretrained(str(directory)))
         length = int(model.config.text_config.max_position_embeddings)
-        tokenizer, lower = _tokenizer(transformers, kind, directory, length)
+        tokenizer, lower = _tokenizer(transformers, tokenizer_classes, directory, length)
     weights.refuse_not_finite(model, str(directory))
     loaded = TransformersModel(model, processor, tokenizer, lower)
     _check_fit(loaded, directory)
@@ -216,14 +218,15 @@ def files_of(directory: Path) -> list[Path]:
     return sorted({path for pattern in _FILES for path in directory.glob(pattern)})
 
 
-def _check_config(config: object, directory: Path) -> _Kind:
+def _check_config(config: object, directory: Path) -> str:
+    """The `model_type`. Raises ValueError for another one, what can bring code, and sizes."""
     where = str(directory / CONFIG)
     if not isinstance(config, Mapping):
         raise ValueError(f"{where} is no mapping: it is no model of transformers")
-    if config.get("model_type") not in KINDS:
+    if config.get("model_type") not in _KINDS:
         raise ValueError(
             f"model_type in {where} is {shown(config.get('model_type'))}, wanted one of "
-            f"{', '.join(KINDS)}: other models need an export of their own"
+            f"{', '.join(_KINDS)}: other models need an export of their own"
         )
     for name in ("vision_config", "text_config"):
         if not isinstance(config.get(name), Mapping):
@@ -238,9 +241,16 @@ def _check_config(config: object, directory: Path) -> _Kind:
         for key, value in part.items():
             if not isinstance(value, Mapping):
                 config_check.check_numbers(value, str(key), what)
-    vision, text = config["vision_config"], config["text_config"]
-    config_check.check_memory({"vision_cfg": _sizes(vision), "text_cfg": _sizes(text)})
-    return KINDS[str(config["model_type"])]
+    # Under open_clip's names; sizes left out have transformers' defaults, which are not above its.
+    names = {"width": "hidden_size", "layers": "num_hidden_layers", "vocab_size": "vocab_size"}
+    sizes = {
+        own: {
+            n: config[theirs][k] for n, k in names.items() if isinstance(config[theirs].get(k), int)
+        }
+        for own, theirs in (("vision_cfg", "vision_config"), ("text_cfg", "text_config"))
+    }
+    config_check.check_memory(sizes)
+    return str(config["model_type"])
 
 
 def _check_weights(directory: Path) -> None:
@@ -264,34 +274,18 @@ def _check_weights(directory: Path) -> None:
             raise ValueError(f"{index} names files outside of its folder: save the model again")
 
 
-def _check_preprocessor(path: Path) -> None:
-    record = files.read_model_json(path)
-    if not isinstance(record, Mapping):
-        raise ValueError(f"{path} is no mapping: it is no image processor of transformers")
-    for name in ("size", "crop_size"):
-        value = record.get(name, {})
-        for side in value.values() if isinstance(value, Mapping) else [value]:
-            config_check.check_numbers(side, "image_size", f"{name} of {path}")
-
-
-def _sizes(part: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes of a tower under open_clip's names; those left out have transformers' defaults,
-    which are not above open_clip's."""
-    names = {"width": "hidden_size", "layers": "num_hidden_layers", "vocab_size": "vocab_size"}
-    return {own: part[other] for own, other in names.items() if isinstance(part.get(other), int)}
-
-
-def _model(transformers: Any, kind: _Kind, directory: Path) -> Any:
-    cls = getattr(transformers, kind.model)
+def _model(made: Any, directory: Path) -> Any:
     with torch.device("meta"):  # its size, before memory is taken for what files do not hold
-        described = cls(cls.config_class.from_pretrained(str(directory), local_files_only=True))
-    wanted = sum(parameter.numel() for parameter in described.parameters())
-    held = sum(_held(path) for path in directory.glob("*.safetensors"))
+        described = made(made.config_class.from_pretrained(str(directory), local_files_only=True))
+    wanted, held = sum(parameter.numel() for parameter in described.parameters()), 0
+    for path in directory.glob("*.safetensors"):
+        with weights.open_tensors(path) as file:
+            held += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
     if wanted > held:
         raise ValueError(
             f"the configuration describes {wanted:,} parameters, and the weights hold {held:,}"
         )
-    model, found = cls.from_pretrained(
+    model, report = made.from_pretrained(
         str(directory),
         use_safetensors=True,
         output_loading_info=True,
@@ -300,27 +294,21 @@ def _model(transformers: Any, kind: _Kind, directory: Path) -> Any:
         attn_implementation="eager",
     )
     # transformers only warns of these, and fills them at random.
-    missing = sorted(name for name in found["missing_keys"] if "position_ids" not in name)
+    missing = sorted(name for name in report["missing_keys"] if "position_ids" not in name)
     if missing:
         raise ValueError(f"the weights have no {missing[0]} and {len(missing) - 1} others")
     return model
 
 
-def _held(path: Path) -> int:
-    """How many numbers a file of safetensors holds, by its header."""
-    with weights.open_tensors(path) as file:
-        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
-
-
 def _tokenizer(
-    transformers: Any, kind: _Kind, directory: Path, context_length: int
+    transformers: Any, classes: tuple[str, ...], directory: Path, context_length: int
 ) -> tuple[Any, bool]:
     """The tokenizer, and whether it wants texts in lower case: SigLIP 2's, which is Gemma's, was
     trained so, as transformers documents, and does not change them itself."""
     path = directory / config_check.TOKENIZER_CONFIG
     record = files.read_model_json(path) if path.is_file() else {}
     name = record.get("tokenizer_class") if isinstance(record, Mapping) else None
-    own = name in kind.tokenizers and "auto_map" not in record
+    own = name in classes and "auto_map" not in record
     if not own:
         config_check.check_tokenizer_files(directory)
     loader = str(name) if own else "AutoTokenizer"
@@ -330,12 +318,6 @@ def _tokenizer(
     options = {} if own else {"config": transformers.PretrainedConfig()}
     found = _read(f"the tokenizer in {directory}", lambda: load(str(directory), **options))
     return found, str(name).startswith("Gemma")
-
-
-def _class(transformers: Any, name: str) -> Any:
-    """A class of transformers; image processors are taken on Pillow, as the models were trained,
-    where transformers has two of them."""
-    return getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)
 
 
 def _read(what: str, load: Any) -> Any:

@@ -179,14 +179,12 @@ def _check_engine(model: Model, name: str, options: TrainConfig, machine: Machin
 
 def _batch(model: Model, options: TrainConfig, local: int, cached_text: bool) -> Batch:
     """A rank's batch, without values."""
-    size = model.image_size
-    height, width = (size, size) if isinstance(size, int) else size
     dtype = _dtype(options)
     context = int(getattr(model.tokenizer, "context_length", 77))
     objective = options.objective
     reads, tokens = objective.reads, objective.reads.captions and not cached_text
     columns = reads.num_classes_per_sample
-    shape = (local, model.num_channels, height, width)
+    shape = (local, *model.image_shape)
     return Batch(
         views=[torch.empty(shape, dtype=dtype) for _ in range(objective.num_views)],
         labels=torch.zeros(local, 1, dtype=torch.int64),
@@ -225,10 +223,8 @@ def encoder_operations(model: Model) -> dict[str, int | None]:
 
     ``model`` is a fake (``memory.faked``) whose weights nobody has begun to train.
     """
-    size = model.image_size
-    height, width = (size, size) if isinstance(size, int) else size
     kind = next(model.parameters()).dtype
-    images = torch.empty(_ROWS, model.num_channels, height, width, dtype=kind)
+    images = torch.empty(_ROWS, *model.image_shape, dtype=kind)
     context = int(getattr(model.tokenizer, "context_length", 77)) if model.reads_texts else 0
     tokens = torch.zeros(_ROWS, context, dtype=torch.int64)
     with torch.no_grad():

@@ -21,7 +21,6 @@ from mclclip.data.batches import Batch
 from mclclip.engines.engine import HALF, Engine
 from mclclip.engines.gradient_cache import Pullback
 from mclclip.models.model import Model
-from mclclip.models.towers import pair
 from mclclip.objectives.base import Objective
 from mclclip.ranks import data_wait, peer_watch, signals
 from mclclip.ranks.finiteness import NotFinite
@@ -83,7 +82,7 @@ class Trainee(nn.Module):
 
     def trunk_dtype(self, device: torch.device, num_blocks: int) -> torch.dtype:
         """Number format of the output of the model's first blocks in this precision."""
-        shape = 1, self.model.num_channels, *pair(self.model.image_size)
+        shape = 1, *self.model.image_shape
         kind = next(self.model.parameters()).dtype
         image = torch.zeros(shape, dtype=kind, device=device)
         with torch.no_grad(), self._autocast(device):

@@ -1,6 +1,8 @@
 """Tiny models for the tests of models/."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,14 @@ from mclclip.models.loading import load_towers
 from mclclip.models.model import Model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def tiny_config(name: str = "tiny_vit", vision: Any = (), text: Any = (), **top: Any) -> Any:
+    """The model config of that name, with other fields in its parts and at its top."""
+    config = json.loads((CONFIGS / f"{name}.json").read_text()) | top
+    config["vision_cfg"] |= dict(vision)
+    config["text_cfg"] |= dict(text)
+    return config
 
 
 @pytest.fixture

@@ -107,35 +107,6 @@ def test_arrays_of_four_channels_become_views() -> None:
     torch.testing.assert_close(plain, expected)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (config("timm:resnet81"), "no listed model .*resnet18"),
-        (config("resnet18"), "no listed model .*timm, torchvision"),
-        (config("timm:hf-hub:stranger/model"), "no listed model"),
-        (config("torchvision:vgg11"), "no listed model"),
-        (config("mclclip:small_conv", options={"widths": [8]}), "wanted two lists of one length"),
-        (config("mclclip:small_conv", options={"widths": 8}), "widths are 8 .*two lists"),
-        (
-            config("mclclip:small_conv", options={"widths": [8.5, 2]}),
-            "^vision_cfg.options.widths.0 of the model config: .*integer.*got 8.5",
-        ),
-        (config("timm:vit_tiny_patch16_224", stem="cifar", options=VIT), "leave stem out"),
-        (config("timm:resnet18", colours=3), "vision_cfg.colours"),
-        (
-            config("timm:resnet18", mean=[0.5, 0.5]),
-            "^vision_cfg of the model config: mean has 2 values[^{]*$",
-        ),
-        (config("timm:resnet18", options={"blocks": 3}), "cannot be built"),
-        (config("timm:resnet18") | {"embed_dim": 100}, "embed_dim .* gives 512"),
-    ],
-)
-def test_mistakes_are_one_line(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as raised:
-        load_towers(given)
-    assert "\n" not in str(raised.value)
-
-
 def test_a_projector_is_for_a_tower_alone() -> None:
     with pytest.raises(ValueError, match="set text=false"):
         load_towers("ViT-B-32", projector=[8], load_weights=False)

@@ -19,16 +19,17 @@ import torch
 
 from mclclip import config as configuration
 from mclclip.eval import run as evaluation
+from mclclip.eval.options import BenchmarkConfig
 from mclclip.models import weights
 from mclclip.models.encoder import load_model, save_concat
-from mclclip.models.loading import architecture, load_towers
+from mclclip.models.loading import load_towers, model_config
 from mclclip.models.model import Model
 from mclclip.ranks.process_group import SINGLE
-from tests.unit.models.conftest import CONFIGS
+from tests.unit.models.conftest import tiny_config
 
 pytest.importorskip("transformers")
 
-TINY = json.loads((CONFIGS / "tiny_vit.json").read_text())
+TINY = tiny_config()
 NAME = "roberta-base"  # a tokenizer and a text tower of open_clip's own models
 CODE = """
 open({marker!r}, "w").close()
@@ -72,10 +73,8 @@ def change(directory: Path, text_cfg: dict[str, Any]) -> None:
     (directory / weights.CONFIG).write_text(json.dumps(config))
 
 
-def tiny(part: str = "text_cfg", **changes: Any) -> dict[str, Any]:
-    config = copy.deepcopy(TINY)
-    config[part] |= changes
-    return config
+def tiny(part: str = "text_cfg", **changes: Any) -> Any:
+    return tiny_config(**{part.removesuffix("_cfg"): changes})
 
 
 @pytest.fixture
@@ -133,7 +132,7 @@ def test_python_beside_a_model_without_a_tokenizer_never_runs(
 def test_every_way_to_a_directory(stranger: Stranger, vit: Model, tmp_path: Path) -> None:
     directory = stranger.model(vit, TOLD, tokenizer_config=TOKENIZER)
     run = configuration.from_tree({"run_dir": str(tmp_path / "run")})
-    suite = {"mmvp": configuration.BenchmarkConfig("mmvp", str(tmp_path))}
+    suite = {"mmvp": BenchmarkConfig("mmvp", str(tmp_path))}
     vit.save(tmp_path / "own")
     save_concat([tmp_path / "own"], "raw", tmp_path / "concat")
     change(tmp_path / "concat", TOLD)
@@ -144,7 +143,7 @@ def test_every_way_to_a_directory(stranger: Stranger, vit: Model, tmp_path: Path
         lambda: load_model(directory / weights.CONFIG),
         lambda: load_model(tmp_path / "concat"),
         lambda: evaluation.evaluate(run, SINGLE, {"it": directory}, benchmarks=suite),
-        lambda: architecture(directory),
+        lambda: model_config(directory),
     ):
         refused(way, "has trust_remote_code")
 
@@ -207,7 +206,8 @@ def test_code_in_pickled_weights_never_runs(
     directory = stranger.model(vit, {})
     (directory / weights.WEIGHTS).unlink()
     for state in ([_Runs(stranger.marker)], [_SetBadly(), _Runs(stranger.marker)]):
-        torch.save({"state_dict": state}, directory / name)
+        # Smaller files are refused before they are opened.
+        torch.save({"state_dict": state, "pad": torch.zeros(2_000_000)}, directory / name)
         refused(lambda: load_towers(directory), f"{name} do not load")
 
 
@@ -262,6 +262,70 @@ def test_what_open_clip_does_not_name_is_refused(config: Any, message: str) -> N
     refused(lambda: load_towers(config), message)
 
 
+def backbone(name: str, **fields: Any) -> dict[str, Any]:
+    return {"vision_cfg": {"backbone": name, "channels": 4, "image_size": 16, **fields}}
+
+
+VIT = {"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (backbone("timm:resnet81"), "no listed model .*resnet18"),
+        (backbone("resnet18"), "no listed model .*timm, torchvision"),
+        (backbone("timm:hf-hub:stranger/model"), "no listed model"),
+        (backbone("torchvision:vgg11"), "no listed model"),
+        (backbone("mclclip:small_conv", options={"widths": [8]}), "wanted two lists of one length"),
+        (backbone("mclclip:small_conv", options={"widths": 8}), "widths are 8 .*two lists"),
+        (
+            backbone("mclclip:small_conv", options={"widths": [8.5, 2]}),
+            "^vision_cfg.options.widths.0 of the model config: .*integer.*got 8.5",
+        ),
+        (backbone("timm:vit_tiny_patch16_224", stem="cifar", options=VIT), "leave stem out"),
+        (backbone("timm:resnet18", colours=3), "vision_cfg.colours"),
+        (
+            backbone("timm:resnet18", mean=[0.5, 0.5]),
+            "^vision_cfg of the model config: mean has 2 values[^{]*$",
+        ),
+        (backbone("timm:resnet18", options={"blocks": 3}), "cannot be built"),
+        (backbone("timm:resnet18") | {"embed_dim": 100}, "embed_dim .* gives 512"),
+        (tiny("vision_cfg", layers=20_000), "layers in vision_cfg .* is 20000, wanted above 0"),
+        (tiny("vision_cfg", layers="3"), "is '3', wanted a number"),
+        (tiny("vision_cfg", image_size=True), "is True, wanted a number"),
+        (tiny("vision_cfg", mlp_ratio=float("nan")), "is nan"),
+        (tiny("vision_cfg", act_kwargs=[1]), "valid dictionary"),
+        (tiny("vision_cfg", surprise=1), "'surprise', which open_clip does not know"),
+        (tiny(context_length=10**9), "at most 8,192"),
+        (tiny(context_length="x"), "context_length .* wanted a number"),
+        (tiny(vocab_size=-1), "vocab_size .* above 0"),
+        (TINY | {"embed_dim": {"a": 1}}, "embed_dim"),
+        (TINY | {"quick_gelu": {"a": 1}}, "quick_gelu"),
+        (tiny("vision_cfg", timm_model_name=["a"] * 5_000), "which timm does not list"),
+        ({n: TINY[n] for n in ("vision_cfg", "text_cfg")} | {"model_cfg": {}}, "vision_cfg"),
+        ({"model_cfg": 3}, "model_cfg of the model config is int, wanted a mapping"),
+        (TINY | {"class_name": "os.system"}, "'class_name', which open_clip does not know"),
+        (tiny("vision_cfg", layers=500, width=16_384), "billion parameters"),
+    ],
+)
+def test_wrong_fields_are_one_line(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        load_towers(config)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"checkpoint_path": "../weights.pth"}, {"cache_dir": "/tmp"}, {"pretrained": True},
+        {"act_layer": "local-dir:x"}, {"depth": 10**9}, {"widths": [1] * 5_000},
+    ],
+)  # fmt: skip
+def test_a_backbone_loads_no_files(options: dict[str, Any]) -> None:
+    config = backbone("timm:test_vit", options=options)
+    refused(lambda: load_towers(config), "vision_cfg.options of the model config")
+
+
 def test_open_clips_own_configurations_are_not_refused() -> None:
     folder = Path(open_clip.__file__).parent / "model_configs"
     configs = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
@@ -269,7 +333,7 @@ def test_open_clips_own_configurations_are_not_refused() -> None:
     names = {config["text_cfg"].get("hf_tokenizer_name") for config in checked}
     assert len(checked) > 100 and {NAME, "timm/ViT-B-16-SigLIP2", "bert-base-uncased"} <= names
     for config in checked:
-        assert architecture(config) == config
+        assert model_config(config) == config
 
 
 def test_a_tokenizer_that_cannot_be_fetched_is_one_line_once_it_is_needed(tmp_path: Path) -> None:

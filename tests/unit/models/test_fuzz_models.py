@@ -134,50 +134,6 @@ def _record(directory: Path, kind: str) -> None:
 # --- what the trials found, one by one -----------------------------------------------------------
 
 
-def changed(part: str, **values: Any) -> dict[str, Any]:
-    return TINY | {part: TINY[part] | values}
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (changed("vision_cfg", layers=20_000), "layers in vision_cfg .* is 20000, wanted above 0"),
-        (changed("vision_cfg", layers="3"), "is '3', wanted a number"),
-        (changed("vision_cfg", image_size=True), "is True, wanted a number"),
-        (changed("vision_cfg", mlp_ratio=float("nan")), "is nan"),
-        (changed("vision_cfg", act_kwargs=[1]), "valid dictionary"),
-        (changed("vision_cfg", surprise=1), "'surprise', which open_clip does not know"),
-        (changed("text_cfg", context_length=10**9), "at most 8,192"),
-        (changed("text_cfg", context_length="x"), "context_length .* wanted a number"),
-        (changed("text_cfg", vocab_size=-1), "vocab_size .* above 0"),
-        (TINY | {"embed_dim": {"a": 1}}, "embed_dim"),
-        (TINY | {"quick_gelu": {"a": 1}}, "quick_gelu"),
-        (changed("vision_cfg", timm_model_name=["a"] * 5_000), "which timm does not list"),
-        ({n: TINY[n] for n in ("vision_cfg", "text_cfg")} | {"model_cfg": {}}, "vision_cfg"),
-        ({"model_cfg": 3}, "model_cfg of the model config is int, wanted a mapping"),
-        (TINY | {"class_name": "os.system"}, "'class_name', which open_clip does not know"),
-        (changed("vision_cfg", layers=500, width=16_384), "billion parameters"),
-    ],
-)
-def test_a_wrong_field_is_one_line(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        load_towers(config)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"checkpoint_path": "../weights.pth"}, {"cache_dir": "/tmp"}, {"pretrained": True},
-        {"act_layer": "local-dir:x"}, {"depth": 10**9}, {"widths": [1] * 5_000},
-    ],
-)  # fmt: skip
-def test_a_backbone_loads_no_files(options: dict[str, Any]) -> None:
-    config = {"vision_cfg": {"backbone": "timm:test_vit", "image_size": 160, "options": options}}
-    with pytest.raises(ValueError, match=r"vision_cfg.options of the model config"):
-        load_towers(config, text=False)
-
-
 @pytest.mark.parametrize(
     ("preprocess", "message"),
     [

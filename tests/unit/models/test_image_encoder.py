@@ -29,18 +29,6 @@ def encoder() -> Model:
     return load_towers(TINY, seed=1, projector=(48, 16), text=False)
 
 
-def lock(model: Model, image_blocks: int) -> list[str]:
-    return model.lock(
-        image_blocks, image_norm=True, image_projection=True, text=False, logit_scale=False
-    )
-
-
-def test_both_kinds_of_model_have_the_interface(vit: Model, encoder: Model) -> None:
-    models: list[Model] = [vit, encoder]
-    assert all(isinstance(model, Model) for model in models)
-    assert [(model.embed_dim, model.feature_dim) for model in models] == [(32, 32), (32, 16)]
-
-
 def test_tower_is_that_of_the_clip_of_the_same_seed(
     vit: Model, encoder: Model, images: Tensor
 ) -> None:
@@ -68,7 +56,7 @@ def test_text_tower_and_tokenizer_of_a_configuration_are_not_asked_for() -> None
 def test_objective_sees_the_projector_and_a_step_moves_what_is_unlocked(
     encoder: Model, images: Tensor
 ) -> None:
-    names = lock(encoder, 1)
+    names = encoder.lock(1, image_norm=True, image_projection=True)
     projector = {n for n, _ in encoder.named_parameters() if n.startswith("projector.")}
     block = "tower.visual.transformer.resblocks.2."
     tops = {"tower.visual.ln_post.weight", "tower.visual.ln_post.bias", "tower.visual.proj"}
@@ -89,6 +77,7 @@ def test_objective_sees_the_projector_and_a_step_moves_what_is_unlocked(
 
 
 def test_projector_is_linear_layers_with_batch_norms_between(encoder: Model) -> None:
+    assert (encoder.embed_dim, encoder.feature_dim) == (32, 16)
     kinds = [nn.Linear, nn.BatchNorm1d, nn.ReLU, nn.Linear]
     assert [type(layer) for layer in encoder.projector] == kinds  # type: ignore[arg-type]
     plain = load_towers(TINY, text=False)
@@ -127,7 +116,7 @@ def test_a_clip_gives_its_image_tower(vit: Model, images: Tensor, tmp_path: Path
 
 
 def test_encoders_of_one_base_join(encoder: Model, images: Tensor, tmp_path: Path) -> None:
-    lock(encoder, 1)
+    encoder.lock(1, image_norm=True, image_projection=True)
     encoder.save(tmp_path / "a")
     add_lora(encoder, rank=2, alpha=4.0)
     vary(encoder, 1)

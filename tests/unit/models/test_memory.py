@@ -106,11 +106,6 @@ def test_nothing_is_fetched_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> Non
         memory.load_shapes("hf-hub:some/model")
 
 
-def test_size_bytes() -> None:
-    layer = nn.Linear(3, 5)
-    assert memory.size_bytes(layer.parameters()) == 4 * (15 + 5)
-
-
 # --- operations --------------------------------------------------------------------------------
 
 

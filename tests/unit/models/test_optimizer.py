@@ -37,11 +37,6 @@ def test_nothing_trainable(vit: Model) -> None:
         build_optimizer(vit.requires_grad_(False), weight_decay=0.2)
 
 
-def test_an_empty_group_is_left_out() -> None:
-    groups = parameter_groups([("w", nn.Parameter(torch.ones(2, 2)))], 0.1)
-    assert [group["weight_decay"] for group in groups] == [0.1]
-
-
 def test_optimizer_takes_its_settings(vit: Model) -> None:
     optimizer = build_optimizer(vit, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-4, lr=0.5)
     for group in optimizer.param_groups:
@@ -117,11 +112,6 @@ def test_names_give_their_optimizers(vit: Model) -> None:
 def test_names_that_cannot_be(vit: Model, name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_optimizer(vit, name=name, weight_decay=0.1)
-
-
-def test_names_of_is_elementwise_are_checked() -> None:
-    with pytest.raises(ValueError, match="optimizer is 'sgdd'"):
-        is_elementwise("sgdd")
 
 
 # --- layer-wise decay ------------------------------------------------------------------------
@@ -216,33 +206,21 @@ def test_bounds_hold_for_what_an_engine_puts_in_the_group(vit: Model) -> None:
 # --- the learning rate ------------------------------------------------------------------------
 
 
-def test_warm_up_rises_to_the_full_rate() -> None:
-    rates = [learning_rate(step, 100, 4, 1.0) for step in range(4)]
-    assert rates == [0.25, 0.5, 0.75, 1.0]
-    assert learning_rate(4, 100, 4, 1.0) == 1.0
+def test_the_rate_rises_over_the_warm_up_and_falls_to_the_final_one() -> None:
+    assert [learning_rate(step, 100, 4, 1.0) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert learning_rate(0, 100, 0, 1.0) == 1.0
-
-
-def test_cosine_falls_to_the_final_rate() -> None:
     rates = [learning_rate(step, 104, 4, 1.0, "cosine", final=0.1) for step in range(4, 104)]
     assert rates == sorted(rates, reverse=True)
-    assert rates[50] == pytest.approx(0.55)
-    assert 0.1 < rates[-1] < 0.101
-
-
-def test_constant_stays() -> None:
+    assert rates[50] == pytest.approx(0.55) and 0.1 < rates[-1] < 0.101
     assert {learning_rate(step, 50, 5, 0.3, "constant") for step in range(5, 50)} == {0.3}
+    with pytest.raises(ValueError, match="'linear'"):
+        learning_rate(0, 5, 0, 1.0, "linear")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("arguments", [(50, 50, 5), (-1, 50, 5), (0, 50, 51)])
 def test_steps_outside_the_run(arguments: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="step"):
         learning_rate(*arguments, 1.0)
-
-
-def test_unknown_schedule() -> None:
-    with pytest.raises(ValueError, match="'linear'"):
-        learning_rate(0, 5, 0, 1.0, "linear")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "lars", "timm:sgd", "timm:nadamw", "timm:adam"])

@@ -12,17 +12,14 @@ import mclclip.torchvision_fix  # noqa: F401
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional
 
 from mclclip.models import stage_weights
 from mclclip.models.encoder import (
     Encoder,
-    join_image_features,
-    join_text_features,
     load_model,
     save_concat,
 )
-from mclclip.models.loading import architecture, load_towers
+from mclclip.models.loading import load_towers, model_config
 from mclclip.models.memory import load_shapes
 from mclclip.models.model import Model
 from mclclip.models.stage_weights import StageWeights, fit
@@ -129,24 +126,6 @@ def learned(*weights: float) -> StageWeights:
     return StageWeights(weights, 33.0, 1.0, 2.0, 10)
 
 
-def test_the_similarity_is_the_weighted_sum_of_cosines() -> None:
-    rng = torch.Generator().manual_seed(0)
-    images = [torch.randn(4, 6, generator=rng) * s for s in (1, 9, 3)]
-    texts = [torch.randn(5, 6, generator=rng) for _ in range(3)]
-    weights = (0.5, 0.0, 0.5)
-    found = join_image_features(images, "weighted", weights) @ join_text_features(texts, weights).T
-    cosines = [
-        functional.normalize(z, dim=1) @ functional.normalize(t, dim=1).T
-        for z, t in zip(images, texts, strict=True)
-    ]
-    expected = sum(w * c for w, c in zip(weights, cosines, strict=True))
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
-    third = (1 / 3,) * 3
-    equal = join_image_features(images, "weighted", third) @ join_text_features(texts, third).T
-    mean = join_image_features(images, "stage_norm") @ join_text_features(texts).T
-    torch.testing.assert_close(equal, mean, atol=1e-6, rtol=0)
-
-
 @pytest.mark.parametrize("text", [False, True])
 def test_a_weighted_concat_is_written_and_loaded(
     vit: Model, tmp_path: Path, images: torch.Tensor, tokens: torch.Tensor, text: bool
@@ -241,7 +220,7 @@ def test_weights_of_a_query_are_checked(vit: Model, tmp_path: Path, tokens: torc
 def test_what_wants_one_model_refuses_a_joined_encoder(vit: Model, tmp_path: Path) -> None:
     """Its configuration is that of one stage: nothing may go on with that, and without weights."""
     save_concat(save_stages(vit, tmp_path, 2), "weighted", tmp_path / "c", None, learned(0.3, 0.7))
-    readers: list[Callable[[str], object]] = [load_towers, architecture, load_shapes]
+    readers: list[Callable[[str], object]] = [load_towers, model_config, load_shapes]
     readers += [partial(load_towers, text=False), partial(load_shapes, text=False)]
     for read in readers:
         for name in (str(tmp_path / "c"), f"local-dir:{tmp_path / 'c'}"):

@@ -1,4 +1,4 @@
-"""Small models with the kinds of image towers that open_clip takes from timm."""
+"""Small models with the kinds of image towers that open_clip has, and takes from timm."""
 
 from __future__ import annotations
 
@@ -100,7 +100,11 @@ def tiny_swin(**options: Any) -> Any:
     return _build(SwinTransformer, "tiny_swin", **{**own, **depth, **options})
 
 
+_VIT = {"layers": 3, "width": 64, "head_width": 32, "patch_size": 8}
 TOWERS: dict[str, dict[str, Any]] = {
+    "vit": _VIT | {"qk_norm": True},
+    "vit_mean": _VIT | {"pool_type": "avg", "final_ln_after_pool": True, "no_ln_pre": True},
+    "rn": {"layers": [2, 1, 1, 3], "width": 16, "head_width": 32},
     "token": {"timm_model_name": "test_vit", "timm_pool": "token", "timm_proj": None},
     "mean": {"timm_model_name": "test_vit", "timm_pool": "avg", "timm_proj": "linear"},
     "attention": {"timm_model_name": "tiny_siglip", "timm_pool": "map", "timm_proj": "none"},
@@ -115,7 +119,8 @@ TOWERS: dict[str, dict[str, Any]] = {
 }
 """A small model per kind: its image tower's part of `vision_cfg`."""
 
-BLOCKS = {"token": 6, "mean": 6, "attention": 3, "pe": 3, "eva": 3, "relpos": 3, "vitamin": 3}
+BLOCKS = {"vit": 3, "vit_mean": 3, "rn": 8, "token": 6, "mean": 6, "attention": 3, "pe": 3}
+BLOCKS |= {"eva": 3, "relpos": 3, "vitamin": 3}
 BLOCKS |= {"convnext": 9, "fastvit": 6, "swin": 4, "resnet": 4}
 
 

@@ -1,6 +1,5 @@
 """Freezing, the trunk/tail split, and what an objective is given."""
 
-import json
 import math
 from typing import Any
 
@@ -21,15 +20,10 @@ from mclclip.models.memory import load_shapes
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
 from tests.matrix import in_soak
-from tests.unit.models.conftest import CONFIGS
+from tests.unit.models.conftest import CONFIGS, tiny_config
 
 BLOCK = "clip.visual.transformer.resblocks."
 EMBEDDING = ("conv1", "class_embedding", "positional_embedding", "ln_pre")
-
-
-def lock(model: Model, image_blocks: Any = 0, **parts: Any) -> list[str]:
-    flags = dict.fromkeys(("image_norm", "image_projection", "text", "logit_scale"), False)
-    return model.lock(image_blocks, **(flags | parts))
 
 
 def expected(model: Model, *prefixes: str) -> list[str]:
@@ -65,26 +59,13 @@ def expected(model: Model, *prefixes: str) -> list[str]:
 def test_lock_names_exactly_what_it_unlocks(
     vit: Model, arguments: dict[str, Any], prefixes: tuple[str, ...]
 ) -> None:
-    names = lock(vit, **arguments)
+    names = vit.lock(**arguments)
     assert names == expected(vit, *prefixes)
     assert names == sorted(n for n, p in vit.named_parameters() if p.requires_grad)
 
 
-def test_lock_replaces_the_lock_before(vit: Model) -> None:
-    lock(vit, 1)
-    everything = {"image_norm", "image_projection", "text", "logit_scale"}
-    names = lock(vit, "all", **dict.fromkeys(everything, True))
-    assert names == expected(vit, "clip.")
-
-
-@pytest.mark.parametrize("number", [4, -1])
-def test_more_blocks_than_there_are(vit: Model, number: int) -> None:
-    with pytest.raises(ValueError, match="has 3 blocks"):
-        lock(vit, number)
-
-
 def test_frozen_modules_stay_in_eval_mode(vit: Model) -> None:
-    lock(vit, 1)
+    vit.lock(1)
     vit.train()
     assert not vit.clip.transformer.training
     blocks = vit.clip.visual.transformer.resblocks
@@ -93,33 +74,17 @@ def test_frozen_modules_stay_in_eval_mode(vit: Model) -> None:
     assert not any(module.training for module in vit.modules())
 
 
-@pytest.mark.parametrize(("number", "frozen"), [(0, 3), (1, 2), (3, 0), ("all", 0)])
-def test_frozen_trunk_is_found(vit: Model, number: Any, frozen: int) -> None:
-    lock(vit, number)
-    assert vit.num_frozen_blocks == frozen
-
-
 def test_fixed_positions_stay_fixed() -> None:
-    config = json.loads((CONFIGS / "tiny_vit.json").read_text())
-    config["vision_cfg"]["pos_embed_type"] = "sin_cos_2d"
-    assert "clip.visual.positional_embedding" not in lock(load_towers(config), "all")
-
-
-def test_patch_dropout_rests_in_a_frozen_trunk(images: Tensor) -> None:
-    model = load_towers(CONFIGS / "tiny_vit.json", patch_dropout=0.5)
-    lock(model, 1)
-    model.train()
-    hidden = model.encode_trunk(images, 2)
-    assert hidden.shape == (3, 17, 64)
+    model = load_towers(tiny_config(vision={"pos_embed_type": "sin_cos_2d"}))
+    assert "clip.visual.positional_embedding" not in model.lock("all")
 
 
 def test_a_logit_bias_is_an_output_and_trained_where_it_is_named(images: Tensor) -> None:
-    config = json.loads((CONFIGS / "tiny_vit.json").read_text())
-    assert "logit_bias" not in load_towers(config)(image=images)
-    model = load_towers(config | {"init_logit_bias": -10.0})
+    assert "logit_bias" not in load_towers(tiny_config())(image=images)
+    model = load_towers(tiny_config(init_logit_bias=-10.0))
     assert model(image=images)["logit_bias"].item() == -10.0
-    assert lock(model, logit_scale=True) == ["clip.logit_scale"]
-    assert lock(model, logit_bias=True) == ["clip.logit_bias"]
+    assert model.lock(logit_scale=True) == ["clip.logit_scale"]
+    assert model.lock(logit_bias=True) == ["clip.logit_bias"]
 
 
 # --- locking a text tower --------------------------------------------------------------------
@@ -130,7 +95,7 @@ def hugging_face_text() -> Model:
     transformers = pytest.importorskip("transformers")
     small = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
     config = transformers.RobertaConfig(num_hidden_layers=3, vocab_size=64, **small)
-    model = load_towers(json.loads((CONFIGS / "tiny_vit.json").read_text()) | {"custom_text": True})
+    model = load_towers(tiny_config(custom_text=True))
     model.clip.text = HFTextEncoder("roberta", 32, config=config, proj_type="linear")
     model.clip.text.transformer.pooler = None  # open_clip leaves it out where nothing uses it
     return model.eval()
@@ -146,8 +111,7 @@ TEXT_TOWERS = {
 def with_text(kind: str) -> Model:
     if kind == "hugging":
         return hugging_face_text()
-    config = json.loads((CONFIGS / "tiny_vit.json").read_text())
-    return load_towers(config | {"custom_text": kind == "custom"})
+    return load_towers(tiny_config(custom_text=kind == "custom"))
 
 
 @pytest.mark.parametrize("kind", TEXT_TOWERS)
@@ -155,24 +119,24 @@ def test_the_last_blocks_of_a_text_tower(kind: str) -> None:
     model = with_text(kind)
     start, blocks, count, top = TEXT_TOWERS[kind]
     top = tuple(f"{start}{name}" for name in top)
-    assert lock(model, text=True, text_blocks=0) == expected(model, *top)
-    assert lock(model, text=True, text_blocks=1) == expected(
+    assert model.lock(text=True, text_blocks=0) == expected(model, *top)
+    assert model.lock(text=True, text_blocks=1) == expected(
         model, *top, f"{start}{blocks}{count - 1}."
     )
-    names = lock(model, text=True, text_blocks=count)
+    names = model.lock(text=True, text_blocks=count)
     assert names == expected(model, *top, f"{start}{blocks}")
-    whole = lock(model, text=True)
-    assert whole == lock(model, text=True, text_blocks="all")
+    whole = model.lock(text=True)
+    assert whole == model.lock(text=True, text_blocks="all")
     assert {n for n in whole if "embedding" in n} == set(whole) - set(names) != set()
-    assert lock(model, text=False, text_blocks=1) == []
+    assert model.lock(text=False, text_blocks=1) == []
     with pytest.raises(ValueError, match=f"text_blocks is 4, but the text tower has {count} blo"):
-        lock(model, text=True, text_blocks=4)
+        model.lock(text=True, text_blocks=4)
 
 
 @pytest.mark.parametrize("kind", TEXT_TOWERS)
 def test_a_step_moves_the_unlocked_blocks_of_a_text_tower_alone(kind: str) -> None:
     model = with_text(kind)
-    names = lock(model, text=True, text_blocks=1)
+    names = model.lock(text=True, text_blocks=1)
     frozen, trained = model.text_layout.block_modules(model.text_tower)[-2:]
     model.train()
     assert (frozen.training, trained.training) == (False, True)
@@ -191,16 +155,16 @@ def test_a_step_moves_the_unlocked_blocks_of_a_text_tower_alone(kind: str) -> No
 
 def test_resnet_blocks_count_from_the_stem(resnet: Model) -> None:
     assert resnet.num_blocks == 5
-    names = lock(resnet, 1, image_norm=True)
+    names = resnet.lock(1, image_norm=True)
     assert names == expected(resnet, "clip.visual.layer4.")
     assert resnet.num_frozen_blocks == 4
-    names = lock(resnet, 5, image_norm=True, image_projection=True)
+    names = resnet.lock(5, image_norm=True, image_projection=True)
     assert names == expected(resnet, "clip.visual.")
-    assert names == lock(resnet, "all", image_norm=True, image_projection=True)
-    names = lock(resnet, image_projection=True)
+    assert names == resnet.lock("all", image_norm=True, image_projection=True)
+    names = resnet.lock(image_projection=True)
     assert names == expected(resnet, "clip.visual.attnpool.")
     with pytest.raises(ValueError, match="has 5 blocks") as caught:
-        lock(resnet, 6)
+        resnet.lock(6)
     assert str(caught.value) == (
         "image_blocks is 6, but the image tower has 5 blocks (the stem and 4 residual blocks): "
         "give 0 to 5, or 'all'"
@@ -211,7 +175,7 @@ def test_the_last_six_blocks_of_an_rn50() -> None:
     """MCL (5.5) trains "the last 6 blocks" of both its towers: of 16 residual ones here."""
     model = load_shapes("RN50-quickgelu")
     assert model.num_blocks == 17
-    names = lock(model, 6, image_norm=True)
+    names = model.lock(6, image_norm=True)
     last = [f"clip.visual.layer3.{n}." for n in (3, 4, 5)]
     assert names == expected(model, *last, "clip.visual.layer4.")
     assert model.num_frozen_blocks == 11
@@ -224,7 +188,7 @@ def running_means(model: Model) -> dict[str, Tensor]:
 
 def test_batch_norms_of_frozen_blocks_of_a_trained_layer_rest(images: Tensor) -> None:
     model = deeper_resnet()
-    lock(model, 2, image_norm=True)
+    model.lock(2, image_norm=True)
     before = running_means(model)
     model.train()
     model.encode_image(images)
@@ -236,7 +200,7 @@ def test_batch_norms_of_frozen_blocks_of_a_trained_layer_rest(images: Tensor) ->
 def test_frozen_batch_norms_keep_their_statistics(
     resnet: Model, images: Tensor, image_norm: bool
 ) -> None:
-    names = lock(resnet, 1, image_norm=image_norm)
+    names = resnet.lock(1, image_norm=image_norm)
     norms = [name for name in names if "bn" in name or "downsample.1" in name]
     assert bool(norms) == image_norm
     before = running_means(resnet)
@@ -250,43 +214,6 @@ def test_frozen_batch_norms_keep_their_statistics(
 # --- trunk and tail --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("tiny_vit", {}),
-        ("tiny_vit", {"pool_type": "avg"}),
-        ("tiny_vit", {"final_ln_after_pool": True, "no_ln_pre": True, "ls_init_value": 0.1}),
-        ("tiny_vit", {"qk_norm": True}),
-        ("tiny_resnet", {}),
-        ("tiny_resnet", {"layers": [2, 1, 1, 3]}),
-    ],
-)
-def test_trunk_and_tail_are_the_tower(name: str, changes: dict[str, Any], images: Tensor) -> None:
-    config = json.loads((CONFIGS / f"{name}.json").read_text())
-    config["vision_cfg"] |= changes
-    model = load_towers(config)
-    with torch.no_grad():
-        whole = model.clip.encode_image(images)
-        for number in range(model.num_blocks + 1):
-            hidden = model.encode_trunk(images, number)
-            kept = hidden.clone()
-            assert torch.equal(model.encode_tail(hidden, number), whole)
-            assert torch.equal(hidden, kept)  # several tails may read it
-    with pytest.raises(ValueError, match=f"has {model.num_blocks} blocks"):
-        model.encode_trunk(images, model.num_blocks + 1)
-
-
-def test_pooled_features_lie_before_the_projection(
-    vit: Model, resnet: Model, images: Tensor
-) -> None:
-    with torch.no_grad():
-        pooled = vit.encode_tail(images, 0, project=False)
-        assert pooled.shape == (3, 64)
-        assert torch.equal(pooled @ vit.clip.visual.proj, vit.encode_image(images))
-        with pytest.raises(ValueError, match="no features before its projection"):
-            resnet.encode_tail(images, 0, project=False)
-
-
 def gradients(model: Model, images: Tensor) -> dict[str, Tensor]:
     model.zero_grad(set_to_none=True)
     model(image=images)["image_features"][:, 0].sum().backward()
@@ -295,29 +222,11 @@ def gradients(model: Model, images: Tensor) -> dict[str, Tensor]:
 
 def deeper_resnet() -> Model:
     """Layers of several residual blocks, which a lock cuts apart."""
-    config = json.loads((CONFIGS / "tiny_resnet.json").read_text())
-    config["vision_cfg"]["layers"] = [2, 1, 1, 3]
-    return load_towers(config, seed=1)
-
-
-@pytest.mark.parametrize("kind", ["vit", "resnet", "deeper_resnet"])
-def test_frozen_trunk_gives_the_whole_towers_gradients(
-    kind: str, request: pytest.FixtureRequest, images: Tensor
-) -> None:
-    found = deeper_resnet() if kind == "deeper_resnet" else request.getfixturevalue(kind)
-    model: Model = found.double()
-    images = images.double()
-    whole = gradients(model, images)
-    names = lock(model, 2, image_norm=True, image_projection=True)
-    assert model.num_frozen_blocks > 0
-    found = gradients(model, images)
-    assert sorted(found) == names
-    for name, gradient in found.items():
-        torch.testing.assert_close(gradient, whole[name], rtol=1e-9, atol=1e-12)
+    return load_towers(tiny_config("tiny_resnet", {"layers": [2, 1, 1, 3]}), seed=1)
 
 
 def test_gradient_reaches_images_through_a_frozen_trunk(vit: Model, images: Tensor) -> None:
-    lock(vit, 1)
+    vit.lock(1)
     images.requires_grad_()
     vit.encode_image(images).sum().backward()
     assert images.grad is not None
@@ -343,9 +252,8 @@ def text_and_image_gradients(
 def test_gradient_checkpointing_changes_nothing(
     images: Tensor, precision: torch.dtype, custom: bool, lora: bool, image_blocks: Any
 ) -> None:
-    config = json.loads((CONFIGS / "tiny_vit.json").read_text()) | {"custom_text": custom}
-    model = load_towers(config, patch_dropout=0.5).train()
-    names = lock(model, image_blocks, text=True, image_norm=True, image_projection=True)
+    model = load_towers(tiny_config(custom_text=custom), patch_dropout=0.5).train()
+    names = model.lock(image_blocks, text=True, image_norm=True, image_projection=True)
     if lora:
         names = add_lora(model, rank=2, alpha=4.0, dropout=0.5)
         for name in (name for name in names if name.endswith("lora_b")):
@@ -378,20 +286,12 @@ def count_calls(modules: list[nn.Module]) -> list[int]:
     return calls
 
 
-def test_a_resnet_is_not_recomputed(resnet: Model) -> None:
-    with pytest.raises(ValueError, match="count every batch twice"):
-        resnet.set_grad_checkpointing()
-    resnet.set_grad_checkpointing(False)
-
-
 def test_an_attention_pool_of_open_clips_own_transformer(images: Tensor) -> None:
-    config = json.loads((CONFIGS / "tiny_vit.json").read_text())
-    config["vision_cfg"] |= {"attentional_pool": True, "attn_pooler_heads": 4}
-    model = load_towers(config)
+    model = load_towers(tiny_config(vision={"attentional_pool": True, "attn_pooler_heads": 4}))
     with torch.no_grad():
         whole = model.encode_image(images)
         assert torch.equal(model.encode_tail(model.encode_trunk(images, 2), 2), whole)
-    assert lock(model, image_projection=True) == expected(
+    assert model.lock(image_projection=True) == expected(
         model, "clip.visual.attn_pool", "clip.visual.proj"
     )
 
@@ -399,7 +299,7 @@ def test_an_attention_pool_of_open_clips_own_transformer(images: Tensor) -> None
 def test_towers_that_are_not_understood_encode_but_do_not_split(vit: Model, images: Tensor) -> None:
     vit._layout = "the image tower is a Strange"
     assert vit.encode_image(images).shape == (3, 32)
-    for use in (lambda: lock(vit, 1), lambda: vit.encode_trunk(images, 1)):
+    for use in (lambda: vit.lock(1), lambda: vit.encode_trunk(images, 1)):
         with pytest.raises(ValueError, match="the image tower is a Strange"):
             use()
     assert len(blocks_of(vit)) == 2  # those of the text tower
@@ -419,15 +319,14 @@ def test_forward_gives_unit_features(vit: Model, images: Tensor, tokens: Tensor)
     assert vit(text=tokens).keys() == {"text_features", "logit_scale"}
 
 
-def test_features_are_fp32_under_autocast(vit: Model, images: Tensor, tokens: Tensor) -> None:
+def test_features_are_fp32_under_autocast_and_stay_float64(
+    vit: Model, images: Tensor, tokens: Tensor
+) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output = vit(image=images, text=tokens)
     for name in ("image_features", "text_features"):
         assert output[name].dtype == torch.float32
         torch.testing.assert_close(output[name].norm(dim=-1), torch.ones(3))
-
-
-def test_features_stay_float64(vit: Model, images: Tensor, tokens: Tensor) -> None:
     output = vit.double()(image=images.double(), text=tokens)
     assert {value.dtype for value in output.values()} == {torch.float64}
 
@@ -448,7 +347,7 @@ def test_logit_scale_is_capped_but_can_fall(vit: Model) -> None:
 def test_learned_scale_is_held_by_the_optimizer(
     vit: Model, images: Tensor, tokens: Tensor, trained: bool
 ) -> None:
-    lock(vit, 1, logit_scale=trained)
+    vit.lock(1, logit_scale=trained)
     nn.init.constant_(vit.clip.logit_scale, 5.0)
     vit.train()(image=images)
     assert vit.clip.logit_scale.item() == 5.0  # a forward changes no parameter
@@ -473,16 +372,7 @@ def test_blocks_of_both_towers(vit: Model, resnet: Model) -> None:
     text = ["clip.transformer.resblocks.0", "clip.transformer.resblocks.1"]
     assert blocks_of(vit) == [f"{BLOCK}{i}" for i in range(3)] + text
     assert blocks_of(resnet) == [f"clip.visual.layer{i}" for i in range(1, 5)] + text
-
-
-def custom_text() -> Model:
-    config = json.loads((CONFIGS / "tiny_vit.json").read_text())
-    return load_towers(config | {"custom_text": True})
-
-
-def test_blocks_of_a_separate_text_tower() -> None:
-    names = blocks_of(custom_text())
-    assert names[3:] == ["clip.text.transformer.resblocks.0", "clip.text.transformer.resblocks.1"]
+    assert blocks_of(with_text("custom"))[3:] == [n.replace("clip.", "clip.text.") for n in text]
 
 
 @pytest.mark.parametrize(
@@ -506,12 +396,7 @@ def test_blocks_of_a_separate_text_tower() -> None:
 def test_layers_count_from_the_top_of_their_tower(vit: Model, name: str, above: int) -> None:
     assert vit.layers_above(f"clip.{name}") == above
     text = not name.startswith(("visual.", "logit_"))
-    assert custom_text().layers_above(f"clip.{'text.' if text else ''}{name}") == above
-
-
-def test_layers_of_a_resnet(resnet: Model) -> None:
-    names = ("attnpool.c_proj.weight", "layer4.0.conv1.weight", "layer1.0.bn1.bias", "bn1.weight")
-    assert [resnet.layers_above(f"clip.visual.{name}") for name in names] == [0, 1, 4, 5]
+    assert with_text("custom").layers_above(f"clip.{'text.' if text else ''}{name}") == above
 
 
 def test_layers_of_an_unknown_text_tower(vit: Model) -> None:
@@ -526,7 +411,7 @@ def test_layers_of_an_unknown_text_tower(vit: Model) -> None:
 def test_compiled_blocks_keep_names_and_results(
     vit: Model, images: Tensor, tokens: Tensor, adapted: bool
 ) -> None:
-    lock(vit, 2, text=True)
+    vit.lock(2, text=True)
     if adapted:
         add_lora(vit, rank=2, alpha=2.0)
     vit.train()
@@ -550,7 +435,7 @@ def test_compiled_blocks_keep_names_and_results(
 def test_blocks_stay_compiled_for_every_kind_of_pass(images: Tensor) -> None:
     dynamo.reset()
     model = load_towers(CONFIGS / "tiny_vit.json")
-    lock(model, 2, text=True)
+    model.lock(2, text=True)
     model.compile_blocks(backend="eager")
     tokens = model.tokenizer(["a red square", "two blue dots", "nothing"])
     for training in (True, False):

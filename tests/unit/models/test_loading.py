@@ -187,13 +187,6 @@ def test_a_path_without_a_model_is_not_taken_for_a_name(name: str) -> None:
         load_towers(name)
 
 
-def test_unknown_field_of_a_config() -> None:
-    config = json.loads(TINY.read_text())
-    config["vision_cfg"]["colour"] = 1
-    with pytest.raises(ValueError, match="has 'colour', which open_clip does not know"):
-        load_towers(config)
-
-
 def test_missing_files(vit: Model, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no model directory"):
         load_towers(f"local-dir:{tmp_path}/absent")

@@ -1,4 +1,4 @@
-"""Towers of timm: split, locked, adapted, joined and exported like open_clip's own."""
+"""What holds for every kind of image tower: split, locked, adapted, joined and exported."""
 
 from __future__ import annotations
 
@@ -27,9 +27,12 @@ from tests.unit.models.stages import save_stages
 from tests.unit.models.tiny_towers import BLOCKS, TOWERS, config_of, fresh, make
 
 # Batch norms in their blocks.
-NORMED = ("fastvit", "resnet")
+NORMED = ("fastvit", "resnet", "rn")
 # Of the tower: its last block, its final norm, and what else lies above the blocks.
 PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+    "vit": (("transformer.resblocks.2.",), ("ln_post.",), ("proj",)),
+    "vit_mean": (("transformer.resblocks.2.",), ("ln_post.",), ("proj",)),
+    "rn": (("layer4.2.",), (), ("attnpool.",)),
     "token": (("trunk.blocks.5.",), ("trunk.norm.",), ("trunk.head.",)),
     "mean": (("trunk.blocks.5.",), ("trunk.norm.",), ("head.proj.",)),
     "attention": (("trunk.blocks.2.",), ("trunk.norm.",), ("trunk.attn_pool.",)),
@@ -43,22 +46,18 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "resnet": (("trunk.layer4.",), (), ("head.proj.",)),
 }
 # Adapted weights of the last block: those of its attention, and all.
-ADAPTED = {"token": (2, 4), "attention": (2, 4), "pe": (2, 4), "eva": (4, 7), "relpos": (2, 4)}
+ADAPTED = {"vit": (2, 4), "vit_mean": (2, 4), "rn": (0, 3), "token": (2, 4)}
+ADAPTED |= {"attention": (2, 4), "pe": (2, 4), "eva": (4, 7), "relpos": (2, 4)}
 ADAPTED |= {"vitamin": (2, 5), "mean": (2, 4), "convnext": (0, 2), "swin": (2, 4)}
 ADAPTED |= {"fastvit": (2, 4), "resnet": (0, 3)}
 KINDS = sorted(TOWERS)
-QUICK = ("token", "mean", "attention", "convnext", "eva", "fastvit")
+QUICK = ("vit", "rn", "token", "mean", "attention", "convnext", "eva", "fastvit")
 EVERY = kept(KINDS, *(KINDS.index(kind) for kind in QUICK))
 
 
 @pytest.fixture
 def images() -> Tensor:
     return torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-
-
-def lock(model: Model, image_blocks: Any = 0, **parts: Any) -> list[str]:
-    flags = dict.fromkeys(("image_norm", "image_projection", "text", "logit_scale"), False)
-    return model.lock(image_blocks, **(flags | parts))
 
 
 def named(model: Model, prefixes: tuple[str, ...], norms: bool = True) -> list[str]:
@@ -79,6 +78,14 @@ def test_every_kind_of_configuration_is_here() -> None:
 # --- trunk and tail --------------------------------------------------------------------------
 
 
+def projected(model: Model, pooled: Tensor) -> Any:
+    visual = model.visual
+    if hasattr(visual, "proj"):
+        return pooled @ visual.proj
+    projection = visual.head if len(visual.head) else visual.trunk.head
+    return getattr(projection, "fc", projection)(pooled)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_trunk_and_tail_are_the_tower(kind: str, images: Tensor) -> None:
     model = fresh(kind)
@@ -93,12 +100,14 @@ def test_trunk_and_tail_are_the_tower(kind: str, images: Tensor) -> None:
             kept = hidden.clone()
             assert torch.equal(model.encode_tail(hidden, number), whole)
             assert torch.equal(hidden, kept)  # several tails may read it
-        pooled = model.encode_tail(images, 0, project=False)
-        assert pooled.shape == (4, model.pooled_dim)
-        projection = model.visual.head if len(model.visual.head) else model.visual.trunk.head
-        projection = getattr(projection, "fc", projection)
-        assert torch.equal(projection(pooled) if kind != "attention" else pooled, whole)
-    assert whole.std(dim=0).mean() > 0.01  # the tower tells images apart
+        if kind == "rn":
+            with pytest.raises(ValueError, match="no features before its projection"):
+                model.encode_pooled(images)
+        else:
+            pooled = model.encode_pooled(images)
+            assert pooled.shape == (4, model.pooled_dim)
+            assert torch.equal(projected(model, pooled) if kind != "attention" else pooled, whole)
+    assert whole.std(dim=0).mean() > 0.001  # the tower tells images apart
     with pytest.raises(ValueError, match=f"has {model.num_blocks} blocks"):
         model.encode_trunk(images, model.num_blocks + 1)
 
@@ -108,7 +117,7 @@ def test_attention_above_a_chain_is_its_projection(images: Tensor) -> None:
     changes = {"vision_cfg": {**config_of("convnext")["vision_cfg"], "timm_proj": ""}}
     changes["vision_cfg"]["timm_pool"] = "rot_attn"
     model = make("convnext", **changes)
-    assert lock(model, image_projection=True) == named(model, ("head.pool.",))
+    assert model.lock(image_projection=True) == named(model, ("head.pool.",))
     with torch.no_grad():
         hidden = model.encode_trunk(images, 5)
         assert torch.equal(model.encode_tail(hidden, 5), model.clip.encode_image(images))
@@ -122,7 +131,7 @@ def test_frozen_trunk_gives_the_whole_towers_gradients(kind: str, images: Tensor
     model, images = fresh(kind).double(), images.double()
     model.encode_image(images).pow(2).sum().backward()
     whole = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    names = lock(model, 2, image_norm=True, image_projection=True)
+    names = model.lock(2, image_norm=True, image_projection=True)
     assert model.num_frozen_blocks == BLOCKS[kind] - 2
     model.zero_grad(set_to_none=True)
     model.encode_image(images).pow(2).sum().backward()
@@ -132,11 +141,11 @@ def test_frozen_trunk_gives_the_whole_towers_gradients(kind: str, images: Tensor
         torch.testing.assert_close(gradient, whole[name], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["token", "eva", "convnext", "fastvit"])
+@pytest.mark.parametrize("kind", ["token", "eva", "convnext", "fastvit", "rn"])
 def test_gradient_checkpointing_changes_nothing(kind: str, images: Tensor) -> None:
     model = fresh(kind).train()
     if kind in NORMED:
-        with pytest.raises(ValueError, match="TimmModel would count every batch twice"):
+        with pytest.raises(ValueError, match="would count every batch twice in its batch norms"):
             model.set_grad_checkpointing()
         return
     results, calls = [], [0]
@@ -156,7 +165,7 @@ def test_patch_dropout_of_a_frozen_eva_rests(images: Tensor) -> None:
     model = load_towers(config).train()
     model.set_grad_checkpointing()
     model.encode_image(images).sum().backward()  # the thinned rotary embedding goes along
-    lock(model, 1)
+    model.lock(1)
     model.train()
     assert model.encode_trunk(images, 2).shape == (4, 17, 32)
     model.encode_image(images).sum().backward()
@@ -169,16 +178,18 @@ def test_patch_dropout_of_a_frozen_eva_rests(images: Tensor) -> None:
 def test_lock_names_exactly_what_it_unlocks_and_a_step_moves_it(kind: str, images: Tensor) -> None:
     model = fresh(kind)
     block, norm, projection = PARTS[kind]
-    assert lock(model) == []
-    assert lock(model, image_norm=True) == (named(model, norm) if norm else [])
-    assert lock(model, image_projection=True) == named(model, projection, norms=False)
-    everything = lock(model, "all", image_norm=True, image_projection=True)
+    assert model.lock() == []
+    assert model.lock(image_norm=True) == (named(model, norm) if norm else [])
+    assert model.lock(image_projection=True) == named(model, projection, norms=False)
+    everything = model.lock("all", image_norm=True, image_projection=True)
     assert everything == named(model, ("",))
-    without = lock(model, model.num_blocks, image_norm=True, image_projection=True)
-    assert set(everything) - set(without) and model.num_frozen_blocks == 0
-    with pytest.raises(ValueError, match=f"image_blocks is {BLOCKS[kind] + 1}, but the image"):
-        lock(model, BLOCKS[kind] + 1)
-    names = lock(model, 1, image_norm=True)
+    without = model.lock(model.num_blocks, image_norm=True, image_projection=True)
+    assert (everything != without) == bool(model.layout.embedding)
+    assert model.num_frozen_blocks == 0
+    for number in (BLOCKS[kind] + 1, -1):
+        with pytest.raises(ValueError, match=f"image_blocks is {number}, but the image tower has"):
+            model.lock(number)
+    names = model.lock(1, image_norm=True)
     assert names == sorted(named(model, block) + (named(model, norm) if norm else []))
     assert model.num_frozen_blocks == BLOCKS[kind] - 1
     before = {name: t.clone() for name, t in model.state_dict().items()}
@@ -200,13 +211,13 @@ def test_layers_count_from_the_top(kind: str) -> None:
         assert {n for k, n in above.items() if k.startswith(f"clip.visual.{prefix}")} == {0}
     assert {n for k, n in above.items() if k.startswith(f"clip.visual.{block[0]}")} == {1}
     image = {n for k, n in above.items() if k.startswith("clip.visual.")}
-    assert image == set(range(BLOCKS[kind] + 2))
+    assert image == set(range(BLOCKS[kind] + 1 + bool(model.layout.embedding)))
 
 
-@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("kind", [kind for kind in EVERY if kind != "rn"])
 def test_blocks_are_modules_with_all_parameters_of_the_blocks(kind: str) -> None:
     model = fresh(kind)
-    lock(model, model.num_blocks)
+    model.lock(model.num_blocks)
     blocks = model.blocks()[: -len(model.text_layout.blocks)]
     inside = {id(p) for block in blocks for p in block.parameters()}
     batch_norms = {
@@ -228,17 +239,17 @@ def test_adapters_train_alone_and_merge(kind: str, images: Tensor) -> None:
     with torch.no_grad():
         plain = model.encode_image(images)
     attention, every = ADAPTED[kind]
-    lock(model, 1)
+    model.lock(1)
     if not attention:
         with pytest.raises(ValueError, match="targets are 'attention', but the unlocked blocks"):
             add_lora(model, rank=2, alpha=4.0, targets="attention")
     for targets, number in (("attention", attention), ("mlp", every - attention)):
         if number:
             other = fresh(kind)
-            lock(other, 1)
+            other.lock(1)
             add_lora(other, rank=2, alpha=4.0, targets=targets)  # type: ignore[arg-type]
             assert sum(isinstance(m, LowRank) for m in other.modules()) == number
-    lock(model, 1, image_projection=True)
+    model.lock(1, image_projection=True)
     names = add_lora(model, rank=2, alpha=4.0)
     projection = named(model, PARTS[kind][2], norms=False)
     assert sum(isinstance(m, LowRank) for m in model.modules()) == every
