@@ -134,21 +134,21 @@ class Run:
     @cached_property
     def stages(self) -> list[Stage]:
         """The stages that have a folder, without gaps."""
-        found: list[Stage] = []
-        while self.layout.stage(len(found)).is_dir():
-            found.append(Stage(self, len(found)))
-        return found
+        stages: list[Stage] = []
+        while self.layout.stage(len(stages)).is_dir():
+            stages.append(Stage(self, len(stages)))
+        return stages
 
     @cached_property
     def controls(self) -> dict[str, Run]:
         """The controls that have a folder, by name, each opened as this run is; they share its
         index and its stage 0."""
-        found = {}
+        controls = {}
         for folder in sorted(self.directory.glob("controls/*/")):
             control = Run(self.directory, self.config, folder.name)
             control._whole = self
-            found[folder.name] = control
-        return found
+            controls[folder.name] = control
+        return controls
 
     @property
     def seed(self) -> int:
@@ -175,8 +175,8 @@ class Run:
     def finished(self, folder: Literal["filters", "blindspots"]) -> dict[str, Path]:
         """The finished artifacts of ``mclclip filter`` or ``blindspots`` by name, without those
         that were moved aside."""
-        found = (path.parent for path in self.directory.glob(f"{folder}/*/{artifacts.MANIFEST}"))
-        return {path.name: path for path in sorted(found) if ".old-" not in path.name}
+        folders = (path.parent for path in self.directory.glob(f"{folder}/*/{artifacts.MANIFEST}"))
+        return {path.name: path for path in sorted(folders) if ".old-" not in path.name}
 
     # --- samples ---
 
@@ -220,15 +220,15 @@ class Run:
         """
         from mclclip.data.samples import BadSample
 
-        found = []
+        stored = []
         for raw in self.dataset.read_many(ids):
             if isinstance(raw, BadSample):
                 raise RuntimeError(
                     f"sample {self.index.keys([raw.sample_id])[0]} cannot be read ({raw.reason}): "
                     "its shard has changed since it was indexed, put it back"
                 )
-            found.append(raw.image)
-        return found
+            stored.append(raw.image)
+        return stored
 
     def images(self, ids: Ids) -> list[Image | NDArray[np.uint8]]:
         """The images of samples as they are stored: upright RGB pictures, or arrays [H, W, C].
@@ -237,16 +237,16 @@ class Run:
         """
         from mclclip.data.decode import DecodeError, decode
 
-        found, most = [], self.dataset.options.max_image_pixels
+        images, max_pixels = [], self.dataset.options.max_image_pixels
         for sample_id, stored in zip(ids, self.stored_images(ids), strict=True):
             try:
-                found.append(decode(stored, most, reads_arrays=True))
+                images.append(decode(stored, max_pixels, reads_arrays=True))
             except DecodeError as error:
                 raise RuntimeError(
                     f"sample {self.index.keys([int(sample_id)])[0]} cannot be decoded ({error}): "
                     "run 'mclclip embed', which finds such samples and leaves them out"
                 ) from None
-        return found
+        return images
 
     def pictures(self, ids: Ids) -> list[NDArray[np.uint8]]:
         """The ``images`` as pictures uint8 [H, W, 3]: of other channels the first three, or the
@@ -470,12 +470,12 @@ def read_records(path: Path, max_bytes: int = MAX_BYTES) -> tuple[list[dict[str,
                 lines.append(file.readline(_LONGEST_LINE))
             file.seek(max(size - _LONGEST_LINE, 0))
             lines += file.read(_LONGEST_LINE).split(b"\n")[-2:]
-    found = []
+    rows = []
     for line in dict.fromkeys(lines):
         try:
             row = files.parse_json(line, str(path))
         except ValueError:
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int):
-            found.append(row)
-    return sorted(found, key=lambda row: int(row["step"])), whole
+            rows.append(row)
+    return sorted(rows, key=lambda row: int(row["step"])), whole

@@ -174,7 +174,7 @@ def _verdict(config: Config, rows: Sequence[Row]) -> dict[str, Any]:
     )
     sentences = [_of_training(trained), *(c.sentence() for c in control)]
     sentences += [conclusion, *(c.sentence() for c in base)]
-    sentences += list(dict.fromkeys(t for found in forgotten for t in _of_forgotten(found)))
+    sentences += list(dict.fromkeys(t for metric in forgotten for t in _of_forgotten(metric)))
     return verdict | {"sentences": [*sentences, *_of_price(cost)]}
 
 
@@ -233,7 +233,7 @@ def _forgotten(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Items that stage 0 finds and stage 1 alone does not, in each headline metric of shares: over
     all items, and in each stratum, where p-values are corrected for the number of strata."""
     items = {(row.model, row.benchmark, row.metric): (row, path) for row, path in rows}
-    read, found = Reader(), []
+    read, forgotten = Reader(), []
     for c in compare.compare(rows, ["stage_1"], "stage_0"):
         before, after = (
             read(*items[row.model, row.benchmark, row.metric]) for row in (c.against, c.row)
@@ -247,8 +247,8 @@ def _forgotten(rows: Sequence[Row]) -> list[dict[str, Any]]:
         ):
             lost["p_value"] = p_value
         what = {"benchmark": c.row.benchmark, "metric": c.row.metric, **_lost(before, after)}
-        found.append(what | {"trials": c.row.protocol.get("trials", "items"), "strata": strata})
-    return found
+        forgotten.append(what | {"trials": c.row.protocol.get("trials", "items"), "strata": strata})
+    return forgotten
 
 
 def _lost(before: Outcomes, after: Outcomes) -> dict[str, Any]:
@@ -284,16 +284,16 @@ def _of_training(trained: dict[str, Any]) -> str:
     return text
 
 
-def _of_forgotten(found: dict[str, Any]) -> list[str]:
+def _of_forgotten(metric: dict[str, Any]) -> list[str]:
     """Sentences on what stage 1 forgot in one metric, and in which strata beyond chance."""
     text = (
-        f"{found['benchmark']}: stage_0 finds {found['found']:,g} of {found['count']:,} "
-        f"{found['trials']}; stage_1 alone misses {found['lost']:,g} of them, and finds "
-        f"{found['won']:,g} others."
+        f"{metric['benchmark']}: stage_0 finds {metric['found']:,g} of {metric['count']:,} "
+        f"{metric['trials']}; stage_1 alone misses {metric['lost']:,g} of them, and finds "
+        f"{metric['won']:,g} others."
     )
     worse = [
         (name, s)
-        for name, s in found["strata"].items()
+        for name, s in metric["strata"].items()
         if s["p_value"] < LEVEL and s["lost"] > s["won"]
     ]
     worse.sort(key=lambda item: item[1]["stage_1"] - item[1]["stage_0"])
@@ -303,7 +303,7 @@ def _of_forgotten(found: dict[str, Any]) -> list[str]:
     if not worse:
         return [text]
     more = f", and {len(worse) - _NAMED} more" if len(worse) > _NAMED else ""
-    return [text, f"{found['benchmark']}: stage_1 alone forgets beyond chance: {named}{more}."]
+    return [text, f"{metric['benchmark']}: stage_1 alone forgets beyond chance: {named}{more}."]
 
 
 def _of_price(cost: dict[str, Any]) -> list[str]:

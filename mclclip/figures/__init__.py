@@ -18,7 +18,7 @@ from pathlib import Path
 from mclclip import files
 from mclclip.config import Config
 from mclclip.figures import drawing
-from mclclip.figures.inputs import Figure, Inputs, Lacking
+from mclclip.figures.inputs import Figure, Inputs, MissingInput
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 
@@ -61,8 +61,8 @@ def _run(config: Config, context: Context, wanted: str | None) -> Path:
         needs = figure.needs
         try:
             data = figure.draw(inputs, directory / f"{name}.png")
-        except Lacking as lacking:
-            data, needs = None, str(lacking)
+        except MissingInput as error:
+            data, needs = None, str(error)
         if data is not None:
             files.write_json(directory / f"{name}.json", data)
             log.info("wrote %s", directory / f"{name}.png")

@@ -42,11 +42,11 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
         if encoder is None:
             continue
         for attribute in inputs.attributes:
-            found = readouts(inputs, encoder, attribute)
-            if found is None:
+            entry = readouts(inputs, encoder, attribute)
+            if entry is None:
                 continue
-            data.setdefault(attribute, {})[stage.name] = found
-            for kind, value in found["accuracy_percent"].items():
+            data.setdefault(attribute, {})[stage.name] = entry
+            for kind, value in entry["accuracy_percent"].items():
                 if value is not None:
                     bars.setdefault(f"{attribute}\n{kind}", {})[stage.name] = value
     if not data:
@@ -152,12 +152,12 @@ def move_to_targets(
     def readout(x: Tensor) -> Tensor:
         return functional.linear(encoder(x), weight, bias)
 
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
     for start in range(0, len(images), batch_size):
         rows = slice(start, start + batch_size)
         chosen = images[rows].detach().clone()
-        found.append(_move(readout, chosen, targets[rows], eps, max_steps))
-    moved, steps, reached = (torch.cat(parts) for parts in zip(*found, strict=True))
+        parts.append(_move(readout, chosen, targets[rows], eps, max_steps))
+    moved, steps, reached = (torch.cat(each) for each in zip(*parts, strict=True))
     return moved, steps, reached
 
 

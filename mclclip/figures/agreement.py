@@ -15,7 +15,7 @@ from mclclip.figures.inputs import CLUSTERS, Figure, Inputs
 def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
     """Adjusted mutual information of every stage's nearest clusters with all others, as shades
     between 0 and 1 with the numbers in them."""
-    stages = {name: np.asarray(found.labels[:, 0]) for name, found in inputs.clusters.items()}
+    stages = {name: np.asarray(clusters.labels[:, 0]) for name, clusters in inputs.clusters.items()}
     if not stages:
         return None
     others = stages | {name: inputs.index.attribute(name)[0] for name in inputs.attributes}

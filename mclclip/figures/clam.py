@@ -83,16 +83,16 @@ def _class_pairs(
 ) -> list[tuple[str, NDArray[np.integer], Sequence[int]]]:
     """Names of two classes, the codes [N] of all samples, and the two classes' codes."""
     if gates is not None:
-        pairs = unlike_pairs(gates.of_classes(), PAIRS).tolist()
-        return [(gates.title(pair), gates.codes, pair) for pair in pairs]
-    found: list[tuple[str, NDArray[np.integer], Sequence[int]]] = []
+        unlike = unlike_pairs(gates.of_classes(), PAIRS).tolist()
+        return [(gates.title(pair), gates.codes, pair) for pair in unlike]
+    pairs: list[tuple[str, NDArray[np.integer], Sequence[int]]] = []
     for attribute in inputs.attributes:
         codes, names = inputs.index.attribute(attribute)
         drawn = np.random.default_rng([inputs.config.seed, 9]).permutation(len(names))
         for pair in drawn[: len(drawn) // 2 * 2].reshape(-1, 2)[:PAIRS].tolist():
             title = " and ".join(names[code] for code in pair)
-            found.append((f"{attribute} {title}", codes, pair))
-    return found
+            pairs.append((f"{attribute} {title}", codes, pair))
+    return pairs
 
 
 def _anchor_and_pair(
@@ -129,13 +129,13 @@ def heat_maps(
     if gates is not None:
         own = torch.from_numpy(gates.of_classes()).to(anchor.device)
         spaces |= {f"gates of y{n}": own[code] for n, code in enumerate(pair, start=1)}
-    found = {}
+    maps = {}
     for name, gate in spaces.items():
         heat, similarity = clam(encoder, layer, anchor, positive, views, gate)
         height, width = (min(MAP_SIZE, length) for length in heat.shape)
         small = functional.adaptive_avg_pool2d(heat[None], (height, width))[0]
-        found[name] = {"similarity": similarity, "heat": small.cpu().tolist()}
-    return found
+        maps[name] = {"similarity": similarity, "heat": small.cpu().tolist()}
+    return maps
 
 
 # --- the method -------------------------------------------------------------------------------
@@ -244,14 +244,14 @@ def layer_with_map(
         outputs = [stack.enter_context(_kept(layer)) for layer in layers]
         with torch.no_grad():
             encoder(image[None])
-    run = [(layer, found[0]) for layer, found in zip(layers, outputs, strict=True) if found]
+    run = [(layer, own[0]) for layer, own in zip(layers, outputs, strict=True) if own]
     if not run:
         raise ValueError("the encoder runs none of its layers by themselves: there is no map")
     maps = [(layer, output.shape[2:].numel()) for layer, output in run if output.ndim == 4]
     if not maps:
         return run[-2:][0][0]
     enough = [layer for layer, places in maps if places >= _PLACES]
-    return enough[-1] if enough else max(maps, key=lambda found: found[1])[0]
+    return enough[-1] if enough else max(maps, key=lambda each: each[1])[0]
 
 
 @contextmanager

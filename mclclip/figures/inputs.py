@@ -24,7 +24,7 @@ from mclclip.train.options import TrainConfig
 log = logging.getLogger("mclclip")
 
 MAX_SAMPLES = 5_000  # of the figures that compare all pairs
-MAX_CLASSES = 1_000  # whose gates are looked at, the first ones; as many as the paper's
+MAX_CLASSES = 1_000  # whose gates are drawn, the first ones; as many as the paper's
 
 EMBEDDINGS = "embeddings: run 'mclclip embed --stage 0'"
 CLUSTERS = "clusters: run 'mclclip cluster --stage 0'"
@@ -32,7 +32,7 @@ GATES = "a finished training whose objective learns gates, such as simlap, with 
 EXPORTS = "exports of its stages: run 'mclclip export --stage 0'"
 
 
-class Lacking(Exception):
+class MissingInput(Exception):
     """Says what a run lacks for a figure, where it is not what ``Figure.needs`` says."""
 
 
@@ -100,17 +100,17 @@ class Inputs:
         return sorted({name for source in sources for name in source.attributes})
 
     def require_attributes(self) -> None:
-        """Raises Lacking for a run whose index has no attributes."""
+        """Raises MissingInput for a run whose index has no attributes."""
         if not self.attributes:
-            raise Lacking(
+            raise MissingInput(
                 "attributes: set data.sources.NAME.attributes to fields of the samples' .json, and "
                 "run 'mclclip index' again"
             )
 
     def require_samples(self, fewest: int) -> None:
-        """Raises Lacking for a run of fewer samples."""
+        """Raises MissingInput for a run of fewer samples."""
         if len(self.ids) < fewest:
-            raise Lacking(f"{fewest} samples or more: {len(self.ids)} can be used")
+            raise MissingInput(f"{fewest} samples or more: {len(self.ids)} can be used")
 
     @cached_property
     def ids(self) -> NDArray[np.int64]:
@@ -128,16 +128,16 @@ class Inputs:
 
         Raises RuntimeError where some are of another index.
         """
-        found = {}
+        features = {}
         for stage in self.stages:
             if stage.has("embeddings"):
-                found[stage.name] = stage.embeddings_of(self.ids)
+                features[stage.name] = stage.embeddings_of(self.ids)
             else:
                 log.info(
                     "%s has no embeddings and is left out of figures of features: run "
                     "'mclclip embed --stage %d' to have it in them", stage.name, stage.number,
                 )  # fmt: skip
-        return found
+        return features
 
     @cached_property
     def clusters(self) -> dict[str, Clusters]:
@@ -150,20 +150,20 @@ class Inputs:
     @cached_property
     def gates(self) -> dict[str, ClassGates]:
         """The gates of classes by stage, of the stages whose objective has learned some."""
-        found = {}
+        gates = {}
         for stage in self.stages:
             options = self.config.train if stage.number else self.config.base
             if options is None or not options.objective.has_gates:
                 continue
             if stage.has("train") and checkpoint.steps(stage.directory("train") / "checkpoints"):
-                found[stage.name] = self._learned_gates(stage, options)
+                gates[stage.name] = self._learned_gates(stage, options)
             else:
                 log.info(
                     "%s is left out of figures of gates, which are read from the last checkpoint "
                     "of a finished training: run 'mclclip train --stage %d'",
                     stage.name, stage.number,
                 )  # fmt: skip
-        return found
+        return gates
 
     def _learned_gates(self, stage: Stage, options: TrainConfig) -> ClassGates:
         averaged = self.config.export.ema and options.ema_decay is not None
@@ -193,7 +193,7 @@ class Inputs:
 class Figure:
     """One figure, which is drawn at a path and whose data are returned.
 
-    draw     the data, or None where the run has nothing for it; may raise Lacking
+    draw     the data, or None where the run has nothing for it; may raise MissingInput
     needs    the artifacts that the run must have for it, for messages
     encoder  whether an encoder runs; such a figure is drawn only where it is named
     """

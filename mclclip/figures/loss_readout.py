@@ -81,7 +81,7 @@ def correlations(
 
 def _losses(inputs: Inputs) -> dict[str, float]:
     """The last losses of all finished trainings of the run, by the names of their encoders."""
-    found = {}
+    losses = {}
     controls = inputs.run.controls
     runs = [inputs.run, *(controls[n] for n in inputs.config.controls if n in controls)]
     for run in runs:
@@ -91,8 +91,8 @@ def _losses(inputs: Inputs) -> dict[str, float]:
                 recorded = _recorded(stage.directory("train") / "metrics.jsonl")
                 last = recorded[-max(1, round(_LAST * len(recorded))) :]
                 if last:
-                    found[stage.name] = float(np.mean(last))
-    return found
+                    losses[stage.name] = float(np.mean(last))
+    return losses
 
 
 def _recorded(path: Path) -> list[float]:

@@ -70,8 +70,8 @@ def nearest_different(features: ArrayLike, anchors: ArrayLike) -> NDArray[np.int
     rows = np.asarray(features)
     cosines, near = nearest_samples(rows, anchors, min(_COPIES, len(rows) - 1))
     different = cosines < 1.0 - _SAME
-    found = near[np.arange(len(near)), different.argmax(axis=1)]
-    return np.where(different.any(axis=1), found, -1)
+    first = near[np.arange(len(near)), different.argmax(axis=1)]
+    return np.where(different.any(axis=1), first, -1)
 
 
 def nearest_to_modified(

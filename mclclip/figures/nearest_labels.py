@@ -19,14 +19,14 @@ _BLOCK = 1 << 20
 def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
     """A sheet of samples, drawn by the seed, with a row for each of their nearest clusters.
 
-    An example of a cluster is a sample whose nearest one it is, other than the sample shown.
+    An example of a cluster is a sample whose nearest one it is, other than the sample itself.
     """
     ids = inputs.ids[inputs.draw_places(SAMPLES, 6)]
     data: dict[str, list[dict[str, Any]]] = {}
     pictures, names = [], []
     for name, clusters in inputs.clusters.items():
         nearest, similar = clusters.labels, clusters.similarities
-        # One more, for the sample shown is none.
+        # One more, for the sample itself is none.
         examples = examples_of(nearest, similar, nearest[ids, :LABELS], EXAMPLES + 1)
         data[name] = []
         for sample in ids.tolist():
@@ -61,15 +61,15 @@ def examples_of(
     are read once, in blocks. A cluster of ``wanted`` [C] that is nobody's nearest has no rows.
     """
     clusters = np.unique(np.asarray(wanted, dtype=np.int64))
-    found = {int(cluster): np.zeros(0, np.int64) for cluster in clusters}
+    examples = {int(cluster): np.zeros(0, np.int64) for cluster in clusters}
     for start in range(0, len(nearest_clusters), _BLOCK):
         own = np.asarray(nearest_clusters[start : start + _BLOCK, 0])
         rows = np.flatnonzero(np.isin(own, clusters))
         for cluster in np.unique(own[rows]).tolist():
-            here = np.concatenate([found[cluster], start + rows[own[rows] == cluster]])
+            here = np.concatenate([examples[cluster], start + rows[own[rows] == cluster]])
             order = np.argsort(-similarities[here, 0], kind="stable")
-            found[cluster] = here[order[:count]]
-    return found
+            examples[cluster] = here[order[:count]]
+    return examples
 
 
 FIGURE = Figure(draw, CLUSTERS)

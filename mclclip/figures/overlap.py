@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mclclip.figures import drawing
-from mclclip.figures.inputs import EMBEDDINGS, Figure, Inputs, Lacking, unit_rows
+from mclclip.figures.inputs import EMBEDDINGS, Figure, Inputs, MissingInput, unit_rows
 
 log = logging.getLogger("mclclip")
 
@@ -46,9 +46,9 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
             log.info("overlap: %s has no pairs both within and between values", attribute)
             continue
         for stage, rows in inputs.features.items():
-            found = class_overlap(rows[known], codes[known])
-            panels[f"{stage}, {attribute}: overlap {found.overlap:.2f}"] = found
-            own = data.setdefault(attribute, {})[stage] = found.as_json()
+            cosines = class_overlap(rows[known], codes[known])
+            panels[f"{stage}, {attribute}: overlap {cosines.overlap:.2f}"] = cosines
+            own = data.setdefault(attribute, {})[stage] = cosines.as_json()
             if len(sizes) < 3:
                 continue
             pair, few, shared = _least_alike(rows[known], codes[known])
@@ -57,8 +57,10 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
             panels[title] = shared
             own["pair"] = {"values": values, "dimensions": few.tolist(), **shared.as_json()}
     if not data:
-        raise Lacking("an attribute with two values, one of them of two samples: there is none")
-    edges = found.edges.tolist()
+        raise MissingInput(
+            "an attribute with two values, one of them of two samples: there is none"
+        )
+    edges = cosines.edges.tolist()
     _draw_histograms(path, edges, panels)
     return {"edges": edges, "attributes": data}
 
@@ -186,8 +188,8 @@ def _draw_histograms(path: Path, edges: Sequence[float], panels: Mapping[str, Ov
     """A panel per name with shares by bin, one step line each within and between values."""
     with drawing.canvas(path, 5.5, 0.6 + 1.7 * len(panels)) as figure:
         every = figure.subplots(len(panels), 1, squeeze=False, sharex=True)[:, 0]
-        for axes, (name, found) in zip(every, panels.items(), strict=True):
-            for label, shares in (("within", found.within), ("between", found.between)):
+        for axes, (name, cosines) in zip(every, panels.items(), strict=True):
+            for label, shares in (("within", cosines.within), ("between", cosines.between)):
                 axes.stairs(shares, edges, label=label, fill=True, alpha=0.5)
             axes.set_title(name, fontsize="small")
             axes.legend(fontsize="small")

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mclclip.figures import drawing
-from mclclip.figures.inputs import CLUSTERS, Figure, Inputs, Lacking
+from mclclip.figures.inputs import CLUSTERS, Figure, Inputs, MissingInput
 
 
 def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
@@ -28,14 +28,14 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
             near = np.asarray(clusters.labels[known])
             data[f"{name}, {attribute}"] = label_recall(near, codes[known]).tolist()
     if not data:
-        raise Lacking("samples with a value of an attribute: there are none")
+        raise MissingInput("samples with a value of an attribute: there are none")
     drawing.lines(path, "label recall", data, "nearest clusters", "share")
     return data
 
 
 def dominant_classes(labels: ArrayLike, classes: ArrayLike) -> dict[int, int]:
     """label -> the class that most samples with this label have; of equally many the smaller."""
-    found: dict[int, int] = {}
+    dominant: dict[int, int] = {}
     pairs, counts = np.unique(
         np.stack([np.asarray(labels), np.asarray(classes)]), axis=1, return_counts=True
     )
@@ -43,8 +43,8 @@ def dominant_classes(labels: ArrayLike, classes: ArrayLike) -> dict[int, int]:
         zip(pairs.T.tolist(), counts.tolist(), strict=True), key=lambda item: item[1], reverse=True
     ):
         if label >= 0:
-            found.setdefault(label, cls)
-    return found
+            dominant.setdefault(label, cls)
+    return dominant
 
 
 def label_recall(nearest: ArrayLike, classes: ArrayLike) -> NDArray[np.float64]:

@@ -68,16 +68,16 @@ def _likeness(
 ) -> dict[str, float | None]:
     """Mean cosines of the pair and of the pair with others, in the subspace and in all dimensions;
     None for classes without samples."""
-    found: dict[str, float | None] = {}
+    likeness: dict[str, float | None] = {}
     for space, rows in (("", inside), ("_in_all_dimensions", features)):
         classes, cosines = class_similarity(rows, codes)
         own = np.isin(classes, pair)
         table = cosines[own]
-        found[f"cosine{space}"] = float(table[0, own][1]) if own.sum() == 2 else None
-        found[f"cosine_to_others{space}"] = (
+        likeness[f"cosine{space}"] = float(table[0, own][1]) if own.sum() == 2 else None
+        likeness[f"cosine_to_others{space}"] = (
             float(table[:, ~own].mean()) if own.any() and not own.all() else None
         )
-    return found
+    return likeness
 
 
 FIGURE = Figure(draw, f"{GATES}, and {EXPORTS}", encoder=True)
