@@ -70,6 +70,7 @@ class Run:
     directory   the run's folder
     config      its configuration; None where there is none, as in a folder of evaluations alone
     layout      paths of everything in it
+    seed        of what is drawn from the run; 0 where it has no configuration
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Run:
     ) -> None:
         self.directory, self.config = Path(directory), config
         self.layout = Layout(self.directory, variant)
+        self.seed = 0 if config is None else config.seed
         self._checks_index = checks_index
         self._whole: Run | None = None  # the run that this one is a control of
 
@@ -149,11 +151,6 @@ class Run:
             control._whole = self
             controls[folder.name] = control
         return controls
-
-    @property
-    def seed(self) -> int:
-        """The seed of what is drawn from the run; 0 where it has no configuration."""
-        return 0 if self.config is None else self.config.seed
 
     @cached_property
     def result_rows(self) -> list[Result]:
@@ -348,26 +345,27 @@ class Stage:
 
         Only what holds them is read and compared with its record.
         """
-        wanted, places = np.unique(self._checked(ids), return_inverse=True)
-        return np.asarray(self.embeddings[wanted], np.float32)[places]
+        wanted, order = self._distinct(ids)
+        return np.asarray(self.embeddings[wanted], np.float32)[order]
 
     def clusters_of(self, ids: Ids) -> NDArray[np.integer]:
         """[n, L]: the clusters of samples, nearest first; -1 for none.
 
         Only what holds them is read and compared with its record.
         """
+        wanted, order = self._distinct(ids)
         name = "cluster_labels.npy"
         record = self.manifest("clusters").record(name)
         labels = RowStore([self.directory("clusters") / name], [record], "cluster")
-        wanted, places = np.unique(self._checked(ids), return_inverse=True)
-        found: NDArray[Any] = labels[wanted]
-        return found[places]
+        clusters: NDArray[Any] = labels[wanted]
+        return clusters[order]
 
-    def _checked(self, ids: Ids) -> Integers:
+    def _distinct(self, ids: Ids) -> tuple[Integers, Integers]:
+        """The different ones of ``ids``, sorted, and where each of ``ids`` is among these."""
         numbers, count = np.asarray(ids, np.int64), len(self.run.index)
         if len(outside := numbers[(numbers < 0) | (numbers >= count)]):
             raise IndexError(f"sample_id {outside[0]}, the index has 0..{count - 1}")
-        return numbers
+        return np.unique(numbers, return_inverse=True)
 
     @property
     def train(self) -> Manifest:
