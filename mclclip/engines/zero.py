@@ -98,12 +98,12 @@ class DeepspeedEngine(Engine):
         inner = getattr(optimizer, name)
 
         def with_outside(*arguments: Any, **options: Any) -> Any:
-            found = inner(*arguments, **options)
+            norms = inner(*arguments, **options)
             scale = self.scaler.get_scale()  # ZeRO's gradients are still multiplied by it
             if self.zero_stage == 3:  # one group more
-                whole = self.with_outside(torch.zeros_like(found[0])) * scale
-                return [*found, whole]
-            return self.with_outside(found / scale) * scale
+                whole = self.with_outside(torch.zeros_like(norms[0])) * scale
+                return [*norms, whole]
+            return self.with_outside(norms / scale) * scale
 
         setattr(optimizer, name, with_outside)
 
@@ -225,13 +225,13 @@ class DeepspeedEngine(Engine):
             from deepspeed.utils import safe_get_local_optimizer_state
 
             return _piece_of(safe_get_local_optimizer_state(parameter, moment), parameter)
-        found = parameter._hp_mapping  # None where the parameter lies on other ranks
-        if found is None:
+        mapping = parameter._hp_mapping  # None where the parameter lies on other ranks
+        if mapping is None:
             return Piece(0, torch.empty(0, device=parameter.device))
-        flat = self._flats()[found.param_group_index]
-        start, numel = found.hp_fragment_address.start, found.hp_fragment_address.numel
+        flat = self._flats()[mapping.param_group_index]
+        start, numel = mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
         values = self._inner.state[flat][moment][start : start + numel]
-        return Piece(found.lp_fragment_address.start, values)
+        return Piece(mapping.lp_fragment_address.start, values)
 
     # --- the rest of the state -----------------------------------------------------------------
 

@@ -203,16 +203,16 @@ class Objective(nn.Module):
         the model.
         """
         first, *others = batch.views
-        found: dict[str, Tensor] = model(image=first)
+        features: dict[str, Tensor] = model(image=first)
         if self.gathers_images and self.loss_follows and (batch.text is not None or others):
             # Messages are sent while the text tower, or the other views, run.
-            collectives.begin_gather(found["image_features"])
+            collectives.begin_gather(features["image_features"])
         if batch.text is not None or batch.text_features is not None:
             texts = model(text=batch.text, text_features=batch.text_features)
-            found |= {name: value for name, value in texts.items() if name not in found}
+            features |= {name: value for name, value in texts.items() if name not in features}
         for number, view in enumerate(others, 1):
-            found[f"image_features_{number}"] = model(image=view)["image_features"]
-        return found
+            features[f"image_features_{number}"] = model(image=view)["image_features"]
+        return features
 
     def begin(self, step: int, total: int, epoch: float) -> None:
         """Called before every step, of which there are ``total``, after ``epoch`` epochs."""
@@ -223,7 +223,7 @@ class Objective(nn.Module):
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class ObjectiveOptions:
-    """Options of an objective, told apart by ``kind``."""
+    """Options of an objective, distinguished by ``kind``."""
 
     kind: str
 
@@ -280,8 +280,8 @@ class ObjectiveOptions:
 
 def with_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The tensors of a state whose names begin with ``prefix``, under the rest of their names."""
-    found = ((n, tensor) for n, tensor in state.items() if n.startswith(prefix))
-    return {name.removeprefix(prefix): tensor for name, tensor in found}
+    entries = ((n, tensor) for n, tensor in state.items() if n.startswith(prefix))
+    return {name.removeprefix(prefix): tensor for name, tensor in entries}
 
 
 # --- kinds -------------------------------------------------------------------------------------
@@ -297,14 +297,14 @@ def kinds() -> list[str]:
 
 def options_class(kind: str) -> type[ObjectiveOptions]:
     """The options of a kind. ValueError, with the nearest kinds, where there is none."""
-    found: Any = None
+    loaded: Any = None
     if kind in kinds():
         points = entry_points(group=ENTRY_POINTS, name=kind)
         if points:
-            found = next(iter(points)).load()
+            loaded = next(iter(points)).load()
         else:
-            found = importlib.import_module(f"{__package__}.{SHARED.get(kind, kind)}")
-    options = getattr(found, "Options", found)
+            loaded = importlib.import_module(f"{__package__}.{SHARED.get(kind, kind)}")
+    options = getattr(loaded, "Options", loaded)
     if options is None:
         near = ", ".join(nearest(kind, kinds()))
         raise ValueError(f"there is no objective {kind!r} (nearest: {near})")

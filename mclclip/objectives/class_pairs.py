@@ -53,22 +53,22 @@ def draw_partners(
     """
     if pairing == "identical":
         return classes.copy()
-    present, place = np.unique(classes, return_inverse=True)
+    present, position = np.unique(classes, return_inverse=True)
     numbers = np.asarray(mix(int(key), sample_ids))
     if pairing == "n_closest":
         assert closest is not None
         near = np.sort(np.column_stack([present, closest]), axis=1)
         reached = np.isin(near, present).cumsum(axis=1)  # present classes up to each column
-        wanted = (numbers % reached[:, -1][place].astype(np.uint64)).astype(np.int64) + 1
-        columns = (reached[place] < wanted[:, None]).sum(axis=1)
-        found: Integers = near[place, columns]
-        return found
+        wanted = (numbers % reached[:, -1][position].astype(np.uint64)).astype(np.int64) + 1
+        columns = (reached[position] < wanted[:, None]).sum(axis=1)
+        chosen: Integers = near[position, columns]
+        return chosen
     count = len(present) - (pairing == "distinct")
     if count == 0:
         return np.full_like(classes, -1)
     drawn = (numbers % np.uint64(count)).astype(np.int64)
     if pairing == "distinct":
-        drawn += drawn >= place
+        drawn += drawn >= position
     return present[drawn]
 
 
@@ -209,8 +209,8 @@ class _PairLosses(torch.autograd.Function):
         tile: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         tiles = _Tiles(queries, weights, keys, pairs, tile)
-        found = [_stream(tiles, rows) for rows in tiles.row_blocks]
-        loss, pull, normalizer, positives, negatives = map(torch.cat, zip(*found, strict=True))
+        streamed = [_stream(tiles, rows) for rows in tiles.row_blocks]
+        loss, pull, normalizer, positives, negatives = map(torch.cat, zip(*streamed, strict=True))
         share = positives.clamp_min(1).to(loss.dtype).reciprocal()
         ctx.save_for_backward(queries, weights, keys, pull * share, normalizer, share)
         ctx.pairs, ctx.tile = pairs, tile

@@ -168,7 +168,7 @@ class Contrast(Objective):
                 model's. `labels`: [b, 1] int64, group of each sample at the prefix where the mask
                 compares. `sample_id`: [b] int64; equal ids are one sample, never each other's
                 negatives. `classes`: [b, l] int64, of which the first counts, where the loss reads
-                them. Others are not looked at.
+                them. Others are ignored.
 
         Returns:
             `loss`: mean over this rank's rows and the directions, 0-dimensional. Its mean over the
@@ -186,7 +186,7 @@ class Contrast(Objective):
         marks = [features["labels"][:, 0], features["sample_id"]]
         if self.reads_classes:
             marks.append(to_device(features["classes"][:, 0], own[0].device))
-        found = [
+        by_direction = [
             self.rows(contrasted)
             for contrasted in self.contrasts(
                 own,
@@ -196,8 +196,8 @@ class Contrast(Objective):
                 scale,
             )
         ]
-        counted = {n: collectives.all_reduce_sum(r.sum()) for n, r in found[0][1].items()}
-        means = [losses.mean() for losses, _ in found]
+        counted = {n: collectives.all_reduce_sum(r.sum()) for n, r in by_direction[0][1].items()}
+        means = [losses.mean() for losses, _ in by_direction]
         return {
             "loss": torch.stack(means).mean(),
             **counted,

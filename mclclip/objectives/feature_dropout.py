@@ -337,13 +337,13 @@ def bounded(raw: Tensor, epsilon: float) -> Tensor:
 
 
 def keyed_noise(seed: int, step: int, view: int, sample_id: Tensor, count: int) -> Tensor:
-    """float32 [b, count], uniform in [0, 1): a function of (seed, step, view, sample_id, place).
+    """float32 [b, count], uniform in [0, 1): a function of (seed, step, view, sample_id, position).
 
     It is drawn where ``sample_id`` [b] lies, and is the same on every device.
     """
     step_word, view_word = (torch.full_like(sample_id[:1], word) for word in (step, view))
-    places = torch.arange(count, device=sample_id.device)
-    bits = mix_tensors(seed, step_word, view_word, sample_id[:, None], places)
+    positions = torch.arange(count, device=sample_id.device)
+    bits = mix_tensors(seed, step_word, view_word, sample_id[:, None], positions)
     high = (bits >> (64 - _NOISE_BITS)) & ((1 << _NOISE_BITS) - 1)
     numbers: Tensor = high.to(torch.float32) / (1 << _NOISE_BITS)
     return numbers

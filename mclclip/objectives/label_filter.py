@@ -62,7 +62,7 @@ class LabelFilter(nn.Module):
     def of_classes(self) -> Tensor:
         """[K, D]: the gates of every class by itself, by the running statistics of the batch norms.
 
-        They are what is looked at after training, and what the penalty is about.
+        Figures show them after training, and the penalty is of them.
         """
         classes = torch.arange(self.labels.num_embeddings, device=self.labels.weight.device)
         training = self.training
@@ -97,8 +97,8 @@ def normed(features: Tensor, norm: nn.Module | None) -> Tensor:
     """
     if norm is None:
         return features
-    found: Tensor = norm(functional.normalize(features) * math.sqrt(features.shape[1]))
-    return found
+    result: Tensor = norm(functional.normalize(features) * math.sqrt(features.shape[1]))
+    return result
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ class Subspaces:
     def gates(self, first: Tensor, second: Tensor) -> Tensor:
         """Classes [n] and [n], int64 -> the gates [n, D] of these pairs of classes."""
         with torch.no_grad():
-            found: Tensor = self.filter(first, second)
-        return found
+            result: Tensor = self.filter(first, second)
+        return result
 
 
 def gate_penalty(gates: Tensor, kind: Penalty) -> Tensor:

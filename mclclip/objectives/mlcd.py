@@ -154,7 +154,7 @@ class Options(ObjectiveOptions):
         # The values of an attribute are counted by the index, which may not be there yet.
         classes = sizes.num_classes if self.attribute is None else _ASSUMED_CLASSES
         one_label = self.kind == "single_label" or self.attribute is not None
-        found = cost.measure(
+        measured = cost.measure(
             sizes.local_batch * sizes.num_ranks,
             sizes.dim,
             classes,
@@ -163,8 +163,8 @@ class Options(ObjectiveOptions):
             sample_rate=self.sample_rate,
             rule=self.negatives,
         )
-        lasting = {part: size for part, size in found["parts"].items() if part != "step"}
-        return Cost(found["parts"]["step"], lasting, found["checkpoint"], found)
+        lasting = {part: size for part, size in measured["parts"].items() if part != "step"}
+        return Cost(measured["parts"]["step"], lasting, measured["checkpoint"], measured)
 
 
 class NegativeDraw:
@@ -229,7 +229,7 @@ class ClassCenterLoss(Objective):
         Args:
             image_features: [b, D], unit length, of this rank. All ranks have the same b.
             classes: [b, l] int64, those that a sample is positive for, nearest first; -1: none.
-            unused: what other objectives look at.
+            unused: features that other objectives read.
 
         Returns:
             `loss`: mean over the rows of the global batch that have a label. The gradient of the

@@ -314,9 +314,9 @@ class QueuedKeys(_WithCopy):
     def features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """The model's features of the first view, and as ``keys`` the copy's of the second."""
         first, second = batch.views
-        found = model(image=first, text=batch.text, text_features=batch.text_features)
+        features = model(image=first, text=batch.text, text_features=batch.text_features)
         prefix_length = torch.full((), batch.prefix_length, device=first.device)
-        return dict(found) | {"keys": self.copy(second), "prefix_length": prefix_length}
+        return dict(features) | {"keys": self.copy(second), "prefix_length": prefix_length}
 
     def forward(
         self,
@@ -334,7 +334,7 @@ class QueuedKeys(_WithCopy):
             prefix_length: 0-dimensional int64, length at which this batch's labels are truncated.
             labels: [b, 1] int64, group of each sample at that length.
             sample_id: [b] int64.
-            unused: what other objectives look at.
+            unused: features that other objectives read.
 
         Returns:
             `loss`: mean over this rank's rows of the cross-entropy of the own key among it and the
@@ -369,12 +369,12 @@ class QueuedKeys(_WithCopy):
         *of_samples, prefix_length = self._new
         self._new = None
         keys, groups, sample_ids = (collectives.gather(values) for values in of_samples)
-        places = torch.arange(len(keys), device=keys.device).add_(self.position)
-        places.remainder_(len(self.queue))
-        self.queue[places] = keys
-        self.queue_groups[places] = groups
-        self.queue_sample_ids[places] = sample_ids
-        self.queue_prefix_lengths[places] = prefix_length
+        slots = torch.arange(len(keys), device=keys.device).add_(self.position)
+        slots.remainder_(len(self.queue))
+        self.queue[slots] = keys
+        self.queue_groups[slots] = groups
+        self.queue_sample_ids[slots] = sample_ids
+        self.queue_prefix_lengths[slots] = prefix_length
         self.position.add_(len(keys)).remainder_(len(self.queue))
 
 
@@ -406,7 +406,7 @@ class BatchKeys(_WithCopy):
             keys, keys_1: [b, D], the copy's features of the same views.
             labels: [b, 1] int64, group of each sample at the prefix where the mask compares.
             sample_id: [b] int64.
-            unused: what other objectives look at.
+            unused: features that other objectives read.
 
         Returns:
             `loss`: 2 tau times the sum over both directions of the mean over this rank's rows.

@@ -49,9 +49,9 @@ class Pairs:
 
     def masked(self, rows: slice, columns: slice) -> Tensor:
         """Bool [r, c]: the column is no negative of the row."""
-        found = self.groups[rows, None] != self.all_groups[columns]
-        found |= self.sample_id[rows, None] == self.all_sample_ids[columns]
-        return found
+        excluded = self.groups[rows, None] != self.all_groups[columns]
+        excluded |= self.sample_id[rows, None] == self.all_sample_ids[columns]
+        return excluded
 
 
 # A compiler would unroll the loop over tiles.
@@ -135,7 +135,7 @@ def _stream(
     Returns m [b] and l [b, f], with factor * m + l the log of the sum of exp(factor * logit), and
     the rows without a negative.
     """
-    found = []
+    streamed = []
     for rows in tiles.row_blocks:
         first = start[rows]
         hardest = torch.full_like(first, float("-inf"))  # highest logit of a negative so far
@@ -150,8 +150,8 @@ def _stream(
                 total.mul_(((previous - maximum) * factor).exp_())
                 scaled = logits if len(factors) == 1 and factor == 1.0 else logits * factor
                 total.add_(scaled.exp_().sum(dim=1))
-        found.append((maximum, torch.stack(totals, dim=1).log(), hardest == float("-inf")))
-    maximum, log_totals, alone = (torch.cat(parts) for parts in zip(*found, strict=True))
+        streamed.append((maximum, torch.stack(totals, dim=1).log(), hardest == float("-inf")))
+    maximum, log_totals, alone = (torch.cat(parts) for parts in zip(*streamed, strict=True))
     return maximum, log_totals, alone
 
 

@@ -257,8 +257,8 @@ class Options(ObjectiveOptions):
                     torch.empty(n, sizes.dim, dtype=sizes.dtype, requires_grad=True)
                     for n in (local, everywhere)
                 )
-                found = pair_losses(*gated_queries(rows, gates), keys * 1.0, pairs, _TILE)
-                losses.append(found[0].mean())
+                row_losses = pair_losses(*gated_queries(rows, gates), keys * 1.0, pairs, _TILE)
+                losses.append(row_losses[0].mean())
             torch.autograd.backward(torch.stack(losses).sum())
 
         # Weights, their gradient and two moments.
@@ -338,7 +338,7 @@ class SimLAP(Objective):
                 them each view is compared with the copy's other one, without gradient through the
                 copy, as in MoCo v3; without, each view is compared with the other one.
             logit_scale: 0-dimensional, where the temperature is the model's.
-            unused: what other objectives look at.
+            unused: features that other objectives read.
 
         Returns:
             `loss`, whose mean over the ranks is the global loss. `rows_without_positives`, samples
@@ -350,12 +350,12 @@ class SimLAP(Objective):
         pairs = self._pairs(classes[:, 0], labels[:, 0], sample_id)
         # Rows without a partner are left out.
         gates = self.filter(pairs.labels, pairs.partners.clamp_min(0))
-        found = [self._losses(scale, rows, gates, others, pairs) for rows, others in views]
-        _, positives, negatives = found[0]  # their numbers are those of every view
+        by_view = [self._losses(scale, rows, gates, others, pairs) for rows, others in views]
+        _, positives, negatives = by_view[0]  # their numbers are those of every view
         left_out = collectives.all_reduce_sum((positives == 0).sum())
         silent = collectives.all_reduce_sum(((positives > 0) & (negatives == 0)).sum())
         counted = (len(pairs.all_labels) - left_out).clamp_min(1) * len(views)
-        loss = torch.stack([losses.sum() for losses, _, _ in found]).sum()
+        loss = torch.stack([losses.sum() for losses, _, _ in by_view]).sum()
         parts = {
             "loss": loss * collectives.world_size() / counted,
             "rows_without_positives": left_out,
@@ -436,9 +436,9 @@ class SimLAP(Objective):
         else:
             queries = functional.normalize(rows) * gates.square()
             candidates = functional.normalize(candidates)
-        found: tuple[Tensor, Tensor, Tensor]
-        found = pair_losses(scale * queries, weights, candidates, pairs, self.tile)
-        return found
+        result: tuple[Tensor, Tensor, Tensor]
+        result = pair_losses(scale * queries, weights, candidates, pairs, self.tile)
+        return result
 
 
 class MomentumSimLAP(SimLAP):

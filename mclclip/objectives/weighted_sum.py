@@ -170,20 +170,20 @@ class WeightedSum(Objective):
         own = next(filter(_makes_features, self.terms), None)
         if own is None:
             return super().features(model, batch)
-        found: dict[str, Tensor] = own.features(model, batch)
+        features: dict[str, Tensor] = own.features(model, batch)
         for number, view in enumerate(batch.views[1:], 1):  # a momentum copy may have taken it
-            if (name := f"image_features_{number}") not in found and len(self.terms) > 1:
-                found[name] = model(image=view)["image_features"]
-        return found
+            if (name := f"image_features_{number}") not in features and len(self.terms) > 1:
+                features[name] = model(image=view)["image_features"]
+        return features
 
     def forward(self, **features: Tensor) -> dict[str, Tensor]:
         """Returns the weighted sum as ``loss``, and every term's parts by its name."""
         losses: list[Tensor] = []
         parts: dict[str, Tensor] = {}
         for term, weight, name in zip(self.terms, self.weights, self.names, strict=True):
-            found = term(**features)
-            losses.append(weight * found["loss"])
-            parts |= {f"{name}/{part}": value for part, value in found.items()}
+            own = term(**features)
+            losses.append(weight * own["loss"])
+            parts |= {f"{name}/{part}": value for part, value in own.items()}
         return {"loss": torch.stack(losses).sum()} | parts
 
     def begin(self, step: int, total: int, epoch: float) -> None:

@@ -285,12 +285,17 @@ def fits(case: Case, world_size: int, engine: str, options: dict[str, Any]) -> b
     return carried and (case.cached or "micro_batch" not in options)
 
 
-def cells(variants: list[tuple[int, str, dict[str, Any]]]) -> list[Any]:
-    """Every case under each of the variants; the first that fits is in ``make test``."""
-    found = []
+def cells(
+    variants: list[tuple[int, str, dict[str, Any]]], *, one_of_a_kind: bool = False
+) -> list[Any]:
+    """Every case under each of the variants; the first that fits is in ``make test``, or that of
+    the first case of each kind."""
+    found, kinds = [], set()
     for name, case in CASES.items():
         fitting = [(name, *v) for v in variants if fits(case, *v)]
-        found += kept(fitting, 0)
+        found += kept(fitting, *([] if case.settings["kind"] in kinds else [0]))
+        if one_of_a_kind:
+            kinds.add(case.settings["kind"])
     return found
 
 
@@ -358,7 +363,9 @@ def resumed(name: str, engine: str) -> bool:
 RESUMED: list[tuple[int, str, dict[str, Any]]] = [(2, "ddp", {}), (2, "fsdp", {})]
 
 
-@pytest.mark.parametrize(("name", "world_size", "engine", "options"), cells(RESUMED), ids=str)
+@pytest.mark.parametrize(
+    ("name", "world_size", "engine", "options"), cells(RESUMED, one_of_a_kind=True), ids=str
+)
 def test_a_state_goes_on_bit_for_bit(
     ranks: Ranks, name: str, world_size: int, engine: str, options: dict[str, Any]
 ) -> None:

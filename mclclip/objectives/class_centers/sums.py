@@ -153,7 +153,7 @@ class _ClassBatch:
 
     All of it follows from ``labels`` [B, l], which are in main memory: what is sorted and counted
     is so there, and only results go to the device, where lengths that depend on values would make
-    the host wait. Classes are numbered by their rows on this rank, or by their place among the t
+    the host wait. Classes are numbered by their rows on this rank, or by their position among the t
     that are ``touched``, as positives or negatives. ``touched_here`` is the same in main memory.
     """
 
@@ -181,9 +181,12 @@ class _ClassBatch:
         takes_part = uses > 0
         takes_part[negatives] = True
         self.touched_here = takes_part.nonzero()[:, 0]
-        place = takes_part.cumsum(0) - 1
+        position = takes_part.cumsum(0) - 1
         self.touched, self.uses = moved(self.touched_here), moved(uses[self.touched_here])
-        self.of_negatives, self.of_positives = moved(place[negatives]), moved(place[positives])
+        self.of_negatives, self.of_positives = (
+            moved(position[negatives]),
+            moved(position[positives]),
+        )
         squares = pair_products(rows, rows, starts_of(moved(takes_part)), self.touched)
         self.inverse = squares.sqrt_().clamp_min_(1e-12).reciprocal_()
         # Where a row's own positive was drawn as a negative, in the order of the tiles.
@@ -223,16 +226,16 @@ class _ClassBatch:
     def _negative_blocks(
         self, features: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Iterator[tuple[slice, Tensor]]]]:
-        """Unit class centers [m, D] of some negatives, their places [m] among the touched, and, by
-        tiles of ``features``, rows and their scores [r, m], valid until the next tile."""
+        """Unit class centers [m, D] of some negatives, their positions [m] among the touched, and
+        for each tile of ``features`` the rows and their scores [r, m], valid until the next one."""
         scaled = features * self.scale
         count = min(self.tile, len(scaled)) * min(self.tile, len(self.of_negatives))
         memory = features.new_empty(count)
         for block, first in enumerate(range(0, len(self.of_negatives), self.tile)):
-            places = self.of_negatives[first : first + self.tile]
-            centers = self.centers.rows.index_select(0, self.touched[places])
-            centers.mul_(self.inverse[places, None])
-            yield centers, places, self._scores(scaled, centers, block, memory)
+            positions = self.of_negatives[first : first + self.tile]
+            centers = self.centers.rows.index_select(0, self.touched[positions])
+            centers.mul_(self.inverse[positions, None])
+            yield centers, positions, self._scores(scaled, centers, block, memory)
 
     def _scores(
         self, scaled: Tensor, centers: Tensor, block: int, memory: Tensor
@@ -284,7 +287,7 @@ class _ClassBatch:
         # An empty sum has no terms: their share of it becomes 0, not inf.
         log_n = log_n.masked_fill(log_n == float("-inf"), float("inf"))
         weights = self.scale * grad_n
-        for centers, places, tiles in self._negative_blocks(features):
+        for centers, positions, tiles in self._negative_blocks(features):
             grad = torch.zeros_like(centers)
             for rows, scores in tiles:
                 shares = scores.sub_(log_n[rows, None]).exp_().mul_(weights[rows, None])
@@ -292,8 +295,8 @@ class _ClassBatch:
                 grad.addmm_(shares.T, features[rows])
             along = (grad * centers).sum(dim=1, keepdim=True)
             grad.addcmul_(centers, along, value=-1.0)
-            grad.mul_(self.inverse[places, None] / self.centers.loss_scale)
-            of_centers.index_add_(0, places, grad)  # no place twice: in any order
+            grad.mul_(self.inverse[positions, None] / self.centers.loss_scale)
+            of_centers.index_add_(0, positions, grad)  # no position twice: in any order
 
 
 def starts_of(counts: Tensor) -> Tensor:
