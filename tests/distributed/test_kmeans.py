@@ -24,7 +24,7 @@ from mclclip.ranks.process_group import Context
 from tests.distributed.conftest import RankPool
 from tests.matrix import SOAK, fuller_in_soak, in_soak, kept
 from tests.nearest_checks import assign
-from tests.unit.clustering.test_assignment import LIMIT_MIB, growth_mib
+from tests.unit.clustering.test_centroids import LIMIT_MIB, growth_mib
 from tests.unit.test_cluster import BAD, contents, make_run
 from tests.unit.test_cluster import SIZES as SAMPLES
 

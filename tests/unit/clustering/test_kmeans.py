@@ -254,6 +254,62 @@ def test_several_empty_clusters_restart_in_the_order_of_sizes() -> None:
     assert found.centroids[[1, 3]].tolist() == [[9.0, 0.0], [110.0, 0.0]]
 
 
+# --- where it starts, and who holds the centroids ---
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_random_start_is_distinct_usable_rows(algorithm: Any) -> None:
+    rows = noise()
+    valid = np.arange(len(rows)) % 3 > 0
+    options: dict[str, Any] = {"init": "random", "algorithm": algorithm, "valid": valid}
+    begun = [
+        kmeans.fit(cut_blocks([rows], BLOCK), 200, max_iterations=0, seed=seed, **options)
+        for seed in (1, 1, 2)
+    ]
+    used = unit(rows) if algorithm == "spherical" else rows
+    distances = np.linalg.norm(used[None] - begun[0].centroids.double().numpy()[:, None], axis=2)
+    drawn = distances.argmin(axis=1)
+    assert distances.min(axis=1).max() < 1e-6
+    assert len(set(drawn)) == 200 and valid[drawn].all()
+    assert torch.equal(begun[0].centroids, begun[1].centroids)
+    assert not torch.equal(begun[0].centroids, begun[2].centroids)
+    # All rows, where as many are asked for.
+    every = kmeans.fit(cut_blocks([rows], BLOCK), int(valid.sum()), **options)
+    assert every.inertia == pytest.approx(0.0, abs=1e-3)
+    assert (every.counts == 1).all()
+
+
+def test_auto_is_plus_plus_for_few_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = cut_blocks([noise()], BLOCK)
+
+    def begin(init: Any) -> Tensor:
+        return kmeans.fit(blocks, 9, init=init, max_iterations=0).centroids
+
+    assert torch.equal(begin("auto"), begin("plus_plus"))
+    monkeypatch.setattr(kmeans, "PLUS_PLUS_UP_TO", 8)
+    assert torch.equal(begin("auto"), begin("random"))
+    assert not torch.equal(begin("random"), begin("plus_plus"))
+    with pytest.raises(ValueError, match="'best': wanted 'auto', 'plus_plus' or 'random'"):
+        begin("best")
+
+
+def test_clusters_may_stay_empty_if_asked() -> None:
+    repeated = np.repeat(noise(20)[:3], 40, axis=0)
+    found = kmeans.fit(cut_blocks([repeated]), 5, keep_empty=True)
+    assert sorted(found.counts.tolist()) == [0, 0, 40, 40, 40]
+    assert found.inertia == pytest.approx(0.0, abs=1e-4)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_one_process_may_shard_too(algorithm: Any) -> None:
+    blocks = cut_blocks([noise()], BLOCK)
+    options: dict[str, Any] = {"algorithm": algorithm, "restarts": 2}
+    whole, sharded = (kmeans.fit(blocks, 20, sharded=how, **options) for how in (False, True))
+    assert torch.equal(whole.centroids, sharded.centroids)
+    assert whole.history == sharded.history
+    assert sharded.held == range(20)
+
+
 # --- mistakes ---
 
 

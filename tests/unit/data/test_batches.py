@@ -34,7 +34,7 @@ from mclclip.data.shard_writer import PackedSample, write_shards
 from tests.batches import training_batches
 from tests.benchmarks import memory
 from tests.matrix import kept
-from tests.unit.data.test_grouping import written
+from tests.unit.data.test_groups import written
 
 NUM_SAMPLES, RADICES = 240, (3, 2)
 LABELS = np.sort(np.random.default_rng(5).integers(0, 6, NUM_SAMPLES))[
@@ -455,7 +455,7 @@ from torch.utils.data import DataLoader
 from mclclip.data.sample_index import SampleIndex
 from mclclip.ranks.process_group import start_loader_worker
 from tests.unit.data.test_batches import make
-from tests.unit.data.test_grouping import written
+from tests.unit.data.test_groups import written
 
 if __name__ == "__main__":
     directory, digest, method, persistent, how = sys.argv[1:]

@@ -19,7 +19,7 @@ from mclclip.data.labels import (
     outside_of_share,
     truncate,
 )
-from tests.unit.data.test_grouping import written
+from tests.unit.data.test_groups import written
 
 stable = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mclclip.clustering import kmeans
-from mclclip.clustering.centroids import Assignment, Tally, assign_blocks
+from mclclip.clustering.centroids import Assignment, Tally, assign_blocks, held_by, passes
 from mclclip.data.arrays import cut_blocks
 from tests.benchmarks import memory
 from tests.nearest_checks import assign
@@ -92,6 +92,24 @@ def test_no_inertia_is_below_zero() -> None:
     near = Assignment(torch.zeros((1, 1), dtype=torch.int32), torch.full((1, 1), -1e-6))
     assert len(list(tally.of([(slice(0, 1), near)]))) == 1
     assert tally.inertia == 0.0 and tally.counts.tolist() == [1, 0]
+
+
+# --- which rank holds which ---
+
+
+@pytest.mark.parametrize("num_clusters", (1, 2, 7, 16, 17, 1000, 20_000, 1_000_000))
+def test_ranges_are_whole_passes_in_order(num_clusters: int) -> None:
+    cut = passes(num_clusters)
+    assert [i for some in cut for i in (some.start, some.stop)][1:-1:2] == [
+        some.start for some in cut[1:]
+    ]
+    assert (cut[0].start, cut[-1].stop) == (0, num_clusters)
+    assert max(len(some) for some in cut) <= 1024
+    for world_size in (1, 3, 8, 80):
+        held = [held_by(rank, world_size, num_clusters) for rank in range(world_size)]
+        assert [i for some in held for i in some] == list(range(num_clusters))
+        assert all(some.start in {part.start for part in cut} for some in held if some)
+        assert max(map(len, held)) <= num_clusters / world_size + len(cut[0])
 
 
 # --- memory ---
