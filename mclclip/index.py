@@ -39,9 +39,9 @@ from mclclip.data.sample_index import (
 from mclclip.data.shard_check import (
     check_shards,
     join_rows,
-    look_at,
     note_times,
     scan_shards,
+    stat_files,
     times_of,
 )
 from mclclip.data.shard_filter import ShardFilter
@@ -302,8 +302,8 @@ def _wanted_shards(
         chosen = filters.get(name)
         subset, where = (chosen.digest, chosen.texts) if chosen is not None else ("", ())
         paths = expand_shards(source.shards, f"{option}.shards", remote)
-        for path, look in zip(paths, look_at(paths, remote), strict=True):
-            if look is None:
+        for path, stat in zip(paths, stat_files(paths, remote), strict=True):
+            if stat is None:
                 raise FileNotFoundError(f"{option}.shards: {shown(path)} is not there any more")
             wanted.append(
                 Shard(
@@ -312,9 +312,9 @@ def _wanted_shards(
                     source.captions,
                     0,
                     0,
-                    look.size,
+                    stat.size,
                     attributes,
-                    tag=look.tag,
+                    tag=stat.tag,
                     subset=subset,
                     where=where,
                 )  # fmt: skip

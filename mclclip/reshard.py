@@ -43,7 +43,7 @@ from mclclip.config import Config
 from mclclip.data.arrays import open_npy, save_npy, write_npy_parts
 from mclclip.data.groups import GroupedIndex, LabelBlocks, StageGroups
 from mclclip.data.labels import read_pseudo_labels
-from mclclip.data.locations import GROUPS, KIND, MEMBERS, SIZES, Located, Locations, shard_name
+from mclclip.data.locations import GROUPS, KIND, MEMBERS, SIZES, Locations, SampleRanges, shard_name
 from mclclip.data.options import DataConfig
 from mclclip.data.remote import RemoteOptions, protocol_of
 from mclclip.data.sample_index import SampleIndex
@@ -258,7 +258,7 @@ class _Source:
         self.sample_ids = GroupedIndex.mapped(of.grouped).sample_ids
         self.locations = Locations(self.index)
         data = DataConfig(max_open_files=of.max_open_files, remote=of.remote)
-        self.reader = ShardReader(self.locations.places, data)
+        self.reader = ShardReader(self.locations.files, data)
 
     def read(self, ids: Integers) -> Iterator[tuple[int, list[bytes]]]:
         """Yields for each sample 0 and its image and captions (empty: there are none), or a number
@@ -272,7 +272,7 @@ class _Source:
             samples = {k: self._sample(int(window[k]), located[k]) for k in order}
             yield from (samples[k] for k in range(len(window)))
 
-    def _sample(self, sample_id: int, located: Located) -> tuple[int, list[bytes]]:
+    def _sample(self, sample_id: int, located: SampleRanges) -> tuple[int, list[bytes]]:
         ranges = (located.image, located.text)
         members = [self.reader.read(*r) if r[2] else b"" for r in ranges]
         if [len(data) for data in members] != [size for _, _, size in ranges]:

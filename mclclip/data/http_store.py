@@ -65,20 +65,20 @@ class HttpStore:
         self._loop = fsspec.asyn.get_loop()
         self._told: set[tuple[str | None, str | None]] = set()
 
-    def look(self, url: str) -> tuple[int | None, str]:
+    def stat(self, url: str) -> tuple[int | None, str]:
         """Size of the object (None: the server does not say it), and its tag: the ETag or, where it
         has none, another sign of its content; empty where there is none of them.
 
         Raises StatusError, FinalError, and OSError where no reply comes.
         """
-        found: tuple[int | None, str] = self._wait(self._look, url)
+        found: tuple[int | None, str] = self._wait(self._stat, url)
         return found
 
     def read(self, url: str, start: int, stop: int, tag: str = "") -> bytes:
         """Bytes [start, stop) of the object, fewer where the reply ends before.
 
         With a ``tag``, an ETag that is not weak, the object must still have it: StatusError with
-        412 where it has another. Raises as ``look`` does, FinalError too where more bytes come.
+        412 where it has another. Raises as ``stat`` does, FinalError too where more bytes come.
         """
         data: bytes = self._wait(self._read, url, start, stop, tag)
         return data
@@ -94,7 +94,7 @@ class HttpStore:
             text = re.sub(r"[?#]\S+", "?...", shown(str(error)))
             raise OSError(f"{type(error).__name__}: {text}") from None
 
-    async def _look(self, url: str) -> tuple[int | None, str]:
+    async def _stat(self, url: str) -> tuple[int | None, str]:
         async with self._reply("HEAD", url, {}) as reply:
             size = reply.content_length
             if reply.status == 200 and size is not None:

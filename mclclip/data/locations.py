@@ -18,9 +18,9 @@ import numpy.typing as npt
 from mclclip.data.arrays import open_npy
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.labels import read_pseudo_labels
-from mclclip.data.remote import Place, RemoteOptions
+from mclclip.data.remote import RemoteOptions, StoredFile
 from mclclip.data.sample_index import SAMPLES, SampleIndex
-from mclclip.data.shard_check import look_at
+from mclclip.data.shard_check import stat_files
 from mclclip.data.shard_reader import Range
 from mclclip.data.trunk_rows import TrunkRows
 from mclclip.files import read_json, shown
@@ -49,7 +49,7 @@ class Resharded:
     directory: Path
     labels_directory: Path
     samples_per_shard: int
-    places: list[Place]
+    files: list[StoredFile]
     grouped: GroupedIndex
     labels: Integers
     members: Integers
@@ -80,13 +80,17 @@ class Resharded:
         manifest.check(directory)
         GroupedIndex.open(directory / GROUPS, "reshard")
         base = str(directory) if url is None else url.rstrip("/")
-        places = _look_at(base, read_json(directory / SIZES), remote)
+        files = _stored_files(base, read_json(directory / SIZES), remote)
         per_shard = int(manifest.config["samples_per_shard"])
-        return cls.mapped(directory, labels_directory, per_shard, places)
+        return cls.mapped(directory, labels_directory, per_shard, files)
 
     @classmethod
     def mapped(
-        cls, directory: Path, labels_directory: Path, samples_per_shard: int, places: list[Place]
+        cls,
+        directory: Path,
+        labels_directory: Path,
+        samples_per_shard: int,
+        files: list[StoredFile],
     ) -> Resharded:
         """Maps the files that ``open`` has compared on one rank, without comparing them again.
 
@@ -94,19 +98,19 @@ class Resharded:
         """
         labels = open_npy(labels_directory / "pseudo_labels.npy", "cluster").reshape(-1)
         members = open_npy(directory / MEMBERS, "reshard")
-        given = directory, labels_directory, samples_per_shard, places
+        given = directory, labels_directory, samples_per_shard, files
         grouped = GroupedIndex.mapped(directory / GROUPS, verb="reshard")
         return cls(*given, grouped, labels, members)
 
     @property
-    def arguments(self) -> tuple[Path, Path, int, list[Place]]:
+    def arguments(self) -> tuple[Path, Path, int, list[StoredFile]]:
         """Arguments of ``mapped``, by which another process opens the same copies."""
-        return self.directory, self.labels_directory, self.samples_per_shard, self.places
+        return self.directory, self.labels_directory, self.samples_per_shard, self.files
 
     @property
     def shown(self) -> str:
         """Where the shards are read, without secrets of a url."""
-        return shown(self.places[0].path.rpartition("/")[0])
+        return shown(self.files[0].path.rpartition("/")[0])
 
     def find(self, sample_ids: Integers) -> tuple[Integers, Integers]:
         """The shard's number int64 [n] (-1: not copied), and the rows int64 [n, 4] of members."""
@@ -119,21 +123,22 @@ class Resharded:
         return Resharded.mapped, self.arguments
 
 
-def _look_at(base: str, sizes: list[int], remote: RemoteOptions | None) -> list[Place]:
+def _stored_files(base: str, sizes: list[int], remote: RemoteOptions | None) -> list[StoredFile]:
     """Where each shard is read, after a look at its size now."""
     paths = [f"{base}/{shard_name(number)}" for number in range(len(sizes))]
-    looks = look_at(paths, remote)
-    for path, look, size in zip(paths, looks, sizes, strict=True):
-        if look is None or look.size != size:
-            kind = FileNotFoundError if look is None else RuntimeError
+    found: list[StoredFile] = []
+    for path, stat, size in zip(paths, stat_files(paths, remote), sizes, strict=True):
+        if stat is None or stat.size != size:
+            kind = FileNotFoundError if stat is None else RuntimeError
             raise kind(
                 f"{shown(path)} is missing or has another size than the {size:,} bytes that "
                 "'mclclip reshard' wrote: put it there, or run that again with --force"
             )
-    return [Place(path, look) for path, look in zip(paths, looks, strict=True) if look is not None]
+        found.append(StoredFile(path, stat))
+    return found
 
 
-class Located(NamedTuple):
+class SampleRanges(NamedTuple):
     """Byte ranges of a sample's image and of the member with its captions, which is empty where
     there are none; and the CRC-32 of both where it is a copy. Where the trunk's output stands for
     the image, ``row_crc32`` is that of its row (-1: there is none)."""
@@ -146,8 +151,8 @@ class Located(NamedTuple):
 
 class Locations:
     """Where samples are read, by sample_id: in the shards of the index or, of those that were
-    copied, in those of ``resharded``, whose numbers in ``places`` follow. With ``trunk`` its rows
-    stand for images; its files are the last of ``places``."""
+    copied, in those of ``resharded``, whose numbers in ``files`` follow. With ``trunk`` its rows
+    stand for images; its files are the last of ``files``."""
 
     def __init__(
         self,
@@ -156,13 +161,13 @@ class Locations:
         trunk: TrunkRows | None = None,
     ) -> None:
         self.index, self.resharded, self.trunk = index, resharded, trunk
-        self.places = [shard.place for shard in index.shards]
+        self.files = [shard.stored for shard in index.shards]
         if resharded is not None:
-            self.places += resharded.places
+            self.files += resharded.files
         if trunk is not None:
-            self.places += trunk.places(len(index.shards))
+            self.files += trunk.files(len(index.shards))
 
-    def of(self, sample_ids: Integers) -> list[Located]:
+    def of(self, sample_ids: Integers) -> list[SampleRanges]:
         """Where each sample is read. Raises the error of ``of_index``."""
         found = self.of_index(sample_ids)
         if self.resharded is not None:
@@ -171,7 +176,7 @@ class Locations:
             rows = zip(found, numbers.tolist(), members.tolist(), strict=True)
             found = [_moved(old, first + n, row) if n >= 0 else old for old, n, row in rows]
         if self.trunk is not None:
-            ranges = self._rows_of(self.trunk, sample_ids, [place.text[0] for place in found])
+            ranges = self._rows_of(self.trunk, sample_ids, [old.text[0] for old in found])
             sums = self.trunk.checksums[sample_ids].tolist()
             whole = zip(found, ranges, sums, strict=True)
             found = [old._replace(image=of_row, row_crc32=crc32) for old, of_row, crc32 in whole]
@@ -183,12 +188,12 @@ class Locations:
         starts = np.array([shard.start for shard in shards], np.int64)
         sizes = np.array([shard.stop for shard in shards], np.int64) - starts
         offsets = trunk.offsets(sample_ids - starts, sizes).tolist()
-        first = len(self.places) - len(self.index.shards)
+        first = len(self.files) - len(self.index.shards)
         return [
             (first + n, at, trunk.bytes_per_row) for n, at in zip(numbers, offsets, strict=True)
         ]
 
-    def of_index(self, sample_ids: Integers) -> list[Located]:
+    def of_index(self, sample_ids: Integers) -> list[SampleRanges]:
         """Where each sample is in the shards of the index.
 
         Raises RuntimeError, one line, for a row of the index that no shard could have.
@@ -199,7 +204,7 @@ class Locations:
         sizes = np.stack([index.image_size[sample_ids], index.text_size[sample_ids]], axis=1)
         self._check(sample_ids, shard, starts, sizes)
         table = np.concatenate([shard[:, None], starts, sizes], axis=1).tolist()
-        return [Located((s, image, m), (s, text, n)) for s, image, text, m, n in table]
+        return [SampleRanges((s, image, m), (s, text, n)) for s, image, text, m, n in table]
 
     def _check(self, ids: Integers, shard: Integers, starts: Integers, sizes: Integers) -> None:
         wrong = (shard < 0) | (shard >= len(self.index.shards))
@@ -213,6 +218,7 @@ class Locations:
             )
 
 
-def _moved(old: Located, shard: int, members: list[int]) -> Located:
+def _moved(old: SampleRanges, shard: int, members: list[int]) -> SampleRanges:
     image, text, *crc32 = members
-    return Located((shard, image, old.image[2]), (shard, text, old.text[2]), (crc32[0], crc32[1]))
+    image_range, text_range = (shard, image, old.image[2]), (shard, text, old.text[2])
+    return SampleRanges(image_range, text_range, (crc32[0], crc32[1]))

@@ -71,7 +71,7 @@ class RemoteOptions:
 
 
 @dataclass(frozen=True)
-class Look:
+class ObjectStat:
     """Size and version of an object, as its store tells them.
 
     size  in bytes
@@ -83,11 +83,11 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Place:
+class StoredFile:
     """Where a shard lies: a path or a url, and what its store said of it when it was indexed."""
 
     path: str
-    look: Look = Look(0, "")
+    stat: ObjectStat = ObjectStat(0, "")
 
 
 class ChangedShard(OSError):
@@ -130,27 +130,27 @@ class Remote:
         self._pid = 0
         self.tried_again = 0  # requests of this process that were repeated
 
-    def look(self, urls: Sequence[str]) -> list[Look]:
+    def stat(self, urls: Sequence[str]) -> list[ObjectStat]:
         """Size and tag of each object, asked for side by side.
 
         Raises FileNotFoundError where one is not there, OSError where the store does not answer or
         says no size.
         """
-        return self._side_by_side(self._look, urls)
+        return self._side_by_side(self._stat, urls)
 
-    def find(self, urls: Sequence[str]) -> list[Look | None]:
+    def find(self, urls: Sequence[str]) -> list[ObjectStat | None]:
         """The same, with None for an object that is not there."""
 
-        def find(url: str) -> Look | None:
+        def find(url: str) -> ObjectStat | None:
             try:
-                return self._look(url)
+                return self._stat(url)
             except FileNotFoundError:
                 return None
 
         return self._side_by_side(find, urls)
 
-    def _look(self, url: str) -> Look:
-        return self._attempts(url, self._looked_at)
+    def _stat(self, url: str) -> ObjectStat:
+        return self._attempts(url, self._stat_once)
 
     def glob(self, pattern: str) -> list[str]:
         """Urls of the objects that match; ValueError for HTTP, which has no listings."""
@@ -198,23 +198,23 @@ class Remote:
 
         return take, give_up
 
-    def fetch(self, url: str, look: Look, file: BinaryIO) -> None:
+    def fetch(self, url: str, stat: ObjectStat, file: BinaryIO) -> None:
         """Writes the whole object to ``file``; ChangedShard where it changes meanwhile."""
         step = BLOCK_BYTES * self.options.in_flight
-        for start in range(0, look.size, step):
-            stop = min(start + step, look.size)
+        for start in range(0, stat.size, step):
+            stop = min(start + step, stat.size)
             blocks = [
-                _Piece(url, at, min(at + BLOCK_BYTES, stop), look.tag)
+                _Piece(url, at, min(at + BLOCK_BYTES, stop), stat.tag)
                 for at in range(start, stop, BLOCK_BYTES)
             ]
             file.writelines(self._read(blocks))
-        if self.look([url]) != [look]:
+        if self.stat([url]) != [stat]:
             raise ChangedShard(f"shard {shown(url)} changed while it was read: start again")
 
-    def _looked_at(self, url: str) -> Look:
+    def _stat_once(self, url: str) -> ObjectStat:
         store = self._fs(url)
         if isinstance(store, HttpStore):
-            size, tag = store.look(url)
+            size, tag = store.stat(url)
         else:
             info = store.info(url)
             if info.get("type") == "directory":
@@ -223,7 +223,7 @@ class Remote:
             tag = next((str(info[name]) for name in _TAGS if info.get(name)), "")
         if not isinstance(size, int):
             raise OSError("its size is not told, so it cannot be read by ranges")
-        return Look(size, tag)
+        return ObjectStat(size, tag)
 
     def _read(self, pieces: Sequence[_Piece]) -> list[bytes]:
         """The bytes of each piece, asked for side by side."""
@@ -372,13 +372,13 @@ def _said(error: BaseException) -> str:
 
 
 @contextmanager
-def open_whole(place: Place, remote: Remote) -> Iterator[BinaryIO]:
+def open_whole(stored: StoredFile, remote: Remote) -> Iterator[BinaryIO]:
     """A shard as an open file: a path's own, of a url a copy that is removed at the end."""
-    if protocol_of(place.path) is None:
-        with open(place.path, "rb") as file:
+    if protocol_of(stored.path) is None:
+        with open(stored.path, "rb") as file:
             yield file
         return
     with tempfile.TemporaryFile(prefix="mclclip-shard-") as copy:
-        remote.fetch(place.path, place.look, cast(BinaryIO, copy))
+        remote.fetch(stored.path, stored.stat, cast(BinaryIO, copy))
         copy.seek(0)
         yield cast(BinaryIO, copy)

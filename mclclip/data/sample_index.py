@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from mclclip.data import attributes
-from mclclip.data.remote import Look, Place
+from mclclip.data.remote import ObjectStat, StoredFile
 from mclclip.data.shard_reader import ShardReader
 from mclclip.data.shard_scan import (
     IMAGE_CRC,
@@ -75,9 +75,9 @@ class Shard:
     where: tuple[str, ...] = ()
 
     @property
-    def place(self) -> Place:
+    def stored(self) -> StoredFile:
         """Where it is read."""
-        return Place(self.path, Look(self.size_bytes, self.tag))
+        return StoredFile(self.path, ObjectStat(self.size_bytes, self.tag))
 
     def to_json(self) -> dict[str, Any]:
         """Its fields; attributes, tag, subset and where only where there are some."""
@@ -356,7 +356,7 @@ class SampleIndex:
     def bytes_of(self, ids: Sequence[int]) -> dict[int, str]:
         """Number and CRC-32 of the bytes of samples (image and captions) in their shards now, by
         sample id; ``missing`` where there is no shard."""
-        reader, found = ShardReader([shard.place for shard in self.shards]), {}
+        reader, found = ShardReader([shard.stored for shard in self.shards]), {}
         for sample_id in self._check_ids(ids).tolist():
             shard = int(self.shard_of[sample_id])
             try:

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 import mclclip.torchvision_fix  # noqa: F401
 from mclclip.data.captions import TextFeatures, Tokenizer, tokenized
 from mclclip.data.decode import DecodeError, decode
-from mclclip.data.locations import Located, Locations, Resharded
+from mclclip.data.locations import Locations, Resharded, SampleRanges
 from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_reader import Range, ShardReader
@@ -125,7 +125,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
         self.locations, self._has_warned = Locations(self.index, resharded, trunk), False
         self.trunk = trunk
         self._too_slow = index.slow_ids()
-        self.reader = ShardReader(self.locations.places, options)
+        self.reader = ShardReader(self.locations.files, options)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -145,10 +145,10 @@ class TarDataset(Dataset["Sample | BadSample"]):
         Raises IndexError for a sample_id outside the index.
         """
         ids = self._checked(sample_ids)
-        places = self.locations.of(np.asarray(ids, np.int64))
-        order = sorted(range(len(ids)), key=lambda k: places[k])
-        self.reader.prefetch(r for place in places for r in self._wanted(place))
-        found = {k: self._read(ids[k], places[k]) for k in order}
+        all_ranges = self.locations.of(np.asarray(ids, np.int64))
+        order = sorted(range(len(ids)), key=lambda k: all_ranges[k])
+        self.reader.prefetch(wanted for ranges in all_ranges for wanted in self._wanted(ranges))
+        found = {k: self._read(ids[k], all_ranges[k]) for k in order}
         return [found[k] for k in range(len(ids))]
 
     def start_reading(self, sample_ids: Sequence[int] | Integers) -> None:
@@ -156,8 +156,8 @@ class TarDataset(Dataset["Sample | BadSample"]):
 
         What was begun before and not used is given up. Raises IndexError as that does.
         """
-        places = self.locations.of(np.asarray(self._checked(sample_ids), np.int64))
-        self.reader.start_prefetch(r for place in places for r in self._wanted(place))
+        all_ranges = self.locations.of(np.asarray(self._checked(sample_ids), np.int64))
+        self.reader.start_prefetch(w for ranges in all_ranges for w in self._wanted(ranges))
 
     def captions(self, sample_id: int) -> list[str]:
         """All captions of one sample; see ``captions_of``."""
@@ -173,13 +173,14 @@ class TarDataset(Dataset["Sample | BadSample"]):
         found: dict[int, list[str]] = {}
         for start in range(0, len(ids), _AT_ONCE):
             some = ids[start : start + _AT_ONCE]
-            texts = [place.text for place in self.locations.of_index(np.asarray(some, np.int64))]
+            all_ranges = self.locations.of_index(np.asarray(some, np.int64))
+            texts = [ranges.text for ranges in all_ranges]
             self.reader.prefetch(texts)
             found |= {i: self._captions(i, text) for i, text in zip(some, texts, strict=True)}
         return [found.get(sample_id, []) for sample_id in sample_ids]
 
-    def _captions(self, sample_id: int, place: Range) -> list[str]:
-        data = self._member(place)
+    def _captions(self, sample_id: int, member: Range) -> list[str]:
+        data = self._member(member)
         captions = [] if data is None else self._parse(sample_id, data)
         number = int(self.index.num_captions[sample_id])
         if data is None or len(captions) != number or self._has_changed(sample_id, text=data):
@@ -255,8 +256,8 @@ class TarDataset(Dataset["Sample | BadSample"]):
 
         So what is noted as bad is so in its shard, whose bytes the note is compared with later.
         """
-        (place,) = self.locations.of(np.array([raw.sample_id], np.int64))
-        image = self.reader.read_in_store(*place.image)
+        (ranges,) = self.locations.of(np.array([raw.sample_id], np.int64))
+        image = self.reader.read_in_store(*ranges.image)
         if image is None or image == raw.image:
             return None
         found = replace(raw, image=image)
@@ -303,25 +304,25 @@ class TarDataset(Dataset["Sample | BadSample"]):
     def _key(self, sample_id: int) -> str:
         return self.index.keys([sample_id])[0]
 
-    def _read(self, sample_id: int, place: Located) -> RawSample | BadSample:
+    def _read(self, sample_id: int, ranges: SampleRanges) -> RawSample | BadSample:
         if self.reads_captions and not self._has_caption(sample_id):
             return BadSample(sample_id, "no_caption")
         if sample_id in self._too_slow:
             return BadSample(sample_id, "timeout")
-        if place.row_crc32 == -1:
+        if ranges.row_crc32 == -1:
             return BadSample(sample_id, "not_cached")
         try:
-            image = self._member(place.image)
-            text = self._member(place.text) if self.tokenizer is not None else b""
+            image = self._member(ranges.image)
+            text = self._member(ranges.text) if self.tokenizer is not None else b""
         except FileNotFoundError:
-            if place.crc32 is None:
+            if ranges.crc32 is None:
                 raise
             image = text = None  # a copy that somebody has deleted
-        if place.crc32 is not None and not _is_copy(image, text, place.crc32):
+        if ranges.crc32 is not None and not _is_copy(image, text, ranges.crc32):
             self._warn_of_copy(sample_id)
             (original,) = self.locations.of_index(np.array([sample_id], np.int64))
             return self._read(sample_id, original)
-        if self.trunk is not None and (image is None or zlib.crc32(image) != place.row_crc32):
+        if self.trunk is not None and (image is None or zlib.crc32(image) != ranges.row_crc32):
             shard = int(self.index.shard_of[sample_id])
             raise self.trunk.damaged(self._key(sample_id), shard)
         if image is None or text is None:
@@ -345,9 +346,9 @@ class TarDataset(Dataset["Sample | BadSample"]):
     def _has_caption(self, sample_id: int) -> bool:
         return bool(self.index.num_captions[sample_id])
 
-    def _wanted(self, place: Located) -> tuple[Range, ...]:
+    def _wanted(self, ranges: SampleRanges) -> tuple[Range, ...]:
         """The ranges that `_read` reads of a sample."""
-        return (place.image, place.text) if self.tokenizer is not None else (place.image,)
+        return (ranges.image,) if self.tokenizer is None else (ranges.image, ranges.text)
 
     def _warn_of_copy(self, sample_id: int) -> None:
         """Says once in a process that copies are damaged, and what is read instead."""

@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from mclclip import files
 from mclclip.data.options import DataConfig
-from mclclip.data.remote import Look, Place, Remote, RemoteOptions, protocol_of
+from mclclip.data.remote import ObjectStat, Remote, RemoteOptions, StoredFile, protocol_of
 from mclclip.data.sample_index import SCHEMA, Shard
 from mclclip.data.shard_filter import ShardFilter, metadata_path
 from mclclip.data.shard_scan import MAX_EXAMPLES, ROW, Findings, ShardScan, scan_shard
@@ -51,7 +51,7 @@ def scan_shards(
     remote = options.remote
     filled = _with_metadata(shards, filters or {}, remote)
     calls = [
-        (s.path, s.source, s.captions, s.attributes, pixels, s.place.look, remote, chosen)
+        (s.path, s.source, s.captions, s.attributes, pixels, s.stored.stat, remote, chosen)
         for s, chosen in zip(shards, filled, strict=True)
     ]
     return map_in_pool(scan_shard, calls, options.index_workers)
@@ -62,15 +62,15 @@ def _with_metadata(
 ) -> list[ShardFilter | None]:
     """The filter of each shard, with the place of the parquet beside it."""
     paths = [metadata_path(shard.path) for shard in shards if shard.source in filters]
-    looks = iter(look_at(paths, remote, missing_urls=True))
+    stats = iter(stat_files(paths, remote, missing_urls=True))
     found: list[ShardFilter | None] = []
     missing: dict[str, list[str]] = {}
     for shard in shards:
         chosen = filters.get(shard.source)
         if chosen is not None:
-            path, look = metadata_path(shard.path), next(looks)
-            chosen = replace(chosen, metadata=None if look is None else Place(path, look))
-            if look is None and chosen.where:
+            path, stat = metadata_path(shard.path), next(stats)
+            chosen = replace(chosen, metadata=None if stat is None else StoredFile(path, stat))
+            if stat is None and chosen.where:
                 missing.setdefault(shard.source, []).append(path)
         found.append(chosen)
     for source, lacking in missing.items():
@@ -111,9 +111,9 @@ def check_shards(directory: Path, shards: Sequence[Shard], options: DataConfig) 
     other members, captions or attributes; the message names it; OSError where a store does not
     answer. Shards of an index that was made before digests were kept are compared by size alone.
     """
-    now = look_at([shard.path for shard in shards], options.remote)
-    for shard, look in zip(shards, now, strict=True):
-        _check_look(shard, look, directory)
+    now = stat_files([shard.path for shard in shards], options.remote)
+    for shard, stat in zip(shards, now, strict=True):
+        _check_stat(shard, stat, directory)
     times, noted = times_of(shards), _read_times(directory)
     changed = [s for s in shards if s.digest and noted.get(s.path) != times.get(s.path)]
     if not changed:
@@ -131,9 +131,9 @@ def check_shards(directory: Path, shards: Sequence[Shard], options: DataConfig) 
     note_times(directory, {shard.path: times[shard.path] for shard in changed})
 
 
-def look_at(
+def stat_files(
     paths: Sequence[str], remote: RemoteOptions | None = None, *, missing_urls: bool = False
-) -> list[Look | None]:
+) -> list[ObjectStat | None]:
     """Size and tag of each path or url; None for a path where there is nothing.
 
     Raises FileNotFoundError for a url where there is nothing (with ``missing_urls`` it is None
@@ -141,18 +141,18 @@ def look_at(
     """
     urls = [path for path in paths if protocol_of(path) is not None]
     store = Remote(remote)
-    told: Iterator[Look | None] = iter((store.find if missing_urls else store.look)(urls))
-    return [next(told) if protocol_of(path) is not None else _look_at(path) for path in paths]
+    told: Iterator[ObjectStat | None] = iter((store.find if missing_urls else store.stat)(urls))
+    return [next(told) if protocol_of(path) is not None else _stat_file(path) for path in paths]
 
 
-def _look_at(path: str) -> Look | None:
+def _stat_file(path: str) -> ObjectStat | None:
     try:
-        return Look(os.path.getsize(path), "")
+        return ObjectStat(os.path.getsize(path), "")
     except FileNotFoundError:
         return None
 
 
-def _check_look(shard: Shard, now: Look | None, directory: Path) -> None:
+def _check_stat(shard: Shard, now: ObjectStat | None, directory: Path) -> None:
     where = _where(shard, directory)
     if now is None:
         raise FileNotFoundError(f"{where} is not on disk any more: put it back")

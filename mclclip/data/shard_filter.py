@@ -27,7 +27,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from mclclip.data.arrays import open_given_npy
-from mclclip.data.remote import Place, Remote, RemoteOptions, open_whole, protocol_of
+from mclclip.data.remote import Remote, RemoteOptions, StoredFile, open_whole, protocol_of
 from mclclip.files import digest_parts, parse_json, shown
 
 log = logging.getLogger("mclclip")
@@ -241,15 +241,15 @@ def metadata_path(shard: str) -> str:
 
 
 def read_metadata(
-    place: Place, keys: Sequence[str], columns: Sequence[str], remote: Remote
+    stored: StoredFile, keys: Sequence[str], columns: Sequence[str], remote: Remote
 ) -> tuple[pa.Table, npt.NDArray[np.int64]]:
     """These columns of a parquet, ``uid`` where it has one, and the row of each key (-1: none).
 
     Raises ValueError for a column that it lacks and for a file that is no parquet; the errors of
     ``open_whole``.
     """
-    where = shown(place.path)
-    with open_whole(place, remote) as file:
+    where = shown(stored.path)
+    with open_whole(stored, remote) as file:
         try:
             parquet = pq.ParquetFile(file)
             names = parquet.schema_arrow.names
@@ -302,7 +302,7 @@ class ShardFilter:
     subset: str | None
     digest: str
     where: tuple[Condition, ...]
-    metadata: Place | None = None
+    metadata: StoredFile | None = None
 
     @classmethod
     def of(cls, subset: str | None, where: Sequence[str]) -> ShardFilter | None:

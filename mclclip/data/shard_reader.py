@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mclclip.data.options import DataConfig
-from mclclip.data.remote import Look, Place, Remote, protocol_of
+from mclclip.data.remote import ObjectStat, Remote, StoredFile, protocol_of
 from mclclip.files import digest_json
 from mclclip.ranks.data_wait import note_place
 
@@ -57,17 +57,17 @@ class ShardReader:
 
     _coming: _Coming | None  # what was begun to be read, for a later prefetch
 
-    def __init__(self, places: Sequence[Place], options: DataConfig | None = None) -> None:
+    def __init__(self, files: Sequence[StoredFile], options: DataConfig | None = None) -> None:
         options = options or DataConfig()
-        self._paths = [place.path for place in places]
+        self._paths = [file.path for file in files]
         self._max_open_files, self._remote = options.max_open_files, Remote(options.remote)
-        self._looks = {
-            number: place.look
-            for number, place in enumerate(places)
-            if protocol_of(place.path) is not None
+        self._stats = {
+            number: file.stat
+            for number, file in enumerate(files)
+            if protocol_of(file.path) is not None
         }
         remote, self._cache = options.remote, None
-        if self._looks and remote.cache is not None:
+        if self._stats and remote.cache is not None:
             max_bytes = int(remote.cache_gib * 2**30)
             # With few requests under way, which those that somebody waits for do not stand behind.
             patient = Remote(replace(remote, in_flight=2))
@@ -77,7 +77,7 @@ class ShardReader:
     @property
     def has_urls(self) -> bool:
         """Whether some shards lie behind urls."""
-        return bool(self._looks)
+        return bool(self._stats)
 
     def prefetch(self, ranges: Iterable[Range]) -> None:
         """Reads ranges of shards behind urls side by side, each for the next ``read`` of it.
@@ -107,10 +107,10 @@ class ShardReader:
             self._coming = _Coming(wanted, *self._remote.start(self._asked(wanted)))
 
     def _behind_urls(self, ranges: Iterable[Range]) -> list[Range]:
-        return [r for r in ranges if r[0] in self._looks and self._copy(r[0]) is None]
+        return [r for r in ranges if r[0] in self._stats and self._copy(r[0]) is None]
 
     def _asked(self, ranges: Iterable[Range]) -> list[tuple[str, int, int, str]]:
-        return [(self._paths[s], at, size, self._looks[s].tag) for s, at, size in ranges]
+        return [(self._paths[s], at, size, self._stats[s].tag) for s, at, size in ranges]
 
     def read(self, shard: int, offset: int, size: int) -> bytes:
         """``size`` bytes at ``offset`` of shard number ``shard``; fewer where a file ends.
@@ -141,7 +141,7 @@ class ShardReader:
 
     def read_in_store(self, shard: int, offset: int, size: int) -> bytes | None:
         """What ``read`` gives of a shard behind a url, from its store alone; None for a file."""
-        if shard not in self._looks:
+        if shard not in self._stats:
             return None
         return self._remote.read_ranges(self._asked([(shard, offset, size)]))[0]
 
@@ -150,7 +150,7 @@ class ShardReader:
         with self._lock:
             try:
                 handle = self._handle(shard, str(copy))
-                data = read_copy(handle, self._looks[shard].size, offset, size)
+                data = read_copy(handle, self._stats[shard].size, offset, size)
             except OSError:
                 return None
             if data is None and self._cache is not None:
@@ -170,9 +170,9 @@ class ShardReader:
 
     def _copy(self, shard: int) -> Path | None:
         """The copy on a local disk of a shard behind a url, where there is one."""
-        if self._cache is None or shard not in self._looks:
+        if self._cache is None or shard not in self._stats:
             return None
-        return self._cache.path_of(self._paths[shard], self._looks[shard])
+        return self._cache.path_of(self._paths[shard], self._stats[shard])
 
     def _in_this_process(self) -> None:
         if self._pid != os.getpid():
@@ -206,7 +206,7 @@ class ShardReader:
         return handle
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_paths", "_max_open_files", "_remote", "_looks", "_cache")
+        names = ("_paths", "_max_open_files", "_remote", "_stats", "_cache")
         return {name: self.__dict__[name] for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -279,19 +279,19 @@ class ShardCache:
         self._pid, self._off = 0, False
         self._dropped: set[Path] = set()
 
-    def path_of(self, url: str, look: Look) -> Path | None:
+    def path_of(self, url: str, stat: ObjectStat) -> Path | None:
         """The copy of a shard; None where there is none yet, and then it is fetched."""
         if self._off:
             return None
-        path = self.folder / f"{digest_json([url, look.size, look.tag])[:40]}.tar"
+        path = self.folder / f"{digest_json([url, stat.size, stat.tag])[:40]}.tar"
         try:
-            if os.path.getsize(path) == _size_of_copy(look.size):
+            if os.path.getsize(path) == _size_of_copy(stat.size):
                 os.utime(path)
                 return path
             path.unlink()  # cut short, or of an older version, which kept no checksums
-            self._want(path, url, look)
+            self._want(path, url, stat)
         except FileNotFoundError:
-            self._want(path, url, look)
+            self._want(path, url, stat)
         except OSError as error:
             self._give_up(error)
         return None
@@ -314,21 +314,21 @@ class ShardCache:
         if self._pid == os.getpid():
             self._queue.join()
 
-    def _want(self, path: Path, url: str, look: Look) -> None:
+    def _want(self, path: Path, url: str, stat: ObjectStat) -> None:
         if self._pid != os.getpid():
             self._pid, self._asked = os.getpid(), set[Path]()
-            self._queue: queue.Queue[tuple[Path, str, Look]] = queue.Queue()
+            self._queue: queue.Queue[tuple[Path, str, ObjectStat]] = queue.Queue()
             threading.Thread(target=self._work, name="shard cache", daemon=True).start()
         if path not in self._asked:
             self._asked.add(path)
-            self._queue.put((path, url, look))
+            self._queue.put((path, url, stat))
 
     def _work(self) -> None:
         while True:
-            path, url, look = self._queue.get()
+            path, url, stat = self._queue.get()
             try:
                 if not self._off:
-                    self._fetch(path, url, look)
+                    self._fetch(path, url, stat)
             except OSError as error:
                 if error.errno is None:  # of its store, which whoever reads it will hear of
                     log.warning("a shard is not kept in %s: %s", self.folder, error)
@@ -342,19 +342,19 @@ class ShardCache:
         self._off = True
         log.warning("the shard cache %s is not used any more: %s", self.folder, error)
 
-    def _fetch(self, path: Path, url: str, look: Look) -> None:
-        file = self._reserve(path, _size_of_copy(look.size))
+    def _fetch(self, path: Path, url: str, stat: ObjectStat) -> None:
+        file = self._reserve(path, _size_of_copy(stat.size))
         if file is None:
             return
         part = Path(file.name)
         with file:
             try:
-                self.remote.fetch(url, look, file)
+                self.remote.fetch(url, stat, file)
                 file.seek(0)
-                starts = range(0, look.size, BLOCK_BYTES)
-                blocks = (file.read(min(BLOCK_BYTES, look.size - start)) for start in starts)
+                starts = range(0, stat.size, BLOCK_BYTES)
+                blocks = (file.read(min(BLOCK_BYTES, stat.size - start)) for start in starts)
                 sums = b"".join(map(_checksum, blocks))
-                file.seek(look.size)
+                file.seek(stat.size)
                 file.write(sums)
                 file.flush()
                 os.fsync(file.fileno())

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from mclclip.data.attributes import columns_of, fields_of, parse_attributes
-from mclclip.data.remote import Look, Place, Remote, RemoteOptions, open_whole
+from mclclip.data.remote import ObjectStat, Remote, RemoteOptions, StoredFile, open_whole
 from mclclip.data.shard_filter import ShardFilter
 from mclclip.data.tar_members import Member, TarFault, read_members
 from mclclip.files import digest_array, digest_json, parse_json, shown
@@ -203,7 +203,7 @@ def scan_shard(
     captions: str,
     attributes: Sequence[str] = (),
     pixels: bool = False,
-    look: Look | None = None,
+    stat: ObjectStat | None = None,
     remote: RemoteOptions | None = None,
     chosen: ShardFilter | None = None,
 ) -> ShardScan:
@@ -216,13 +216,13 @@ def scan_shard(
     attributes are counted in the findings. Keys get the prefix ``source/``. Samples that are not
     ``chosen`` are counted by the filter's reasons and have no row. Raises ValueError for compressed
     tars (no random access), OSError where the file cannot be read, and the errors of the filter. A
-    shard behind a url, of which its store says ``look``, is fetched whole, once, as ``remote``
+    shard behind a url, of which its store says ``stat``, is fetched whole, once, as ``remote``
     says.
     """
     findings, unseen = Findings(), Findings()
     text_extension = "txt" if caption_field(captions) is None else "json"
     rows = _Rows(attributes, pixels)
-    with open_whole(Place(path, look or Look(0, "")), Remote(remote)) as file:
+    with open_whole(StoredFile(path, stat or ObjectStat(0, "")), Remote(remote)) as file:
         _refuse_compressed(path, file.read(6))
         file.seek(0)
         groups = _group_members(_members(file, path, findings), text_extension, findings, path)

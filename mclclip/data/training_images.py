@@ -134,14 +134,14 @@ class TrainingImages:
     def _digests(self, rows: Integers) -> set[bytes]:
         """The digests of samples' images."""
         index = self._index
-        reader = ShardReader([s.place for s in index.shards], self.options)
+        reader = ShardReader([s.stored for s in index.shards], self.options)
         columns = (index.shard_of[rows], index.image_offset[rows], index.image_size[rows])
         ranges = list(zip(*(column.tolist() for column in columns), strict=True))
         found = set()
         for start in range(0, len(ranges), _TOGETHER):
             some = ranges[start : start + _TOGETHER]
             reader.prefetch(some)
-            found |= {_digest(reader.read(*place)) for place in some}
+            found |= {_digest(reader.read(*stored)) for stored in some}
         reader.close()
         return found
 

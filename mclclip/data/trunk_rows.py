@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mclclip.data.arrays import npy_header, open_npy
-from mclclip.data.remote import Place
+from mclclip.data.remote import StoredFile
 from mclclip.data.row_store import rows_path
 from mclclip.data.sample_index import SampleIndex
 from mclclip.ranks import collectives
@@ -132,9 +132,9 @@ class TrunkRows:
         """Bytes of a row."""
         return int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
 
-    def places(self, num_shards: int) -> list[Place]:
+    def files(self, num_shards: int) -> list[StoredFile]:
         """The files of rows, by shard of the index."""
-        return [Place(str(rows_path(self.folder, number))) for number in range(num_shards)]
+        return [StoredFile(str(rows_path(self.folder, number))) for number in range(num_shards)]
 
     def offsets(self, row: Integers, shard_sizes: Integers) -> Integers:
         """Where the rows with these numbers in their shards begin, in bytes [n]."""

@@ -387,7 +387,7 @@ def loader_of(
         bad_ids=known_bad,
     )
     dataset.check()
-    paths = [shown(place.path) for place in dataset.locations.places]
+    paths = [shown(file.path) for file in dataset.locations.files]
 
     def describe(step: int, shard: int) -> str:
         where = f", at shard {paths[shard]}" if 0 <= shard < len(paths) else ""

@@ -25,7 +25,7 @@ from mclclip.config import from_tree
 from mclclip.data.arrays import open_npy, save_npy
 from mclclip.data.groups import GroupedIndex, LabelBlocks, StageGroups
 from mclclip.data.options import DataConfig
-from mclclip.data.remote import Place
+from mclclip.data.remote import StoredFile
 from mclclip.data.row_store import RowBlocks, RowStore
 from mclclip.data.sample_index import KIND, SAMPLES, SHARDS, SampleIndex, Shard, write_tables
 from mclclip.data.samples import TarDataset
@@ -208,7 +208,7 @@ def filters(root: Path, num_uids: int, num_shards: int) -> dict[str, Callable[[]
     def choose(subset: str | None, where: Sequence[str]) -> None:
         conditions = tuple(map(parse_condition, where))
         for path, keys in shards:
-            chosen = ShardFilter(subset, "", conditions, Place(str(path)))
+            chosen = ShardFilter(subset, "", conditions, StoredFile(str(path)))
             taken = chosen.why_not("", keys, lambda _: b"").count(None)
             assert subset is None or where or taken == ROWS_PER_FILE // 2
 

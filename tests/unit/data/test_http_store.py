@@ -56,8 +56,8 @@ def redirecting(target: str) -> Callable[[Handler], bool]:
 
 def near(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first server is one of the internet, the second is on this machine."""
-    places = {"127.0.0.1": 2, "127.0.0.2": 0}
-    monkeypatch.setattr(http_store, "reach", lambda address: places[address])
+    files = {"127.0.0.1": 2, "127.0.0.2": 0}
+    monkeypatch.setattr(http_store, "reach", lambda address: files[address])
 
 
 # --- bytes ---------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def test_an_endless_reply_is_read_up_to_what_was_asked_for(servers: Servers) -> 
 
 def test_an_encoded_reply_is_refused_and_none_is_asked_for(servers: Servers) -> None:
     assert read(servers[0].url("a.tar")) == DATA[100:150]
-    assert Remote().look([servers[0].url("a.tar")])[0].size == len(DATA)
+    assert Remote().stat([servers[0].url("a.tar")])[0].size == len(DATA)
     asked = {(method, head["Accept-Encoding"]) for method, head in servers[0].headers}
     assert asked == {("GET", "identity"), ("HEAD", "identity")}
 
@@ -95,7 +95,7 @@ def test_an_encoded_reply_is_refused_and_none_is_asked_for(servers: Servers) -> 
         return True
 
     servers[0].answer = answer
-    for call in (read, lambda url: Remote().look([url])):
+    for call in (read, lambda url: Remote().stat([url])):
         with pytest.raises(OSError, match=r"a\.tar: the server sends it encoded \(gzip\)"):
             call(servers[0].url("a.tar"))
 
@@ -176,7 +176,7 @@ def test_a_redirect_into_a_nearer_network_is_refused(
     assert read(first.url("a.tar")) == DATA[100:150]  # as long as both are equally near
     second.seen.clear()
     near(monkeypatch)
-    for call in (read, lambda url: Remote().look([url])):
+    for call in (read, lambda url: Remote().stat([url])):
         with pytest.raises(OSError, match=r"a\.tar: it is redirected to .*127\.0\.0\.2.*refused"):
             call(first.url("a.tar"))
     assert not second.seen  # it was not even asked

@@ -24,10 +24,10 @@ from mclclip.data.options import DataConfig
 from mclclip.data.remote import (
     GAP_BYTES,
     ChangedShard,
-    Look,
-    Place,
+    ObjectStat,
     Remote,
     RemoteOptions,
+    StoredFile,
     check_protocol,
     open_whole,
 )
@@ -59,8 +59,8 @@ def server(tmp_path: Path) -> Iterator[ShardServer]:
         yield started
 
 
-def look(server: ShardServer, name: str = "a.tar") -> Look:
-    return Remote(FAST).look([server.url(name)])[0]
+def stat(server: ShardServer, name: str = "a.tar") -> ObjectStat:
+    return Remote(FAST).stat([server.url(name)])[0]
 
 
 def ranges(server: ShardServer, number: int = 40, tag: str = "") -> list[tuple[str, int, int, str]]:
@@ -76,8 +76,8 @@ def read(remote: Remote, asked: list[tuple[str, int, int, str]]) -> None:
 
 
 def test_a_url_is_looked_at_and_read_in_any_order(server: ShardServer) -> None:
-    assert look(server).size == len(DATA) and look(server).tag.startswith('"')
-    read(Remote(FAST), ranges(server, tag=look(server).tag))
+    assert stat(server).size == len(DATA) and stat(server).tag.startswith('"')
+    read(Remote(FAST), ranges(server, tag=stat(server).tag))
     assert Remote(FAST).read_ranges([]) == []
 
 
@@ -117,7 +117,7 @@ def test_a_server_that_is_silent_or_gone_is_not_waited_for_without_end(
         impatient.read_ranges(ranges(server, 1))
     with serving(tmp_path) as other:
         url = other.url("x.tar")
-    for call in (impatient.look, lambda urls: impatient.read_ranges([(urls[0], 0, 9, "")])):
+    for call in (impatient.stat, lambda urls: impatient.read_ranges([(urls[0], 0, 9, "")])):
         with pytest.raises(OSError, match="could not be read after 2 attempts"):
             call([url])
 
@@ -125,7 +125,7 @@ def test_a_server_that_is_silent_or_gone_is_not_waited_for_without_end(
 def test_errors_that_no_attempt_mends_are_not_tried_again(server: ShardServer) -> None:
     missing = server.url("b.tar")
     with pytest.raises(FileNotFoundError, match=r"b\.tar is not there"):
-        Remote(FAST).look([missing])
+        Remote(FAST).stat([missing])
     with pytest.raises(FileNotFoundError, match=r"b\.tar is not there"):
         Remote(FAST).read_ranges([(missing, 0, 5, "")])
     server.fail, server.status = 1, 403
@@ -146,7 +146,7 @@ def test_a_missing_library_is_one_line_at_once(
     monkeypatch.delitem(known, url.partition(":")[0], raising=False)
     remote = Remote(FAST)
     with pytest.raises(OSError, match=r"install the library of .*mclclip\[remote\]"):
-        remote.look([url])
+        remote.stat([url])
     assert remote.tried_again == 0
 
 
@@ -160,7 +160,7 @@ def test_the_first_repetition_is_told(
 
 
 def test_another_object_behind_a_url_is_never_read(server: ShardServer, tmp_path: Path) -> None:
-    was = look(server)
+    was = stat(server)
     (server.folder / "a.tar").write_bytes(DATA[::-1])
     with pytest.raises(ChangedShard, match=r"a\.tar has changed since it was indexed"):
         Remote(FAST).read_ranges(ranges(server, tag=was.tag))
@@ -171,7 +171,7 @@ def test_another_object_behind_a_url_is_never_read(server: ShardServer, tmp_path
 def test_a_read_that_is_tried_again_is_still_of_the_object_that_was_indexed(
     server: ShardServer,
 ) -> None:
-    url, tag, changed = server.url("a.tar"), look(server).tag, DATA[::-1]
+    url, tag, changed = server.url("a.tar"), stat(server).tag, DATA[::-1]
 
     def first() -> None:  # which is cut; the object is another before the second
         server.after_look = lambda: (server.folder / "a.tar").write_bytes(changed)
@@ -188,7 +188,7 @@ def test_a_whole_shard_comes_in_blocks(
 ) -> None:
     monkeypatch.setattr(remote_module, "BLOCK_BYTES", block_bytes)
     server.cut = 1
-    with open_whole(Place(server.url("a.tar"), look(server)), Remote(FAST)) as file:
+    with open_whole(StoredFile(server.url("a.tar"), stat(server)), Remote(FAST)) as file:
         assert file.read() == DATA
 
 
@@ -217,7 +217,7 @@ def test_secrets_are_neither_taken_nor_shown(user: str, server: ShardServer) -> 
         assert "s3cret" not in str(raised.value) and "host/a.tar" in str(raised.value)
     signed = server.url("b.tar?signature=s3cret")
     with pytest.raises(FileNotFoundError) as gone:
-        Remote(FAST).look([signed])
+        Remote(FAST).stat([signed])
     assert "s3cret" not in str(gone.value) and "b.tar?..." in str(gone.value)
 
 
@@ -325,8 +325,8 @@ def datasets(tmp_path: Path, **options: Any) -> tuple[TarDataset, Any]:
         over_urls = DataConfig(remote=RemoteOptions(retries=4, timeout_s=60.0, **options))
         served = TarDataset(index, over_urls, to_tensor, tokenizer=tokenize)
         urls = [server.url(Path(shard.path).name) for shard in index.shards]
-        places = [Place(url, look(server, url.rpartition("/")[2])) for url in urls]
-        served.reader = ShardReader(places, over_urls)
+        files = [StoredFile(url, stat(server, url.rpartition("/")[2])) for url in urls]
+        served.reader = ShardReader(files, over_urls)
         return served
 
     return local, over
@@ -371,8 +371,8 @@ def test_the_index_remembers_what_a_url_was(tmp_path: Path) -> None:
         found = run_index(tmp_path / "run", s=urls, workers=2)
         assert all_keys(found) == ["s/a", "s/b", "s/c"]
         assert [shard.tag for shard in found.shards] == [
-            look(server, "0.tar").tag,
-            look(server, "1.tar").tag,
+            stat(server, "0.tar").tag,
+            stat(server, "1.tar").tag,
         ]
         run_index(tmp_path / "run", s=urls)
         make_shard(folder / "1.tar", "d")
@@ -431,21 +431,21 @@ def test_a_damaged_copy_is_not_read_and_fetched_again(
     server: ShardServer, tmp_path: Path, damage: str
 ) -> None:
     options = RemoteOptions(retries=4, timeout_s=5.0, cache=str(tmp_path / "cache"))
-    places = [Place(server.url("a.tar"), look(server))]
-    first = ShardReader(places, DataConfig(remote=options))
+    files = [StoredFile(server.url("a.tar"), stat(server))]
+    first = ShardReader(files, DataConfig(remote=options))
     first.read(0, 0, 1)
     assert first._cache is not None
     first._cache.wait()
     (copy,) = (tmp_path / "cache").glob("*.tar")
     good = copy.read_bytes()
-    reader = ShardReader(places, DataConfig(remote=options))
+    reader = ShardReader(files, DataConfig(remote=options))
     assert reader.read(0, 3 * BLOCK_BYTES, 10) == DATA[3 * BLOCK_BYTES :][:10]  # it is open now
     stored = server.seen["GET"]
     bad = bytearray(good)
     bad[40_000] ^= 1
     written = {"bit": bytes(bad), "cut": good[:-1], "older version": DATA}[damage]
     copy.write_bytes(written)
-    for one in (reader, ShardReader(places, DataConfig(remote=options))):
+    for one in (reader, ShardReader(files, DataConfig(remote=options))):
         assert one.read(0, 40_000, 9) == DATA[40_000:40_009]
         one.prefetch([(0, 30_000, 20_000)])
         assert one.read(0, 30_000, 20_000) == DATA[30_000:50_000]
@@ -464,7 +464,7 @@ def test_a_copy_gives_what_its_shard_gives_at_every_edge(
     kept = cache(server, tmp_path / "cache", 10_000_000)
     for size in (1, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES, 2 * BLOCK_BYTES + 1):
         (server.folder / f"{size}.tar").write_bytes(DATA[:size])
-        place = server.url(f"{size}.tar"), look(server, f"{size}.tar")
+        place = server.url(f"{size}.tar"), stat(server, f"{size}.tar")
         kept.path_of(*place)
         kept.wait()
         path = kept.path_of(*place)
@@ -483,11 +483,11 @@ def test_objects_of_equal_size_and_tag_have_copies_of_their_own(
     server.tags = False
     (server.folder / "b.tar").write_bytes(DATA[::-1])
     kept = cache(server, tmp_path / "cache", 10_000_000)
-    assert look(server) == look(server, "b.tar")
+    assert stat(server) == stat(server, "b.tar")
     for name, wanted in (("a.tar", DATA), ("b.tar", DATA[::-1])):
-        kept.path_of(server.url(name), look(server, name))
+        kept.path_of(server.url(name), stat(server, name))
         kept.wait()
-        copy = kept.path_of(server.url(name), look(server, name))
+        copy = kept.path_of(server.url(name), stat(server, name))
         assert copy is not None and copy.read_bytes()[: len(DATA)] == wanted
 
 
@@ -512,22 +512,22 @@ def test_a_cache_stays_below_its_bound(server: ShardServer, tmp_path: Path) -> N
     folder = tmp_path / "cache"
     kept = cache(server, folder, 2500)
     for name in "abcd":
-        assert kept.path_of(server.url(f"{name}.tar"), look(server, f"{name}.tar")) is None
+        assert kept.path_of(server.url(f"{name}.tar"), stat(server, f"{name}.tar")) is None
     kept.wait()
     assert held(folder) == 2 * 1004  # a is larger than the bound, and d finds no room
-    assert kept.path_of(server.url("d.tar"), look(server, "d.tar")) is None
-    oldest = kept.path_of(server.url("b.tar"), look(server, "b.tar"))
+    assert kept.path_of(server.url("d.tar"), stat(server, "d.tar")) is None
+    oldest = kept.path_of(server.url("b.tar"), stat(server, "b.tar"))
     assert oldest is not None and oldest.read_bytes()[:-4] == b"b" * 1000
     os.utime(oldest, (0, 0))
     (server.folder / "e.tar").write_bytes(b"e" * 2400)
     large = cache(server, folder, 2500)  # room for it is not made by one old shard alone
-    large.path_of(server.url("e.tar"), look(server, "e.tar"))
+    large.path_of(server.url("e.tar"), stat(server, "e.tar"))
     large.wait()
     assert oldest.exists() and held(folder) == 2 * 1004
     later = cache(server, folder, 2500)  # another process, hours later
-    assert later.path_of(server.url("d.tar"), look(server, "d.tar")) is None
+    assert later.path_of(server.url("d.tar"), stat(server, "d.tar")) is None
     later.wait()
-    copy = later.path_of(server.url("d.tar"), look(server, "d.tar"))
+    copy = later.path_of(server.url("d.tar"), stat(server, "d.tar"))
     assert copy is not None and copy.read_bytes()[:-4] == b"d" * 1000
     assert not oldest.exists() and held(folder) == 2 * 1004
 
@@ -535,10 +535,10 @@ def test_a_cache_stays_below_its_bound(server: ShardServer, tmp_path: Path) -> N
 _KILLED = """
 import sys, time
 from pathlib import Path
-from mclclip.data.remote import Look, Remote
+from mclclip.data.remote import ObjectStat, Remote
 from mclclip.data.shard_reader import BLOCK_BYTES, ShardCache, read_copy
 cache = ShardCache(Path(sys.argv[1]), 10_000_000, Remote())
-cache.path_of(sys.argv[2], Look(int(sys.argv[3]), sys.argv[4]))
+cache.path_of(sys.argv[2], ObjectStat(int(sys.argv[3]), sys.argv[4]))
 while not list(Path(sys.argv[1]).glob("*.part")):
     time.sleep(0.01)
 time.sleep(0.1)
@@ -549,7 +549,7 @@ time.sleep(60)
 
 def test_a_cache_forgets_what_a_killed_process_left(server: ShardServer, tmp_path: Path) -> None:
     server.silent, folder = True, tmp_path / "cache"
-    url, told = server.url("a.tar"), look(server)
+    url, told = server.url("a.tar"), stat(server)
     words = [str(folder), url, str(told.size), told.tag]
     with subprocess.Popen(
         [sys.executable, "-c", _KILLED, *words], stdout=subprocess.PIPE, text=True
@@ -592,7 +592,7 @@ def test_a_process_forked_while_a_cache_looks_for_room_does_not_keep_its_lock(
 
 
 def test_what_a_forked_process_prefetches_it_reads(server: ShardServer) -> None:
-    reader = ShardReader([Place(server.url("a.tar"), look(server))], DataConfig(remote=FAST))
+    reader = ShardReader([StoredFile(server.url("a.tar"), stat(server))], DataConfig(remote=FAST))
     reader._pid = -1  # as after a fork
     reader.prefetch([(0, 0, 100), (0, 200, 100)])
     before = server.seen["GET"]
@@ -601,7 +601,7 @@ def test_what_a_forked_process_prefetches_it_reads(server: ShardServer) -> None:
 
 
 def test_what_was_begun_is_taken_by_who_asks_for_the_same(server: ShardServer) -> None:
-    reader = ShardReader([Place(server.url("a.tar"), look(server))], DataConfig(remote=FAST))
+    reader = ShardReader([StoredFile(server.url("a.tar"), stat(server))], DataConfig(remote=FAST))
     ranges, far = [(0, 0, 100), (0, 200, 100)], [(0, 900, 10)]
     reader.start_prefetch(ranges)
     reader.prefetch(far)  # something else, which a replaced sample needs meanwhile
@@ -621,7 +621,7 @@ def test_what_was_begun_is_taken_by_who_asks_for_the_same(server: ShardServer) -
 
 def test_why_a_host_does_not_answer_is_said() -> None:
     with pytest.raises(OSError, match="(?i)connect"):
-        Remote(RemoteOptions(retries=0, timeout_s=60.0)).look(["http://127.0.0.1:9/a.tar"])
+        Remote(RemoteOptions(retries=0, timeout_s=60.0)).stat(["http://127.0.0.1:9/a.tar"])
 
 
 def test_a_cache_that_fails_costs_time_alone(
@@ -631,20 +631,20 @@ def test_a_cache_that_fails_costs_time_alone(
     kept, other = cache(server, folder, 10_000_000), server.folder / "b.tar"
     other.write_bytes(b"b" * 1000)
     server.fail, server.status = -1, 403
-    assert kept.path_of(server.url("a.tar"), look(server)) is None
+    assert kept.path_of(server.url("a.tar"), stat(server)) is None
     kept.wait()
     assert "a shard is not kept" in caplog.text and held(folder) == 0
     server.fail = 0
-    kept.path_of(server.url("b.tar"), look(server, "b.tar"))
+    kept.path_of(server.url("b.tar"), stat(server, "b.tar"))
     kept.wait()
     assert held(folder) == 1004  # one shard that cannot be had is not the end of the cache
     (folder / "cache.lock").unlink()
     (folder / "cache.lock").mkdir()
     (server.folder / "c.tar").write_bytes(b"c")
-    kept.path_of(server.url("c.tar"), look(server, "c.tar"))
+    kept.path_of(server.url("c.tar"), stat(server, "c.tar"))
     kept.wait()
     assert caplog.text.count("is not used any more") == 1
-    assert kept.path_of(server.url("b.tar"), look(server, "b.tar")) is None
+    assert kept.path_of(server.url("b.tar"), stat(server, "b.tar")) is None
 
 
 # --- an object store -----------------------------------------------------------------------------
@@ -678,7 +678,7 @@ def test_s3(bucket: Any, tmp_path: Path) -> None:
     found = run_index(tmp_path / "run", s="s3://shards/train/*.tar")
     assert all_keys(found) == ["s/a", "s/b", "s/c"]
     assert [shard.path for shard in found.shards] == [f"s3://shards/train/{n}.tar" for n in (0, 1)]
-    reader = ShardReader([shard.place for shard in found.shards], DataConfig(remote=FAST))
+    reader = ShardReader([shard.stored for shard in found.shards], DataConfig(remote=FAST))
     for number, name in enumerate(("0.tar", "1.tar")):
         wanted = (local / name).read_bytes()
         assert reader.read(number, 512, 700) == wanted[512 : 512 + 700]
@@ -686,6 +686,6 @@ def test_s3(bucket: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"1\.tar .* had the ETag"):
         run_index(tmp_path / "run", s="s3://shards/train/*.tar")
     with pytest.raises(FileNotFoundError, match=r"9\.tar is not there"):
-        Remote(FAST).look(["s3://shards/train/9.tar"])
+        Remote(FAST).stat(["s3://shards/train/9.tar"])
     with pytest.raises(FileNotFoundError, match="match no file"):
         run_index(tmp_path / "other", s="s3://shards/nothing/*.tar")

@@ -22,7 +22,7 @@ from mclclip.data import samples as samples_module
 from mclclip.data.captions import TextFeatures
 from mclclip.data.decode import decode_image
 from mclclip.data.options import DataConfig
-from mclclip.data.remote import Place
+from mclclip.data.remote import StoredFile
 from mclclip.data.sample_index import SampleIndex, Shard, write_tables
 from mclclip.data.samples import BadSample, RawSample, Sample, TarDataset
 from mclclip.data.shard_check import join_rows
@@ -95,11 +95,11 @@ def test_samples_come_in_the_order_asked_and_are_read_in_the_order_of_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = TarDataset(make_index(tmp_path), transform=to_tensor, **TEXTS)
-    places: list[tuple[int, int]] = []
+    files: list[tuple[int, int]] = []
     read = dataset.reader.read
 
     def recording_read(shard: int, offset: int, size: int) -> bytes:
-        places.append((shard, offset))
+        files.append((shard, offset))
         return read(shard, offset, size)
 
     monkeypatch.setattr(dataset.reader, "read", recording_read)
@@ -107,7 +107,7 @@ def test_samples_come_in_the_order_asked_and_are_read_in_the_order_of_the_disk(
     samples = dataset.__getitems__(ids)
     assert [colour(sample) for sample in samples] == ids
     assert [sample.sample_id for sample in samples] == ids
-    images = [place for place in places if place[1] in set(dataset.index.image_offset.tolist())]
+    images = [place for place in files if place[1] in set(dataset.index.image_offset.tolist())]
     assert images == sorted(images)
 
 
@@ -286,7 +286,7 @@ def test_the_least_recently_used_file_is_closed(tmp_path: Path) -> None:
     for number in range(3):
         paths.append(str(tmp_path / str(number)))
         Path(paths[-1]).write_bytes(bytes([number]) * 10)
-    reader = ShardReader([Place(path) for path in paths], DataConfig(max_open_files=2))
+    reader = ShardReader([StoredFile(path) for path in paths], DataConfig(max_open_files=2))
     assert reader.read(0, 2, 3) == b"\0\0\0"
     reader.read(1, 0, 1)
     reader.read(0, 0, 1)
@@ -327,7 +327,7 @@ def test_threads_share_a_reader(tmp_path: Path) -> None:
     for number in range(4):
         paths.append(str(tmp_path / str(number)))
         Path(paths[-1]).write_bytes(bytes([number]) * 64)
-    reader = ShardReader([Place(path) for path in paths], DataConfig(max_open_files=1))
+    reader = ShardReader([StoredFile(path) for path in paths], DataConfig(max_open_files=1))
     wrong: list[int] = []
 
     def work(seed: int) -> None:

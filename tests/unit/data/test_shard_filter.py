@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mclclip.data import shard_filter
-from mclclip.data.remote import Place
+from mclclip.data.remote import StoredFile
 from mclclip.data.shard_filter import (
     UID,
     ShardFilter,
@@ -196,7 +196,7 @@ def test_a_pickle_and_a_file_that_is_cut_short_are_refused(tmp_path: Path) -> No
 def why(chosen: ShardFilter | None, path: Path, keys: list[str], **jsons: Any) -> list[str | None]:
     """``jsons``: the ``.json`` members by key."""
     assert chosen is not None
-    place = Place(str(path)) if path.exists() else None
+    place = StoredFile(str(path)) if path.exists() else None
     chosen = ShardFilter(chosen.subset, chosen.digest, chosen.where, place)
     members = [jsons.get(key, b"") for key in keys]
     data = [m if isinstance(m, bytes) else json.dumps(m).encode() for m in members]
