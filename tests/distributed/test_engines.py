@@ -20,7 +20,7 @@ from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.train.loop import Trainee
 from tests import tiny
-from tests.matrix import in_soak, kept
+from tests.matrix import kept
 
 Ranks = Callable[..., list[Any]]
 GLOBAL_BATCH, STEPS = 24, 20
@@ -218,14 +218,6 @@ def test_a_step_that_overflows_anywhere_is_left_out_everywhere(ranks: Ranks, nam
 
 
 # --- copies of shards --------------------------------------------------------------------------
-
-
-@in_soak
-def test_fsdp_over_copies_of_two_ranks(ranks: Ranks) -> None:
-    losses, state = ranks(1, run, "ddp", "float64", {})[0]
-    got_losses, got = ranks(4, run, "fsdp", "float64", {"shard_ranks": 2})[0]
-    np.testing.assert_allclose(got_losses, losses, rtol=1e-9)
-    assert_close(state, got, 1e-9)
 
 
 def test_shard_ranks_must_divide(ranks: Ranks) -> None:
