@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -95,12 +95,6 @@ class PlanConfig:
     """Samples of a group, neighbours in the index, that stay together in every epoch, so that they
     can be read in one piece from the shards of ``mclclip reshard`` (1: none do; small groups have
     smaller blocks). Trainings without groups have none."""
-
-    def identity(self) -> dict[str, Any]:
-        """Fields that results depend on; the weights' digest is among a training's inputs."""
-        drawn = {"samples_per_epoch": self.samples_per_epoch} if self.samples_per_epoch else {}
-        drawn |= {"block": self.block} if self.block > 1 else {}
-        return {"policy": self.policy, "order": self.order, **drawn}
 
 
 @checked_dataclass(frozen=True, config=STRICT)

@@ -131,7 +131,11 @@ def _prepare(job: Job, force: Force, write: bool) -> tuple[Artifact, StageGroups
     With ``write=False`` it only checks whether the artifact is finished.
     """
     options = {k: v for k, v in to_tree(job.options).items() if k not in _RECORDS}
-    options["plan"] = job.options.plan.identity()
+    plan = options["plan"]
+    del plan["weights"]  # their digest is among the inputs
+    for name, default in (("samples_per_epoch", None), ("block", 1)):
+        if plan[name] == default:  # absent where draws and order are as they have ever been
+            del plan[name]
     if not job.options.patch_dropout:  # absent where training has ever been as it is
         del options["patch_dropout"]
     if job.options.evaluate.metric is None:  # figures that are only recorded
