@@ -71,13 +71,13 @@ def parse(vision_cfg: Mapping[str, Any], where: str) -> Backbone:
         if field_name != "options":
             config_check.check_numbers(value, field_name, f"vision_cfg of {where}")
     try:
-        found = TypeAdapter(Backbone).validate_python(dict(vision_cfg))
+        chosen = TypeAdapter(Backbone).validate_python(dict(vision_cfg))
     except ValidationError as error:
         name, problem = first_problem(error)
         option = f"vision_cfg.{name}" if name else "vision_cfg"
         raise ValueError(f"{option} of {where}: {problem}") from None
-    config_check.check_options(found.options, f"vision_cfg.options of {where}")
-    library, _, name = found.backbone.partition(":")
+    config_check.check_options(chosen.options, f"vision_cfg.options of {where}")
+    library, _, name = chosen.backbone.partition(":")
     listed: list[str] = []
     if library == "timm":
         listed = timm.list_models()
@@ -89,10 +89,10 @@ def parse(vision_cfg: Mapping[str, Any], where: str) -> Backbone:
         near = nearest(name, listed)
         known = f"nearest: {', '.join(near)}" if near else "libraries: timm, torchvision, mclclip"
         raise ValueError(
-            f"vision_cfg.backbone of {where} is {shown(found.backbone)}, which is no listed model "
+            f"vision_cfg.backbone of {where} is {shown(chosen.backbone)}, which is no listed model "
             f"({known}): give timm:NAME, or torchvision:NAME of a ResNet"
         )
-    return found
+    return chosen
 
 
 class BackboneTower(nn.Module):

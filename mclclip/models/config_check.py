@@ -133,13 +133,13 @@ def _mapping(value: object, what: str) -> Mapping[str, Any]:
 
 
 def _check_tokenizer_options(options: object, known: set[str], where: str) -> None:
-    found = _mapping(options, f"text_cfg.tokenizer_kwargs of {where}")
-    if found.get("trust_remote_code"):
+    given = _mapping(options, f"text_cfg.tokenizer_kwargs of {where}")
+    if given.get("trust_remote_code"):
         raise ValueError(
             f"text_cfg.tokenizer_kwargs of {where} has trust_remote_code, which runs Python that "
             "comes with the model: mclclip never does, take it out if the model works without"
         )
-    if strange := sorted(set(map(str, found)) - known):
+    if strange := sorted(set(map(str, given)) - known):
         raise ValueError(
             f"text_cfg.tokenizer_kwargs of {where} has {', '.join(strange)[:200]}, wanted only "
             f"{', '.join(sorted(known))}: take the others out"
@@ -259,7 +259,7 @@ def _check_type(kind: Any, value: object, name: str, where: str) -> None:
 def _is_number(kind: Any, name: str) -> bool:
     """Whether the field of a dataclass takes numbers alone."""
     types = {item.name: str(item.type) for item in fields(kind)}
-    return "int" in (found := types.get(name, "")) or "float" in found
+    return "int" in (kinds := types.get(name, "")) or "float" in kinds
 
 
 def num_parameters(config: Mapping[str, Any]) -> int:
@@ -338,7 +338,7 @@ def _is_fast(name: str) -> bool:
     transformers = library()
     known = (getattr(transformers, name + suffix, None) for suffix in ("", "Fast"))
     fast = transformers.PreTrainedTokenizerFast
-    return any(inspect.isclass(found) and issubclass(found, fast) for found in known)
+    return any(inspect.isclass(kind) and issubclass(kind, fast) for kind in known)
 
 
 def library() -> Any:

@@ -251,9 +251,9 @@ def save_concat(
     config = common_config(stages)
     paths = [weights.find_weights(stage) for stage in stages]
     tensors = [weights.read_tensors(file) for file in paths]
-    if any(found.keys() != tensors[0].keys() for found in tensors):
+    if any(own.keys() != tensors[0].keys() for own in tensors):
         raise ValueError("the stages hold different tensors: join stages of one architecture only")
-    shared = {n for n in tensors[0] if weights.same_bits(*(found[n] for found in tensors))}
+    shared = {n for n in tensors[0] if weights.same_bits(*(own[n] for own in tensors))}
     layout = load_towers(stages[0], load_weights=False).layout
     image = {n.removeprefix("visual.") for n in tensors[0] if n.startswith("visual.")}
     differing = {name for name in image if f"visual.{name}" not in shared}
@@ -263,8 +263,8 @@ def save_concat(
         names = [path.parent.name if path.name == "export" else path.name for path in folders]
     dim = int(config["model_cfg"]["embed_dim"])
     joined = {f"shared.{n}": tensors[0][n] for n in tensors[0] if n in shared}
-    for number, found in enumerate(tensors):
-        joined |= {f"stage_{number}.{n}": found[n] for n in found if n not in shared}
+    for number, own in enumerate(tensors):
+        joined |= {f"stage_{number}.{n}": own[n] for n in own if n not in shared}
     record = {
         "schema_version": _SCHEMAS[-1] if learned else _SCHEMAS[0],
         "variant": variant,

@@ -92,8 +92,8 @@ def add_lora(
     ]
     if not unlocked:
         raise ValueError("LoRA adapts unlocked image blocks, but all are locked: set image_blocks")
-    found = [weight for module in unlocked for weight in _weights(module, targets)]
-    if not found:
+    chosen = [weight for module in unlocked for weight in _weights(module, targets)]
+    if not chosen:
         raise ValueError(
             f"LoRA's targets are {targets!r}, but the unlocked blocks have no such weights: give "
             "'all', or unlock more blocks"
@@ -104,7 +104,7 @@ def add_lora(
                 parameter.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     classes: dict[tuple[type, str], type] = {}
-    for module, name in found:
+    for module, name in chosen:
         adapter = LowRank(getattr(module, name), rank, alpha / rank, dropout, generator)
         kind = type(module)
         parametrize.register_parametrization(module, name, adapter)

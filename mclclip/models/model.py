@@ -146,10 +146,10 @@ class Model(nn.Module):
 
     def tower_layouts(self, text: bool) -> list[tuple[nn.Module, towers.Layout]]:
         """The image tower with its layout, and the text tower if `text` and there is one."""
-        found: list[tuple[nn.Module, towers.Layout]] = [(self.visual, self.layout)]
+        layouts: list[tuple[nn.Module, towers.Layout]] = [(self.visual, self.layout)]
         if text and self.reads_texts:
-            found.append((self.text_tower, self.text_layout))
-        return found
+            layouts.append((self.text_tower, self.text_layout))
+        return layouts
 
     def layers_above(self, name: str) -> int:
         """Number of layers above the parameter `name` in its tower; 0 at the top.
@@ -172,15 +172,15 @@ class Model(nn.Module):
 
         Towers without a layout have none.
         """
-        found: list[nn.Module] = []
+        modules: list[nn.Module] = []
         if not isinstance(self._layout, str):
-            found += self._layout.block_modules(self.visual)
+            modules += self._layout.block_modules(self.visual)
         if self.reads_texts:
             try:
-                found += self.text_layout.block_modules(self.text_tower)
+                modules += self.text_layout.block_modules(self.text_tower)
             except ValueError:
-                return found
-        return found
+                return modules
+        return modules
 
     # --- features ----------------------------------------------------------------------------
 

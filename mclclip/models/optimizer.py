@@ -59,18 +59,18 @@ def parameter_groups(
     trainable.
     """
     bounds = upper_bounds or {}
-    found: dict[tuple[Any, ...], list[nn.Parameter]] = {}
+    members: dict[tuple[Any, ...], list[nn.Parameter]] = {}
     for name, parameter in named_parameters:
         if parameter.requires_grad:
             scale = 1.0 if lr_scale is None else lr_scale(name)
             key = (bounds.get(name, math.inf), scale, parameter.ndim < 2)
-            found.setdefault(key, []).append(parameter)
-    if not found:
+            members.setdefault(key, []).append(parameter)
+    if not members:
         raise ValueError("no parameter is trainable: unlock a part of the model")
     groups = []
-    for key in sorted(found, key=lambda key: (key[0] != math.inf, *key)):
+    for key in sorted(members, key=lambda key: (key[0] != math.inf, *key)):
         bound, scale, plain = key
-        group = {"params": found[key], "weight_decay": 0.0 if plain else weight_decay}
+        group = {"params": members[key], "weight_decay": 0.0 if plain else weight_decay}
         group |= {} if lr_scale is None else {"lr_scale": scale}
         groups.append(group | ({} if bound == math.inf else {"max_value": bound}))
     return groups

@@ -122,8 +122,8 @@ def load_soup(
     device = next(model.parameters()).device
     count = estimate_statistics(model, (batch.to(device) for batch in images(model)))
     estimated = {n: t for n, t in model.exported.state_dict().items() if n.endswith(_STATISTICS)}
-    found = {n: t.to("cpu", tensors[n].dtype, copy=True) for n, t in estimated.items()}
-    return model, tensors | found, count
+    statistics = {n: t.to("cpu", tensors[n].dtype, copy=True) for n, t in estimated.items()}
+    return model, tensors | statistics, count
 
 
 @torch.no_grad()
@@ -185,9 +185,9 @@ def combine(
                 strange = sorted(set(names) ^ set(source.keys()))[:3]
                 raise ValueError(f"{path} and {kept[0][0]} hold different tensors: {strange}")
         for name in names:
-            found = [source.get_tensor(name) for source in sources]
-            tensors[name] = mean_tensor(name, found, [share for _, share in kept])
-            num_averaged += not weights.same_bits(*found)
+            values = [source.get_tensor(name) for source in sources]
+            tensors[name] = mean_tensor(name, values, [share for _, share in kept])
+            num_averaged += not weights.same_bits(*values)
     return tensors, num_averaged
 
 

@@ -91,21 +91,21 @@ def fit(images: Sequence[Rows], texts: Sequence[Rows], captions: Sequence[str]) 
     bounds = [(0.0, LARGEST)]
     # Steps of about 1: the logit scale of a trained CLIP is between 14 and 100.
     start, exact = np.full(stages, 10.0), {"ftol": 1e-14, "gtol": 1e-9, "maxiter": 1000}
-    found = minimize(
+    best = minimize(
         _loss, start, (batches,), method="L-BFGS-B", jac=True, bounds=bounds * stages, options=exact
     )
     equal = minimize(
         _equal_loss, start[:1], (batches, stages), method="L-BFGS-B", jac=True, bounds=bounds,
         options=exact,
     )  # fmt: skip
-    total = float(found.x.sum())
-    if not np.isfinite(found.fun) or total < 1e-6:
+    total = float(best.x.sum())
+    if not np.isfinite(best.fun) or total < 1e-6:
         raise ValueError(
             "no stage tells held-out captions apart (their best logit scale is 0): are the "
             "captions those of the images?"
         )
-    weights = tuple(float(value) / total for value in found.x)
-    return StageWeights(weights, total, float(found.fun), float(equal.fun), len(captions))
+    weights = tuple(float(value) / total for value in best.x)
+    return StageWeights(weights, total, float(best.fun), float(equal.fun), len(captions))
 
 
 Batch = tuple[NDArray[np.float64], NDArray[np.bool_]]
@@ -116,13 +116,13 @@ def _batches(images: Sequence[Rows], texts: Sequence[Rows], captions: Sequence[s
     seen: dict[str, int] = {}
     codes = np.array([seen.setdefault(caption, len(seen)) for caption in captions])
     order = np.random.default_rng(0).permutation(len(codes))
-    found = []
+    batches = []
     for rows in np.array_split(order, -(-len(codes) // _BATCH)):
         sides = zip(images, texts, strict=True)
         cosines = [z[rows].astype(np.float64) @ t[rows].astype(np.float64).T for z, t in sides]
         counts = (codes[rows, None] != codes[rows]) | np.eye(len(rows), dtype=bool)
-        found.append((np.stack(cosines), counts))
-    return found
+        batches.append((np.stack(cosines), counts))
+    return batches
 
 
 def _loss(

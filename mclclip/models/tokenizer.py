@@ -118,11 +118,11 @@ class WordEncoder:
     def _add(self, word: str) -> list[int]:
         own = self._tokenizer
         letters = "".join(own.byte_encoder[byte] for byte in word.encode())
-        found = [own.encoder[part] for part in own.bpe(letters).split(" ")]
+        ids = [own.encoder[part] for part in own.bpe(letters).split(" ")]
         if len(self._words) >= _MOST_WORDS:
             self._words.clear()
-        self._words[word] = found
-        return found
+        self._words[word] = ids
+        return ids
 
 
 # --- tokenizers of strangers ----------------------------------------------------------------------
@@ -240,8 +240,8 @@ def _try(directory: Path, context_length: int, kind: str) -> None:
     if kind == "AutoTokenizer":
         options = {"config": transformers.PretrainedConfig(), "trust_remote_code": False}
     own = getattr(transformers, kind).from_pretrained(str(directory), **options)
-    found = own([*PROBES], padding="max_length", truncation=True, max_length=context_length)
-    if other := {len(ids) for ids in found["input_ids"]} - {context_length}:
+    tokens = own([*PROBES], padding="max_length", truncation=True, max_length=context_length)
+    if other := {len(ids) for ids in tokens["input_ids"]} - {context_length}:
         raise ValueError(f"it makes {max(other):,} ids of a text, wanted {context_length}")
 
 
