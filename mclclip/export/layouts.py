@@ -176,8 +176,8 @@ def clip(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
             "init_logit_bias out of the model's configuration, and the objective trains a bias of "
             "its own; --to onnx holds the model as it is"
         )
-    alone = ", which holds open_clip's plain ViT alone: no tower of timm, no ResNet, no attention "
-    tensors = renamed(own, _CLIP, what, f"{alone}pool")
+    only = "open_clip's plain ViT alone: no tower of timm, no ResNet, no attention pool"
+    tensors = renamed(own, _CLIP, what, f", which holds {only}")
     width = {"projection_dim": model.embed_dim}
     words = len(tensors["text_model.embeddings.token_embedding.weight"])
     patches = len(tensors["vision_model.embeddings.position_embedding.weight"]) - 1
@@ -203,9 +203,9 @@ def clip(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config, tensors
 
 
-def is_siglip(config: Mapping[str, Any]) -> bool:
-    """Whether a model's configuration is of SigLIP's kind: a timm ViT with an attention pool."""
-    vision = config["model_cfg"]["vision_cfg"]
+def is_siglip(model: Model) -> bool:
+    """Whether a model is of SigLIP's kind: a timm ViT with an attention pool."""
+    vision = model.config["model_cfg"]["vision_cfg"]
     return bool(vision.get("timm_model_name")) and vision.get("timm_pool") == "map"
 
 
@@ -230,8 +230,8 @@ def siglip(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"the model has no logit bias, as {what} has: set init_logit_bias: -10 in the model's "
             "configuration, and train it so; --to onnx holds it as it is"
         )
-    advice = ", which holds a plain ViT with an attention pool and a text tower whose projection "
-    tensors = renamed(own, _SIGLIP, what, f"{advice}has a bias")
+    only = "a plain ViT with an attention pool and a text tower whose projection has a bias"
+    tensors = renamed(own, _SIGLIP, what, f", which holds {only}")
     for kind in ("weight", "bias"):
         parts = [tensors.pop(f"{_POOL}.{part}.{kind}") for part in ("q", "kv")]
         tensors[f"{_POOL}_{kind}"] = torch.cat(parts)
@@ -259,17 +259,18 @@ def _tower(kind: str, blocks: Any) -> dict[str, Any]:
         hidden, activation, norm = block.mlp.fc1, block.mlp.act, block.norm1
     else:
         hidden, activation, norm = block.mlp.c_fc, block.mlp.gelu, block.ln_1
-    name = type(activation).__name__
-    tanh = getattr(activation, "approximate", None) == "tanh" or name == "GELUTanh"
+    name, kind_of_gelu = type(activation).__name__, "gelu"
+    if name == "GELUTanh" or getattr(activation, "approximate", None) == "tanh":
+        kind_of_gelu = "gelu_pytorch_tanh"
+    elif name == "QuickGELU":
+        kind_of_gelu = "quick_gelu"
     return {
         "model_type": kind,
         "hidden_size": len(norm.weight),
         "intermediate_size": hidden.out_features,
         "num_hidden_layers": len(blocks),
         "num_attention_heads": block.attn.num_heads,
-        "hidden_act": {"QuickGELU": "quick_gelu"}.get(
-            name, "gelu_pytorch_tanh" if tanh else "gelu"
-        ),
+        "hidden_act": kind_of_gelu,
         "layer_norm_eps": norm.eps,
     }
 

@@ -53,7 +53,7 @@ def text(to: str, front: Mapping[str, str], source: Source, proofs: Sequence[Cer
         parts += ["## Origin\n", _table("what | value", rows), ""]
     parts += [*_certificates(proofs), ""]
     if rows_of_run := benchmark_rows(source, run):
-        parts += ["## Results\n", results_table(rows_of_run), ""]
+        parts += ["## Results\n", _results_table(rows_of_run), ""]
     parts.append(
         "## Licence\n\nFine-tuned weights carry the terms of the base's weights and of the data "
         "they were trained on. Name both where you publish them.\n"
@@ -145,7 +145,7 @@ def benchmark_rows(source: Source, run: Path | None) -> list[Result]:
     return [row for row in results.read(path) if row.model == name][:_MOST_ROWS]
 
 
-def results_table(rows: Sequence[Result]) -> str:
+def _results_table(rows: Sequence[Result]) -> str:
     cells = []
     for row in rows:
         digits = row.unit.decimals([row.value])

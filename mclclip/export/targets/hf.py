@@ -39,7 +39,7 @@ def write(source: Source, out: Path) -> None:
         write_stages(source, out, config, tensors)
         return
     model, kind = source.single("transformers' CLIPModel"), "CLIPImageProcessor"
-    if layouts.is_siglip(model.config):
+    if layouts.is_siglip(model):
         (config, tensors), kind = layouts.siglip(model), "SiglipImageProcessor"
         tokenizer_files.write_cleaning(source.directory, model, out)
     else:

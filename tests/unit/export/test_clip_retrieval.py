@@ -20,7 +20,6 @@ from mclclip.data import row_store
 from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TarDataset
-from mclclip.eval.results import Result
 from mclclip.export import convert, model_card
 from mclclip.export.targets import Source, clip_retrieval
 from mclclip.models.encoder import Encoder, load_model, save_concat
@@ -163,10 +162,19 @@ def test_notes_of_shards_are_read_once(
     assert len(calls) == 1
 
 
+def result_row(model: str, metric: str, value: float, low: float, high: float, **protocol: Any):
+    fields = {"model": model, "benchmark": "a|b", "metric": metric, "value": value, "count": 40}
+    return json.dumps(fields | {"ci_low": low, "ci_high": high, "protocol": protocol}) + "\n"
+
+
 def test_the_card_says_where_a_model_comes_from(run: Path, tmp_path: Path) -> None:
-    row = '{"model": "stage_0", "benchmark": "a|b", "metric": "pairs", "value": 12.5, '
-    row += '"count": 40, "ci_low": 5.0, "ci_high": 25.0, "protocol": {"x": "<script>"}}\n'
-    (run / "results.jsonl").write_text(row + row.replace("stage_0", "stage_1"))
+    rows = [
+        result_row("stage_0", "pairs", 12.54, 5.0, 25.0, x="<script>"),
+        result_row("stage_1", "pairs", 99.0, 98.0, 100.0),
+        result_row("stage_0", "loss", 2.3456, 2.0, 2.5, unit="nats"),
+        result_row("stage_0", "small", 0.0123456, 0.01, 0.02, unit="nats"),
+    ]
+    (run / "results.jsonl").write_text("".join(rows))
     pytest.importorskip("transformers")
     out = convert.run("hf", run / "stage_0" / "export", tmp_path / "hf")
     text = (out / "README.md").read_text()
@@ -175,7 +183,11 @@ def test_the_card_says_where_a_model_comes_from(run: Path, tmp_path: Path) -> No
     assert front["pipeline_tag"] == "zero-shot-image-classification"
     assert "# stage_0\n" in text and "| data | patterns |" in text
     assert f"`{SampleIndex.open(Layout(run).index).digest}`" in text
-    assert text.count("| a\\|b | pairs | 12.5 | % | 5.0 to 25.0 | 40 |") == 1  # its own row alone
+    assert "| benchmark | metric | value | unit |" in text
+    assert "| a\\|b | pairs | 12.5 | % | 5.0 to 25.0 | 40 |" in text
+    assert "| a\\|b | loss | 2.346 | nats | 2.000 to 2.500 | 40 |" in text
+    assert "| a\\|b | small | 0.0123 | nats | 0.0100 to 0.0200 | 40 |" in text
+    assert text.count("| a\\|b |") == 3  # its own rows alone
     assert "<script>" not in text and str(tmp_path) not in text and str(run) not in text
     assert "OpenClipImageProcessor" in text
 
@@ -197,50 +209,28 @@ def test_a_folders_name_makes_no_link_in_its_card(tmp_path: Path) -> None:
     assert f"\n{wanted}\n" in card
 
 
-@pytest.mark.parametrize(
-    ("folder", "wanted"),
-    [
-        ("stage_1/export", [1.0]),
-        ("controls/ungrouped/stage_1/export", [2.0]),
-        ("pilot/stage_1/export", [3.0]),
-        ("pilot/controls/ungrouped/stage_1/export", [4.0]),
-        ("exports/soup_uniform", [5.0]),
-        ("older/stage_1/export", []),
-        ("blindspots/stage_1", []),
-    ],
-)
-def test_a_card_has_rows_of_its_own_encoder(
-    tmp_path: Path, folder: str, wanted: list[float]
-) -> None:
+def test_a_card_has_rows_of_its_own_encoder(tmp_path: Path) -> None:
     """A control, a pilot and MCL have stages of the same names."""
-
-    def row(model: str, value: float) -> str:
-        fields = {"model": model, "benchmark": "a", "metric": "b", "value": value, "count": 4}
-        return json.dumps(fields | {"ci_low": 0.0, "ci_high": 9.0, "protocol": {}}) + "\n"
-
-    (tmp_path / "pilot").mkdir()
-    names = {"stage_1": 1.0, "control_ungrouped_stage_1": 2.0, "soup_uniform": 5.0}
-    text = "".join(row(name, value) for name, value in names.items())
-    (tmp_path / "results.jsonl").write_text(text)
-    (tmp_path / "pilot" / "results.jsonl").write_text(
-        row("stage_1", 3.0) + row("control_ungrouped_stage_1", 4.0)
-    )
-    (tmp_path / folder).mkdir(parents=True)
-    rows = model_card.benchmark_rows(Source(tmp_path / folder), tmp_path)
-    assert [found.value for found in rows] == wanted
-
-
-def test_a_card_gives_the_unit_of_every_row() -> None:
-    rows = [
-        Result("m", "a", "top1", 12.54, 40, 5.0, 25.0),
-        Result("m", "b", "loss", 2.3456, 40, 2.0, 2.5, {"unit": "nats"}),
-        Result("m", "b", "small", 0.0123456, 40, 0.01, 0.02, {"unit": "nats"}),
-    ]
-    text = model_card.results_table(rows)
-    assert "| benchmark | metric | value | unit |" in text
-    assert "| a | top1 | 12.5 | % | 5.0 to 25.0 |" in text
-    assert "| b | loss | 2.346 | nats | 2.000 to 2.500 |" in text
-    assert "| b | small | 0.0123 | nats | 0.0100 to 0.0200 |" in text
+    cases: dict[str, list[float]] = {
+        "stage_1/export": [1.0],
+        "controls/ungrouped/stage_1/export": [2.0],
+        "pilot/stage_1/export": [3.0],
+        "pilot/controls/ungrouped/stage_1/export": [4.0],
+        "exports/soup_uniform": [5.0],
+        "older/stage_1/export": [],
+        "blindspots/stage_1": [],
+    }
+    for folder in cases:
+        (tmp_path / folder).mkdir(parents=True)
+    for path, values in {
+        "results.jsonl": {"stage_1": 1.0, "control_ungrouped_stage_1": 2.0, "soup_uniform": 5.0},
+        "pilot/results.jsonl": {"stage_1": 3.0, "control_ungrouped_stage_1": 4.0},
+    }.items():
+        rows = [result_row(name, "pairs", value, 0.0, 9.0) for name, value in values.items()]
+        (tmp_path / path).write_text("".join(rows))
+    for folder, wanted in cases.items():
+        rows = model_card.benchmark_rows(Source(tmp_path / folder), tmp_path)
+        assert [row.value for row in rows] == wanted, folder
 
 
 @pytest.fixture(scope="module")
