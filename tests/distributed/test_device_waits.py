@@ -82,13 +82,9 @@ ALLOWED: list[tuple[str, str, set[tuple[str, str]]]] = [
     (
         "cpu in objectives.simlap._pairs",
         "which class a sample is paired with is drawn by integers of 64 bits without a sign, keyed "
-        "by the sample; torch has them on no device",
+        "by the sample, and torch has them on no device; the classes that the label filter takes "
+        "for close are those of its weights at the step",
         {("simlap", "plain"), ("simlap, closest", "plain")},
-    ),
-    (
-        "cpu in objectives.simlap._closest_of",
-        "the classes that the label filter takes for close are those of its weights at the step",
-        {("simlap, closest", "plain")},
     ),
     (
         "_local_scalar_dense in engines.engine.update",
