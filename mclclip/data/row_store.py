@@ -241,13 +241,15 @@ class RowStore:
         again = f"run 'mclclip {verb} --force' to make it again"
         self._paths, self._verb = list(paths), verb
         self._checked = [Checked(p, r, again) for p, r in zip(paths, known, strict=True)]
-        arrays = [open_npy(path, verb) for path in paths]
-        for path, record, rows in zip(paths, known, arrays, strict=True):
+        self.num_rows: list[int] = []
+        self.file_layouts: list[BlockLayout] = []
+        for path, record in zip(paths, known, strict=True):
+            rows = open_npy(path, verb)  # one at a time: each mapping holds a file handle
             if record is not None and int(rows.offset) + rows.nbytes != record.size_bytes:
                 raise RuntimeError(f"{path} is damaged (its header has changed): {again}")
-        self.num_rows = [len(rows) for rows in arrays]
+            self.num_rows.append(len(rows))
+            self.file_layouts.append((rows.shape[1:], rows.dtype))
         self.starts: Integers = np.cumsum([0, *self.num_rows])
-        self.file_layouts: list[BlockLayout] = [(rows.shape[1:], rows.dtype) for rows in arrays]
 
     @classmethod
     def open(cls, directory: Path, manifest: Manifest, num_shards: int) -> RowStore:

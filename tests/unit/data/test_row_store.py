@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import zlib
 from pathlib import Path
 from typing import Any
@@ -108,6 +110,19 @@ def test_they_are_cut_and_chosen_like_the_array(
         chosen = np.array(ids, np.int64)
         assert np.array_equal(stored[chosen], rows[chosen])
     assert stored[np.zeros(0, np.int64)].shape == (0, 3)
+
+
+def test_there_may_be_more_files_than_file_handles(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number:05d}.npy" for number in range(60)]
+    for path in paths:
+        np.save(path, np.ones((2, 3), np.float16))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, limits[1]))
+    try:
+        store = RowStore(paths)
+        assert len(store) == 120 and store[np.arange(120)].shape == (120, 3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_what_was_changed_is_refused_when_it_is_read(tmp_path: Path) -> None:
