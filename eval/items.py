@@ -73,25 +73,11 @@ class ItemSet:
 
 
 @dataclass(frozen=True)
-class _Draft:
-    """An item as a file has it. With one image the first ``right`` texts are true of it; with two
-    images text i is true of image i alone."""
-
-    id: str
-    images: Sequence[Any]
-    texts: Sequence[Any]
-    right: int = 1
-    kind: str = ""
-    unit: str = ""
-    box: tuple[int, int, int, int] | None = None
-
-
-@dataclass(frozen=True)
 class Layout:
     """How a data set is published.
 
     files: part -> its file; sizes: part -> number of items in the published file, where known;
-    draft: a record of a file, and the number of texts of the one before it -> its item; source:
+    item: a record of a file, and the number of texts of the one before it -> its item; source:
     what is needed, from whom, under which terms; captions, images: folders of the files and of the
     images; by_id: whether a file is an object of ids, and not a list; numbered: part -> name of the
     image of a number, where items give numbers.
@@ -99,7 +85,7 @@ class Layout:
 
     files: Mapping[str, str]
     sizes: Mapping[str, int]
-    draft: Callable[[_Record, int | None], _Draft]
+    item: Callable[[_Record, int | None], Item]
     source: str
     captions: str = "."
     images: str = "."
@@ -112,11 +98,20 @@ class Layout:
 
 @dataclass(frozen=True)
 class _Record:
-    """A record that others wrote; ``where`` names it in messages."""
+    """A record that others wrote, of a part of a benchmark; ``path`` is its file, ``key`` its
+    number or id there, and ``folder`` that of the images."""
 
-    id: str
+    path: Path
+    key: str | int
     value: Any
-    where: str
+    part: str
+    layout: Layout
+    folder: Path
+
+    @property
+    def where(self) -> str:
+        """Names the record in messages."""
+        return f"{self.path} item {self.key!r}"
 
     def take(self, *names: str) -> list[Any]:
         """The fields of these names; ValueError where one is missing."""
@@ -145,28 +140,62 @@ class _Record:
             raise ValueError(f"{self.where} has {got} to choose from, wanted a list of {wanted}")
         return value
 
+    def item(
+        self,
+        images: Sequence[Any],
+        texts: Sequence[Any],
+        *,
+        id: str | int | None = None,
+        right: int = 1,
+        kind: str = "",
+        unit: str = "",
+        box: tuple[int, int, int, int] | None = None,
+    ) -> Item:
+        """The item of this record, called by ``id`` or else its key. With one image the first
+        ``right`` texts are true of it; with two images text i is true of image i alone.
 
-def _sugarcrepe(record: _Record, _: int | None) -> _Draft:
+        ValueError for what is no text, and for an image outside of the folder.
+        """
+        name = str(self.key if id is None else id)
+        where, pattern = f"{self.path} item {name!r}", self.layout.numbered.get(self.part, "")
+        names = [pattern.format(n) if pattern and type(n) is int else n for n in images]
+        for text in (*names, *texts):
+            if not isinstance(text, str) or not text.strip():
+                raise ValueError(f"{where} has {text!r:.80} where a file name or a text is wanted")
+        paths = [below(self.folder, image, where) for image in names]
+        of_one = (tuple(text < right for text in range(len(texts))),)
+        return Item(
+            name=f"{self.part}/{name}" if len(self.layout.files) > 1 else name,
+            images=tuple(Region(path, box) if box else path for path in paths),
+            texts=tuple(texts),
+            truth=of_one if len(paths) == 1 else PAIR,
+            part=self.part,
+            kind=kind,
+            unit=f"{self.part}: {unit}" if unit else "",
+        )
+
+
+def _sugarcrepe(record: _Record, _: int | None) -> Item:
     image, *texts = record.take("filename", "caption", "negative_caption")
-    return _Draft(record.id, [image], texts)
+    return record.item([image], texts)
 
 
-def _sugarcrepe_pp(record: _Record, _: int | None) -> _Draft:
+def _sugarcrepe_pp(record: _Record, _: int | None) -> Item:
     number, image, *texts = record.take("id", "filename", "caption", "caption2", "negative_caption")
-    return _Draft(str(record.whole("id", number)), [image], texts, right=2)
+    return record.item([image], texts, id=record.whole("id", number), right=2)
 
 
-def _quadruple(record: _Record, key: str) -> _Draft:
+def _quadruple(record: _Record, key: str) -> Item:
     """Two images and two captions, caption i true of image i, with an id under ``key``."""
     number, *images = record.take(key, "image_0", "image_1")
     texts = record.take("caption_0", "caption_1")
     for side, name in enumerate(images):
         if isinstance(name, str) and PurePosixPath(name).suffix.lower() not in SUFFIXES:
             images[side] = f"{name}.png"  # Winoground's table gives ex_0_img_0 for ex_0_img_0.png
-    return _Draft(str(record.whole(key, number)), images, texts)
+    return record.item(images, texts, id=record.whole(key, number))
 
 
-def _visual_genome(record: _Record, field_of_kind: str) -> _Draft:
+def _visual_genome(record: _Record, field_of_kind: str) -> Item:
     edges = ("bbox_x", "bbox_y", "bbox_w", "bbox_h")
     image, right, wrong, kind, *box = record.take(
         "image_path", "true_caption", "false_caption", field_of_kind, *edges
@@ -180,20 +209,20 @@ def _visual_genome(record: _Record, field_of_kind: str) -> _Draft:
             f"{record.where}: its box is {w} x {h} pixels at ({x}, {y}), not a part of a picture"
         )
     cut = (x, y, x + w, y + h)
-    return _Draft(record.id, [image], [right, wrong], kind="_".join(names), box=cut)
+    return record.item([image], [right, wrong], kind="_".join(names), box=cut)
 
 
-def _order(record: _Record, count: int | None) -> _Draft:
+def _order(record: _Record, count: int | None) -> Item:
     image, options = record.take("image", "caption_options")
-    return _Draft(record.id, [image], record.texts(options, count))
+    return record.item([image], record.texts(options, count))
 
 
-def _whatsup(record: _Record, _: int | None) -> _Draft:
+def _whatsup(record: _Record, _: int | None) -> Item:
     """An image of COCO or Visual Genome by its number, with a right and a wrong caption; or a
     photograph of a set of four with four captions, named after OBJECT_RELATION_[of_]OBJECT."""
     if isinstance(record.value, list) and len(record.value) == 3:
         number, *texts = record.value
-        return _Draft(record.id, [record.whole("the number of its image", number)], texts)
+        return record.item([record.whole("the number of its image", number)], texts)
     if not isinstance(record.value, dict):
         raise ValueError(
             f"{record.where} is {record.value!r:.80}, wanted an object with image_path and "
@@ -208,7 +237,7 @@ def _whatsup(record: _Record, _: int | None) -> _Draft:
         )
     image, unit = path.removeprefix("data/"), f"{words[0]} and {words[-1]}"
     texts = record.texts(options, 4)
-    return _Draft(PurePosixPath(path).stem, [image], texts, kind=words[1], unit=unit)
+    return record.item([image], texts, id=PurePosixPath(path).stem, kind=words[1], unit=unit)
 
 
 _COCO = "images: val2017 of COCO (cocodataset.org, terms of Flickr)"
@@ -368,29 +397,12 @@ def _read_part(path: Path, layout: Layout, part: str, folder: Path) -> list[Item
         raise ValueError(f"{path} is {type(content).__name__} at its top, wanted {kind}")
     items: dict[str, Item] = {}
     count = None
-    records = content.items() if isinstance(content, dict) else enumerate(content)
-    for key, value in records:
-        draft = layout.draft(_Record(str(key), value, f"{path} item {key!r}"), count)
-        count = len(draft.texts)
-        if draft.id in items:
-            raise ValueError(f"{path} has the id {draft.id!r} twice: correct or remove one of them")
-        where, pattern = f"{path} item {draft.id!r}", layout.numbered.get(part, "")
-        names = [pattern.format(n) if pattern and type(n) is int else n for n in draft.images]
-        for text in (*names, *draft.texts):
-            if not isinstance(text, str) or not text.strip():
-                raise ValueError(f"{where} has {text!r:.80} where a file name or a text is wanted")
-        paths = [below(folder, image, where) for image in names]
-        images = [Region(path, draft.box) if draft.box else path for path in paths]
-        one = (tuple(text < draft.right for text in range(len(draft.texts))),)
-        items[draft.id] = Item(
-            name=f"{part}/{draft.id}" if len(layout.files) > 1 else draft.id,
-            images=tuple(images),
-            texts=tuple(draft.texts),
-            truth=one if len(images) == 1 else PAIR,
-            part=part,
-            kind=draft.kind,
-            unit=f"{part}: {draft.unit}" if draft.unit else "",
-        )
+    for key, value in content.items() if isinstance(content, dict) else enumerate(content):
+        item = layout.item(_Record(path, key, value, part, layout, folder), count)
+        if item.name in items:
+            name = item.name.removeprefix(f"{part}/")
+            raise ValueError(f"{path} has the id {name!r} twice: correct or remove one of them")
+        items[item.name], count = item, len(item.texts)
     if not items:
         raise ValueError(f"{path} has no items: {layout.source}")
     return [*items.values()]
