@@ -48,6 +48,18 @@ class LabelledFeatures:
     class_names: Sequence[str] = ()
     valid: BoolArray | None = None
 
+    def held_out(self, held: BoolArray) -> LabelledFeatures:
+        """The rows ``held`` [N] of train as the test set of the others."""
+        return replace(
+            self,
+            train=self.train[~held],
+            train_labels=self.train_labels[~held],
+            test=self.train[held],
+            test_labels=self.train_labels[held],
+            test_items=[str(row) for row in np.flatnonzero(held)],
+            valid=None,
+        )
+
 
 def extract(
     extractor: Extractor,

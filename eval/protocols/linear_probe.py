@@ -124,13 +124,13 @@ def train(
         chosen, chosen_by = strength, "set"
     elif data.valid is not None:
         chosen_by = "validation on the data set's own split"
-        chosen = _search(context, data, data.valid, metric, fitting)
+        chosen = _search(context, data.held_out(data.valid), metric, fitting)
     else:
         chosen_by = f"validation on {validation_share:g} of train"
         # Of images with several labels the part is drawn without regard to the classes.
         classes = labels if labels.ndim == 1 else np.zeros(len(labels), np.int64)
         held = held_out(classes, validation_share, seed)
-        chosen = _search(context, data, held, metric, fitting)
+        chosen = _search(context, data.held_out(held), metric, fitting)
     [fitted] = _fit_all(context, data.train, labels, [chosen], fitting)
     protocol = {
         "strength": chosen,
@@ -181,22 +181,18 @@ def _fit_all(
 
 
 def outcomes_of(
-    metric: Metric,
-    fitted: Sequence[Classifier | None],
-    rows: Features,
-    truth: IntArray,
-    items: Sequence[str],
-    classes: Sequence[str],
+    metric: Metric, fitted: Sequence[Classifier | None], data: LabelledFeatures
 ) -> Outcomes:
-    """How ``rows`` [Q, E] come out under the classifiers of ``train``, by the metric; raises
+    """How ``data.test`` comes out under the classifiers of ``train``, by the metric; raises
     ValueError where it is not defined for these images."""
+    rows, truth, items = data.test, data.test_labels, data.test_items
     if metric == "map_11_point":
         scores = np.zeros(truth.shape)
         for column, one in enumerate(fitted):
             if one is not None:
                 scores[:, column] = one.preferences(rows)
         known = np.array([one is not None for one in fitted])
-        return precisions(scores, truth * known, items, classes)
+        return precisions(scores, truth * known, items, data.class_names)
     [classifier] = fitted
     assert classifier is not None
     if metric == "mean_of_top1_and_top5":
@@ -208,23 +204,15 @@ def outcomes_of(
 
 
 def _search(
-    context: Context,
-    data: LabelledFeatures,
-    held: BoolArray,
-    metric: Metric,
-    fitting: dict[str, Any],
+    context: Context, data: LabelledFeatures, metric: Metric, fitting: dict[str, Any]
 ) -> float:
-    """The strength with the highest ``metric`` on the rows ``held`` of ``data.train``."""
-    train, labels = data.train[~held], data.train_labels[~held]
-    queries, truth = data.train[held], data.train_labels[held]
-    items = [str(row) for row in range(len(queries))]
+    """The strength that has the highest ``metric`` on ``data.test`` after learning from train."""
 
     def score(positions: Sequence[int]) -> dict[int, float]:
         strengths = [strength_at(position) for position in positions]
-        tried = _fit_all(context, train, labels, strengths, fitting)
-        of = (queries, truth, items, data.class_names)
+        tried = _fit_all(context, data.train, data.train_labels, strengths, fitting)
         # The first rank's, since products of other machines may differ in their last bits.
-        values = on_main(lambda: [outcomes_of(metric, one, *of).value() for one in tried])
+        values = on_main(lambda: [outcomes_of(metric, fitted, data).value() for fitted in tried])
         for strength, fitted, value in zip(strengths, tried, values, strict=True):
             _log(strength, fitted, f"validation {metric} {100 * value:.2f} %")
         return dict(zip(positions, values, strict=True))
@@ -281,8 +269,7 @@ def evaluate(
     }  # fmt: skip
     fitted, chosen = train(extractor.context, data, **options)
     protocol = {"name": "linear_probe", **chosen, **data.protocol}
-    asked = (data.test, data.test_labels, data.test_items, data.class_names)
-    outcomes = on_main(lambda: outcomes_of(metric, fitted, *asked))
+    outcomes = on_main(lambda: outcomes_of(metric, fitted, data))
     if several:
         return [precision_figure(outcomes, len(data.test), protocol)]
     [classifier] = fitted
