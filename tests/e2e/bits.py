@@ -117,7 +117,11 @@ def kill_in_training(command: list[str], run_dir: Path) -> None:
 
 
 def _without_clock(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if not CLOCK.search(key)}
+    """A row without what differs in every run; an evaluation's digest has the data's folder in it."""
+    kept = {key: value for key, value in row.items() if not CLOCK.search(key)}
+    if "protocol" in kept:
+        kept["protocol"] = {k: v for k, v in kept["protocol"].items() if k != "evaluation"}
+    return kept
 
 
 def compare(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -> int:
