@@ -117,7 +117,7 @@ def kill_in_training(command: list[str], run_dir: Path) -> None:
 
 
 def _without_clock(row: dict[str, Any]) -> dict[str, Any]:
-    """A row without what differs in every run; an evaluation's digest has the data's folder in it."""
+    """A row without what differs in every run; the digest of an evaluation has a folder in it."""
     kept = {key: value for key, value in row.items() if not CLOCK.search(key)}
     if "protocol" in kept:
         kept["protocol"] = {k: v for k, v in kept["protocol"].items() if k != "evaluation"}
