@@ -148,7 +148,7 @@ class Sigmoid(Objective):
             "loss": total / len(labels),
             "rows_without_negatives": collectives.all_reduce_sum(alone.sum()),
             "logit_scale": scale,
-            "logit_bias": bias,
+            "logit_bias": bias.detach().clone(),  # FSDP frees what a view of a parameter shows
         }
 
 

@@ -269,8 +269,7 @@ class Case:
 
     ``cached``: gradients can be computed in micro-batches, which trained batch norms forbid.
     ``zero``: DeepSpeed runs it; ``resnet``: its model has batch norms; ``coupled``: batch norms of
-    its own let any sample influence any other; ``frozen_text``: the text tower is locked;
-    ``ring``: ranks send each other messages while FSDP gathers, which gloo survives on two alone.
+    its own let any sample influence any other; ``frozen_text``: the text tower is locked.
     """
 
     settings: dict[str, Any]
@@ -280,7 +279,6 @@ class Case:
     resnet: bool = False
     coupled: bool = False
     frozen_text: bool = False
-    ring: bool = False
 
     def options(self) -> ObjectiveOptions:
         return options_of(self.settings)
@@ -338,9 +336,9 @@ CASES: dict[str, Case] = {
         {"kind": "supcon", "num_views": 1, "temperature": 0.5},
         contrastive("views", contrast.supervised, 0.5, num_views=1),
     ),
-    "sigmoid": Case({"kind": "sigmoid"}, lambda: sigmoid, ring=True),
-    "sigmoid-frozen_text": Case({"kind": "sigmoid"}, lambda: sigmoid, frozen_text=True, ring=True),
-    "sigmoid-views": Case({"kind": "sigmoid", "between": "views"}, lambda: sigmoid, ring=True),
+    "sigmoid": Case({"kind": "sigmoid"}, lambda: sigmoid),
+    "sigmoid-frozen_text": Case({"kind": "sigmoid"}, lambda: sigmoid, frozen_text=True),
+    "sigmoid-views": Case({"kind": "sigmoid", "between": "views"}, lambda: sigmoid),
     "mlcd": Case({"kind": "mlcd", **HEAD}, lambda: class_centers),
     "mlc": Case(
         {"kind": "mlc", "negatives": "partial_fc", "margin": "cos", "lazy": True, **HEAD},

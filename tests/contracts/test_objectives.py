@@ -277,10 +277,8 @@ def run(
     return train(made, name, range(STEPS)), whole(made.state_dict())
 
 
-def fits(case: Case, world_size: int, engine: str, options: dict[str, Any]) -> bool:
+def fits(case: Case, engine: str, options: dict[str, Any]) -> bool:
     """Whether the objective can be trained so."""
-    if case.ring and engine == "fsdp" and world_size > 2:
-        return False
     carried = engine in case.options().engines and (case.zero or engine != "deepspeed")
     return carried and (case.cached or "micro_batch" not in options)
 
@@ -292,7 +290,7 @@ def cells(
     the first case of each kind."""
     found, kinds = [], set()
     for name, case in CASES.items():
-        fitting = [(name, *v) for v in variants if fits(case, *v)]
+        fitting = [(name, *v) for v in variants if fits(case, *v[1:])]
         found += kept(fitting, *([] if case.settings["kind"] in kinds else [0]))
         if one_of_a_kind:
             kinds.add(case.settings["kind"])
@@ -301,7 +299,6 @@ def cells(
 
 RANKS: list[tuple[int, str, dict[str, Any]]] = [
     (3, "fsdp", {"clip_grad_norm": 0.5}),
-    (3, "ddp", {}),
     (2, "ddp", {"clip_grad_norm": 0.5}),
     (4, "fsdp", {"shard_ranks": 2}),
     (2, "ddp", {"micro_batch": 4, "clip_grad_norm": 0.5}),
