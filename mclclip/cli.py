@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -20,14 +20,17 @@ if TYPE_CHECKING:
     from mclclip.config import Config
     from mclclip.ranks.process_group import Context
 
-_MODULES = {"analyse": "figures", "filter": "curate.filter", "blindspots": "curate.blindspots"}
 _VARIANTS = ["mcl", "ungrouped", "random_groups", "pilot", "pilot_ungrouped"]
 # Parsed names that are not arguments of the function that a verb calls.
-_COMMON = {"verb", "debug", "config", "overrides", "configured", "standalone", "trunk_cache"}
-# Those of export to another library's layout.
+_COMMON = {"verb", "debug", "config", "overrides", "function", "standalone", "trunk_cache"}
+# Flags of export to another library's layout.
 _CONVERSION = ("to", "model", "out", "images", "texts", "precision", "push", "public")
-# Those of soup that say what soups are measured on.
+# Flags of soup that say what soups are measured on.
 _JUDGED = ("held_out", "captions", "suite", "variables", "only", "device")
+_SEVERAL: dict[str, Any] = {"action": "append", "default": []}
+_FORCE = "make again, and move the old aside"
+_REMAKE = "make it again, and move aside what is there; what was begun is resumed"
+_VARIABLE = "variable of the suite, such as data=FOLDER"
 
 
 def _flags(args: argparse.Namespace) -> dict[str, Any]:
@@ -36,19 +39,18 @@ def _flags(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name not in others}
 
 
-# --- verbs that read a configuration -----------------------------------------------------------
+# --- functions of verbs: of (args), or of (config, context, args) where a configuration is read --
 
 
-def _verb(config: Config, context: Context, args: argparse.Namespace) -> object:
-    """Calls ``run`` of the module that has the verb's name, or that ``_MODULES`` has for it."""
-    module = _MODULES.get(args.verb, args.verb)
-    return import_module(f"mclclip.{module}").run(config, context, **_flags(args))
+def _function(path: str) -> Callable[..., object]:
+    """Returns a function that imports and calls ``mclclip.PATH``, with the flags by name."""
+    module, _, name = path.rpartition(".")
 
+    def call(*given: Any) -> object:
+        *opened, args = given
+        return getattr(import_module(f"mclclip.{module}"), name)(*opened, **_flags(args))
 
-def _train(config: Config, context: Context, args: argparse.Namespace) -> object:
-    from mclclip import pipeline
-
-    return pipeline.train_stage(config, context, **_flags(args))
+    return call
 
 
 def _export(config: Config, context: Context, args: argparse.Namespace) -> object:
@@ -79,25 +81,11 @@ def _run(config: Config, context: Context, args: argparse.Namespace) -> object:
     return run_dir if reason is None else process.Ended(reason)
 
 
-# --- verbs that stand alone --------------------------------------------------------------------
-
-
-def _pack(args: argparse.Namespace) -> object:
-    from mclclip import pack
-
-    return pack.pack(**_flags(args))
-
-
 def _convert(args: argparse.Namespace) -> object:
     from mclclip.export import convert
 
     given = {name: getattr(args, name) for name in _CONVERSION}
     return convert.run(**given, force=args.force)
-
-
-def _alone(args: argparse.Namespace) -> object:
-    """Calls ``run`` of the module that has the verb's name, for verbs without a configuration."""
-    return import_module(f"mclclip.{args.verb.replace('-', '_')}").run(**_flags(args))
 
 
 def _soup(args: argparse.Namespace) -> object:
@@ -129,7 +117,8 @@ def _demo(args: argparse.Namespace) -> object:
 
 
 def _report(args: argparse.Namespace) -> object:
-    report = import_module("mclclip.report")
+    from mclclip import report
+
     folder = args.run_dir and args.run_dir.removeprefix("run_dir=")  # as other verbs name it
     return report.run(folder, config=args.config, out=args.out)
 
@@ -183,163 +172,28 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"mclclip {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    _add_standalone(verbs)
-    _add_configured(verbs)
+    for add in (
+        *(_add_pack, _add_make_dataset, _add_soup, _add_compare, _add_report, _add_demo),
+        *(_add_checks, _add_stages, _add_figures, _add_blindspots, _add_filter, _add_run),
+    ):
+        add(verbs)
     return parser
 
 
-def _add(verbs: Any, name: str, help_text: str) -> argparse.ArgumentParser:
-    verb: argparse.ArgumentParser = verbs.add_parser(name, help=help_text, description=help_text)
+def _add(
+    verbs: Any, name: str, function: Callable[..., object], text: str, force: str | None = None
+) -> argparse.ArgumentParser:
+    """The parser of a new verb; with ``force``, what --force does, the verb reads a configuration.
+
+    Its flags are the arguments of ``function``, in whose module their defaults and units stand.
+    """
+    verb: argparse.ArgumentParser = verbs.add_parser(name, help=text, description=text)
+    verb.set_defaults(function=function, standalone=force is None)
     verb.add_argument("--debug", action="store_true", help="show tracebacks")
+    if force is not None:
+        _add_config_options(verb)
+        verb.add_argument("--force", action="store_true", help=force)
     return verb
-
-
-def _add_standalone(verbs: Any) -> None:
-    verb = _add(verbs, "pack", "images + CSV/TSV -> WebDataset shards in img2dataset's layout")
-    verb.add_argument("--table", type=Path, required=True, help="CSV or TSV with a header")
-    verb.add_argument("--images", type=Path, required=True, help="folder the paths start from")
-    root = "another folder in which images may lie, such as the one that a link leads to"
-    verb.add_argument(
-        "--allow-root", dest="allow_roots", metavar="FOLDER", type=Path, action="append",
-        default=[], help=root,
-    )  # fmt: skip
-    verb.add_argument("--out", type=Path, required=True, help="folder for the shards")
-    verb.add_argument("--path-column", default="filepath")
-    verb.add_argument("--caption-column", help="default: title, or no captions without that column")
-    verb.add_argument("--samples-per-shard", type=int, default=10_000)
-    verb.add_argument("--delimiter", default=None, help="default: by suffix (.tsv: tab)")
-    verb.add_argument("--key-prefix", default="", help="put before the running number of a key")
-    verb.add_argument("--force", action="store_true", help="make again, and move the old aside")
-    verb.set_defaults(standalone=_pack)
-    _add_make_dataset(verbs)
-    _add_soup(verbs)
-    _add_compare(verbs)
-    _add_report(verbs)
-    verb = _add(verbs, "demo", "the whole method on built-in data, on a laptop")
-    verb.add_argument("--out", help="run directory (one below it per seed; default: runs/demo)")
-    short = "every verb in seconds, to check an installation (default of --out: runs/demo_short)"
-    verb.add_argument("--short", action="store_true", help=short)
-    verb.add_argument("--seeds", nargs="+", default=["3"], help="more than one: a sweep")
-    text = "text tower: trained in every stage; frozen after stage 0; frozen, and trained before "
-    text += "on captions that name every attribute; or all three compared"
-    regimes = ["trained", "ignorant", "knowing", "all"]
-    verb.add_argument("--text", default="trained", choices=regimes, help=text)
-    verb.add_argument("overrides", nargs="*", metavar="key.path=value")
-    verb.set_defaults(standalone=_demo)
-    verb = _add(verbs, "doctor", "versions, devices, disk and file-system checks")
-    verb.add_argument("--path", type=Path, default=".", help="where runs will be written")
-    verb.set_defaults(standalone=_alone)
-    verb = _add(verbs, "config", "check a configuration and print it resolved, or its plan")
-    _add_config_options(verb)
-    _add_plan(verb)
-    verb.set_defaults(standalone=_config)
-
-
-def _add_plan(verb: argparse.ArgumentParser) -> None:
-    group = verb.add_argument_group("plan", "what the run will do and need; uses no GPU")
-    group.add_argument("--plan", action="store_true", help="print steps, memory, hours and disk")
-    group.add_argument("--nodes", type=int, metavar="N", help="default 1")
-    gpus = "default 1; with this or --nodes a too small disk here is a warning"
-    group.add_argument("--gpus-per-node", type=int, metavar="G", help=gpus)
-    group.add_argument("--gpu-memory-gib", type=float, metavar="M", help="refuse what needs more")
-    group.add_argument("--samples", type=int, metavar="N", help="used where there is no index yet")
-    group.add_argument("--json", action="store_true", help="sizes in bytes")
-    peak = "of a GPU in bf16, dense (default 312, an A100; fp32 is a sixteenth of it)"
-    group.add_argument("--peak-tflops", type=float, metavar="P", help=peak)
-    share = "of that peak which training and embedding reach (default 0.3)"
-    group.add_argument("--share", type=float, metavar="F", help=share)
-    rate = "measured in training on one GPU; used for its hours instead of peak and share"
-    group.add_argument("--samples-per-s", type=float, metavar="S", help=rate)
-    images = "measured in embedding on one GPU, likewise"
-    group.add_argument("--images-per-s", type=float, metavar="S", help=images)
-
-
-def _add_make_dataset(verbs: Any) -> None:
-    verb = _add(verbs, "make-dataset", "a built-in or published data set -> shards")
-    verb.add_argument("name", choices=["patterns", *datasets.NAMES])
-    verb.add_argument("--out", type=Path, required=True)
-    verb.add_argument("--seed", type=int, default=0)
-    verb.add_argument("--force", action="store_true", help="make again, and move the old aside")
-    options = verb.add_argument_group("options of some data sets (default: those of the data set)")
-    options.add_argument("--source", action="append", metavar="NAME=FOLDER", help="where files are")
-    download = "let torchvision fill the folders of --source first"
-    options.add_argument("--download", action="store_true", default=None, help=download)
-    options.add_argument("--size", type=int, help="stored pixels (of files: of the shorter side)")
-    options.add_argument("--samples-per-shard", type=int)
-    options.add_argument("--test-share", type=float, help="trifeature, folder: drawn for testing")
-    options.add_argument("--images-per-combination", type=int, help="trifeature")
-    options.add_argument("--texture-period", type=float, help="trifeature: pixels of its canvas")
-    options.add_argument("--copies", type=int, help="stl_digits: digits on a picture")
-    options.add_argument("--subset", help="imagenet_subset: in1p, or a file of WordNet ids")
-    options.add_argument("--num-train", type=int, help="attributed_patterns")
-    options.add_argument("--num-test", type=int, help="attributed_patterns")
-    full = "patterns: name every attribute"
-    options.add_argument("--full-captions", action="store_true", default=None, help=full)
-    verb.set_defaults(standalone=_alone)
-
-
-def _add_soup(verbs: Any) -> None:
-    verb = _add(verbs, "soup", "exported models of one base -> one model, an average of weights")
-    methods = "equal shares; models that do not lower the score, the best first; the line between "
-    verb.add_argument("method", choices=["uniform", "greedy", "wise"], help=f"{methods}two")
-    several: dict[str, Any] = {"action": "append", "default": []}
-    model = "an export, a soup, or an open_clip directory with safetensors; twice or more"
-    verb.add_argument(
-        "--model", dest="models", metavar="[NAME=]FOLDER", required=True, help=model, **several
-    )
-    verb.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder to write")
-    group = verb.add_argument_group("score")
-    held_out = "shards with captions; the score is retrieval on them, the mean of both R@1"
-    group.add_argument("--held-out", type=Path, metavar="FOLDER", help=held_out)
-    captions = "of --held-out: txt (default) or json:FIELD"
-    group.add_argument("--captions", default="txt", help=captions)
-    group.add_argument("--suite", help="benchmarks beside it: a shipped suite or a YAML file")
-    variable = "variable of the suite, such as data=FOLDER"
-    group.add_argument("--set", dest="variables", metavar="NAME=VALUE", help=variable, **several)
-    group.add_argument("--only", metavar="BENCHMARK", help="some of the suite", **several)
-    metric = "what decides, the mean of several (default: the main ones of the first benchmark)"
-    group.add_argument(
-        "--metric", dest="metrics", metavar="BENCHMARK/METRIC", help=metric, **several
-    )
-    group.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    line = verb.add_argument_group("wise")
-    alpha = "share of the second model; without it the one with the best score is written"
-    line.add_argument("--alpha", type=float, help=alpha)
-    places = "where the line is measured (default: 0, 0.1 ... 1)"
-    line.add_argument("--alphas", type=float, nargs="+", metavar="ALPHA", help=places)
-    images = "training images (shards or files), to estimate batch norms on that differ"
-    verb.add_argument("--images", type=Path, metavar="FOLDER", help=images)
-    base = "models do not record one base, but are known to have one"
-    verb.add_argument("--any-base", action="store_true", help=base)
-    verb.add_argument("--force", action="store_true", help="make again, and move the old aside")
-    verb.set_defaults(standalone=_soup)
-
-
-def _add_compare(verbs: Any) -> None:
-    verb = _add(verbs, "compare", "results of several encoders -> is one really better")
-    several: dict[str, Any] = {"action": "append", "default": []}
-    verb.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="with results.jsonl")
-    model = "a name in results.jsonl, with several runs as RUN:NAME (default: all)"
-    verb.add_argument("--model", dest="models", metavar="NAME", help=model, **several)
-    verb.add_argument("--against", metavar="NAME", help="default: stage_0, or the first model")
-    verb.add_argument(
-        "--benchmark", dest="benchmarks", metavar="NAME", help="default: all", **several
-    )
-    metric = "default: the main ones of each benchmark"
-    verb.add_argument("--metric", dest="metrics", metavar="NAME", help=metric, **several)
-    formats = ["text", "csv", "markdown", "latex"]
-    verb.add_argument("--format", default="text", choices=formats)
-    verb.add_argument("--out", type=Path, metavar="FILE", help="default: the standard output")
-    verb.set_defaults(standalone=_alone)
-
-
-def _add_report(verbs: Any) -> None:
-    verb = _add(verbs, "report", "what a run left -> one page to look at, run_dir/report.html")
-    verb.add_argument("run_dir", nargs="?", metavar="RUN_DIR", help="default: of --config")
-    recorded = "YAML, or a shipped recipe's name (default: what the run recorded)"
-    verb.add_argument("--config", metavar="FILE", help=recorded)
-    verb.add_argument("--out", type=Path, metavar="FILE", help="default: report.html of the run")
-    verb.set_defaults(standalone=_report)
 
 
 def _add_config_options(verb: argparse.ArgumentParser) -> None:
@@ -347,111 +201,257 @@ def _add_config_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("overrides", nargs="*", metavar="key.path=value")
 
 
-def _add_configured(verbs: Any) -> None:
-    def add(name: str, help_text: str, function: Any = _verb) -> argparse.ArgumentParser:
-        verb = _add(verbs, name, help_text)
-        _add_config_options(verb)
-        force = "make it again, and move aside what is there; what was begun is resumed"
-        if name == "run":
-            force = "make again what is of other settings or damaged, and move the old aside"
-        verb.add_argument("--force", action="store_true", help=force)
-        verb.set_defaults(configured=function)
-        return verb
+# --- flags of verbs that stand alone -----------------------------------------------------------
 
-    add("index", "tar shards -> sample index")
-    embed = add("embed", "index + encoder -> embeddings")
-    cluster = add("cluster", "embeddings -> cluster labels and pseudo labels")
-    reshard = add("reshard", "samples + pseudo labels -> shards in the order of the groups")
-    train = add("train", "index + labels -> checkpoints", _train)
-    joins = "checkpoints -> open_clip models; without --stage: concat and soup; with --to: an "
-    export = add("export", f"{joins}exported model -> another library's layout", _export)
-    _add_conversion(export)
-    for verb in (embed, cluster, reshard, train, export):
-        verb.add_argument("--stage", type=int, required=verb is not export)
+
+def _add_pack(verbs: Any) -> None:
+    text = "images + CSV/TSV -> WebDataset shards in img2dataset's layout"
+    add = _add(verbs, "pack", _function("pack.pack"), text).add_argument
+    add("--table", type=Path, required=True, help="CSV or TSV with a header")
+    add("--images", type=Path, required=True, help="folder the paths start from")
+    root = "another folder in which images may lie, such as the one that a link leads to"
+    add("--allow-root", dest="allow_roots", metavar="FOLDER", type=Path, help=root, **_SEVERAL)
+    add("--out", type=Path, required=True, help="folder for the shards")
+    add("--path-column", default="filepath")
+    add("--caption-column", help="default: title, or no captions without that column")
+    add("--samples-per-shard", type=int, default=10_000)
+    add("--delimiter", default=None, help="default: by suffix (.tsv: tab)")
+    add("--key-prefix", default="", help="put before the running number of a key")
+    add("--force", action="store_true", help=_FORCE)
+
+
+def _add_make_dataset(verbs: Any) -> None:
+    text = "a built-in or published data set -> shards"
+    verb = _add(verbs, "make-dataset", _function("make_dataset.run"), text)
+    add = verb.add_argument
+    add("name", choices=["patterns", *datasets.NAMES])
+    add("--out", type=Path, required=True)
+    add("--seed", type=int, default=0)
+    add("--force", action="store_true", help=_FORCE)
+    title = "options of some data sets (default: those of the data set)"
+    add = verb.add_argument_group(title).add_argument
+    add("--source", action="append", metavar="NAME=FOLDER", help="where files are")
+    download = "let torchvision fill the folders of --source first"
+    add("--download", action="store_true", default=None, help=download)
+    add("--size", type=int, help="stored pixels (of files: of the shorter side)")
+    add("--samples-per-shard", type=int)
+    add("--test-share", type=float, help="trifeature, folder: drawn for testing")
+    add("--images-per-combination", type=int, help="trifeature")
+    add("--texture-period", type=float, help="trifeature: pixels of its canvas")
+    add("--copies", type=int, help="stl_digits: digits on a picture")
+    add("--subset", help="imagenet_subset: in1p, or a file of WordNet ids")
+    add("--num-train", type=int, help="attributed_patterns")
+    add("--num-test", type=int, help="attributed_patterns")
+    add("--full-captions", action="store_true", default=None, help="patterns: name every attribute")
+
+
+def _add_soup(verbs: Any) -> None:
+    text = "exported models of one base -> one model, an average of weights"
+    verb = _add(verbs, "soup", _soup, text)
+    add = verb.add_argument
+    methods = "equal shares; models that do not lower the score, the best first; the line between "
+    add("method", choices=["uniform", "greedy", "wise"], help=f"{methods}two")
+    model = "an export, a soup, or an open_clip directory with safetensors; twice or more"
+    add("--model", dest="models", metavar="[NAME=]FOLDER", required=True, help=model, **_SEVERAL)
+    add("--out", type=Path, required=True, metavar="FOLDER", help="folder to write")
+    images = "training images (shards or files), to estimate batch norms on that differ"
+    add("--images", type=Path, metavar="FOLDER", help=images)
+    base = "models do not record one base, but are known to have one"
+    add("--any-base", action="store_true", help=base)
+    add("--force", action="store_true", help=_FORCE)
+    add = verb.add_argument_group("score").add_argument
+    held_out = "shards with captions; the score is retrieval on them, the mean of both R@1"
+    add("--held-out", type=Path, metavar="FOLDER", help=held_out)
+    add("--captions", default="txt", help="of --held-out: txt (default) or json:FIELD")
+    add("--suite", help="benchmarks beside it: a shipped suite or a YAML file")
+    add("--set", dest="variables", metavar="NAME=VALUE", help=_VARIABLE, **_SEVERAL)
+    add("--only", metavar="BENCHMARK", help="some of the suite", **_SEVERAL)
+    metric = "what decides, the mean of several (default: the main ones of the first benchmark)"
+    add("--metric", dest="metrics", metavar="BENCHMARK/METRIC", help=metric, **_SEVERAL)
+    add("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    add = verb.add_argument_group("wise").add_argument
+    alpha = "share of the second model; without it the one with the best score is written"
+    add("--alpha", type=float, help=alpha)
+    places = "where the line is measured (default: 0, 0.1 ... 1)"
+    add("--alphas", type=float, nargs="+", metavar="ALPHA", help=places)
+
+
+def _add_compare(verbs: Any) -> None:
+    text = "results of several encoders -> is one really better"
+    add = _add(verbs, "compare", _function("compare.run"), text).add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN_DIR", help="with results.jsonl")
+    model = "a name in results.jsonl, with several runs as RUN:NAME (default: all)"
+    add("--model", dest="models", metavar="NAME", help=model, **_SEVERAL)
+    add("--against", metavar="NAME", help="default: stage_0, or the first model")
+    add("--benchmark", dest="benchmarks", metavar="NAME", help="default: all", **_SEVERAL)
+    metric = "default: the main ones of each benchmark"
+    add("--metric", dest="metrics", metavar="NAME", help=metric, **_SEVERAL)
+    add("--format", default="text", choices=["text", "csv", "markdown", "latex"])
+    add("--out", type=Path, metavar="FILE", help="default: the standard output")
+
+
+def _add_report(verbs: Any) -> None:
+    text = "what a run left -> one page to look at, run_dir/report.html"
+    add = _add(verbs, "report", _report, text).add_argument
+    add("run_dir", nargs="?", metavar="RUN_DIR", help="default: of --config")
+    recorded = "YAML, or a shipped recipe's name (default: what the run recorded)"
+    add("--config", metavar="FILE", help=recorded)
+    add("--out", type=Path, metavar="FILE", help="default: report.html of the run")
+
+
+def _add_demo(verbs: Any) -> None:
+    add = _add(verbs, "demo", _demo, "the whole method on built-in data, on a laptop").add_argument
+    add("--out", help="run directory (one below it per seed; default: runs/demo)")
+    short = "every verb in seconds, to check an installation (default of --out: runs/demo_short)"
+    add("--short", action="store_true", help=short)
+    add("--seeds", nargs="+", default=["3"], help="more than one: a sweep")
+    text = "text tower: trained in every stage; frozen after stage 0; frozen, and trained before "
+    text += "on captions that name every attribute; or all three compared"
+    add("--text", default="trained", choices=["trained", "ignorant", "knowing", "all"], help=text)
+    add("overrides", nargs="*", metavar="key.path=value")
+
+
+def _add_checks(verbs: Any) -> None:
+    """Of the machine and of a configuration."""
+    text = "versions, devices, disk and file-system checks"
+    verb = _add(verbs, "doctor", _function("doctor.run"), text)
+    verb.add_argument("--path", type=Path, default=".", help="where runs will be written")
+    text = "check a configuration and print it resolved, or its plan"
+    verb = _add(verbs, "config", _config, text)
+    _add_config_options(verb)
+    plan = "what the run will do and need; uses no GPU"
+    add = verb.add_argument_group("plan", plan).add_argument
+    add("--plan", action="store_true", help="print steps, memory, hours and disk")
+    add("--nodes", type=int, metavar="N", help="default 1")
+    gpus = "default 1; with this or --nodes a too small disk here is a warning"
+    add("--gpus-per-node", type=int, metavar="G", help=gpus)
+    add("--gpu-memory-gib", type=float, metavar="M", help="refuse what needs more")
+    add("--samples", type=int, metavar="N", help="used where there is no index yet")
+    add("--json", action="store_true", help="sizes in bytes")
+    peak = "of a GPU in bf16, dense (default 312, an A100; fp32 is a sixteenth of it)"
+    add("--peak-tflops", type=float, metavar="P", help=peak)
+    share = "of that peak which training and embedding reach (default 0.3)"
+    add("--share", type=float, metavar="F", help=share)
+    rate = "measured in training on one GPU; used for its hours instead of peak and share"
+    add("--samples-per-s", type=float, metavar="S", help=rate)
+    images = "measured in embedding on one GPU, likewise"
+    add("--images-per-s", type=float, metavar="S", help=images)
+
+
+# --- flags of verbs that read a configuration ----------------------------------------------------
+
+
+def _add_stages(verbs: Any) -> None:
+    """The verbs of a stage, from shards to exported models."""
+
+    def verb(name: str, function: Callable[..., object], text: str) -> argparse.ArgumentParser:
+        return _add(verbs, name, function, text, _REMAKE)
+
+    verb("index", _function("index.run"), "tar shards -> sample index")
+    add = verb("embed", _function("embed.run"), "index + encoder -> embeddings").add_argument
+    add("--stage", type=int, required=True)
     text = "captions too, also where the text tower is trained"
-    embed.add_argument("--text", action="store_true", default=None, help=text)
+    add("--text", action="store_true", default=None, help=text)
     cache = "from what the frozen blocks make of every image, which stage 0 writes first (the same "
     cache += "as trunk_cache.enabled=true, which later verbs need too)"
-    embed.add_argument("--trunk-cache", action="store_true", help=cache)
-    for verb in (train, export):
-        verb.add_argument("--variant", default="mcl", choices=_VARIANTS)
-    evaluate = add("eval", "encoders -> rows of results.jsonl", _eval)
-    model = "export, concat, open_clip NAME@PRETRAINED (or NAME@random), or hf:FOLDER (or "
-    model += "hf:ORG/NAME) of transformers; default: the run's exports"
-    several: dict[str, Any] = {"action": "append", "default": []}
-    evaluate.add_argument("--model", dest="models", metavar="[NAME=]PATH", help=model, **several)
-    evaluate.add_argument("--suite", help="a shipped suite (mcl) or a YAML file")
-    variable = "variable of the suite, such as data=FOLDER"
-    evaluate.add_argument("--set", dest="variables", metavar="NAME=VALUE", help=variable, **several)
-    evaluate.add_argument("--only", metavar="BENCHMARK", **several)
-    details = "show further directions and optimistic figures too"
-    evaluate.add_argument("--details", action="store_true", help=details)
-    analyse = add("analyse", "what a run left -> figures, as data and as pictures")
-    figures = "some figures, such as clam; default: all for which no encoder runs"
-    analyse.add_argument("--figures", metavar="NAME,...", help=figures)
-    pairs = "image pairs that one encoder confuses and another tells apart"
-    _add_blindspots(add("blindspots", pairs))
-    _add_filter(add("filter", "embeddings -> which samples to train on, as weights"))
-    run = add("run", "the whole method: every verb, over all stages", _run)
-    share = "first judge the run by stage 1 on this share of the samples, such as 0.1 (the same as "
-    run.add_argument("--pilot", metavar="SHARE", help=f"{share}pilot.share=0.1)")
-
-
-def _add_blindspots(verb: argparse.ArgumentParser) -> None:
-    stage = "the stage that confuses them (default: %(default)s)"
-    verb.add_argument("--stage", type=int, default=0, help=stage)
-    other = "what tells them apart: a stage, or a folder of embeddings (default: the last stage)"
-    verb.add_argument("--other", metavar="STAGE|[NAME=]FOLDER", help=other)
-    above = "the stage confuses a pair above this cosine (default: %(default)s)"
-    verb.add_argument("--above", type=float, metavar="COSINE", default=0.95, help=above)
-    below = "the other encoder tells it apart below this one (default: %(default)s)"
-    verb.add_argument("--below", type=float, metavar="COSINE", default=0.6, help=below)
-    kept = "pairs that are kept of one image (default: %(default)s)"
-    verb.add_argument("--per-image", type=int, metavar="N", default=5, help=kept)
-    kept = "pairs that are kept of all (default: %(default)s)"
-    verb.add_argument("--max-pairs", type=int, metavar="N", default=1000, help=kept)
-
-
-def _add_filter(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument(
-        "--stage", type=int, default=0, help="whose embeddings (default: %(default)s)"
-    )
-    name = "folder below filters (default: %(default)s)"
-    verb.add_argument("--name", default="filter", help=name)
-    group = verb.add_argument_group("filters; without any, scores and near pairs are shown")
-    least = "leave out samples whose image and caption have a lower cosine"
-    group.add_argument("--min-clip-score", type=float, metavar="COSINE", help=least)
-    share = "leave out all but this share, those of the highest CLIP scores"
-    group.add_argument("--keep-share", type=float, metavar="SHARE", help=share)
-    copies = "of samples above this cosine keep one"
-    group.add_argument("--near-duplicates", type=float, metavar="COSINE", help=copies)
-    within = "what is compared for it (default: clusters, where the stage has some)"
-    group.add_argument("--within", choices=["clusters", "all"], help=within)
-    sets = "leave out copies of these evaluation images: embeddings by the same encoder, or .npy"
-    group.add_argument("--against", action="append", default=[], metavar="[NAME=]FOLDER", help=sets)
-    near = "above this cosine (default: 0.95)"
-    group.add_argument("--against-cosine", type=float, metavar="COSINE", help=near)
+    add("--trunk-cache", action="store_true", help=cache)
+    text = "embeddings -> cluster labels and pseudo labels"
+    add = verb("cluster", _function("cluster.run"), text).add_argument
+    add("--stage", type=int, required=True)
+    text = "samples + pseudo labels -> shards in the order of the groups"
+    add = verb("reshard", _function("reshard.run"), text).add_argument
+    add("--stage", type=int, required=True)
+    train = verb("train", _function("pipeline.train_stage"), "index + labels -> checkpoints")
+    train.add_argument("--stage", type=int, required=True)
+    train.add_argument("--variant", default="mcl", choices=_VARIANTS)
+    text = "checkpoints -> open_clip models; without --stage: concat and soup; with --to: an "
+    text += "exported model -> another library's layout"
+    export = verb("export", _export, text)
+    export.add_argument("--stage", type=int)
+    export.add_argument("--variant", default="mcl", choices=_VARIANTS)
+    _add_conversion(export)
 
 
 def _add_conversion(export: argparse.ArgumentParser) -> None:
-    group = export.add_argument_group("another library's layout; needs no configuration")
+    title = "another library's layout; needs no configuration"
+    add = export.add_argument_group(title).add_argument
     targets = sorted(p.stem for p in Path(__file__).parent.glob("export/targets/[a-z]*.py"))
     to = "hf: transformers; llava: a vision tower for LLaVA; clip_retrieval: embeddings"
-    group.add_argument("--to", choices=targets, help=to)
-    export_ = "an exported stage, soup or concat; for clip_retrieval a stage's embeddings, or a "
-    export_ += "concat of embedded stages"
-    group.add_argument("--model", type=Path, metavar="FOLDER", help=export_)
-    group.add_argument("--out", type=Path, metavar="FOLDER", help="folder to write")
+    add("--to", choices=targets, help=to)
+    source = "an exported stage, soup or concat; for clip_retrieval a stage's embeddings, or a "
+    source += "concat of embedded stages"
+    add("--model", type=Path, metavar="FOLDER", help=source)
+    add("--out", type=Path, metavar="FOLDER", help="folder to write")
     pictures = "folder of pictures for the certificate (default: drawn ones)"
-    group.add_argument("--images", type=Path, metavar="FOLDER", help=pictures)
+    add("--images", type=Path, metavar="FOLDER", help=pictures)
     texts = "a text per line for the certificate (default: some that are hard to tokenise)"
-    group.add_argument("--texts", type=Path, metavar="FILE", help=texts)
+    add("--texts", type=Path, metavar="FILE", help=texts)
     precision = "of onnx: numbers in which weights are stored (default: fp32)"
-    group.add_argument("--precision", choices=["fp32", "fp16"], help=precision)
+    add("--precision", choices=["fp32", "fp16"], help=precision)
     push = "upload it to this repository of the Hugging Face hub, a private one if it is new"
-    group.add_argument("--push", metavar="ORG/NAME", help=push)
+    add("--push", metavar="ORG/NAME", help=push)
     public = "of --push: a repository that everybody may read"
-    group.add_argument("--public", action="store_true", default=None, help=public)
+    add("--public", action="store_true", default=None, help=public)
+
+
+def _add_figures(verbs: Any) -> None:
+    """Of encoders on benchmarks, and of what a run left."""
+    add = _add(verbs, "eval", _eval, "encoders -> rows of results.jsonl", _REMAKE).add_argument
+    model = "export, concat, open_clip NAME@PRETRAINED (or NAME@random), or hf:FOLDER (or "
+    model += "hf:ORG/NAME) of transformers; default: the run's exports"
+    add("--model", dest="models", metavar="[NAME=]PATH", help=model, **_SEVERAL)
+    add("--suite", help="a shipped suite (mcl) or a YAML file")
+    add("--set", dest="variables", metavar="NAME=VALUE", help=_VARIABLE, **_SEVERAL)
+    add("--only", metavar="BENCHMARK", **_SEVERAL)
+    add("--details", action="store_true", help="show further directions and optimistic figures too")
+    text = "what a run left -> figures, as data and as pictures"
+    verb = _add(verbs, "analyse", _function("figures.run"), text, _REMAKE)
+    figures = "some figures, such as clam; default: all for which no encoder runs"
+    verb.add_argument("--figures", metavar="NAME,...", help=figures)
+
+
+def _add_blindspots(verbs: Any) -> None:
+    text = "image pairs that one encoder confuses and another tells apart"
+    add = _add(verbs, "blindspots", _function("curate.blindspots.run"), text, _REMAKE).add_argument
+    add("--stage", type=int, default=0, help="the stage that confuses them (default: %(default)s)")
+    other = "what tells them apart: a stage, or a folder of embeddings (default: the last stage)"
+    add("--other", metavar="STAGE|[NAME=]FOLDER", help=other)
+    above = "the stage confuses a pair above this cosine (default: %(default)s)"
+    add("--above", type=float, metavar="COSINE", default=0.95, help=above)
+    below = "the other encoder tells it apart below this one (default: %(default)s)"
+    add("--below", type=float, metavar="COSINE", default=0.6, help=below)
+    kept = "pairs that are kept of one image (default: %(default)s)"
+    add("--per-image", type=int, metavar="N", default=5, help=kept)
+    kept = "pairs that are kept of all (default: %(default)s)"
+    add("--max-pairs", type=int, metavar="N", default=1000, help=kept)
+
+
+def _add_filter(verbs: Any) -> None:
+    text = "embeddings -> which samples to train on, as weights"
+    verb = _add(verbs, "filter", _function("curate.filter.run"), text, _REMAKE)
+    add = verb.add_argument
+    add("--stage", type=int, default=0, help="whose embeddings (default: %(default)s)")
+    add("--name", default="filter", help="folder below filters (default: %(default)s)")
+    title = "filters; without any, scores and near pairs are shown"
+    add = verb.add_argument_group(title).add_argument
+    least = "leave out samples whose image and caption have a lower cosine"
+    add("--min-clip-score", type=float, metavar="COSINE", help=least)
+    share = "leave out all but this share, those of the highest CLIP scores"
+    add("--keep-share", type=float, metavar="SHARE", help=share)
+    copies = "of samples above this cosine keep one"
+    add("--near-duplicates", type=float, metavar="COSINE", help=copies)
+    within = "what is compared for it (default: clusters, where the stage has some)"
+    add("--within", choices=["clusters", "all"], help=within)
+    sets = "leave out copies of these evaluation images: embeddings by the same encoder, or .npy"
+    add("--against", metavar="[NAME=]FOLDER", help=sets, **_SEVERAL)
+    add("--against-cosine", type=float, metavar="COSINE", help="above this cosine (default: 0.95)")
+
+
+def _add_run(verbs: Any) -> None:
+    force = "make again what is of other settings or damaged, and move the old aside"
+    verb = _add(verbs, "run", _run, "the whole method: every verb, over all stages", force)
+    share = "first judge the run by stage 1 on this share of the samples, such as 0.1 (the same as "
+    verb.add_argument("--pilot", metavar="SHARE", help=f"{share}pilot.share=0.1)")
 
 
 # --- main --------------------------------------------------------------------------------------
@@ -479,7 +479,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
                 f"export got --{' --'.join(given)}: wanted --to, --model and --out together"
             )
         if given:
-            args.standalone = _convert
+            args.function, args.standalone = _convert, True
     if getattr(args, "pilot", None) is not None:
         args.overrides.append(f"pilot.share={args.pilot}")
     if getattr(args, "trunk_cache", False):
@@ -491,10 +491,10 @@ def _call(args: argparse.Namespace) -> int:
     from mclclip.run import runlog
 
     runlog.setup(int(os.environ.get("RANK", "0")))
-    if hasattr(args, "standalone"):
-        code = args.standalone(args)
+    if args.standalone:
+        code = args.function(args)
         return code if isinstance(code, int) else process.EXIT_OK
     from mclclip import config as configuration
 
     config = configuration.load(args.config, args.overrides)
-    return process.run(config, args.verb, lambda context: args.configured(config, context, args))
+    return process.run(config, args.verb, lambda context: args.function(config, context, args))

@@ -119,9 +119,8 @@ def test_flags_are_the_arguments_of_the_function(words: str, function: str) -> N
     """Nothing else checks them: they are passed on by name."""
     args = cli._parse(words.split())
     module, _, name = f"mclclip.{function}".rpartition(".")
-    standalone = hasattr(args, "standalone")
     called = inspect.signature(getattr(importlib.import_module(module), name))
-    called.bind(*(() if standalone else (None, None)), **cli._flags(args))
+    called.bind(*(() if args.standalone else (None, None)), **cli._flags(args))
 
 
 def test_help_needs_nothing_heavy() -> None:
