@@ -164,6 +164,15 @@ def test_every_module_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> Non
     assert not silent, f"a docstring that says what the module is: {silent}"
 
 
+def test_the_tests_that_catch_wrong_behaviours_are_there() -> None:
+    """Every row of ``tests/README.md`` names a duty's test: the last column, or the one before."""
+    rows = re.findall(r"^\| (?!duty|---)(.*) \|$", (ROOT / "tests/README.md").read_text(), re.M)
+    assert len(rows) >= 40
+    for duty, _, before, _, now in (row.split(" | ") for row in rows):
+        (name,) = re.findall(r"::(\w+)`", before if now == "=" else now)
+        assert name in defined()[""], f"{duty}: no test {name}"
+
+
 def test_its_limits_of_size_are_those_that_are_checked() -> None:
     file, function = re.findall(r"no file over (\d+) lines, no function over (\d+)", TEXT)[0]
     assert (int(file), int(function)) == (architecture.FILE_LINES, architecture.FUNCTION_LINES)

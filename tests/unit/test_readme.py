@@ -19,7 +19,8 @@ from mclclip.objectives.base import kinds, options_class
 ROOT = Path(__file__).resolve().parents[2]
 README, LAUNCH, EVAL = "README.md", "launch/README.md", "eval/README.md"
 PAGES = [README, LAUNCH, "launch/SCALE.md", EVAL]
-LINKED = [*PAGES, "slurm/README.md", "tests/benchmarks/README.md", "CONTRIBUTING.md", "NOTICE.md"]
+LINKED = [*PAGES, "slurm/README.md", "tests/README.md", "tests/benchmarks/README.md"]
+LINKED += ["CONTRIBUTING.md", "NOTICE.md"]
 TEXT = {page: (ROOT / page).read_text() for page in LINKED}
 # What a command of the pages may start with, and the words that it puts before what it is given.
 PROGRAMS: dict[str, list[str]] = {
