@@ -240,12 +240,12 @@ def parse_json(data: str | bytes, where: str, *, unique_keys: bool = False) -> A
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in fields:
             raise _Refused(f"has the key {key!r} twice")
-        found[key] = value
-    return found
+        fields[key] = value
+    return fields
 
 
 def _is_deeper(value: Any, limit: int) -> bool:
@@ -461,15 +461,14 @@ def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
     return plain | {SEAL: digest_json(plain)}
 
 
-def unsealed(value: Mapping[str, Any], path: Path, *, required: bool = True) -> dict[str, Any]:
+def unsealed(value: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Returns the value that ``sealed`` was given, without its seal; ``path`` is named in errors.
 
-    A value without a seal, as older versions wrote it, is returned as it is where none is
-    ``required``. Raises ValueError where the value has changed since it was sealed.
+    Raises ValueError where the value has no seal, or has changed since it was sealed.
     """
     plain = {name: item for name, item in value.items() if name != SEAL}
     try:
-        intact = value[SEAL] == digest_json(plain) if required or SEAL in value else True
+        intact = value[SEAL] == digest_json(plain)
     except (KeyError, RecursionError):
         intact = False
     if not intact:

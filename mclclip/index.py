@@ -98,7 +98,7 @@ def _index(config: Config, directory: Path, force: Force) -> None:
     pixels = config.data.verify == "full"
     if old is not None:
         pixels = pixels or old.counts.get("pixels", False)
-        whole = old.schema_version >= 2 and old.counts.get("pixels", False) == pixels
+        whole = old.counts.get("pixels", False) == pixels
         if not new and (whole or not pixels):
             log.info("index: up to date, %d shards", len(known))
             return

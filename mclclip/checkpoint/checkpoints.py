@@ -65,37 +65,27 @@ class Checkpoints:
     """The saved steps of one training below ``directory``; every method is collective.
 
     The newest ``keep`` steps are kept, every step divisible by ``keep_every`` for good, and here,
-    though not in the mirror, the one that ``best`` names.
-    ``asynchronous``: ``save`` returns when the state is copied, and a thread writes it.
-    ``mirror``: fsspec url that gets a copy of every step, in the background.
-    ``identity``: of which training the steps are; it is saved with each, and a step of another one
-    is not resumed.
-    ``on_error``: where a checkpoint cannot be written, ``stop`` raises RuntimeError on all ranks
-    and ``continue`` warns. In both cases earlier checkpoints stay, and partly written files are
-    removed. Raises ValueError for options out of range.
+    though not in the mirror, the one that ``best`` names. With ``asynchronous``, ``save`` returns
+    when the state is copied, and a thread writes it. The mirror is copied to in the background.
+    Where a checkpoint cannot be written, ``on_error`` decides: ``stop`` raises RuntimeError on all
+    ranks, ``continue`` warns. In both cases earlier checkpoints stay, and partly written files are
+    removed.
+
+    ``identity`` names the training whose steps these are; it is saved with each, and a step of
+    another one is not resumed. Raises ValueError for a mirror of an unknown protocol.
     """
 
     def __init__(
         self,
         directory: Path,
+        options: CheckpointConfig,
         *,
-        keep: int,
-        keep_every: int | None = None,
-        asynchronous: bool = False,
-        mirror: str | None = None,
-        on_error: Literal["stop", "continue"] = "stop",
         identity: Identity | None = None,
     ) -> None:
-        if keep < 1:
-            raise ValueError(f"keep={keep}: a resumable training keeps at least one checkpoint")
-        if keep_every is not None and keep_every < 1:
-            raise ValueError(f"keep_every={keep_every}: wanted a number of steps, or None")
-        if on_error not in ("stop", "continue"):
-            raise ValueError(f"on_error={on_error!r}: wanted 'stop' or 'continue'")
-        self.directory = Path(directory)
-        self.keep, self.keep_every, self.identity = keep, keep_every, identity
-        self.asynchronous, self.on_error = asynchronous, on_error
-        self.mirror = Mirror(mirror, self.directory, keep, keep_every) if mirror else None
+        self.directory, self.options, self.identity = Path(directory), options, identity
+        self.mirror: Mirror | None = None
+        if options.mirror is not None:
+            self.mirror = Mirror(options.mirror, self.directory, options.keep, options.keep_every)
         self.best: int | None = None  # a step that is kept, however old
         self.saved: int | None = None  # the last step that this process knows to be on disk
         self._failed: RuntimeError | None = None  # why the last save is not on disk
@@ -125,7 +115,7 @@ class Checkpoints:
         failure, part = self._prepare(step, state)
         if failure is not None:
             self._take_result(step, failure)
-        elif self.asynchronous:
+        elif self.options.asynchronous:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
                 self._side = collectives.side_group()
@@ -160,7 +150,7 @@ class Checkpoints:
             f"the checkpoint {path} cannot be written ({failure}): make room, then run the same "
             f"command again to resume"
         )
-        if self.on_error == "stop":
+        if self.options.on_error == "stop":
             raise self._failed
         if collectives.rank() == 0:
             log.warning(
@@ -182,7 +172,7 @@ class Checkpoints:
                 temporary_of(self.directory, step).mkdir()
             part = storage.own_part(state, rank, collectives.world_size())
             spoiled = not_finite(part)
-            if self.asynchronous:
+            if self.options.asynchronous:
                 part = storage.staged(part)
         except Exception as error:
             failure = storage.cause(error)
@@ -192,11 +182,13 @@ class Checkpoints:
         if len({names for _, names, _ in reports}) > 1:
             raise RuntimeError(f"step {step} cannot be saved: the ranks' states differ in names")
         failure = _first_failure([failure for failure, _, _ in reports])
-        found = [name for _, _, spoiled in reports for name in spoiled]
-        if (found or failure is not None) and rank == 0:
+        diverged = [name for _, _, spoiled in reports for name in spoiled]
+        if (diverged or failure is not None) and rank == 0:
             shutil.rmtree(temporary_of(self.directory, step), ignore_errors=True)
-        if found:
-            raise NotFinite(f"what was trained ({found[0]}) is not finite after step {step}", step)
+        if diverged:
+            raise NotFinite(
+                f"what was trained ({diverged[0]}) is not finite after step {step}", step
+            )
         return failure, part
 
     def _write(self, step: int, part: State) -> str | None:
@@ -208,7 +200,8 @@ class Checkpoints:
         failure, entries = None, {}
         try:
             alone = collectives.world_size() == 1
-            storage.write(part, temporary, group=self._side, alone=alone, copied=self.asynchronous)
+            copied = self.options.asynchronous
+            storage.write(part, temporary, group=self._side, alone=alone, copied=copied)
             # Checksums are made at once, while the files are still in the page cache.
             entries = step_files.describe(storage.written_by(rank, temporary))
         except (Exception, CheckpointException) as error:
@@ -237,7 +230,8 @@ class Checkpoints:
     def _prune(self, newest: int) -> None:
         copying = None if self.mirror is None else self.mirror.copying
         spare = [step for step in (copying, self.best) if step is not None]
-        step_files.prune(self.directory, newest, self.keep, self.keep_every, spare)
+        keep, keep_every = self.options.keep, self.options.keep_every
+        step_files.prune(self.directory, newest, keep, keep_every, spare)
 
     def _wait_for_mirror(self, limit_s: float) -> None:
         mirror, end = self.mirror, time.monotonic() + limit_s

@@ -127,14 +127,14 @@ class Mirror:
         """
         try:
             fs, root = fsspec.core.url_to_fs(self.url)
-            found = [step for step in self._steps(fs, root) if step not in tried]
-            if not found:
+            steps = [step for step in self._steps(fs, root) if step not in tried]
+            if not steps:
                 return None
-            self._fetch(fs, root, found[-1])
+            self._fetch(fs, root, steps[-1])
         except Exception as error:
             self._warn("be read", error)
             return None
-        return found[-1]
+        return steps[-1]
 
     def _fetch(self, fs: Any, root: str, step: int) -> None:
         final, temporary = path_of(self.directory, step), temporary_of(self.directory, step)
@@ -156,5 +156,5 @@ class Mirror:
 
     def _steps(self, fs: Any, root: str) -> list[int]:
         """Completely copied steps of the mirror, ascending."""
-        found = parse_steps(self._names(fs, root))
-        return [step for step in found if fs.exists(f"{root}/{path_of(Path(), step).name}/{STATE}")]
+        steps = parse_steps(self._names(fs, root))
+        return [step for step in steps if fs.exists(f"{root}/{path_of(Path(), step).name}/{STATE}")]

@@ -18,8 +18,7 @@ log = logging.getLogger("mclclip")
 
 STATE = "state.json"
 METADATA = ".metadata"
-SCHEMA_VERSION = 3  # 3: state.json is sealed, and says of which training the step is
-_SEALED_SINCE = 3
+SCHEMA_VERSION = 3
 _BLOCK_BYTES = 4 * 2**20
 
 
@@ -92,7 +91,7 @@ def read_entries(path: Path, step: int) -> Entries:
             raise Damaged(f"its {STATE} is not of step {step}")
         schema = int(state["schema_version"])
         if schema <= SCHEMA_VERSION:
-            files.unsealed(state, path / STATE, required=schema >= _SEALED_SINCE)
+            files.unsealed(state, path / STATE)
         entries = {name: Entry(**entry) for name, entry in state.get("files", {}).items()}
     except FileNotFoundError as error:
         raise Damaged(f"it has no {STATE}") from error
@@ -110,18 +109,12 @@ def read_entries(path: Path, step: int) -> Entries:
 
 
 def check_identity(path: Path, identity: Identity) -> None:
-    """Raises RuntimeError where the intact step at ``path`` is of another training.
-
-    A step of an older version, which does not say, is taken with a warning.
-    """
-    found = files.read_json(path / STATE).get("identity")
-    if found is None:
-        log.warning("the checkpoint %s does not say of which training it is: it is taken", path)
-        return
-    fields = [name for name in identity if found.get(name) != identity[name]]
+    """Raises RuntimeError where the intact step at ``path`` is of another training."""
+    saved = files.read_json(path / STATE).get("identity", {})
+    fields = [name for name in identity if saved.get(name) != identity[name]]
     if not fields:
         return
-    what = ", ".join(f"{name} {found.get(name)!r}" for name in fields if name != "digest")
+    what = ", ".join(f"{name} {saved.get(name)!r}" for name in fields if name != "digest")
     here = ", ".join(f"{name} {identity[name]!r}" for name in fields if name != "digest")
     raise RuntimeError(
         f"the checkpoint {path} is of another training ("
@@ -145,10 +138,10 @@ def check_contents(path: Path, entries: Entries) -> None:
     """Raises Damaged where the content of a listed file is not what was written."""
     for name, entry in entries.items():
         try:
-            found = checksum(path / name)
+            crc32 = checksum(path / name)
         except OSError as error:
             raise Damaged(f"{name} cannot be read ({error.strerror})") from error
-        if found != entry.crc32:
+        if crc32 != entry.crc32:
             raise Damaged(f"the checksum of {name} is wrong")
 
 
@@ -190,8 +183,8 @@ def publish(
 
 def superfluous(saved: Iterable[int], newest: int, keep: int, keep_every: int | None) -> list[int]:
     """Steps up to ``newest`` that are neither among the last ``keep`` nor kept for good."""
-    found = sorted(step for step in saved if step <= newest)
-    return [step for step in found[:-keep] if keep_every is None or step % keep_every]
+    old = sorted(step for step in saved if step <= newest)
+    return [step for step in old[:-keep] if keep_every is None or step % keep_every]
 
 
 def prune(

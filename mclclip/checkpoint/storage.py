@@ -211,10 +211,11 @@ def trained_state(train_directory: Path, *, averaged: bool) -> dict[str, Tensor]
             "--force' to train again, or set evaluate.best=false"
         )
     state = load_model_state(directory, step)
-    told = {name: manifest.config[name] for name in ("stage", "variant") if name in manifest.config}
-    step_files.check_identity(
-        step_files.path_of(directory, step), told | {"digest": manifest.digest}
-    )
+    config = manifest.config
+    identity = {name: config[name] for name in ("stage", "variant") if name in config} | {
+        "digest": manifest.digest
+    }
+    step_files.check_identity(step_files.path_of(directory, step), identity)
     return state | load_model_state(directory, step, part="ema") if averaged else state
 
 

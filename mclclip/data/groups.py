@@ -439,10 +439,7 @@ def _read_header(directory: Path, verb: str = "train") -> dict[str, Any]:
 def _read_sealed(path: Path, wanted: str, verb: str = "train") -> dict[str, Any]:
     """The fields of a sealed file, which has the field ``wanted``."""
     try:
-        fields = read_json(path)
-        # Older versions did not seal a header, which had no records then.
-        required = wanted != "radices" or "records" in fields
-        fields = unsealed(fields, path, required=required)
+        fields = unsealed(read_json(path), path)
         if wanted not in fields:
             raise ValueError(f"it has no {wanted}")
         return fields

@@ -4,8 +4,7 @@ Verbs exchange data only through files. Each writes one artifact: a directory wh
 ``manifest.json`` is written last, by rename. A directory without a manifest is unfinished work, and
 no verb reads it. The manifest holds digests of the blocks of every file, and one of itself; what a
 verb reads is compared with them. ``bad_samples.json``, ``timeouts/`` and ``shard_times.json``
-change later and say for themselves what they depend on. Artifacts of mclclip's first schema hold no
-digests: they are read with a warning, and ``--force`` makes them again with digests::
+change later and say for themselves what they depend on::
 
     runs/NAME/
       run.lock  run_state.json  config.yaml
@@ -36,7 +35,6 @@ digests: they are read with a warning, and ``--force`` makes them again with dig
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,11 +43,9 @@ from typing import Any, Literal
 from mclclip import __version__, files
 from mclclip.options import shown
 
-log = logging.getLogger("mclclip")
-
 MANIFEST = "manifest.json"
 INTENT = "in_progress.json"
-SCHEMA_VERSION = 2  # 2: manifests hold records of files, and are sealed
+SCHEMA_VERSION = 2
 # The verb that writes a kind of artifact, where the two have different names.
 _WRITTEN_BY = {
     "embeddings": "embed",
@@ -84,8 +80,8 @@ class Manifest:
 
     def record(self, name: str) -> files.Record | None:
         """Returns size and digests of the file ``name`` as it was written; None if not recorded."""
-        found = self.records.get(name)
-        return None if found is None else files.Record(**found)
+        fields = self.records.get(name)
+        return None if fields is None else files.Record(**fields)
 
     def check(self, directory: Path, *names: str) -> None:
         """Compares files of this artifact, by default all that were recorded, with their records.
@@ -125,26 +121,14 @@ def read_manifest(directory: Path, kind: str) -> Manifest:
     if plain["kind"] != kind:
         raise ValueError(f"{directory} holds {shown(plain['kind'])}, expected {kind!r}")
     try:
-        manifest = Manifest(**plain)
+        return Manifest(**plain)
     except TypeError as error:  # a field too many, or one too few
         raise ValueError(f"{path}: {error}: remove {directory} and make it again") from error
-    if manifest.schema_version < 2 and directory not in _UNRECORDED:
-        _UNRECORDED.add(directory)
-        log.warning(
-            "%s was written by mclclip %s, before digests were kept: what is read from it is not "
-            "compared with what was written; run 'mclclip %s --force' to make it again with them",
-            directory, manifest.package_version, verb_of(kind),
-        )  # fmt: skip
-    return manifest
-
-
-_UNRECORDED: set[Path] = set()  # directories that were warned of
 
 
 def _unsealed(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
     try:
-        # Manifests of the first schema have no seal.
-        return files.unsealed(fields, path, required=fields.get("schema_version") != 1)
+        return files.unsealed(fields, path)
     except ValueError as error:
         raise ValueError(f"{error}. Make it again with --force") from None
 
@@ -185,11 +169,12 @@ def refuse_foreign(directory: Path, option: str) -> None:
 def made_of(directory: Path) -> dict[str, Any]:
     """Kind, config and inputs of a begun or finished artifact; empty where there is none."""
     for name in (MANIFEST, INTENT):
-        if (Path(directory) / name).exists():
-            path = Path(directory) / name
-            found = files.read_json(path)
-            found = found if name == INTENT else _unsealed(found, path)
-            return {key: found[key] for key in ("kind", "config", "inputs")}
+        path = Path(directory) / name
+        if path.exists():
+            fields = files.read_json(path)
+            if name == MANIFEST:
+                fields = _unsealed(fields, path)
+            return {key: fields[key] for key in ("kind", "config", "inputs")}
     return {}
 
 
@@ -220,23 +205,6 @@ Force = bool | Literal["unfit"]
 """What a verb does with an artifact that is there: False goes on with it or skips it, and refuses
 one of other settings; ``unfit`` makes one of other settings again, and a finished one that is
 damaged; True makes every finished one again. One that was begun with these settings is resumed."""
-
-
-def _made_of(directory: Path, force: Force) -> dict[str, Any]:
-    """As ``made_of``; with ``force`` a damaged manifest is one of another kind."""
-    try:
-        return made_of(directory)
-    except ValueError:
-        if not force:
-            raise
-        return {"kind": "damaged"}
-
-
-def _is_made_again(directory: Path, force: Force) -> bool:
-    """Whether ``force`` asks to make an artifact again that fits."""
-    if not force or not is_finished(directory):
-        return False
-    return force is True or damage_of(directory) is not None
 
 
 @dataclass
@@ -272,17 +240,26 @@ class Artifact:
         """
         directory = Path(directory)
         artifact = cls(directory, kind, dict(config), dict(inputs))
-        identity = artifact._made_of()
-        if old := _made_of(directory, force):
-            if write and not is_finished(directory):
+        finished = is_finished(directory)
+        try:
+            old = made_of(directory)
+        except ValueError:  # a damaged manifest
+            if not force:
+                raise
+            old = {"kind": "damaged"}
+        if old:
+            if write and not finished:
                 for below in [directory, *filter(Path.is_dir, directory.rglob("*"))]:
                     files.remove_leftovers(below)
-            difference = _difference(old, identity)
-            if difference is None and not _is_made_again(directory, force):
-                if is_finished(directory):
+            difference = _difference(old, artifact._made_of())
+            if difference is None and not (
+                finished and (force is True or (force and damage_of(directory) is not None))
+            ):
+                if finished:
                     artifact.manifest = read_manifest(directory, kind)
                 return artifact
-            holds_work = _holds_work(directory)
+            inside = (path for path in directory.rglob("*") if not path.is_dir())
+            holds_work = any(path != directory / INTENT for path in inside)
             if holds_work and not force:
                 raise ValueError(
                     f"{directory} was made with other settings: {difference}. Use another output "
@@ -292,7 +269,7 @@ class Artifact:
                 files.move_aside(directory)
         if write:
             directory.mkdir(parents=True, exist_ok=True)
-            files.write_json(directory / INTENT, identity)
+            files.write_json(directory / INTENT, artifact._made_of())
         return artifact
 
     def _made_of(self) -> dict[str, Any]:
@@ -340,9 +317,3 @@ class Artifact:
         files.write_json(self.directory / MANIFEST, sealed)
         (self.directory / INTENT).unlink(missing_ok=True)
         return self.manifest
-
-
-def _holds_work(directory: Path) -> bool:
-    """True where a directory holds any file besides ``in_progress.json``."""
-    inside = (path for path in directory.rglob("*") if not path.is_dir())
-    return any(path != directory / INTENT for path in inside)

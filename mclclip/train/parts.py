@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -317,19 +317,12 @@ def checkpoints_of(job: Job, identity: str) -> Checkpoints:
     does not find these checkpoints.
     """
     options, folder = job.options.checkpoint, job.directory / "checkpoints"
-    mirror = options.mirror
-    if mirror is not None:
+    if options.mirror is not None:
         inside = folder.relative_to(job.layout.run_dir)
-        mirror = f"{mirror.rstrip('/')}/{inside}/{identity[:12]}"
-    return Checkpoints(
-        folder,
-        keep=options.keep,
-        keep_every=options.keep_every,
-        asynchronous=options.asynchronous,
-        mirror=mirror,
-        on_error=options.on_error,
-        identity={"stage": job.stage, "variant": job.layout.variant, "digest": identity},
-    )
+        mirror = f"{options.mirror.rstrip('/')}/{inside}/{identity[:12]}"
+        options = replace(options, mirror=mirror)
+    digest = {"stage": job.stage, "variant": job.layout.variant, "digest": identity}
+    return Checkpoints(folder, options, identity=digest)
 
 
 def build_model(

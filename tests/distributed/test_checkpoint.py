@@ -17,7 +17,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from mclclip.checkpoint import Checkpoints, load_model_state, step_files, steps, storage
+from mclclip.checkpoint import (
+    CheckpointConfig,
+    Checkpoints,
+    load_model_state,
+    step_files,
+    steps,
+    storage,
+)
 from mclclip.engines.engine import Engine
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context, seed_everything
@@ -61,7 +68,7 @@ class Source:
 
 def save(directory: Path, *saved: int, sharded: bool = False, **options: Any) -> State:
     """Saves ``Source(step)`` for every step; returns the last one's values."""
-    checkpoints = Checkpoints(directory, **{"keep": 9, **options})
+    checkpoints = Checkpoints(directory, CheckpointConfig(**{"keep": 9, **options}))
     for step in saved:
         checkpoints.save(step, source := Source(step, sharded=sharded))
     checkpoints.wait()
@@ -80,7 +87,7 @@ def save_asynchronously(directory: Path, step: int, sharded: bool) -> None:
         assert trained.wait(300)
         write(*args, **options)
 
-    checkpoints = Checkpoints(directory, keep=2, asynchronous=True)
+    checkpoints = Checkpoints(directory, CheckpointConfig(asynchronous=True))
     source = Source(step, sharded=sharded)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage, "write", late)
@@ -101,7 +108,7 @@ def load(directory: Path, sharded: bool = False) -> tuple[int, State, list[str]]
     """Resumes into a state of other values; also returns this rank's warnings."""
     target = Source(99, sharded=sharded)
     with Heard() as heard:
-        step = Checkpoints(directory, keep=2).resume(target)
+        step = Checkpoints(directory, CheckpointConfig()).resume(target)
     return step, target.values(), heard.lines
 
 
@@ -164,7 +171,7 @@ def test_what_is_written_later_is_what_was_saved(
 
 
 def save_big(directory: Path) -> None:
-    checkpoints = Checkpoints(directory, keep=2)
+    checkpoints = Checkpoints(directory, CheckpointConfig())
     source = Source(1)
     source.module = nn.ParameterDict({f"p{n}": torch.ones(1000 + n, 25) for n in range(16)})
     checkpoints.save(1, source)
@@ -241,7 +248,10 @@ def train(engine: Engine, steps: range, *, settled: bool = False) -> None:
 
 def train_and_save(directory: Path, total: int, save_at: int, asynchronous: bool) -> State:
     """Trains from the start, saves on the way, and returns the state at the end."""
-    engine, checkpoints = engine_for(0), Checkpoints(directory, keep=2, asynchronous=asynchronous)
+    engine, checkpoints = (
+        engine_for(0),
+        Checkpoints(directory, CheckpointConfig(asynchronous=asynchronous)),
+    )
     train(engine, range(save_at))
     checkpoints.save(save_at, engine)
     train(engine, range(save_at, total), settled=True)
@@ -252,7 +262,7 @@ def train_and_save(directory: Path, total: int, save_at: int, asynchronous: bool
 def load_and_train(directory: Path, total: int) -> State:
     """Resumes in a model with other weights and returns the state at the end."""
     engine = engine_for(1)
-    train(engine, range(Checkpoints(directory, keep=2).resume(engine), total))
+    train(engine, range(Checkpoints(directory, CheckpointConfig()).resume(engine), total))
     return {name: value.clone() for name, value in engine.state_dict().items()}
 
 
@@ -351,7 +361,7 @@ def save_with_failure(
         "rename": (os, "rename"),
         "copy": (storage, "own_part"),
     }[where]
-    checkpoints, line = Checkpoints(directory, keep=2, **options), ""
+    checkpoints, line = Checkpoints(directory, CheckpointConfig(**options)), ""
     with pytest.MonkeyPatch.context() as patch, Heard() as heard:
         if collectives.rank() == failing:
             patch.setattr(*owner, full)
@@ -389,7 +399,7 @@ def save_what_differs(directory: Path) -> str:
     source = Source(1)
     source.module[f"rank{collectives.rank()}"] = nn.Parameter(torch.zeros(2))
     try:
-        Checkpoints(directory, keep=2).save(1, source)
+        Checkpoints(directory, CheckpointConfig()).save(1, source)
     except RuntimeError as error:
         return str(error)
     return ""
@@ -405,7 +415,7 @@ def test_ranks_of_different_names_are_refused(ranks: Ranks, tmp_path: Path) -> N
 
 def load_from_mirror(directory: Path, mirror: str) -> tuple[int, State]:
     target = Source(99)
-    return Checkpoints(directory, keep=2, mirror=mirror).resume(target), target.values()
+    return Checkpoints(directory, CheckpointConfig(mirror=mirror)).resume(target), target.values()
 
 
 def save_to_mirror(directory: Path, mirror: str) -> State:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from mclclip.checkpoint import Checkpoints
+from mclclip.checkpoint import CheckpointConfig, Checkpoints
 from mclclip.objectives.class_centers.rows import HeadOptimizer, ShardedClassCenters, normal_rows
 from mclclip.objectives.class_centers.sums import Margin
 from mclclip.objectives.mlcd import ClassCenterLoss, NegativeDraw
@@ -134,7 +134,7 @@ def curve(directory: Path, lazy: bool, stop: int) -> dict[str, Any]:
     """Goes on to step ``stop`` from what is saved, saves, and returns losses and state."""
     warnings.filterwarnings("ignore")
     head, losses = Head(lazy), []
-    checkpoints = Checkpoints(directory, keep=5)
+    checkpoints = Checkpoints(directory, CheckpointConfig(keep=5))
     start = checkpoints.resume(head)
     for step in range(start, stop):
         losses.append(one_step(head.objective, step))

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from mclclip.checkpoint import Checkpoints
+from mclclip.checkpoint import CheckpointConfig, Checkpoints
 from mclclip.data.batches import Batch
 from mclclip.engines import build_engine
 from mclclip.models.loading import load_towers, prepare_model
@@ -139,7 +139,7 @@ def trainer_of(options: dict[str, Any], how: dict[str, Any], folder: Path) -> Tr
     return Trainer(
         trainee=trainee,
         engine=engine,
-        checkpoints=Checkpoints(folder / "checkpoints", keep=1),
+        checkpoints=Checkpoints(folder / "checkpoints", CheckpointConfig(keep=1)),
         recorder=recorder,
         boundary=StepBoundary(context, folder, poll_s=1.0),
         learning_rate=lambda step: 1e-3,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mclclip.checkpoint import Checkpoints
+from mclclip.checkpoint import CheckpointConfig, Checkpoints
 from mclclip.objectives.class_centers.rows import ShardedClassCenters, normal_rows
 from mclclip.ranks import collectives
 from mclclip.ranks.finiteness import NotFinite
@@ -48,7 +48,7 @@ def spoil(source: Saved, what: str) -> None:
 def save(directory: Path, what: str, asynchronous: bool) -> tuple[str, int, list[str]]:
     """Saves a state and then a spoiled one: what was raised, and what a resume finds."""
     options: dict[str, Any] = {"keep": 1, "on_error": "continue", "asynchronous": asynchronous}
-    checkpoints, source, line = Checkpoints(directory, **options), Saved(7), ""
+    checkpoints, source, line = Checkpoints(directory, CheckpointConfig(**options)), Saved(7), ""
     checkpoints.save(1, source)
     spoil(source, what)
     try:
@@ -56,7 +56,10 @@ def save(directory: Path, what: str, asynchronous: bool) -> tuple[str, int, list
     except NotFinite as error:
         line = str(error)
     checkpoints.wait()
-    step, found = Checkpoints(directory, keep=1).resume(again := Saved(7)), again.head.rows
+    step, found = (
+        Checkpoints(directory, CheckpointConfig(keep=1)).resume(again := Saved(7)),
+        again.head.rows,
+    )
     assert bool(torch.isfinite(found).all())
     collectives.barrier()
     return line, step, sorted(path.name for path in directory.iterdir())

@@ -8,13 +8,14 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from mclclip import checkpoint
-from mclclip.checkpoint import Checkpoints
+from mclclip.checkpoint import CheckpointConfig, Checkpoints
 from mclclip.run import artifacts
 from tests import tiny
 from tests.distributed.conftest import RankPool
@@ -78,9 +79,8 @@ class Source:
 
 def save(directory: Path, steps: list[int], on_error: str, asynchronous: bool) -> list[str]:
     """Resumes and saves all of ``steps``; returns what was raised, and by which call."""
-    checkpoints = Checkpoints(
-        directory, keep=1, asynchronous=asynchronous, on_error=on_error  # type: ignore[arg-type]
-    )  # fmt: skip
+    options: Any = {"keep": 1, "asynchronous": asynchronous, "on_error": on_error}
+    checkpoints = Checkpoints(directory, CheckpointConfig(**options))
     source, raised = Source(0.0), []
     start = checkpoints.resume(source)
     assert all(bool((value == start).all()) for value in source.state.values())

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mclclip.checkpoint import Checkpoints
+from mclclip.checkpoint import CheckpointConfig, Checkpoints
 from mclclip.data.batches import Batch
 from mclclip.engines import gradient_cache
 from mclclip.engines.engine import Engine
@@ -389,13 +389,13 @@ def _resume(where: Where, name: str, precision: str, asynchronous: bool) -> None
         del engine
         engine = make_engine(name, where.device, precision, ema_decay=0.9)
         train(engine, range(3))
-        checkpoints = Checkpoints(directory, keep=1, asynchronous=asynchronous)
+        checkpoints = Checkpoints(directory, CheckpointConfig(keep=1, asynchronous=asynchronous))
         checkpoints.save(3, engine)
         train(engine, range(3, 5))  # must not change what is being written
         checkpoints.wait()
         del engine
         engine = make_engine(name, where.device, precision, ema_decay=0.9)
-        assert Checkpoints(directory, keep=1).resume(engine) == 3
+        assert Checkpoints(directory, CheckpointConfig(keep=1)).resume(engine) == 3
         train(engine, range(3, 6))
         for key, value in whole(engine.state_dict()).items():
             same_bits(f"{title}: {key}", value, wanted[key])

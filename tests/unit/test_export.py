@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mclclip import config, export, files, index, make_dataset
-from mclclip.checkpoint import Checkpoints, load_model_state
+from mclclip.checkpoint import CheckpointConfig, Checkpoints, load_model_state
 from mclclip.config import Config
 from mclclip.engines.engine import Engine
 from mclclip.eval.options import BenchmarkConfig
@@ -55,10 +55,11 @@ def finish_training(directory: Path, base: Model, seed: int) -> Model:
     model.lock(1, image_norm=True, image_projection=True, text=False, logit_scale=True)
     vary(model, seed)
     engine = Engine(Trained(model), partial(build_optimizer, weight_decay=0.1), SINGLE)
-    checkpoints = Checkpoints(directory / "checkpoints", keep=2)
+    artifact = Artifact.open(directory, kind="train", config={"seed": seed}, inputs={})
+    identity = {"digest": artifact.identity}
+    checkpoints = Checkpoints(directory / "checkpoints", CheckpointConfig(), identity=identity)
     for step in (5, 10):
         checkpoints.save(step, engine)
-    artifact = Artifact.open(directory, kind="train", config={"seed": seed}, inputs={})
     artifact.finish({"steps": 10})
     return model
 

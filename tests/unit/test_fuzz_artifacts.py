@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from mclclip import cluster, files
-from mclclip.checkpoint import Checkpoints
+from mclclip.checkpoint import CheckpointConfig, Checkpoints
 from mclclip.config import Config
 from mclclip.data.captions import TextFeatures
 from mclclip.data.groups import LabelBlocks, StageGroups
@@ -87,7 +87,7 @@ def read_groups(config: Config) -> Any:
 def read_checkpoint(config: Config) -> Any:
     target = Source(1)
     directory = Layout.of(config).train(1) / "checkpoints"
-    step = Checkpoints(directory, keep=2, identity=IDENTITY).resume(target)
+    step = Checkpoints(directory, CheckpointConfig(), identity=IDENTITY).resume(target)
     return step, digest_tensors({n: t for n, t in target.state.items() if torch.is_tensor(t)})
 
 
@@ -119,7 +119,7 @@ def prepared(prepared_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     labels = np.load(run_dir / "stage_1/pseudo_labels/pseudo_labels.npy")[:, 0]
     blocks = LabelBlocks(labels, (3,))
     StageGroups(train / "grouped_index").write(blocks, blocks.sizes(), np.array([5, 9]))
-    Checkpoints(train / "checkpoints", keep=2, identity=IDENTITY).save(4, Source(4))
+    Checkpoints(train / "checkpoints", CheckpointConfig(), identity=IDENTITY).save(4, Source(4))
     return run_dir
 
 

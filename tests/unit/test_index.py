@@ -14,7 +14,6 @@ import pytest
 
 from mclclip import config, index
 from mclclip.data.sample_index import KIND, SampleIndex
-from mclclip.files import digest_keys
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
 from tests import hostile_tars
@@ -299,25 +298,6 @@ def test_samples_without_captions_are_kept_and_counted(
     make_shard(shards / "99.tar", "9a")
     more = run(tmp_path / "run", **sources)
     assert all_keys(more)[-2:] == ["t/xa", "s/9a"] and more.num_captions.tolist()[-2:] == [0, 1]
-
-
-def test_an_index_from_before_captions_were_optional_is_read_and_appended_to(
-    tmp_path: Path, shards: Path
-) -> None:
-    found = run(tmp_path / "run", s=str(shards / "*.tar"))
-    assert found.digest == digest_keys(all_keys(found))  # all have captions: that of the keys
-    manifest = json.loads((found.directory / "manifest.json").read_text())
-    for counts in (manifest["counts"], manifest["counts"]["sources"]["s"]):
-        del counts["without_caption"]
-    for name in ("checksum", "records"):
-        del manifest[name]
-    manifest["schema_version"] = 1
-    (found.directory / "manifest.json").write_text(json.dumps(manifest))
-    assert run(tmp_path / "run", s=str(shards / "*.tar")).digest == found.digest
-    make_shard(shards / "99.tar", "9a")
-    more = run(tmp_path / "run", s=str(shards / "*.tar"))
-    assert all_keys(more) == [*all_keys(found), "s/9a"]
-    assert read_manifest(more.directory, KIND).counts["without_caption"] == 0
 
 
 def test_which_samples_lack_captions_is_part_of_the_digest(tmp_path: Path, shards: Path) -> None:
