@@ -235,7 +235,7 @@ PARSES = {
     "files.py",  # all JSON, bounded
     "config/plain_yaml.py",  # all YAML, bounded
     "data/tar_members.py",  # every shard; it names tarfile in its prose alone
-    "data/datasets/readers.py",  # compressed archives of published data sets
+    "data/datasets/cifar10.py",  # compressed archives of published data sets
     "run/runlog.py",  # rows of our own runs, here and below
     "run/run_state.py",
     "ranks/peer_watch.py",  # words of the other ranks

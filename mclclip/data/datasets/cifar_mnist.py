@@ -7,11 +7,15 @@ empty pixels on each side (28 -> 32); the papers do not say how they scale it.
 
 from __future__ import annotations
 
+import gzip
+import struct
 from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
-from mclclip.data.datasets.readers import read_cifar10, read_mnist
+from mclclip.data.datasets.cifar10 import read_cifar10
 from mclclip.data.datasets.sources import (
     Pixels,
     Sources,
@@ -20,6 +24,9 @@ from mclclip.data.datasets.sources import (
     in_random_order,
 )
 from mclclip.data.shard_writer import PackedSample
+
+_MAX_IDX_BYTES = 1 << 30
+_DIGITS_FOR_TRAINING = 8_000  # of the 10,000 test digits, where the 60,000 others are absent
 
 
 def build(sources: Sources, seed: int) -> Splits:
@@ -48,3 +55,62 @@ def random_digits(digits: Pixels, labels: Pixels, seed: int) -> Iterator[tuple[P
     while True:
         for row in random.permutation(len(digits)):
             yield digits[row], int(labels[row])
+
+
+def read_mnist(folder: Path, split: str) -> tuple[Pixels, Pixels]:
+    """Digits uint8 [n, 28, 28] and their labels uint8 [n] of ``train`` or ``test``.
+
+    Reads idx files, compressed or not, in ``folder/MNIST/raw``, ``folder/raw`` or ``folder``. Where
+    there are only the 10,000 test digits, the first 8,000 are for training and the others for
+    testing (in proportion where there are fewer).
+    """
+    digits, labels = (_idx(folder, stem) for stem in ("t10k-images-idx3", "t10k-labels-idx1"))
+    whole = _idx(folder, "train-images-idx3")
+    if whole is not None and split == "train":
+        digits, labels = whole, _idx(folder, "train-labels-idx1")
+    if digits is None or labels is None:
+        raise FileNotFoundError(
+            f"no {split} digits of MNIST in {folder}: wanted t10k-images-idx3-ubyte and "
+            "t10k-labels-idx1-ubyte (or train-*), with .gz or without, there or in MNIST/raw"
+        )
+    if digits.shape != (len(labels), 28, 28) or labels.shape != (len(digits),):
+        raise ValueError(
+            f"MNIST in {folder} has digits {digits.shape} and labels {labels.shape}: wanted "
+            "[n, 28, 28] and [n]"
+        )
+    if whole is None:
+        cut = len(digits) * _DIGITS_FOR_TRAINING // 10_000
+        part = slice(cut) if split == "train" else slice(cut, None)
+        digits, labels = digits[part], labels[part]
+    if not len(digits) or labels.max() > 9:
+        found = f"a label {labels.max()}" if len(digits) else f"no {split} digit"
+        raise ValueError(f"MNIST in {folder} has {found}: wanted digits with labels from 0 to 9")
+    return digits, labels
+
+
+def _idx(folder: Path, stem: str) -> Pixels | None:
+    for base in (folder / "MNIST" / "raw", folder / "raw", folder):
+        for ending, opened in (("-ubyte", open), ("-ubyte.gz", gzip.open)):
+            path = base / (stem + ending)
+            if path.is_file():
+                try:
+                    with opened(path, "rb") as file:
+                        return _read_idx(file)  # type: ignore[arg-type]
+                except (OSError, EOFError, struct.error, ValueError) as error:
+                    raise ValueError(f"{path} is no idx file: {error}") from error
+    return None
+
+
+def _read_idx(file: BinaryIO) -> Pixels:
+    """An idx file of bytes: 0, 0, 8, the number of dimensions, the sizes, the values."""
+    zeros, kind, dimensions = struct.unpack(">HBB", file.read(4))
+    if zeros or kind != 8 or not 1 <= dimensions <= 3:
+        raise ValueError("its first bytes are not those of unsigned bytes in 1 to 3 dimensions")
+    shape = struct.unpack(f">{dimensions}I", file.read(4 * dimensions))
+    wanted = int(np.prod(shape, dtype=object))
+    if wanted > _MAX_IDX_BYTES:
+        raise ValueError(f"its header tells of {wanted:,} values")
+    data = file.read(wanted + 1)
+    if len(data) != wanted:
+        raise ValueError(f"its header tells of {wanted:,} values, and it does not end there")
+    return np.frombuffer(data, np.uint8).reshape(shape)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from mclclip.data.datasets.readers import class_folders
-from mclclip.data.datasets.sources import Sources, Splits, check_size, file_sample, in_random_order
+from mclclip.data.datasets.sources import (
+    SUFFIXES,
+    Sources,
+    Splits,
+    check_size,
+    file_sample,
+    in_random_order,
+    suffix_of,
+)
 from mclclip.data.shard_writer import PackedSample
 
 Classes = Mapping[str, Iterable[Path]]
@@ -33,6 +40,33 @@ def build(
     else:
         splits = _drawn(class_folders(folder), seed, test_share)
     return {split: class_samples(classes, seed, size) for split, classes in splits.items()}
+
+
+def class_folders(folder: Path, only: Sequence[str] | None = None) -> dict[str, list[Path]]:
+    """The image files of every class below ``folder``, both sorted; hidden ones are ignored.
+
+    ``only`` names the classes that are wanted. Raises ValueError for a class without images and
+    where there is no class, FileNotFoundError for a wanted class that is not there.
+    """
+    found = {path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != "."}
+    names = sorted(found) if only is None else list(only)
+    if missing := [name for name in names if name not in found]:
+        raise FileNotFoundError(
+            f"{len(missing)} of {len(names)} classes have no folder in {folder}, such as "
+            f"{missing[0]}"
+        )
+    if not names:
+        raise ValueError(f"{folder} holds no folder: wanted one per class, with images in it")
+    classes = {}
+    for name in names:
+        paths = sorted(p for p in (folder / name).iterdir() if p.name[0] != "." and p.is_file())
+        classes[name] = [path for path in paths if suffix_of(path) in SUFFIXES]
+        if not classes[name]:
+            raise ValueError(
+                f"the class folder {folder / name} holds no image ({', '.join(SUFFIXES)}): "
+                "remove it, or put its images in"
+            )
+    return classes
 
 
 def class_samples(

@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from mclclip.data.datasets.folder import class_samples
-from mclclip.data.datasets.readers import class_folders
+from mclclip.data.datasets.folder import class_folders, class_samples
 from mclclip.data.datasets.sources import Sources, Splits, check_size
 
 SUBSETS = {

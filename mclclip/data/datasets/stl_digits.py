@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mclclip.data.datasets.cifar_mnist import random_digits
-from mclclip.data.datasets.readers import read_mnist, read_stl10
+from mclclip.data.datasets.cifar_mnist import random_digits, read_mnist
 from mclclip.data.datasets.sources import Pixels, Sources, Splits, png_sample
+from mclclip.data.datasets.stl10 import read_stl10
 from mclclip.data.shard_writer import PackedSample
 
 _CELLS, _CELL, _DIGIT = 3, 32, 28

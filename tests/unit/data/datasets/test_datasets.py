@@ -17,8 +17,8 @@ import mclclip.torchvision_fix  # noqa: F401
 from mclclip import config, index, make_dataset
 from mclclip.data import datasets
 from mclclip.data.datasets.celeba import balanced
+from mclclip.data.datasets.cifar10 import CLASSES as CIFAR10_CLASSES
 from mclclip.data.datasets.imagenet_subset import SUBSETS
-from mclclip.data.datasets.readers import CIFAR10_CLASSES
 from mclclip.data.datasets.stl_digits import paste
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.labels import AttributeClasses
@@ -333,7 +333,7 @@ def test_real_cifar_mnist(tmp_path: Path, shared_data: Path) -> None:
 
 @pytest.mark.real_data
 def test_real_folder_and_digits(tmp_path: Path, shared_data: Path) -> None:
-    from mclclip.data.datasets.readers import read_mnist
+    from mclclip.data.datasets.cifar_mnist import read_mnist
 
     digits, labels = read_mnist(shared_data / "mnist", "train")
     assert digits.shape == (8_000, 28, 28) and np.bincount(labels).min() > 700

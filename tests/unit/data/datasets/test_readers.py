@@ -9,13 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mclclip.data.datasets.readers import (
-    CIFAR10_CLASSES,
-    class_folders,
-    read_cifar10,
-    read_mnist,
-    read_stl10,
-)
+from mclclip.data.datasets.cifar10 import CLASSES, read_cifar10
+from mclclip.data.datasets.cifar_mnist import read_mnist
+from mclclip.data.datasets.folder import class_folders
+from mclclip.data.datasets.stl10 import read_stl10
 from tests.unit.data.datasets import fakes
 
 
@@ -24,7 +21,7 @@ def test_cifar_batches(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "cifar-10-batches-py"):
         train, test = (list(read_cifar10(folder, split)) for split in ("train", "test"))
         np.testing.assert_array_equal([p for p, _ in train + test], images)
-        assert [name for _, name in test] == CIFAR10_CLASSES[5:9]
+        assert [name for _, name in test] == CLASSES[5:9]
 
 
 def test_cifar_folders_and_archives_give_the_same(tmp_path: Path) -> None:
