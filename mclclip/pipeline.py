@@ -18,7 +18,7 @@ from pathlib import Path
 
 from mclclip import cluster, embed, export, files, index, pilot, reshard
 from mclclip import config as configuration
-from mclclip.config import Config
+from mclclip.config import Config, TrainConfig
 from mclclip.data.epoch_plan import check_ranks, check_samples
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.sample_weights import SampleWeights
@@ -37,7 +37,6 @@ from mclclip.run.artifacts import Force, is_finished
 from mclclip.run.layout import PILOTS, Layout
 from mclclip.train import parts
 from mclclip.train import verb as train
-from mclclip.train.options import TrainConfig
 
 log = logging.getLogger("mclclip")
 

@@ -2,5 +2,6 @@
 
 from mclclip.config.options import Config
 from mclclip.config.reading import dump, from_tree, load, to_tree
+from mclclip.train.options import TrainConfig
 
-__all__ = ["Config", "dump", "from_tree", "load", "to_tree"]
+__all__ = ["Config", "TrainConfig", "dump", "from_tree", "load", "to_tree"]

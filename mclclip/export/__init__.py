@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mclclip import checkpoint, files
-from mclclip.config import Config, to_tree
+from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
 from mclclip.export import held_out
@@ -37,7 +37,6 @@ from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact, Force
 from mclclip.run.layout import Layout
 from mclclip.train.loop import MODEL
-from mclclip.train.options import TrainConfig
 
 log = logging.getLogger("mclclip")
 

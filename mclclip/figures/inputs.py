@@ -14,12 +14,11 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from mclclip import checkpoint
-from mclclip.config import Config
+from mclclip.config import Config, TrainConfig
 from mclclip.data.sample_index import SampleIndex
 from mclclip.objectives.base import with_prefix
 from mclclip.objectives.label_filter import Subspaces
 from mclclip.opened_run import Clusters, Run, Stage
-from mclclip.train.options import TrainConfig
 
 log = logging.getLogger("mclclip")
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from mclclip.config import Config
+from mclclip.config import Config, TrainConfig
 from mclclip.files import existing
 from mclclip.plan.machine import GIB, Machine
-from mclclip.train.options import TrainConfig
 
 
 def count(config: Config, counted: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:

@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from mclclip.config import Config
+from mclclip.config import Config, TrainConfig
 from mclclip.engines.engine import HALF
 from mclclip.objectives.class_centers.cost import NETWORK_BYTES_PER_S
 from mclclip.plan.machine import Machine, Speed
 from mclclip.plan.memory import operations_of_named
 from mclclip.plan.steps import Range
-from mclclip.train.options import TrainConfig
 
 
 def count(

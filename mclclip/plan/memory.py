@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mclclip.config import Config
+from mclclip.config import Config, TrainConfig
 from mclclip.data.batches import Batch
 from mclclip.engines import gradient_cache
 from mclclip.engines.engine import HALF
@@ -26,7 +26,6 @@ from mclclip.objectives.base import Setting
 from mclclip.plan.machine import GIB, Machine
 from mclclip.ranks.process_group import SINGLE
 from mclclip.train.loop import Trainee
-from mclclip.train.options import TrainConfig
 
 # What a rank holds, in the order of the table, as it is called there.
 PARTS = {

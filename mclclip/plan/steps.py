@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mclclip.config import Config
+from mclclip.config import Config, TrainConfig
 from mclclip.data.coverage import Coverage, coverage_report
 from mclclip.data.epoch_plan import (
     ALONE,
@@ -23,7 +23,6 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.data.sample_weights import SampleWeights
 from mclclip.run import artifacts
 from mclclip.run.layout import Layout
-from mclclip.train.options import TrainConfig
 
 Range = tuple[int, int]
 # Where there are no labels, plans are shown for both: the coverage depends on the sizes of the

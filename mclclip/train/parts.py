@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip.checkpoint import Checkpoints
-from mclclip.config import Config, to_tree
+from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data.bad_samples import BadSamples
 from mclclip.data.batches import Batch, TrainingBatches
 from mclclip.data.captions import TextFeatures
@@ -47,7 +47,6 @@ from mclclip.run.profiling import PeakMemory, StepProfiler
 from mclclip.run.recorder import Recorder
 from mclclip.train.judging import Judging
 from mclclip.train.loop import Trainee, Trainer
-from mclclip.train.options import TrainConfig
 
 _WEIGHTS = 5  # purpose of a random number: initial weights of a stage with train.start=random
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from mclclip.checkpoint import path_of
-from mclclip.config import Config, to_tree
+from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data import trunk_rows
 from mclclip.data.coverage import coverage_report, plan_groups
 from mclclip.data.epoch_plan import check_ranks, total_steps
@@ -34,7 +34,6 @@ from mclclip.run.profiling import PeakMemory
 from mclclip.train import parts
 from mclclip.train.judging import Evaluate, Judging, Together
 from mclclip.train.loop import Trainee
-from mclclip.train.options import TrainConfig
 from mclclip.train.parts import Job
 
 log = logging.getLogger("mclclip")

@@ -36,7 +36,7 @@ ROOMS: dict[str, set[str]] = {
     "figures": {"ranks", "run", "data", "models", "eval", "config", "opened_run"},
 }
 # Figures of clusters, and of gates, which lie in the checkpoints of an objective.
-ROOMS["figures"] |= {"clustering", "checkpoint", "objectives", "train/options"}
+ROOMS["figures"] |= {"clustering", "checkpoint", "objectives"}
 ROOMS["train/loop"] |= {"train/judging"}
 # A verb reads options and does its work with any room, and imports no other verb.
 VERBS = {"pack", "make_dataset", "index", "embed", "cluster", "export", "doctor"}
