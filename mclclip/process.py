@@ -186,7 +186,7 @@ def _recorded(
 
     def record_and_tell(error: BaseException, code: int) -> None:
         record_error(error, code)
-        watch.tell(error)
+        watch.report(error)
 
     try:
         record("running", EXIT_OK, f"process {os.getpid()}")

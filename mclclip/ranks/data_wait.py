@@ -39,7 +39,7 @@ log = logging.getLogger("mclclip")
 PATIENCE_S = 5.0  # data may just be slow: a request that is obeyed between steps loses nothing
 ANSWER_S = 3.0  # for the main thread to take the error
 NOTE_S = 3.0  # for a note on a sample to be written
-LOOK_S = 0.2
+CLOCK_S = 0.2
 _NUDGE = signal.SIGUSR2
 
 
@@ -132,7 +132,9 @@ def limited(timeout_s: float) -> Iterator[None]:
     """While the block runs in the main thread, waiting for data has a limit (``wait_for``)."""
     stop = threading.Event()
     before = signal.signal(_NUDGE, _raise)
-    thread = threading.Thread(target=_look, args=(stop, timeout_s), name="data-wait", daemon=True)
+    thread = threading.Thread(
+        target=_watch_clock, args=(stop, timeout_s), name="data-wait", daemon=True
+    )
     thread.start()
     try:
         yield
@@ -148,11 +150,11 @@ def _raise(number: int, frame: FrameType | None) -> None:
         raise decided[1]
 
 
-def _look(stop: threading.Event, timeout_s: float) -> None:
+def _watch_clock(stop: threading.Event, timeout_s: float) -> None:
     asked: float | None = None  # since when a request is known
-    while not stop.wait(LOOK_S):
+    while not stop.wait(CLOCK_S):
         since, now = _Wait.since, time.monotonic()
-        if since is None or now - since < LOOK_S:
+        if since is None or now - since < CLOCK_S:
             asked = None
             continue
         request = _Wait.request() if _Wait.request is not None else None
@@ -168,22 +170,22 @@ def _look(stop: threading.Event, timeout_s: float) -> None:
 
 def _note_sample(timeout_s: float) -> str:
     """Has the sample noted that has been decoded for half of the limit, if there is one; returns
-    what is to be said of it. A disk that does not answer is not waited for."""
+    the part of the message about it. A disk that does not answer is not waited for."""
     _, sample_id, began_ns = _Wait.place.tolist()
     if sample_id < 0 or time.monotonic_ns() - began_ns < timeout_s / 2 * 1e9:
         return ""
-    said: list[str] = []
+    notes: list[str] = []
 
     def note() -> None:
         try:
-            said.append(_Wait.note(sample_id))
+            notes.append(_Wait.note(sample_id))
         except (OSError, RuntimeError, ValueError) as error:
             log.warning("the sample that takes too long cannot be noted: %s", error)
 
     thread = threading.Thread(target=note, name="note-sample", daemon=True)
     thread.start()
     thread.join(NOTE_S)
-    return f"; {said[0]}" if any(said) else ""
+    return f"; {notes[0]}" if any(notes) else ""
 
 
 def _give_up(since: float, error: LostWorker | Preempted, code: int, stop: threading.Event) -> None:

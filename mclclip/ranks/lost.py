@@ -57,10 +57,10 @@ def named(error: Exception) -> Exception:
         return LostWorker(
             f"a process that scans shards was ended from outside, {_cause(0, 'index_workers')}"
         )
-    found = _ENDED.search(str(error)) if isinstance(error, RuntimeError) else None
-    if found is None:
+    ended = _ENDED.search(str(error)) if isinstance(error, RuntimeError) else None
+    if ended is None:
         return error
-    pid, word, code = found.groups()
+    pid, word, code = ended.groups()
     by = next((number for number, text in _WORDS.items() if (word or "").startswith(text)), 0)
     return worker("", int(pid.split(",")[0]), -by or int(code or 0))
 

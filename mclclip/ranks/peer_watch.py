@@ -37,11 +37,11 @@ log = logging.getLogger("mclclip")
 
 _PACKAGE = Path(__file__).parents[1]
 _MOST_NAMED = 8
-_MOST_TOLD = 1000  # characters of an error
+_MAX_ERROR_CHARS = 1000  # characters of an error
 _QUIET = 4  # a living rank reports within so many periods, even on a busy machine
 _GOES_ON = "the job ends; the same command goes on from the last checkpoint"
 _LAST_WORD = "last word "  # what begins a rank's last report
-_TELL_S = 5.0  # for a busy machine to take this rank's last word; nobody learns it afterwards
+_REPORT_S = 5.0  # for a busy machine to take this rank's last word; nobody learns it afterwards
 _FOLLOW_S = 3.0  # for the main thread to find out by itself that another rank has left
 _MISSED = 3  # this many periods without a report: the rank's last report is out of date
 _LOST = ("closed by peer", "reset by peer", "Broken pipe", "recv error", "Connection refused")
@@ -103,10 +103,10 @@ class PeerWatch:
     def __init__(self, context: Context, timeout_s: float) -> None:
         self.context, self.timeout_s = context, timeout_s
         self.period_s = min(max(timeout_s / 10, 0.1), 1.0)
-        self._stop, self._wake, self._told = (threading.Event() for _ in range(3))
+        self._stop, self._wake, self._reported = (threading.Event() for _ in range(3))
         self._last_word: str | None = None
         self._names: list[str] = []
-        self._heard = time.monotonic()
+        self._answered_at = time.monotonic()
         # rank -> its last report, and when that was new here
         self._reports: dict[int, tuple[str, float]] = {}
 
@@ -117,8 +117,8 @@ class PeerWatch:
         self._names = collectives.gather_objects(mine)
         now = time.monotonic()
         self._reports = {rank: ("", now) for rank in range(self.context.world_size)}
-        self._heard = now
-        for work in (self._talk, self._look):
+        self._answered_at = now
+        for work in (self._exchange_reports, self._watch_reports):
             threading.Thread(target=work, name="peer-watch", daemon=True).start()
         return self
 
@@ -130,13 +130,13 @@ class PeerWatch:
                 signals.ignore()  # the launcher ends the ranks that are left
                 raise (asked or self._why_gone()) from error
             if error is not None:
-                self.tell(error)
+                self.report(error)
         finally:
             self._stop.set()
             self._wake.set()
 
-    def tell(self, error: BaseException) -> None:
-        """Tells the other ranks why this one leaves, unless all leave by agreement."""
+    def report(self, error: BaseException) -> None:
+        """Reports to the other ranks why this one leaves, unless all leave by agreement."""
         if not self._names or not isinstance(error, Exception | Preempted):
             return
         if isinstance(error, Preempted):
@@ -144,12 +144,12 @@ class PeerWatch:
                 return
             word = {"reason": error.reason, "requeue": error.requeue}
         else:
-            word = {"failed": " ".join(str(error).split())[:_MOST_TOLD]}
+            word = {"failed": " ".join(str(error).split())[:_MAX_ERROR_CHARS]}
         self._last_word = _LAST_WORD + json.dumps(word)
         self._wake.set()
-        self._told.wait(_TELL_S)
+        self._reported.wait(_REPORT_S)
 
-    def _heard_last(self) -> LostPeer | Preempted | None:
+    def _last_error(self) -> LostPeer | Preempted | None:
         """The error that another rank's last word stands for, if there is one."""
         for rank, (report, _) in self._reports.items():
             if rank != self.context.rank and report.startswith(_LAST_WORD):
@@ -160,25 +160,25 @@ class PeerWatch:
         return None
 
     def _why_gone(self) -> BaseException:
-        """Returns the error to leave with: what the peer said, or else the request that this rank
+        """Returns the error to leave with: the peer's own, or else the request that this rank
         has recorded, or else who is gone.
 
         A peer that left for a request may have taken its last word with it, where it held the
         store; this rank then has the same request and did not come to the boundary to obey it.
         """
         found = self._gone()
-        asked = signals.asked_within(0.0) if self._heard_last() is None else None
+        asked = signals.asked_within(0.0) if self._last_error() is None else None
         return asked or found
 
     def _gone(self) -> LostPeer | Preempted:
-        """The error of a rank whose peer is gone: what the peer said, or who it is.
+        """The error of a rank whose peer is gone: what the peer reported, or who it is.
 
         Waits a few periods to find those that stopped reporting.
         """
         deadline = time.monotonic() + 3 * _QUIET * self.period_s
         while True:
-            if (heard := self._heard_last()) is not None:
-                return heard
+            if (peer_error := self._last_error()) is not None:
+                return peer_error
             now = time.monotonic()
             quiet_s = {rank: now - at for rank, (_, at) in self._reports.items()}
             longest_s = max(quiet_s.values())
@@ -194,7 +194,7 @@ class PeerWatch:
 
     # --- the thread that talks to the store ----------------------------------------------------
 
-    def _talk(self) -> None:
+    def _exchange_reports(self) -> None:
         try:
             store = self._open_store()
             beat, everybody = 0, False
@@ -212,12 +212,12 @@ class PeerWatch:
                 for rank, report in zip(present, reports, strict=True):
                     if report.decode() != self._reports[rank][0]:
                         self._reports[rank] = report.decode(), time.monotonic()
-                self._heard = time.monotonic()
+                self._answered_at = time.monotonic()
         except (RuntimeError, OSError) as error:
             # The other thread ends the process if nothing else ends it before.
             log.debug("the store does not answer: %s", error)
         finally:
-            self._told.set()  # nothing more will be told
+            self._reported.set()  # no further report follows
 
     def _open_store(self) -> Store:
         """A second connection to the store: when it blocks, the training's is still free."""
@@ -229,14 +229,14 @@ class PeerWatch:
 
     # --- the thread that looks at clocks -------------------------------------------------------
 
-    def _look(self) -> None:
+    def _watch_reports(self) -> None:
         left_at: float | None = None
         while not self._stop.wait(self.period_s):
             now = time.monotonic()
-            if (heard := self._heard_last()) is not None:
+            if (peer_error := self._last_error()) is not None:
                 left_at = left_at or now
                 if now - left_at > _FOLLOW_S:
-                    signals.end_now(heard, signals.code_of(heard))
+                    signals.end_now(peer_error, signals.code_of(peer_error))
             elif (problem := self._problem(now)) is not None and not self._stop.is_set():
                 error = _lost(f"{problem} for {self.timeout_s:g} s (peer_timeout_s)")
                 signals.end_now(error, signals.code_of(error))
@@ -244,7 +244,7 @@ class PeerWatch:
     def _problem(self, now: float) -> str | None:
         """Returns the fault as one line, or None."""
         # A rank that does not see its own reports has lost the store, and so all others' reports.
-        deaf_s = now - min(self._heard, self._reports[self.context.rank][1])
+        deaf_s = now - min(self._answered_at, self._reports[self.context.rank][1])
         if deaf_s > _MISSED * self.period_s:
             return self._unreachable() if deaf_s > self.timeout_s else None
         silent = [rank for rank, (_, at) in self._reports.items() if now - at > self.timeout_s]
@@ -256,7 +256,9 @@ class PeerWatch:
         # A rank that has stopped reporting will soon count as silent; its last count is too old.
         if now - min(at for _, at in self._reports.values()) > _MISSED * self.period_s:
             return None
-        counts = {r: int(said.split()[1]) if said else 0 for r, (said, _) in self._reports.items()}
+        counts = {
+            r: int(report.split()[1]) if report else 0 for r, (report, _) in self._reports.items()
+        }
         behind = [rank for rank, count in counts.items() if count == min(counts.values())]
         if len(behind) == len(counts):
             return f"no rank has got on with the training ({self._places(behind)})"

@@ -37,7 +37,7 @@ class Preempted(BaseException):
 
     Like KeyboardInterrupt it is not an Exception, so that ``except Exception`` does not catch it.
     ``requeue`` says whether the same command is to be started again, ``agreed`` whether all ranks
-    raise this at the same place, so that none has to be told.
+    raise this at the same place, so that none needs a message.
     """
 
     def __init__(self, reason: str, requeue: bool = True, agreed: bool = False) -> None:
@@ -255,12 +255,12 @@ def _watch(read: int) -> None:
         left = None if _Clock.due is None else max(_Clock.due - time.monotonic(), 0.0)
         if select.select([read], [], [], left)[0]:
             for number in os.read(read, 64):
-                _heard(number)
+                _count_request(number)
         elif _Clock.due is not None and time.monotonic() >= _Clock.due:
             _end_overdue()
 
 
-def _heard(number: int) -> None:
+def _count_request(number: int) -> None:
     if number == signal.SIGINT:
         _Clock.interrupts += 1
         end_within(GRACE_S if _Clock.interrupts == 1 else AGAIN_S)
@@ -299,7 +299,8 @@ class _Unraisable:
 
 class _OfThreads:
     """``sys.excepthook``: what a thread of a library fails at while the process ends by request,
-    such as the pipe of a loader worker that has ended, is not told; other errors ``before`` tells.
+    such as the pipe of a loader worker that has ended, is not reported; other errors go to
+    ``before``.
     """
 
     def __init__(self, before: Callable[[type[BaseException], BaseException, Any], object]) -> None:

@@ -59,10 +59,10 @@ class StepBoundary:
     ) -> None:
         self.context, self.run_dir = context, Path(run_dir)
         self.poll_s, self.deadline = poll_s, deadline
-        self._looked = float("-inf")
+        self._read_at = float("-inf")
         self._save, self._stop = False, False
         self._stuck: set[str] = set()  # request files that could not be removed
-        self._looking: threading.Thread | None = None
+        self._reader: threading.Thread | None = None
         self._group = collectives.side_group()
         self._pending: tuple[torch.Tensor, dist.Work | None] | None = None
 
@@ -95,15 +95,15 @@ class StepBoundary:
             reason = max(reason, int(pending[0][0]))
         # By a thread of its own, since the storage may be what hangs; on any rank, since the first
         # one may wait for this one in a collective.
-        looks = self._looking is not None and self._looking.is_alive()
-        if not reason and not looks and time.monotonic() - self._looked >= self.poll_s:
-            self._looking = threading.Thread(target=self._look, name="stop", daemon=True)
-            self._looking.start()
+        reading = self._reader is not None and self._reader.is_alive()
+        if not reason and not reading and time.monotonic() - self._read_at >= self.poll_s:
+            self._reader = threading.Thread(target=self._read_requests, name="stop", daemon=True)
+            self._reader.start()
         return Decision(leave=_REASONS[reason]).preempted(agreed=False) if reason else None
 
     def _ask(self) -> None:
-        if self.context.is_main and time.monotonic() - self._looked >= self.poll_s:
-            self._look()
+        if self.context.is_main and time.monotonic() - self._read_at >= self.poll_s:
+            self._read_requests()
         request = torch.tensor([self._reason(), int(self._save)])
         self._save = False
         work = None
@@ -112,7 +112,7 @@ class StepBoundary:
         self._pending = (request, work)
 
     def _reason(self) -> int:
-        """The strongest reason this rank knows, as its place in the list."""
+        """The strongest reason this rank knows, as its index in ``_REASONS``."""
         name = signals.received()
         if name is not None:
             return _REASONS.index(name)
@@ -120,9 +120,9 @@ class StepBoundary:
             return 2
         return 1 if self._stop else 0
 
-    def _look(self) -> None:
+    def _read_requests(self) -> None:
         """Reads and removes the request files."""
-        self._looked = time.monotonic()
+        self._read_at = time.monotonic()
         self._save = self._take(SAVE_NOW) or self._save
         self._stop = self._take(STOP) or self._stop
 

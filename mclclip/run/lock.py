@@ -19,9 +19,9 @@ from mclclip.files import naming, now, open_own, parse_json
 
 log = logging.getLogger("mclclip")
 _LONGEST = 10_000  # characters of a record
-_LOOK_S = 0.2  # pause between two looks at a lock that another process holds
+_PAUSE_S = 0.2  # pause between two looks at a lock that another process holds
 _FIELDS = {"host", "pid", "process_start", "started"}
-_LATE_LOOK_S = 1.0  # at most this much time counts as silence between two looks
+_MAX_SILENCE_S = 1.0  # at most this much time counts as silence between two looks
 
 
 def start_of_process(pid: int) -> str | None:
@@ -50,23 +50,23 @@ class _Watch:
 
     The clocks of two hosts may be minutes apart, so only a change of the heartbeat's time shows
     that the owner lives. ``silent_s`` counts the seconds without one, by our own clock. A look adds
-    at most ``_LATE_LOOK_S``: if it hangs on the disk, the owner may hang there too. ``beats``: a
+    at most ``_MAX_SILENCE_S``: if it hangs on the disk, the owner may hang there too. ``beats``: a
     change was seen.
     """
 
     def __init__(self) -> None:
         self._seen: tuple[dict[str, Any], int] | None = None
-        self._last_look: float | None = None
+        self._last_read_at: float | None = None
         self.silent_s, self.beats = 0.0, False
 
     def look(self, owner: dict[str, Any], beat: int) -> None:
         """Records the lock's owner and the time of its heartbeat (any unit)."""
         now = time.monotonic()
-        if self._seen == (owner, beat) and self._last_look is not None:
-            self.silent_s += min(now - self._last_look, _LATE_LOOK_S)
+        if self._seen == (owner, beat) and self._last_read_at is not None:
+            self.silent_s += min(now - self._last_read_at, _MAX_SILENCE_S)
         else:
             self.silent_s, self.beats = 0.0, self._seen is not None
-        self._seen, self._last_look = (owner, beat), now
+        self._seen, self._last_read_at = (owner, beat), now
 
 
 class RunLock:
@@ -91,7 +91,7 @@ class RunLock:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def _look(self) -> tuple[dict[str, Any], int] | None:
+    def _read_heartbeat(self) -> tuple[dict[str, Any], int] | None:
         """The lock's owner and the time of its last heartbeat (ns, by the file system's clock).
 
         None where there is no lock or it is half-written.
@@ -106,8 +106,8 @@ class RunLock:
         return (owner, beat) if whole else None
 
     def _read(self) -> dict[str, Any] | None:
-        found = self._look()
-        return found[0] if found else None
+        heartbeat = self._read_heartbeat()
+        return heartbeat[0] if heartbeat else None
 
     def _is_living(self, owner: dict[str, Any], beat: int, watch: _Watch) -> bool | None:
         """Whether the owner of the lock lives; None while that is not known yet."""
@@ -141,8 +141,8 @@ class RunLock:
     def _try(self, watch: _Watch) -> tuple[str, bool] | None:
         """Takes the lock; returns None on success, else its owner and whether that surely lives."""
         with self._guard():
-            if (found := self._look()) is not None:
-                owner, living = found[0], self._is_living(*found, watch)
+            if (heartbeat := self._read_heartbeat()) is not None:
+                owner, living = heartbeat[0], self._is_living(*heartbeat, watch)
                 if living is not False:
                     who = f"process {owner['pid']} on {owner['host']}, started {owner['started']}"
                     return who, living is True
@@ -181,7 +181,7 @@ class RunLock:
         os.kill(os.getpid(), signal.SIGKILL)  # not SIGTERM, on which it would save
 
     def __enter__(self) -> RunLock:
-        deadline, watch, told = time.monotonic() + self.wait_s, _Watch(), False
+        deadline, watch, warned = time.monotonic() + self.wait_s, _Watch(), False
         while (held := self._try(watch)) is not None:
             owner, lives = held
             if lives and time.monotonic() > deadline:
@@ -189,13 +189,13 @@ class RunLock:
                     f"{self.path.parent} is in use by {owner}: a run directory has one writer. "
                     f"Wait for it, stop it, or use another run_dir"
                 )
-            if not lives and not told:
-                told = True
+            if not lives and not warned:
+                warned = True
                 log.warning(
                     "%s is locked by %s: waiting for a sign of life from there; without one for "
                     "%g s the lock is taken over", self.path.parent, owner, self.stale_s,
                 )  # fmt: skip
-            time.sleep(_LOOK_S)
+            time.sleep(_PAUSE_S)
         if watch.silent_s >= self.stale_s:
             log.warning("%s is taken over: there was no sign of life", self.path)
         self._stop.clear()

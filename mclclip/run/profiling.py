@@ -99,8 +99,8 @@ class _MainMemory:
         if not self.can_reset:
             unit = 1 if sys.platform == "darwin" else 1024
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        found = next(line for line in _STATUS.read_text().splitlines() if line[:6] == "VmHWM:")
-        return int(found.split()[1]) * 1024
+        lines = _STATUS.read_text().splitlines()
+        return int(next(line for line in lines if line[:6] == "VmHWM:").split()[1]) * 1024
 
     def reset(self) -> None:
         if not self.can_reset:

@@ -26,7 +26,7 @@ from mclclip.run.profiling import PeakMemory
 log = logging.getLogger("mclclip")
 
 # Parts of the loss that a log line shows, where the objective returns them.
-_SHOWN = {
+_LOGGED = {
     "logit_scale": "scale %.1f",
     "positive_loss": "positive %.3f",
     "negative_loss": "negative %.3f",
@@ -168,17 +168,15 @@ class Recorder:
         row = self._figures(done, self.row, {**parts, **self.watch.counts()})
         counts = {name: int(row.pop(name)) for name in self.watch.counts()}
         if self.metrics is not None:
-            self._tell(self.metrics, done, row | {"lr": lr, "group_size": self.group_size})
+            row |= {"lr": lr, "group_size": self.group_size}
+            self.metrics.write(done, row)
+            parts_text = "".join(f" {t % row[name]}" for name, t in _LOGGED.items() if name in row)
+            log.info(
+                "%s step %d: loss %.4f lr %.2e%s, %.0f samples/s, waiting %.0f %%",
+                self.name, done, row["loss"], lr, parts_text,
+                row["samples_per_s"], 100 * row["data_wait_share"],
+            )  # fmt: skip
         self.watch.judge(done, **counts)
-
-    def _tell(self, metrics: runlog.MetricsLog, done: int, row: dict[str, Any]) -> None:
-        metrics.write(done, row)
-        shown = "".join(f" {text % row[name]}" for name, text in _SHOWN.items() if name in row)
-        log.info(
-            "%s step %d: loss %.4f lr %.2e%s, %.0f samples/s, waiting %.0f %%",
-            self.name, done, row["loss"], row["lr"], shown,
-            row["samples_per_s"], 100 * row["data_wait_share"],
-        )  # fmt: skip
 
     def _write_epoch(self, done: int) -> None:
         steps = self.epoch.steps

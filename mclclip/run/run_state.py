@@ -42,8 +42,8 @@ def write(
     }
     line = json.dumps(record).encode().ljust(_BYTES - 1) + b"\n"
     paths = [] if run_dir is None else [Path(run_dir) / RUN_STATE]
-    speaks = state == "failed" or os.environ.get("LOCAL_RANK", "0") == "0"
-    if (named := os.environ.get(VARIABLE)) and speaks:
+    writes = state == "failed" or os.environ.get("LOCAL_RANK", "0") == "0"
+    if (named := os.environ.get(VARIABLE)) and writes:
         paths.append(Path(named))
     for path in paths:
         if state == "running" or not _is_final(path):

@@ -25,7 +25,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> PeerWatch:
     monkeypatch.setenv("MASTER_PORT", "29500")
     watch = PeerWatch(Context(0, 3), TIMEOUT_S)
     watch._names = [f"rank {rank} (host h{rank}, process 1)" for rank in range(3)]
-    watch._heard = NOW
+    watch._answered_at = NOW
     watch._reports = {rank: (f"5 7 trainer.py:{rank}", NOW) for rank in range(3)}
     return watch
 
@@ -45,7 +45,7 @@ def test_a_rank_that_is_silent_is_named(watch: PeerWatch) -> None:
 
 
 def test_a_store_that_does_not_answer_is_named(watch: PeerWatch) -> None:
-    watch._heard = NOW - TIMEOUT_S - 1.0
+    watch._answered_at = NOW - TIMEOUT_S - 1.0
     problem = watch._problem(NOW)
     assert problem is not None and "head:29500 cannot be reached" in problem
     assert problem.startswith("rank 0 (host h0")
@@ -53,7 +53,7 @@ def test_a_store_that_does_not_answer_is_named(watch: PeerWatch) -> None:
 
 def test_who_does_not_hear_of_itself_has_lost_the_store(watch: PeerWatch) -> None:
     watch._reports = {rank: ("5 7 x.py:1", NOW - TIMEOUT_S - 0.1) for rank in range(3)}
-    watch._heard = NOW - TIMEOUT_S + 0.5  # the end of the same round
+    watch._answered_at = NOW - TIMEOUT_S + 0.5  # the end of the same round
     problem = watch._problem(NOW)
     assert problem is not None and "head:29500 cannot be reached" in problem
 
@@ -61,7 +61,7 @@ def test_who_does_not_hear_of_itself_has_lost_the_store(watch: PeerWatch) -> Non
 def test_who_hears_nothing_waits_before_it_names_another(watch: PeerWatch) -> None:
     """Another's last report may be older than one's own last sign of the store."""
     watch._reports[0] = ("5 7 x.py:1", NOW - TIMEOUT_S + 0.5)
-    watch._heard = NOW - TIMEOUT_S + 0.5
+    watch._answered_at = NOW - TIMEOUT_S + 0.5
     watch._reports[2] = ("5 7 trainer.py:2", NOW - TIMEOUT_S - 0.5)
     assert watch._problem(NOW) is None
     problem = watch._problem(NOW + 1.0)
@@ -83,7 +83,7 @@ def test_who_is_behind_lets_the_others_speak_first(
     assert watch._problem(NOW) is None
     later = NOW + 3 * watch.period_s
     watch._reports = {rank: (report, later) for rank, (report, _) in watch._reports.items()}
-    watch._heard = later
+    watch._answered_at = later
     problem = watch._problem(later)
     assert problem is not None and problem.startswith("rank 0 (host h0, process 1) is waited for")
 
@@ -158,24 +158,24 @@ def test_where_nobody_is_heard_of_the_store_is_lost(watch: PeerWatch) -> None:
     assert "head:29500 cannot be reached" in str(watch._gone())
 
 
-@pytest.mark.parametrize("said", [None, "failed", "asked"])
+@pytest.mark.parametrize("report", [None, "failed", "asked"])
 def test_a_request_of_its_own_stands_for_a_peer_that_cannot_be_heard(
-    watch: PeerWatch, monkeypatch: pytest.MonkeyPatch, said: str | None
+    watch: PeerWatch, monkeypatch: pytest.MonkeyPatch, report: str | None
 ) -> None:
     """The first rank held the store and left for the same signal, which this rank had recorded."""
     watch.period_s = 0.02
     watch._reports = dict.fromkeys(range(3), ("1 7 x.py:1", time.monotonic()))
     words = {"failed": {"failed": "a mistake"}, "asked": {"reason": "SIGHUP", "requeue": True}}
-    if said is not None:
-        watch._reports[1] = (f"last word {json.dumps(words[said])}", time.monotonic())
-    assert isinstance(watch._why_gone(), Preempted) is (said == "asked")
+    if report is not None:
+        watch._reports[1] = (f"last word {json.dumps(words[report])}", time.monotonic())
+    assert isinstance(watch._why_gone(), Preempted) is (report == "asked")
     monkeypatch.setattr(signals._Requests, "name", "SIGUSR1")
     found = watch._why_gone()
-    if said == "failed":
+    if report == "failed":
         assert str(found) == "rank 1 (host h1, process 1) has ended: a mistake"
     else:
         assert isinstance(found, Preempted)
-        assert found.reason == ("SIGUSR1" if said is None else "SIGHUP")
+        assert found.reason == ("SIGUSR1" if report is None else "SIGHUP")
 
 
 class _SlowStore:
@@ -205,10 +205,10 @@ def test_a_rank_does_not_end_before_its_last_word_is_told(
     store = _SlowStore()
     watch.period_s = 0.01
     monkeypatch.setattr(watch, "_open_store", lambda: store)
-    threading.Thread(target=watch._talk, daemon=True).start()
+    threading.Thread(target=watch._exchange_reports, daemon=True).start()
     assert store.busy.wait(120.0)
-    monkeypatch.setattr(peer_watch, "_TELL_S", 120.0)
-    watch.tell(Preempted("the file 'stop'", requeue=False))
+    monkeypatch.setattr(peer_watch, "_REPORT_S", 120.0)
+    watch.report(Preempted("the file 'stop'", requeue=False))
     assert store.held["0"] == 'last word {"reason": "the file \'stop\'", "requeue": false}'
 
 
@@ -219,8 +219,8 @@ def test_a_store_that_is_gone_is_not_waited_for(
         raise RuntimeError("Connection refused")
 
     monkeypatch.setattr(watch, "_open_store", refuse)
-    monkeypatch.setattr(peer_watch, "_TELL_S", 600.0)
-    watch._talk()
+    monkeypatch.setattr(peer_watch, "_REPORT_S", 600.0)
+    watch._exchange_reports()
     start = time.monotonic()
-    watch.tell(ValueError("a mistake"))
+    watch.report(ValueError("a mistake"))
     assert time.monotonic() - start < 300.0

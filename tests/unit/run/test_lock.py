@@ -242,8 +242,8 @@ def test_time_in_which_nobody_looked_does_not_count(monkeypatch: pytest.MonkeyPa
 
     assert look(0.0, 7) == (0.0, False)
     assert look(0.2, 7) == (0.2, False)
-    assert look(600.0, 7) == (0.2 + run_lock._LATE_LOOK_S, False)
-    assert look(0.2, 7) == (0.4 + run_lock._LATE_LOOK_S, False)
+    assert look(600.0, 7) == (0.2 + run_lock._MAX_SILENCE_S, False)
+    assert look(0.2, 7) == (0.4 + run_lock._MAX_SILENCE_S, False)
     assert look(0.2, 6) == (0.0, True)  # its clock went back, its heart beats
     assert look(0.2, 6) == (0.2, True)
     assert look(0.2, 6, pid=2) == (0.0, True)  # another took the lock
