@@ -59,7 +59,9 @@ def run(path: Path) -> int:
 def findings(path: Path) -> Iterator[Finding]:
     """All checks, in the order of the report."""
     machine = (_cpu, _gpus, _hub, _open_files, _shared_memory)
-    for check in (_python, _packages, _torchvision, _faiss, *machine):
+    system = f"{platform.system()} {platform.release()}"
+    yield _finding("python", f"{platform.python_version()} on {system}, {sys.executable}")
+    for check in (_packages, _torchvision, _faiss, *machine):
         yield from check()
     folder = existing(path)
     yield from _disk(path, folder)
@@ -72,11 +74,6 @@ def _finding(what: str, text: str, advice: str = "") -> Finding:
 
 
 # --- software ----------------------------------------------------------------------------------
-
-
-def _python() -> Iterator[Finding]:
-    where = f"{platform.system()} {platform.release()}"
-    yield _finding("python", f"{platform.python_version()} on {where}, {sys.executable}")
 
 
 def _version(package: str) -> str | None:
@@ -268,18 +265,15 @@ def _file_system(folder: Path) -> Iterator[Finding]:
         return
     try:
         with tempfile.TemporaryDirectory(prefix=".mclclip-doctor-", dir=folder) as name:
-            yield from (_tried(*check, Path(name)) for check in _CHECKS)
+            for what, check, advice in _CHECKS:
+                try:
+                    result = check(Path(name))
+                except OSError as error:
+                    result = Finding("FAIL", what, f"{error.strerror or error}: {advice}")
+                yield result if isinstance(result, Finding) else _finding(what, result)
     except OSError as error:
         text = f"{folder} cannot be written ({error.strerror}): choose another folder"
         yield Finding("FAIL", "write", text)
-
-
-def _tried(what: str, check: Callable[[Path], str | Finding], advice: str, folder: Path) -> Finding:
-    try:
-        result = check(folder)
-    except OSError as error:
-        return Finding("FAIL", what, f"{error.strerror or error}: {advice}")
-    return result if isinstance(result, Finding) else _finding(what, result)
 
 
 def _rename(folder: Path) -> str:

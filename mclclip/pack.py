@@ -78,9 +78,8 @@ def pack(
     table that does not parse or yields no sample, and an ``out`` that holds foreign shards.
     """
     table, images, out = Path(table), Path(images), Path(out)
-    _check_paths(table, [images, *allow_roots], out)
-    _check_options(samples_per_shard, delimiter, key_prefix)
-    delimiter = delimiter or _delimiter_of(table)
+    _check(table, [images, *allow_roots], out, samples_per_shard, key_prefix)
+    delimiter = _checked_delimiter(table, delimiter)
     caption_column = _checked_columns(table, delimiter, path_column, caption_column)
     settings: dict[str, Any] = {
         "images": os.path.abspath(images),
@@ -137,31 +136,32 @@ def _write(
     return artifact.finish(counts)
 
 
-def _check_options(samples_per_shard: int, delimiter: str | None, key_prefix: str) -> None:
-    if samples_per_shard < 1:
-        raise ValueError(f"samples_per_shard is {samples_per_shard}, expected at least 1")
-    if delimiter is not None and len(delimiter) != 1:
-        raise ValueError(f"delimiter is {delimiter!r}, expected one character")
-    if split_member_name(f"{key_prefix}0.jpg") != (f"{key_prefix}0", "jpg"):
-        raise ValueError(f"key_prefix is {key_prefix!r}: keys are cut at a dot, use none")
-
-
-def _check_paths(table: Path, folders: Sequence[Path], out: Path) -> None:
+def _check(
+    table: Path, folders: Sequence[Path], out: Path, samples_per_shard: int, key_prefix: str
+) -> None:
     if not table.is_file():
         raise FileNotFoundError(f"no table at {table}")
     for folder in folders:
         if not folder.is_dir():
             raise FileNotFoundError(f"no folder of images at {folder}")
     check_foreign(out, "pack")
+    if samples_per_shard < 1:
+        raise ValueError(f"samples_per_shard is {samples_per_shard}, expected at least 1")
+    if split_member_name(f"{key_prefix}0.jpg") != (f"{key_prefix}0", "jpg"):
+        raise ValueError(f"key_prefix is {key_prefix!r}: keys are cut at a dot, use none")
 
 
-def _delimiter_of(table: Path) -> str:
-    try:
-        return _DELIMITERS[table.suffix.lower()]
-    except KeyError:
+def _checked_delimiter(table: Path, delimiter: str | None) -> str:
+    """The delimiter that was given, else that of the table's suffix."""
+    if delimiter is None:
+        delimiter = _DELIMITERS.get(table.suffix.lower())
+    if delimiter is None:
         raise ValueError(
             f"{table} ends in {table.suffix!r}, expected .csv or .tsv: give the delimiter"
-        ) from None
+        )
+    if len(delimiter) != 1:
+        raise ValueError(f"delimiter is {delimiter!r}, expected one character")
+    return delimiter
 
 
 def _checked_columns(

@@ -231,21 +231,27 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     monkeypatch.setattr(config, "load", fail)
 
 
-@pytest.mark.parametrize("kind", [ValueError, FileNotFoundError, PermissionError])
-def test_what_does_not_fit_is_2(main: Any, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
-    fail_with(monkeypatch, kind("labels have 3 rows,\n  the index has 4"))
-    shown = main("config", "run_dir=x")
-    assert shown.code == 2
-    assert shown.err == "mclclip: labels have 3 rows, the index has 4\n"
+ROWS = "labels have 3 rows,\n  the index has 4"
 
 
-def test_our_runtime_error_is_2_and_one_of_a_library_is_1(
-    main: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ValueError(ROWS), 2, "labels have 3 rows, the index has 4"),
+        (FileNotFoundError(ROWS), 2, "labels have 3 rows, the index has 4"),
+        (PermissionError(ROWS), 2, "labels have 3 rows, the index has 4"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_what_a_user_can_mend_or_asked_for_is_one_line(
+    main: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, line: str
 ) -> None:
-    """Torch raises RuntimeError for shapes that do not fit, which no user can mend."""
-    fail_with(monkeypatch, RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    fail_with(monkeypatch, error)
     shown = main("config", "run_dir=x")
-    assert shown.code == 1 and "Traceback" in shown.err
+    assert (shown.code, shown.err) == (code, f"mclclip: {line}\n")
+
+
+def test_our_runtime_error_is_2(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     namespace: dict[str, Any] = {}
     code = "def fail(*_):\n    raise RuntimeError('labels have 3 rows')"
     exec(compile(code, cli.__file__, "exec"), namespace)
@@ -261,21 +267,19 @@ def test_debug_shows_where(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown.err.endswith("mclclip: labels have 3 rows\n")
 
 
-@pytest.mark.parametrize("error", [KeyError("image"), AssertionError(), TypeError("no len()")])
+@pytest.mark.parametrize(
+    "error",
+    [KeyError("image"), AssertionError(), TypeError("no len()"), RuntimeError("mat1 and mat2")],
+)
 def test_our_own_error_is_1_with_its_traceback(
     main: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
+    """So is a RuntimeError of a library: torch raises it for shapes, which no user can mend."""
     fail_with(monkeypatch, error)
     shown = main("config", "run_dir=x")
     assert shown.code == 1 and "Traceback (most recent call last)" in shown.err
     last = shown.err.splitlines()[-1]
     assert last.startswith("mclclip: ") and len(last) > len("mclclip: ")
-
-
-def test_an_interrupt_is_130(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    fail_with(monkeypatch, KeyboardInterrupt())
-    shown = main("config", "run_dir=x")
-    assert shown.code == 130 and shown.err == "mclclip: interrupted\n"
 
 
 def test_a_verb_may_give_its_own_code(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,13 +33,17 @@ def build(sources: Sources, seed: int, *, size: int | None = None) -> Splits:
     folder = sources.folder("celeba")
     folder = folder / "celeba" if (folder / "celeba").is_dir() else folder
     names, values = _read_attributes(folder / "list_attr_celeba.txt")
-    parts = _read_parts(folder / "list_eval_partition.txt")
+    partition = folder / "list_eval_partition.txt"
+    rows = _lines(partition)
+    if any(len(row) != 2 or row[1] not in ("0", "1", "2") for row in rows):
+        raise ValueError(f"{partition} is not the list of CelebA: wanted a file name and 0, 1 or 2")
+    parts = {row[0]: int(row[1]) for row in rows}
 
     def samples(split: str) -> Iterator[PackedSample]:
-        rows = np.array([row for row, name in enumerate(names) if parts.get(name) == _PARTS[split]])
-        if not len(rows):
-            raise ValueError(f"{folder}/list_eval_partition.txt puts no image into {split}")
-        for number, row in enumerate(balanced(rows, values, seed)):
+        own = np.array([row for row, name in enumerate(names) if parts.get(name) == _PARTS[split]])
+        if not len(own):
+            raise ValueError(f"{partition} puts no image into {split}")
+        for number, row in enumerate(balanced(own, values, seed)):
             path = folder / "img_align_celeba" / names[row]
             if not path.is_file():
                 raise FileNotFoundError(f"no {path}, which list_attr_celeba.txt names")
@@ -91,10 +95,3 @@ def _read_attributes(path: Path) -> tuple[list[str], npt.NDArray[np.int64]]:
     except ValueError as error:
         raise ValueError(f"{path} is not the list of CelebA: {error}") from error
     return [row[0] for row in rows], (values > 0).astype(np.int64)
-
-
-def _read_parts(path: Path) -> dict[str, int]:
-    rows = _lines(path)
-    if any(len(row) != 2 or row[1] not in ("0", "1", "2") for row in rows):
-        raise ValueError(f"{path} is not the list of CelebA: wanted a file name and 0, 1 or 2")
-    return {row[0]: int(row[1]) for row in rows}
