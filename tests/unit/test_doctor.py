@@ -275,13 +275,24 @@ def test_no_atomic_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert finding.state == "FAIL" and "did not replace" in finding.text
 
 
-def test_no_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: int) -> None:
-        raise OSError(22, "Invalid argument")
+@pytest.mark.parametrize(
+    ("what", "function", "error", "text"),
+    [
+        ("fsync", "os.fsync", OSError(22, "Invalid argument"), "Invalid argument: a power cut"),
+        ("flock", "fcntl.flock", OSError(38, "Not implemented"), "Not implemented: the run lock"),
+        ("mmap", "mmap.mmap", OSError(19, "No such device"), "No such device: the sample index"),
+    ],
+)
+def test_what_a_file_system_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, function: str, error: OSError,
+    text: str,
+) -> None:  # fmt: skip
+    def refuse(*_: object, **__: object) -> None:
+        raise error
 
-    monkeypatch.setattr(os, "fsync", refuse)
-    finding = one(file_system(tmp_path), "fsync")
-    assert finding.state == "FAIL" and finding.text.startswith("Invalid argument: a power cut")
+    monkeypatch.setattr(f"mclclip.doctor.{function}", refuse)
+    finding = one(file_system(tmp_path), what)
+    assert finding.state == "FAIL" and finding.text.startswith(text)
 
 
 def test_a_slow_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,23 +315,6 @@ def test_a_lock_that_does_not_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
     finding = one(file_system(tmp_path), "flock")
     assert finding.state == "FAIL" and "two holders" in finding.text and "-o flock" in finding.text
-
-
-def test_a_disk_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    finding = one(file_system(tmp_path), "flock")
-    assert finding.state == "FAIL" and finding.text.startswith("Function not implemented: the run")
-
-
-def test_no_mapped_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(19, "No such device")
-
-    monkeypatch.setattr("mclclip.doctor.mmap.mmap", refuse)
-    assert one(file_system(tmp_path), "mmap").state == "FAIL"
 
 
 @pytest.mark.parametrize(("skew_s", "state"), [(0.0, "ok"), (20.0, "warn"), (-120.0, "FAIL")])
