@@ -26,15 +26,15 @@ from tests.unit.test_architecture import edges
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
-    "files": 289,
-    "lines": 35_491,
-    "functions": 3_215,
-    "functions of two lines or fewer": 982,
-    "classes": 421,
-    "dataclasses": 214,
+    "files": 251,
+    "lines": 33_274,
+    "functions": 2_867,
+    "functions of two lines or fewer": 812,
+    "classes": 364,
+    "dataclasses": 177,
     "options": 263,
-    "arrows between rooms": 227,
-    "lines of tests": 50_306,
+    "arrows between rooms": 234,
+    "lines of tests": 48_472,
 }
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 SILENT |= {tokenize.ENCODING, tokenize.ENDMARKER}

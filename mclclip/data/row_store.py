@@ -178,12 +178,8 @@ def left_out(directory: Path, num_shards: int) -> Integers:
     """
     ids: list[int] = []
     for number in range(num_shards):
-        # Older versions wrote another file.
-        older = Path(directory) / f"{number:05d}.bad.json"
         if (note := read_note(directory, number)) is not None:
             ids += note.reasons
-        elif older.exists():
-            ids += [int(sample_id) for sample_id in files.read_json(older)]
         elif _note_path(directory, number).exists():
             raise RuntimeError(
                 f"{_note_path(directory, number)} is damaged: run 'mclclip embed --force' to make "
