@@ -102,8 +102,12 @@ class Loader(Generic[T]):
 def _lost_worker(source: object, error: Exception) -> LostWorker | None:
     """LostWorker where ``error`` came of a worker that was ended from outside."""
     workers = getattr(source, "_workers", ())
-    if isinstance(error, ConnectionError | EOFError):  # a worker's files close before it has ended
-        multiprocessing.connection.wait([worker.sentinel for worker in workers], _ENDS_S)
+    if isinstance(error, ConnectionError | EOFError):
+        # A worker's files close, its sentinel among them, before it has ended.
+        closed = multiprocessing.connection.wait([worker.sentinel for worker in workers], _ENDS_S)
+        for worker in workers:
+            if worker.sentinel in closed:
+                worker.join()
     for number, worker in enumerate(workers):
         if worker.exitcode:
             return lost.worker(f"{number} ", worker.pid, worker.exitcode)

@@ -184,13 +184,13 @@ def test_a_signal_outside_of_training_leaves_at_once(
 
 
 def signal_in_export() -> None:
-    from mclclip import export
+    from mclclip.models.model import Model
 
     def write(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(60)
 
-    setattr(export, "save_export", write)  # noqa: B010
+    setattr(Model, "save", write)  # noqa: B010
 
 
 def test_save_now_saves_and_goes_on(shell: Shell, indexed: Any, tmp_path: Path) -> None:
