@@ -235,8 +235,8 @@ def accuracy_figures(
 ) -> list[Figure]:
     """``accuracy`` and ``mean_per_class`` in percent of labels [Q] predicted for ``data.test``.
 
-    ``metric`` names the headline. Their chance is what the most frequent class of the train images
-    gets as the only answer.
+    ``metric`` names the headline. Chance is the score of always answering the most frequent class
+    of the train images.
     """
     correct, truth = predicted == data.test_labels, data.test_labels
     only = float(np.mean(truth == np.bincount(data.train_labels).argmax()))

@@ -64,8 +64,8 @@ class StoredImage:
 
 
 def image_items(images: Iterable[Any], root: Path) -> list[str]:
-    """Names of images as items of outcomes: of files their path below ``root``, of images in shards
-    their key, of others their text."""
+    """A name for each image in the outcomes: a file's path below ``root``, the key of an image in a
+    shard, otherwise ``str(image)``."""
     return [
         path.relative_to(root).as_posix()
         if isinstance(path, Path) and path.is_relative_to(root)

@@ -133,7 +133,8 @@ class _Record:
         return value
 
     def texts(self, value: Any, count: int | None = None) -> list[Any]:
-        """The candidates of an item, of which the first is true: a list of ``count`` texts."""
+        """Returns ``value``, the candidates of an item, after a check that it is a list of
+        ``count`` texts (None: two or more); the first one is true."""
         wanted = "at least 2" if count is None else str(count)
         if not isinstance(value, list) or len(value) < 2 or len(value) != (count or len(value)):
             got = f"{len(value)} texts" if isinstance(value, list) else f"{value!r:.80}"

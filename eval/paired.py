@@ -172,8 +172,9 @@ def _resampled(
     """Sums of ``values`` [U] drawn with replacement, for ``draws`` draws.
 
     Equal values are drawn together. Deviations are widened by sqrt(U / (U - 1)), since the spread
-    of few values is smaller than that of what they were drawn from. ``share``: the part of the
-    pseudo-units that belongs here; their values are ``most``, 0 and -``most``.
+    of few values is smaller than that of what they were drawn from. So that an interval is never
+    empty, a few invented units (``_PSEUDO_UNITS``) with the values ``most``, 0 and -``most`` are
+    drawn too; ``share`` is the part of them that this stratum gets.
     """
     sizes, counts = np.unique(values.round(12), return_counts=True)
     sizes = np.concatenate([sizes, [most, 0.0, -most]])

@@ -139,7 +139,8 @@ class _Ranker:
         return starts, self.order[np.arange(starts[-1]) + shift]
 
     def _products(self, queries: Tensor, starts: IntArray, columns: IntArray) -> Features:
-        """Float32 products of queries with the candidates ``columns``, summed in float64."""
+        """Products of query q with the candidates columns[starts[q]:starts[q + 1]], one query after
+        the other; summed in float64, returned in float32."""
         ends, ids = torch.from_numpy(starts), torch.from_numpy(columns)
         products: Features = pair_products(queries, self.exact, ends, ids).float().numpy()
         return products

@@ -260,7 +260,8 @@ def notes(rows: Sequence[Result]) -> list[str]:
 
 
 def _counts(rows: Sequence[Result], part: str, other: str) -> list[tuple[int, int]]:
-    """Two whole numbers of the protocols of rows, each pair once, where the first is not 0."""
+    """The distinct pairs (protocol[part], protocol[other]) of rows, sorted, without those whose
+    first number is 0 and those that are no whole numbers."""
     pairs = {(row.protocol.get(part), row.protocol.get(other)) for row in rows}
     return sorted((a, b) for a, b in pairs if a and type(a) is type(b) is int)
 

@@ -131,8 +131,8 @@ def nearest(
     Returns products, rounded to float32, and rows [Q, k], nearest first, ties by the lower row:
     copies of a row tie exactly, however many there are. Beside the result, memory holds a block
     of ``query_rows`` and one of ``bank_rows`` in float32, and faiss another of these. ``what``
-    names the caller in the error for a missing faiss. ``make`` None: ``choose_index``. Raises
-    ValueError unless 1 <= k <= N, and where faiss is not installed.
+    names the caller in the error for a missing faiss. ``make`` builds the index of a block (None:
+    ``choose_index``). Raises ValueError unless 1 <= k <= N, and where faiss is not installed.
     """
     if not 1 <= k <= len(bank):
         raise ValueError(f"k is {k}, wanted 1 to {len(bank)}, the number of rows to search")
@@ -260,8 +260,8 @@ def near_pairs(
     ``over``: the blocks that are searched (None: all ``blocks``). The order of the pairs says
     nothing. Rows need not have unit length; a row of zeros is near nothing. Memory holds the two
     blocks, and what faiss found among them. Every row is compared with every other: time grows with
-    N^2 D. ``make`` None: ``choose_index``. Raises ValueError unless 0 < above < 1, and where faiss
-    is not installed.
+    N^2 D. ``make`` builds the index of a block (None: ``choose_index``). Raises ValueError unless
+    0 < above < 1, and where faiss is not installed.
     """
     _check_cosine(above)
     faiss = library(what)

@@ -150,7 +150,8 @@ class Search:
         return nearest
 
     def _packed(self, rows: Tensor, row: Tensor, centroid: Tensor) -> Tensor:
-        """The packed scores and ids of pairs; ``row`` ascends."""
+        """One int64 for each pair (row, centroid) [P], which sorts by score and then by the lowest
+        id (``pack``); ``row`` must ascend."""
         scores = score_pairs(rows, self.centroids, row, centroid, self._scores)
         if self.half_squares is not None:
             scores -= self.half_squares[centroid]

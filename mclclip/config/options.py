@@ -86,9 +86,9 @@ class Config:
             )
         if self.trained_model is not None and not objective.starts_anew:
             raise ValueError(
-                "trained_model is for a train.objective that may start from an encoder of its own "
-                f"(mlcd, mlc, single_label): with {objective.kind} every stage starts from the "
-                "base model"
+                "trained_model is for a train.objective that may start from an encoder of its own, "
+                f"such as mlcd or simlap: with {objective.kind} every stage starts from the base "
+                "model"
             )
         if other := [name for name in self.controls if name not in objective.controls]:
             raise ValueError(
@@ -197,7 +197,10 @@ class Config:
 
     def pixels_of(self, training: str) -> Pixels:
         """How the training ``base`` or ``train`` makes pixels; ``auto`` is ``fast`` where its
-        transform only crops. Raises ValueError for ``fast`` where it does more."""
+        transform only crops.
+
+        Raises ValueError where data.pixels is ``fast`` and the augmentation does more than crop.
+        """
         asked = more_than_crops(self.model_of(training))
         if self.data.pixels == "fast" and asked:
             raise ValueError(

@@ -200,8 +200,8 @@ class HttpStore:
 
 
 def _close(loop: asyncio.AbstractEventLoop, session: aiohttp.ClientSession, pid: int) -> None:
-    """Closes a session of the process ``pid``. In a fork of it the session stays as it is: its loop
-    shares what it waits for with that process, which would then wait in vain."""
+    """Closes a session of the process ``pid``. A forked child leaves it open: its event loop has
+    the file descriptors of its parent's, and closing them would stall the parent."""
     if os.getpid() == pid:
         from fsspec.implementations.http import HTTPFileSystem
 

@@ -81,7 +81,7 @@ class Overlap:
     overlap: float
 
     def as_json(self) -> dict[str, Any]:
-        """What the figure's file has of it."""
+        """The overlap and both histograms, for the figure's JSON file, which has the edges once."""
         shares = {"within": self.within.tolist(), "between": self.between.tolist()}
         return {"overlap": self.overlap, **shares}
 

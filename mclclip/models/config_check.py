@@ -263,7 +263,8 @@ def _is_number(kind: Any, name: str) -> bool:
 
 
 def num_parameters(config: Mapping[str, Any]) -> int:
-    """Parameters of the towers, at least: their blocks and tables, without towers by name."""
+    """A lower bound of the number of parameters: of blocks and token tables; a tower that is named
+    by its library counts as 0."""
     vision, text = config.get("vision_cfg") or {}, config.get("text_cfg") or {}
     total = 0.0
     if not vision.get("timm_model_name") and "backbone" not in vision:

@@ -54,9 +54,9 @@ def parameter_groups(
     """Groups of trainable parameters: those with weight decay, then those without.
 
     Parameters with fewer than two dimensions (norms, biases, the class token, the logit scale) do
-    not decay. With `lr_scale` there are two such groups for each of its values, lowest first;
-    Parameters with an upper bound have their own groups. Raises ValueError where nothing is
-    trainable.
+    not decay. With `lr_scale` there are two such groups for each of its values, the lowest value
+    first. Parameters with an upper bound have groups of their own. Raises ValueError where nothing
+    is trainable.
     """
     bounds = upper_bounds or {}
     members: dict[tuple[Any, ...], list[nn.Parameter]] = {}

@@ -303,8 +303,8 @@ def _model(made: Any, directory: Path) -> Any:
 def _tokenizer(
     transformers: Any, classes: tuple[str, ...], directory: Path, context_length: int
 ) -> tuple[Any, bool]:
-    """The tokenizer, and whether it wants texts in lower case: SigLIP 2's, which is Gemma's, was
-    trained so, as transformers documents, and does not change them itself."""
+    """The tokenizer, and whether texts must be made lower case first: SigLIP 2 was trained on lower
+    case, but its tokenizer (Gemma's) leaves texts as they are."""
     path = directory / config_check.TOKENIZER_CONFIG
     record = files.read_model_json(path) if path.is_file() else {}
     name = record.get("tokenizer_class") if isinstance(record, Mapping) else None

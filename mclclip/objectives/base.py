@@ -48,9 +48,9 @@ _PARTS = (
 class Reads:
     """Data and parts of the model that an objective reads beside images.
 
-    captions      features of a sample's text; the text tower rests where they are not read
-    logit_scale   the model's logit scale; it rests where it is not read
-    logit_bias    the model's logit bias, where it has one; it rests where it is not read
+    captions      features of a sample's text; the text tower is frozen where they are not read
+    logit_scale   the model's logit scale; it is frozen where it is not read
+    logit_bias    the model's logit bias, where it has one; it is frozen where it is not read
     groups        batches are drawn from samples with one pseudo label
     clusters      this many nearest clusters of each sample, found at the stage before (0: none)
     threshold     clusters less similar than this are left out, but for the nearest (None: none are)
@@ -187,8 +187,8 @@ class Objective(nn.Module):
     gathers_images: ClassVar[bool] = False
     """Whether ``forward`` gives ``image_features``, as they are, to ``gather_with_grad``."""
     loss_follows: bool = False
-    """Whether ``forward`` will be called with the next ``features``. Those of gradient caching, and
-    of a step that is compiled whole, are taken for ones that it is not called with."""
+    """Whether ``forward`` will be called with the next ``features``. False in gradient caching and
+    where the whole step is compiled."""
 
     def outside(self) -> Sequence[OutsideParameters]:
         """Parameters that engines do not wrap; none by default."""
@@ -230,7 +230,7 @@ class ObjectiveOptions:
     num_views: ClassVar[int] = 1
     """Augmented views of every image."""
     controls: ClassVar[tuple[str, ...]] = ()
-    """Controls that say something of it: ``ungrouped``, ``random_groups``."""
+    """Controls that make sense for it, of ``ungrouped`` and ``random_groups``."""
     starts_anew: ClassVar[bool] = False
     """Whether stages may start from another encoder than the one that was clustered."""
     engines: ClassVar[tuple[str, ...]] = ("ddp", "fsdp", "deepspeed")

@@ -142,9 +142,8 @@ def _makes_features(term: Objective) -> bool:
 class WeightedSum(Objective):
     """The weighted sum of several losses of the same features.
 
-    The parts of every term carry its number and kind, such as ``1_info_nce/loss``. Terms that
-    change what the model sees, or that add features, have to agree: each sees the features that the
-    terms before it have made.
+    The parts of every term carry its number and kind, such as ``1_info_nce/loss``. At most one term
+    may change what the model sees or add features; all terms get its features.
     """
 
     terms: Any  # Objectives: a ModuleList is typed as one of modules

@@ -26,13 +26,13 @@ def count(
     machine: Machine,
     speed: Speed,
 ) -> dict[str, Any]:
-    """Every pass in the order of a run, sums over all of them, and the trunk's cache by training.
+    """Returns ``passes`` in the order of a run, ``hours`` and ``gpu_hours``, which are their sums,
+    ``trunk_cache`` by training, and ``speed``, what was given or assumed.
 
     A pass: ``name`` (``training``, ``trunk``, ``images``, ``captions``), stage, variant, ``option``
     (``base`` or ``train``, of a training), ``samples`` as [fewest, most], operations of a
     ``sample``, ``precision``, ``samples_per_s`` of a GPU, whether that was ``given``, and ``hours``
     and ``gpu_hours``, [fewest, most]. Samples, rates and hours are None where they are unknown.
-    ``speed`` has what was given or assumed.
     """
     speed = speed.settled(config.device == "cpu")
     trainings = [_training(config, of, measured, machine, speed) for of in counted["trainings"]]

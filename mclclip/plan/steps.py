@@ -141,7 +141,8 @@ def _left_out(index: SampleIndex | None, name: str, options: TrainConfig) -> np.
 
 
 def _radices(config: Config, stage: int, variant: str) -> tuple[int, ...]:
-    """Clusters of each stage that a training's labels are made of; () for one group."""
+    """The number of clusters of each stage whose labels make up the training's pseudo labels; ()
+    without groups."""
     if variant == "ungrouped" or not config.train.objective.reads.groups:
         return ()
     radices = tuple(config.clusters[:stage])

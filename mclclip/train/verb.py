@@ -75,6 +75,7 @@ def run(
         log.info("%s is finished: skipped", job.directory)
         return job.directory
     collectives.together(lambda: parts.check_pixels(config, [job.name]))
+    # Read and checked by the first rank alone; each rank keeps what it hands over.
     job.class_labels = collectives.on_main(lambda: job.class_labels)
     given = collectives.on_main(lambda: job.resharded and job.resharded.arguments)
     job.resharded = collectives.together(lambda: given and Resharded.mapped(*given))
