@@ -69,7 +69,8 @@ def read_captions(
     protocol's. COCO's images without a caption are kept as candidates.
     """
     path, images = Path(path), Path(images)
-    split = split or _rule(path, images, protocol).split
+    rule = _rule(path, images, protocol)
+    split = split or rule.split
     if path.is_dir():
         named = _caption_files(path, images)
     elif path.suffix in _READERS:

@@ -208,6 +208,7 @@ def run_suite(
     batch_size, precision, max_image_pixels, num_workers (see ``Extractor``). All ranks of
     ``context`` take part; the first one writes.
     """
+    check(benchmarks)
     extractor = Extractor(encoder, context, **settings)
     rows: list[Result] = []
     for name, benchmark in benchmarks.items():

@@ -452,7 +452,7 @@ def _new_shards(known: Sequence[Shard], wanted: Sequence[Shard], directory: Path
             ("captions=", old.captions, now.captions),
             ("attributes=", list(old.attributes), list(now.attributes)),
             ("", _subset_of(old), _subset_of(now)),
-            ("where=", sorted(old.where), sorted(now.where)),
+            ("where=", sorted({*old.where}), sorted({*now.where})),
         ):
             if was != is_now:
                 again = "with " if not name else ""

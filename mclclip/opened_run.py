@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -185,7 +185,8 @@ class Run:
         """Sorted ids of at most ``count`` samples that can be decoded and have a row in every
         finished embedding, drawn by the seed and a number for the ``purpose``."""
         usable = np.setdiff1d(np.arange(len(self.index)), self.index.bad_ids())
-        for stage in self.stages:
+        num_stages = len(self.stages) if self.config is None else self.config.num_stages + 1
+        for stage in map(self.stage, range(num_stages)):
             if stage.has("embeddings"):
                 folder = stage.directory("embeddings")
                 usable = np.setdiff1d(usable, left_out(folder, len(self.index.shards)))
@@ -195,12 +196,14 @@ class Run:
     def dataset(self) -> TarDataset:
         """Reads images and captions as the run's options of data say (``read_many``, ``captions``).
 
-        Raises ValueError where these want checksums of images that the index does not have.
+        Images are compared with the index where it has their checksums.
         """
         from mclclip.data.options import DataConfig
         from mclclip.data.samples import TarDataset
 
         data = DataConfig() if self.config is None else self.config.data
+        if self.index.image_crc32 is None:
+            data = replace(data, verify="captions")
         return TarDataset(self.index, data)
 
     def captions(self, ids: Ids) -> list[list[str]]:

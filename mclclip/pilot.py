@@ -28,7 +28,7 @@ from mclclip.data.groups import StageGroups
 from mclclip.data.labels import outside_of_share
 from mclclip.eval import paired, results
 from mclclip.eval.outcomes import Outcomes
-from mclclip.files import digest_json, read_json, shown, write_json
+from mclclip.files import digest_json, parse_json, read_json, shown, write_json
 from mclclip.opened_run import Run
 from mclclip.plan import steps
 from mclclip.run.layout import PILOTS, Layout
@@ -207,7 +207,9 @@ def _price(config: Config, planned: Sequence[dict[str, Any]]) -> dict[str, Any]:
     trainings = [t for t in planned if t["stage"] > 0]
     samples, rank_s, ranks = 0.0, 0.0, 1
     for variant in PILOTS:
-        for row in Run.of(config, variant).stage(1).records("epochs")[0]:
+        path = Run.of(config, variant).stage(1).directory("train") / "epochs.jsonl"
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        for row in (parse_json(line, str(path)) for line in lines):  # all: they are added up
             if row["samples_per_s_per_rank"] > 0:
                 seen = row["steps"] * config.train.global_batch
                 samples += seen

@@ -69,6 +69,8 @@ class _Pool:
 
     def add(self, rows: Integers, cosines: Cosines, scores: Cosines) -> None:
         """Takes pairs [P, 2] with cosines [P, 2] and scores [P]."""
+        if not len(rows):
+            return
         self.parts.append((rows, cosines, scores))
         self.num_pairs += len(rows)
         self.held += len(rows)

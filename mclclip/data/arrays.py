@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import tokenize
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,13 +23,17 @@ Floats = npt.NDArray[np.floating[Any]]
 BlockLayout = tuple[tuple[int, ...], np.dtype[Any]]
 ROWS_PER_BLOCK = 4096
 # What numpy raises for a header that it cannot parse.
-_UNREADABLE = (ValueError, EOFError, SyntaxError, TypeError, tokenize.TokenError)
+_UNREADABLE = (
+    ValueError, EOFError, SyntaxError, TypeError, OverflowError, tokenize.TokenError,
+    zipfile.BadZipFile,
+)  # fmt: skip
 
 
 def open_npy(path: Path, verb: str, record: Record | None = None) -> np.memmap[Any, np.dtype[Any]]:
     """An array that ``verb`` wrote, memory-mapped; the whole file is compared with ``record``.
 
-    Raises FileNotFoundError where there is none, RuntimeError where it is damaged.
+    Raises FileNotFoundError where there is none, RuntimeError where it is damaged, and the system's
+    own OSError, which names the file, where it cannot be opened.
     """
     again = f"run 'mclclip {verb} --force' to make it again"
     try:
@@ -37,6 +42,8 @@ def open_npy(path: Path, verb: str, record: Record | None = None) -> np.memmap[A
     except FileNotFoundError as error:
         raise FileNotFoundError(f"no {path}: {again}") from error
     except (OSError, *_UNREADABLE) as error:
+        if isinstance(error, OSError) and error.errno:  # such as a permission that is missing
+            raise
         what = " ".join(str(error).split())[:200]
         raise RuntimeError(f"{path} is damaged ({what}): {again}") from error
     return array

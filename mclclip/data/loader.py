@@ -107,7 +107,7 @@ def _lost_worker(source: object, error: Exception) -> LostWorker | None:
         closed = multiprocessing.connection.wait([worker.sentinel for worker in workers], _ENDS_S)
         for worker in workers:
             if worker.sentinel in closed:
-                worker.join()
+                worker.join(_ENDS_S)
     for number, worker in enumerate(workers):
         if worker.exitcode:
             return lost.worker(f"{number} ", worker.pid, worker.exitcode)

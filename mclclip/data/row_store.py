@@ -192,7 +192,8 @@ def join_checksums(path: Path, directory: Path, index: SampleIndex) -> None:
     """Writes the checksums of all shards in ``directory`` as one file: int64 [N]."""
     with write_npy_parts(path, (len(index),), np.int64) as append:
         for number in range(len(index.shards)):
-            append(open_npy(_checksums_path(directory, number), "embed"))
+            of_shard = _checksums_path(directory, number)
+            append(open_npy(of_shard, "embed --stage 0 --trunk-cache"))
 
 
 def is_damaged(directory: Path, number: int, checksums: Sequence[int]) -> bool:
@@ -239,10 +240,12 @@ class RowStore:
         self._checked = [Checked(p, r, again) for p, r in zip(paths, known, strict=True)]
         self.num_rows: list[int] = []
         self.file_layouts: list[BlockLayout] = []
-        for path, record in zip(paths, known, strict=True):
+        for path, record, checked in zip(paths, known, self._checked, strict=True):
             rows = open_npy(path, verb)  # one at a time: each mapping holds a file handle
             if record is not None and int(rows.offset) + rows.nbytes != record.size_bytes:
                 raise RuntimeError(f"{path} is damaged (its header has changed): {again}")
+            if rows.dtype.kind != "f":  # no rows have such numbers: is the header what was written?
+                checked.check(0, 1)
             self.num_rows.append(len(rows))
             self.file_layouts.append((rows.shape[1:], rows.dtype))
         self.starts: Integers = np.cumsum([0, *self.num_rows])

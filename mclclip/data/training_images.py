@@ -89,7 +89,7 @@ class TrainingImages:
         Raises ValueError for weights that do not fit the index.
         """
         of_index = read_manifest(self.directory, KIND).digest
-        weights = [source.weight for source in self.options.sources.values()]
+        weights = {name: source.weight for name, source in self.options.sources.items()}
         name = of_index + str(self.plans) + str(weights) + digest_keys(map(str, images))
         if name not in _known:
             try:

@@ -23,7 +23,7 @@ from mclclip import files
 from mclclip.config import Config
 from mclclip.data import trunk_rows
 from mclclip.data.arrays import open_npy
-from mclclip.data.row_store import is_damaged, join_checksums, left_out, rows_path
+from mclclip.data.row_store import all_notes, is_damaged, join_checksums, rows_path
 from mclclip.data.sample_index import SampleIndex, Shard
 from mclclip.data.shard_check import check_shards
 from mclclip.data.trunk_rows import CHECKSUMS, recorded_folder
@@ -83,7 +83,8 @@ def write(
 
     def finish() -> None:
         join_checksums(artifact.directory / CHECKSUMS, folder, index)
-        without = left_out(folder, len(index.shards)).tolist()
+        notes = all_notes(folder, len(index.shards)).values()
+        without = sorted(sample_id for note in notes for sample_id in note.reasons)
         artifact.finish(
             {"samples": len(index), "shards": len(index.shards), "bad_samples": num_bad}
             | {"shape": list(shape), "rows": recorded_folder(artifact.directory, folder)},

@@ -232,6 +232,9 @@ def siglip(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
         )
     only = "a plain ViT with an attention pool and a text tower whose projection has a bias"
     tensors = renamed(own, _SIGLIP, what, f", which holds {only}")
+    pool = {f"{_POOL}.{part}.{kind}" for part in ("q", "kv") for kind in ("weight", "bias")}
+    if not pool <= tensors.keys():
+        raise ValueError(f"the model has no attention pool with biases, as {what} has")
     for kind in ("weight", "bias"):
         parts = [tensors.pop(f"{_POOL}.{part}.{kind}") for part in ("q", "kv")]
         tensors[f"{_POOL}_{kind}"] = torch.cat(parts)

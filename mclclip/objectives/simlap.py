@@ -335,8 +335,9 @@ class SimLAP(Objective):
             sample_id: [b] int64; equal ids are one sample, never each other's positives.
             classes: [b, 1] int64, 0 or more.
             keys, keys_1: [b, D], a momentum copy's features of the first and the second view. With
-                them each view is compared with the copy's other one, without gradient through the
-                copy, as in MoCo v3; without, each view is compared with the other one.
+                both, each view is compared with the copy's other one, without gradient through the
+                copy, as in MoCo v3. ``keys`` alone (MoCo v2's) are those of the second view, and
+                only the first view's rows count. Without them each view is compared with the other.
             logit_scale: 0-dimensional, where the temperature is the model's.
             unused: features that other objectives read.
 
@@ -380,7 +381,7 @@ class SimLAP(Objective):
         """Pairs of rows [b, D] and their candidates [B, D]; ValueError for what is missing."""
         if tuple(classes.shape) != (len(first), 1):
             raise ValueError(f"classes {tuple(classes.shape)} must be [{len(first)}, 1]")
-        if second is None:
+        if second is None and (keys is None or keys_1 is not None):
             raise ValueError("simlap compares two views of an image, and image_features_1 is none")
 
         def wide(features: Tensor) -> Tensor:
@@ -388,12 +389,14 @@ class SimLAP(Objective):
                 features = features.float()
             return normed(features, self.norm)
 
-        first, second = wide(first), wide(second)
-        if keys is None or keys_1 is None:
-            every = [collectives.gather_with_grad(view) for view in (first, second)]
-        else:
-            every = [collectives.gather(wide(view)) for view in (keys, keys_1)]
-        return [(first, every[1]), (second, every[0])]
+        rows = [wide(view) for view in (first, second) if view is not None]
+        if keys is None:
+            every = [collectives.gather_with_grad(view) for view in rows]
+            return [(rows[0], every[1]), (rows[1], every[0])]
+        # The first view's rows are compared with the copy's second view, and the other way round.
+        copies = [view for view in (keys_1, keys) if view is not None]
+        candidates = [collectives.gather(wide(view)) for view in copies]
+        return list(zip(rows, candidates, strict=False))
 
     def _pairs(self, own: Tensor, groups: Tensor, ids: Tensor) -> ClassPairs:
         """The positives and negatives of this rank's rows, whose partners are drawn.

@@ -428,11 +428,17 @@ def test_an_intact_one_of_another_model_is_no_damage(
     assert files(tmp_path) == ["step_00000004", "step_00000008"] and target.loads == 0
 
 
-def test_one_of_a_newer_mclclip_is_no_damage(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [(4, "schema 4, this mclclip .* update mclclip"), (2, "schema 2, .* 'mclclip train --force'")],
+)
+def test_one_of_another_schema_is_no_damage(tmp_path: Path, schema: int, message: str) -> None:
     saved(tmp_path, 4)
     path = tmp_path / "step_00000004" / "state.json"
-    path.write_text(path.read_text().replace('"schema_version": 3', '"schema_version": 4'))
-    with pytest.raises(RuntimeError, match="schema 4, this mclclip .* update mclclip"):
+    state = json.loads(path.read_text()) | {"schema_version": schema}
+    del state["checksum"]  # schema 2 had none
+    path.write_text(json.dumps(state))
+    with pytest.raises(RuntimeError, match=message):
         Checkpoints(tmp_path, CheckpointConfig()).resume(Source(1))
     assert files(tmp_path) == ["step_00000004"]
 

@@ -133,8 +133,9 @@ def _of_vit(model: Model) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
 def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
     """The tower as timm loads it from the folder."""
     try:
-        model: Any = timm.create_model(f"local-dir:{out}", pretrained=True).eval()
+        model: Any = timm.create_model(f"local-dir:{out}", pretrained=True)
     except Exception as error:  # of any kind: the tower does not fit timm's model of its name
         raise ValueError(f"timm cannot load what was written ({one_line(error)})") from error
+    model.eval().requires_grad_(False)
     other = ImageHalf(lambda images: unit(model(images)), source.encoder.preprocess_val)
     return [certificate.compare(source.encoder, other, f"timm {timm.__version__}", probes)]

@@ -142,7 +142,19 @@ def test_what_was_changed_is_refused_when_it_is_read(tmp_path: Path) -> None:
     path.write_bytes(bytes(data))
     with pytest.raises(RuntimeError, match="00003.npy is damaged.*header has changed"):
         RowStore.open(tmp_path, manifest, len(SIZES))
+    for old, new in (
+        (b"<f4", b"<i4"),
+        (b"\x93NUMPY", b"PK\x03\x04PY"),
+        (b"(6,", b"(6" + b"9" * 30),
+    ):
+        path.write_bytes(bytes(data).replace(old, new))
+        with pytest.raises(RuntimeError, match="00003.npy is damaged.*mclclip embed --force"):
+            RowStore.open(tmp_path, manifest, len(SIZES))
     path.unlink()
+    path.mkdir()
+    with pytest.raises(IsADirectoryError, match="00003.npy"):  # no damage: nothing is made again
+        RowStore.open(tmp_path, manifest, len(SIZES))
+    path.rmdir()
     with pytest.raises(FileNotFoundError, match="no .*00003.npy: run 'mclclip embed --force'"):
         RowStore.open(tmp_path, manifest, len(SIZES))
 

@@ -360,8 +360,9 @@ def test_wrong_files_get_one_clear_line(
     with pytest.raises(ValueError, match=message) as raised:
         read_captions(path, tmp_path)
     assert "\n" not in str(raised.value)
-    with pytest.raises(ValueError, match="unknown protocol 'coco'"):
-        read_captions(path, tmp_path, "coco")
+    for split in (None, "test"):
+        with pytest.raises(ValueError, match="unknown protocol 'coco'"):
+            read_captions(path, tmp_path, "coco", split=split)
 
 
 @pytest.mark.parametrize("name", ["../private.jpg", "/etc/passwd", "a/../../b.jpg"])

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
@@ -52,6 +52,20 @@ def test_a_batch_without_any_positive_has_loss_and_gradient_zero() -> None:
     found["loss"].backward()
     for leaf in (given["image_features"], *module.filter.parameters()):
         assert leaf.grad is not None and torch.equal(leaf.grad, torch.zeros_like(leaf))
+
+
+def test_keys_of_a_momentum_copy() -> None:
+    """With the copy's features of both views, the loss is that of two views, without gradient
+    through the candidates; with those of one view, only the first view's rows count."""
+    given, module = batch(), objective(norm=nn.LayerNorm(DIM))
+    expected = module(**given)["loss"]
+    second, first = given["image_features_1"], given["image_features"]
+    both = module(**given, keys=first, keys_1=second)["loss"]
+    torch.testing.assert_close(both, expected)
+    one = module(**{**given, "image_features_1": None}, keys=second)["loss"]
+    other = module(**{**given, "image_features": second, "image_features_1": None}, keys=first)
+    torch.testing.assert_close((one + other["loss"]) / 2, expected)
+    assert torch.autograd.grad(one, second, allow_unused=True) == (None,)
 
 
 def test_the_draw_moves_with_the_step_and_not_otherwise() -> None:
