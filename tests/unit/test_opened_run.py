@@ -237,8 +237,7 @@ def test_images_are_read_as_the_options_of_the_data_say(made: Path) -> None:
     with pytest.raises(RuntimeError, match=r"sample made/00000 cannot be decoded \(bomb.*embed"):
         run.images([0])
     full = config.load(str(made / "config.yaml"), ["data.verify=full"])
-    with pytest.raises(ValueError, match="has no checksums of them"):
-        Run.of(full).images([0])
+    assert len(Run.of(full).images([0])) == 1  # the index has no checksums to compare it with
 
 
 def test_an_image_that_cannot_be_read_is_one_line(made: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import zlib
@@ -151,11 +152,21 @@ def test_what_was_changed_is_refused_when_it_is_read(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="00003.npy is damaged.*mclclip embed --force"):
             RowStore.open(tmp_path, manifest, len(SIZES))
     path.unlink()
-    path.mkdir()
-    with pytest.raises(IsADirectoryError, match="00003.npy"):  # no damage: nothing is made again
-        RowStore.open(tmp_path, manifest, len(SIZES))
-    path.rmdir()
     with pytest.raises(FileNotFoundError, match="no .*00003.npy: run 'mclclip embed --force'"):
+        RowStore.open(tmp_path, manifest, len(SIZES))
+
+
+def test_an_error_of_the_system_is_no_damage(
+    tmp_path: Path, rows: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing has to be made again where a file may not be opened."""
+    manifest = save(tmp_path, rows)
+
+    def refuse(path: Path, **_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(np, "load", refuse)
+    with pytest.raises(PermissionError, match="00000.npy"):
         RowStore.open(tmp_path, manifest, len(SIZES))
 
 
