@@ -27,14 +27,14 @@ from tests.unit.test_architecture import edges
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
     "files": 251,
-    "lines": 33_307,
+    "lines": 33_309,
     "functions": 2_867,
     "functions of two lines or fewer": 812,
     "classes": 364,
     "dataclasses": 177,
     "options": 263,
     "arrows between rooms": 234,
-    "lines of tests": 48_527,
+    "lines of tests": 48_529,
 }
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 SILENT |= {tokenize.ENCODING, tokenize.ENDMARKER}

@@ -269,6 +269,8 @@ class Artifact:
                 files.move_aside(directory)
         if write:
             directory.mkdir(parents=True, exist_ok=True)
+            for path in directory.glob(f".{INTENT}.*.tmp"):  # of one killed while it wrote this
+                path.unlink()
             files.write_json(directory / INTENT, artifact._made_of())
         return artifact
 

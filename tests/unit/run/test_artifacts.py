@@ -271,8 +271,10 @@ def test_half_a_file_is_no_work_and_is_cleaned(tmp_path: Path) -> None:
 def test_only_begun_directories_are_cleaned(tmp_path: Path) -> None:
     """A folder that is not ours keeps its files, whatever they are called."""
     (tmp_path / ".notes.tmp").write_text("mine")
+    killed = tmp_path / ".in_progress.json.host.7.tmp"  # before there was anything else
+    killed.write_text("half")
     begin(tmp_path)
-    assert (tmp_path / ".notes.tmp").exists()
+    assert (tmp_path / ".notes.tmp").exists() and not killed.exists()
 
 
 def test_looking_does_not_write(tmp_path: Path) -> None:
