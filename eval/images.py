@@ -132,7 +132,7 @@ def check_inside(paths: Iterable[Path], folder: Path, *others: Path) -> None:
 
 
 def read_range(path: Path, offset: int, size: int) -> bytes:
-    """Some bytes of a file; OSError where it cannot be read."""
+    """Reads at most ``size`` bytes of a file from ``offset`` on. Raises OSError."""
     with open(path, "rb") as file:
         return os.pread(file.fileno(), size, offset)
 

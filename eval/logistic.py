@@ -84,7 +84,7 @@ class Classifier:
     def _of_scores(
         self, rows: Features, work: Callable[[NDArray[np.float64], slice], IntArray]
     ) -> IntArray:
-        """What ``work`` makes of the scores of each part of the rows, joined."""
+        """Calls ``work(scores [r, C], part)`` for each part of the rows, and joins the results."""
         parts = [slice(start, start + ROWS) for start in range(0, len(rows), ROWS)]
         return np.concatenate([work(rows[p] @ self.weight.T + self.bias, p) for p in parts])
 

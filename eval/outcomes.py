@@ -61,7 +61,7 @@ class Unit:
 
     @property
     def note(self) -> str:
-        """What the head of a column says of it, on a line of its own: nothing of percent."""
+        """The unit for the head of a column, on a line of its own; empty for percent."""
         return "" if self == PERCENT else f"\n({self.name})"
 
     @property

@@ -66,7 +66,7 @@ class Result:
 
     @property
     def unit(self) -> Unit:
-        """What it is measured in."""
+        """The unit of value and interval."""
         return unit_of(self.protocol)
 
     @property
@@ -250,7 +250,7 @@ def check_unseen(rows: Sequence[Result], benchmarks: Sequence[str], choice: str)
 
 
 def notes(rows: Sequence[Result]) -> list[str]:
-    """What a reader of the rows of one benchmark must know: what was left out, or trained on."""
+    """Notes below the table of one benchmark: items that were left out, images trained on."""
     left_out = [
         f"{out} of {out + kept} items are left out: not comparable with published figures"
         for out, kept in _counts(rows, "left_out_items", "num_items")

@@ -62,7 +62,7 @@ def parse_value(text: str, where: str) -> Any:
 
 
 def _one_line(where: str, read: Callable[[], Any]) -> Any:
-    """What ``read`` returns; its errors as one ValueError, one line that begins with ``where``."""
+    """Returns ``read()``; its errors become a ValueError of one line that begins with ``where``."""
     try:
         return read()
     except _Refused as error:

@@ -1,8 +1,8 @@
-"""What of a caption reaches the model: its tokens, or its stored embedding.
+"""Captions as the model reads them: tokens, or embeddings that are stored.
 
-`tokenized` takes so much of a text as can reach the model. Tokenizers read a text as a whole before
-they cut their tokens off at the context length: one of 10 MB costs more than a second, and a single
-word of 30,000 letters a minute.
+`tokenized` cuts a text to as much of it as can reach the model. Tokenizers read a text as a whole
+before they cut their tokens off at the context length: one of 10 MB costs more than a second, and a
+single word of 30,000 letters a minute.
 """
 
 from __future__ import annotations

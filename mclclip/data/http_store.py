@@ -84,8 +84,11 @@ class HttpStore:
         return data
 
     def _wait(self, call: Callable[..., Any], *args: Any) -> Any:
-        """What a coroutine returns. aiohttp's errors may quote what a server sent, such as the path
-        and query that it was asked for: they lose the query."""
+        """Runs a coroutine and returns its result.
+
+        aiohttp's errors may quote what a server sent, such as the path and query that it was asked
+        for: they lose the query.
+        """
         import aiohttp
 
         try:
