@@ -77,7 +77,7 @@ def _failed(error: BaseException, debug: bool) -> int:
         _record_early(error, code)
     if isinstance(error, Exception):
         signals.restore()  # the launcher may end this rank while it waits to print its error
-    _tell(error, code, debug)
+    _print_error(error, code, debug)
     return code
 
 
@@ -104,7 +104,7 @@ def _record_early(error: BaseException, code: int) -> None:
         run_state.write(None, state, verb="", exit_code=code, requeue=again, reason=reason)
 
 
-def _tell(error: BaseException, code: int, debug: bool) -> None:
+def _print_error(error: BaseException, code: int, debug: bool) -> None:
     if isinstance(error, Preempted):
         if os.environ.get("RANK", "0") == "0":
             print(f"mclclip: asked to leave ({error}): the same command goes on", file=sys.stderr)

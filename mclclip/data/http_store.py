@@ -63,7 +63,7 @@ class HttpStore:
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._sessions: dict[int | None, aiohttp.ClientSession] = {}
         self._loop = fsspec.asyn.get_loop()
-        self._told: set[tuple[str | None, str | None]] = set()
+        self._logged: set[tuple[str | None, str | None]] = set()
 
     def stat(self, url: str) -> tuple[int | None, str]:
         """Size of the object (None: the server does not say it), and its tag: the ETag or, where it
@@ -154,7 +154,7 @@ class HttpStore:
                 raise FinalError(f"more than {MAX_REDIRECTS} redirects follow each other")
             if not _is_same_host(here, there):
                 least = max(least or 0, await _reach_of(here))
-                self._tell(first, there)
+                self._log_redirect(first, there)
             here = there
 
     async def _ask(
@@ -195,10 +195,10 @@ class HttpStore:
             self._sessions[least] = session
         return self._sessions[least]
 
-    def _tell(self, first: URL, there: URL) -> None:
+    def _log_redirect(self, first: URL, there: URL) -> None:
         hosts = first.host, there.host
-        if hosts not in self._told:
-            self._told.add(hosts)
+        if hosts not in self._logged:
+            self._logged.add(hosts)
             log.info("shards at %s are read from %s, to which they are redirected", *hosts)
 
 

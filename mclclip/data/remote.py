@@ -262,11 +262,11 @@ class Remote:
             if attempt < self.options.retries:
                 self.tried_again += 1
                 level = logging.WARNING if self.tried_again == 1 else logging.DEBUG
-                log.log(level, "%s is read again: %s", shown(url), _said(last))
+                log.log(level, "%s is read again: %s", shown(url), _error_line(last))
                 time.sleep(min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S))
         raise OSError(
             f"shard {shown(url)} could not be read after {attempt + 1} attempts "
-            f"({_said(last)}): look after its store, and start again"
+            f"({_error_line(last)}): look after its store, and start again"
         ) from last
 
     def _side_by_side(self, call: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
@@ -361,12 +361,12 @@ def _raise_final(url: str, error: Exception) -> None:
         raise FileNotFoundError(f"shard {shown(url)} is not there: put it back") from error
     if isinstance(error, PermissionError) or status in (401, 403):
         raise PermissionError(
-            f"shard {shown(url)} may not be read ({_said(error)}): check the credentials of "
+            f"shard {shown(url)} may not be read ({_error_line(error)}): check the credentials of "
             "its store"
         ) from error
 
 
-def _said(error: BaseException) -> str:
+def _error_line(error: BaseException) -> str:
     """One line on an error, which may have no words of its own."""
     return shown(" ".join(str(error).split()))[:200] or type(error).__name__
 

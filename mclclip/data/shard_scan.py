@@ -323,7 +323,7 @@ def _members(file: BinaryIO, path: str, findings: Findings) -> Iterator[Member]:
     try:
         for member in read_members(file):
             if member.sparse:
-                findings.add("sparse_member", f"{_shown(member.name)} in {shown(path)}")
+                findings.add("sparse_member", f"{_printable_name(member.name)} in {shown(path)}")
             else:
                 yield member
     except TarFault as fault:
@@ -341,7 +341,7 @@ def _group_members(
             continue
         split = split_member_name(member.name)
         if split is None or len(member.name) > MAX_NAME:
-            findings.add("bad_name", f"{_shown(member.name)} in {shown(path)}")
+            findings.add("bad_name", f"{_printable_name(member.name)} in {shown(path)}")
             continue
         key, extension = split
         group = groups.setdefault(key, _Group())
@@ -368,7 +368,7 @@ def _why_unusable(image: tuple[int, int] | None) -> str:
     return "large_image" if image[1] else "zero_byte_image"
 
 
-def _shown(name: str) -> str:
+def _printable_name(name: str) -> str:
     return ascii(name if len(name) <= MAX_NAME else f"{name[:100]}... ({len(name)} characters)")
 
 
