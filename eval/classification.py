@@ -14,8 +14,7 @@ import numpy as np
 from PIL import Image
 
 from mclclip.eval.features import Extractor, Features, over_ranks
-from mclclip.eval.images import image_items
-from mclclip.eval.labelled_images import LabelledImages, Part
+from mclclip.eval.images import LabelledImages, Part, image_items
 from mclclip.eval.metrics import BoolArray, FloatArray, IntArray, hits_at
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.results import Figure, figure

@@ -1,4 +1,5 @@
-"""Extracts unit features of images and texts, over any number of ranks."""
+"""Extracts unit features of images and texts, and ranks queries among candidates by their cosine,
+over any number of processes."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -16,11 +17,13 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import mclclip.torchvision_fix  # noqa: F401
-from mclclip.data.captions import tokenized
+from mclclip.data.batches import Loader
 from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode
-from mclclip.data.loader import Loader
+from mclclip.data.samples import tokenized
 from mclclip.eval.images import Readable, Region
+from mclclip.eval.metrics import BoolArray, IntArray, ranks_with_ties
 from mclclip.models.encoder import Encoder
+from mclclip.pair_products import pair_products
 from mclclip.ranks.collectives import gather_objects, together
 from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.run.runlog import progress
@@ -113,26 +116,22 @@ class Extractor:
                     if isinstance(batch, str):
                         raise ValueError(batch)
                     features = encode(batch.to(self.context.device)).float()
-                    self._check(features, len(batch), what)
+                    got, wanted = tuple(features.shape), (len(batch), self.encoder.embed_dim)
+                    if got != wanted:
+                        raise RuntimeError(
+                            f"the encoder gave {what} features of shape {got}, expected {wanted}"
+                        )
+                    if not bool(torch.isfinite(features).all()):
+                        raise RuntimeError(
+                            f"the encoder gave {what} features that are not finite in "
+                            f"{self.precision}: the model has diverged, or needs precision=fp32"
+                        )
                     # Normalised once more: autocast leaves lengths a few thousandths off.
                     parts.append(features / features.norm(dim=1, keepdim=True).clamp_min(1e-12))
                 return torch.cat(parts).cpu().numpy()
 
         count = -(-len(batches.items) // self.batch_size)
         return np.concatenate(over_ranks(self.context, count, run, f"encoding {what}"))
-
-    def _check(self, features: Tensor, rows: int, what: str) -> None:
-        wanted = (rows, self.encoder.embed_dim)
-        if tuple(features.shape) != wanted:
-            raise RuntimeError(
-                f"the encoder gave {what} features of shape {tuple(features.shape)}, "
-                f"expected {wanted}"
-            )
-        if not bool(torch.isfinite(features).all()):
-            raise RuntimeError(
-                f"the encoder gave {what} features that are not finite in {self.precision}: "
-                f"the model has diverged, or needs precision=fp32"
-            )
 
 
 @dataclass(frozen=True)
@@ -163,7 +162,16 @@ def _read_images(
     for path in paths:
         try:
             image = decode(path.read_bytes(), max_image_pixels, arrays)
-            images.append(transform(_cut(image, path, max_image_pixels)))
+            if isinstance(path, Region):
+                left, top, right, bottom = path.box
+                if (right - left) * (bottom - top) > max_image_pixels:
+                    raise ValueError(
+                        f"the part has more than {max_image_pixels} pixels: correct its box"
+                    )
+                if not isinstance(image, Image.Image):
+                    raise ValueError("a part is cut out of a picture, and this is an array")
+                image = image.crop(path.box)
+            images.append(transform(image))
         except DecodeError as error:
             return f"image {path} cannot be decoded ({error}): replace the file"
         except OSError as error:
@@ -171,18 +179,6 @@ def _read_images(
         except ValueError as error:  # of the transform, or of what it cannot take
             return f"image {path}: {error}"
     return torch.stack(images)
-
-
-def _cut(image: Any, path: Readable, max_image_pixels: int) -> Any:
-    """The part of a picture that ``path`` stands for: all of it unless it is a ``Region``."""
-    if not isinstance(path, Region):
-        return image
-    left, top, right, bottom = path.box
-    if (right - left) * (bottom - top) > max_image_pixels:
-        raise ValueError(f"the part has more than {max_image_pixels} pixels: correct its box")
-    if not isinstance(image, Image.Image):
-        raise ValueError("a part is cut out of a picture, and this is an array")
-    return image.crop(path.box)
 
 
 @contextlib.contextmanager
@@ -213,3 +209,176 @@ def exact_float32() -> Iterator[None]:
         yield
     finally:
         convolutions.allow_tf32, matmul.allow_tf32 = before
+
+
+# --- ranks by cosine --------------------------------------------------------------------------
+
+CHUNK_BYTES = 128 * 2**20
+"""Size of the float32 similarity block that is held at once, without a few working copies."""
+
+Counting = Literal["by_row", "whole"]
+"""How candidates above a bound are counted: a row of the block at a time, which stays in the cache
+of a processor, or over the whole block."""
+
+
+def choose_counting(device: torch.device) -> Counting:
+    """The faster way to count: rows on a CPU (ten times), the whole block elsewhere."""
+    return "by_row" if device.type == "cpu" else "whole"
+
+
+def rank_queries(
+    queries: Features,
+    query_image: IntArray,
+    candidates: Features,
+    candidate_image: IntArray,
+    *,
+    context: Context = SINGLE,
+    chunk_bytes: int = CHUNK_BYTES,
+    counting: Counting | None = None,
+) -> tuple[IntArray, IntArray]:
+    """Rank of each query's best candidate of the same image, in bounded memory.
+
+    queries [Q, E], candidates [C, E]; ``query_image`` [Q] and ``candidate_image`` [C] say which
+    image each row is or describes. Returns ranks with ties against and for the model (see
+    ``ranks_with_ties``), equal to those of the whole matrix for any ``chunk_bytes``: similarities
+    are summed in float64 and rounded to float32, so that equal features tie exactly wherever they
+    stand in a block. A product in float32 comes first, and only candidates so near to the right one
+    that its rounding may hide their order are summed in float64. The ranks of ``context`` divide
+    the queries. Memory: some blocks of ``chunk_bytes``, and the candidates in float64. ValueError
+    where features are not finite or a query has no right candidate.
+    """
+    if not (np.isfinite(queries).all() and np.isfinite(candidates).all()):
+        raise ValueError("similarities hold NaN: the encoder's features are not finite")
+    counting = counting or choose_counting(context.device)
+    ranker = _Ranker(candidates, candidate_image, context.device, counting)
+    step = max(1, chunk_bytes // (4 * len(candidates)))
+
+    def of_share(own: slice) -> IntArray:
+        ranks = np.empty((2, own.stop - own.start), dtype=np.int64)
+        block = torch.empty(min(step, max(len(ranks[0]), 1)), len(candidates), device=ranker.device)
+        for start in range(own.start, own.stop, step):
+            chunk = slice(start, min(start + step, own.stop))
+            of_chunk = ranker.ranks(queries[chunk], query_image[chunk], block)
+            ranks[:, start - own.start : chunk.stop - own.start] = of_chunk
+        return ranks
+
+    strict, optimistic = np.concatenate(over_ranks(context, len(queries), of_share), axis=1)
+    return strict, optimistic
+
+
+class _Ranker:
+    """Candidates [C, E] as they are, on the device, and in float64; and their images [C].
+
+    order    [C] candidates sorted by image, so that those of an image are a slice of it
+    longest  largest norm of a candidate
+    """
+
+    def __init__(
+        self, candidates: Features, images: IntArray, device: torch.device, counting: Counting
+    ) -> None:
+        self.candidates, self.images, self.device = candidates, images, device
+        self.count = {"by_row": _count_by_row, "whole": _count_whole}[counting]
+        self.on_device = torch.from_numpy(candidates).to(device)
+        self.exact = torch.from_numpy(candidates).double()
+        self.longest = float(self.exact.norm(dim=1).max())
+        self.order = np.argsort(images, kind="stable")
+
+    def ranks(self, queries: Features, images: IntArray, block: Tensor) -> IntArray:
+        """[2, q] ranks of a chunk; ``block`` [>= q, C] is overwritten by its similarities."""
+        left = torch.from_numpy(queries)
+        exact = left.double()
+        starts, right = self._right(images)
+        best = np.maximum.reduceat(self._products(exact, starts, right), starts[:-1])
+        near = block[: len(queries)]
+        with exact_float32():
+            torch.mm(left.to(self.device), self.on_device.T, out=near)
+        # Rounding of a sum of E products, in any order, and of the bounds themselves.
+        width = (queries.shape[1] + 8) * 2.0**-24 * exact.norm(dim=1) * self.longest
+        middle = torch.from_numpy(best).double()
+        low, high = ((middle + side * width).float().to(self.device) for side in (-1, 1))
+        # How many right candidates of each query are between its bounds.
+        row = torch.from_numpy(np.repeat(np.arange(len(near)), np.diff(starts))).to(self.device)
+        values = near[row, torch.from_numpy(right).to(self.device)]
+        within = (values >= low[row]) & (values <= high[row])
+        own = np.bincount(row[within].cpu().numpy(), minlength=len(near))
+        # More candidates than these are cheaper in one product of matrices than one by one.
+        most = 64 + len(self.candidates) / 16
+        greater, rows, columns, dense = self.count(near, low, high, own, most)
+        wrong = images[rows] != self.images[columns]
+        rows, columns = rows[wrong], columns[wrong]
+        ends = np.searchsorted(rows, np.arange(len(queries) + 1))
+        products = self._products(exact, ends, columns)
+        greater = greater + np.bincount(rows[products > best[rows]], minlength=len(queries))
+        equal = np.bincount(rows[products == best[rows]], minlength=len(queries))
+        ranks = np.stack([1 + greater + equal, 1 + greater])
+        if dense.any():
+            whole = similarity(queries[dense], self.candidates, self.device)
+            positive = images[dense, None] == self.images[None, :]
+            ranks[:, dense] = ranks_with_ties(whole, positive)
+        return ranks
+
+    def _right(self, images: IntArray) -> tuple[IntArray, IntArray]:
+        """The candidates of the queries' images, one query after the other, and where each begins
+        [q + 1]."""
+        ranked = self.images[self.order]
+        first, last = (np.searchsorted(ranked, images, side=side) for side in ("left", "right"))
+        if (first == last).any():
+            query = int(np.flatnonzero(first == last)[0])
+            raise ValueError(f"query {query} has no positive candidate: it cannot be ranked")
+        starts = np.append(0, np.cumsum(last - first))
+        shift = np.repeat(first - starts[:-1], last - first)
+        return starts, self.order[np.arange(starts[-1]) + shift]
+
+    def _products(self, queries: Tensor, starts: IntArray, columns: IntArray) -> Features:
+        """Products of query q with the candidates columns[starts[q]:starts[q + 1]], one query after
+        the other; summed in float64, returned in float32."""
+        ends, ids = torch.from_numpy(starts), torch.from_numpy(columns)
+        products: Features = pair_products(queries, self.exact, ends, ids).float().numpy()
+        return products
+
+
+_Counted = tuple[IntArray, IntArray, IntArray, BoolArray]
+"""Candidates above the bounds [q]; rows and columns of those between them, in order; and queries
+[q] with more than ``most`` of these, which are not listed. Queries with no others between the
+bounds than ``own`` [q] list none."""
+
+
+def _count_by_row(near: Tensor, low: Tensor, high: Tensor, own: IntArray, most: float) -> _Counted:
+    values, bounds = near.numpy(), (low.numpy(), high.numpy())
+    num, width = near.shape
+    higher, enough = np.empty((2, width), dtype=np.bool_)
+    above, dense = np.zeros(num, dtype=np.int64), np.zeros(num, dtype=np.bool_)
+    columns: list[IntArray] = [np.empty(0, dtype=np.int64)] * num
+    for row in range(num):
+        np.greater(values[row], bounds[1][row], out=higher)
+        np.greater_equal(values[row], bounds[0][row], out=enough)
+        above[row] = np.count_nonzero(higher)
+        in_doubt = np.count_nonzero(enough) - above[row]
+        dense[row] = in_doubt > most
+        if own[row] < in_doubt and not dense[row]:
+            columns[row] = np.flatnonzero(enough ^ higher)
+    rows = np.repeat(np.arange(num), [len(listed) for listed in columns])
+    return above, rows, np.concatenate(columns), dense
+
+
+def _count_whole(near: Tensor, low: Tensor, high: Tensor, own: IntArray, most: float) -> _Counted:
+    higher = near > high[:, None]
+    between = (near >= low[:, None]) & ~higher
+    in_doubt = between.sum(dim=1).cpu().numpy()
+    dense = in_doubt > most
+    listed = torch.from_numpy(np.flatnonzero((own < in_doubt) & ~dense)).to(near.device)
+    row, column = between[listed].nonzero(as_tuple=True)
+    above = higher.sum(dim=1).cpu().numpy()
+    return above, listed[row].cpu().numpy(), column.cpu().numpy(), dense
+
+
+def similarity(
+    queries: Features, candidates: Features, device: torch.device | None = None, block: int = 8192
+) -> Features:
+    """Dot products float32 [q, C], by blocks of candidates, whose float64 copies take memory."""
+    out = np.empty((len(queries), len(candidates)), dtype=np.float32)
+    left = torch.from_numpy(queries).to(device, torch.float64)
+    for start in range(0, len(candidates), block):
+        right = torch.from_numpy(candidates[start : start + block]).to(device, torch.float64)
+        out[:, start : start + block] = (left @ right.T).float().cpu().numpy()
+    return out

@@ -1,4 +1,5 @@
-"""Images of a benchmark: files that tables name, parts of them, and members of tar shards.
+"""Images of a benchmark: files that tables name, parts of them, members of tar shards; and images
+with classes, as one set or as the parts to learn from and to be tested on.
 
 Loaders of data sets begin here: they import no torch, and raise FileNotFoundError for what is
 missing and ValueError for wrong content, in one line. Names and links do not lead out of a folder.
@@ -8,14 +9,19 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
-from mclclip.data.shard_check import join_rows
+import numpy as np
+from numpy.typing import NDArray
+
+from mclclip.data.index_tables import join_rows
+from mclclip.data.remote import StoredFile
 from mclclip.data.shard_scan import Findings, scan_shard
-from mclclip.files import MAX_JSON_BYTES, Roots, parse_json, read_bounded
+from mclclip.files import MAX_JSON_BYTES, Roots, below, parse_json, read_bounded
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 
@@ -156,7 +162,7 @@ def read_shards(
         raise FileNotFoundError(f"there is no shard in {directory}: wanted *.tar files")
     findings, scans = Findings(), []
     for path in shards[:1] if first_only else shards:
-        scan = scan_shard(str(path), "", captions or "txt", attributes)
+        scan = scan_shard(StoredFile(str(path)), "", captions or "txt", attributes)
         findings.merge(scan.findings)
         scans.append(scan.rows)
     table = join_rows(None, 0, scans, findings)
@@ -175,3 +181,241 @@ def read_shards(
         for key, shard, offset, size in zip(*columns, strict=True)
     ]
     return images, table
+
+
+# --- images with classes ----------------------------------------------------------------------
+
+Part = Literal["train", "valid", "test"]
+"""A part of a data set: the name of its folder, and its word in the column split of a table."""
+
+Pairs = list[tuple[Path, str]]  # images with a label
+
+_VOC_ENDINGS: Mapping[Part, str] = {
+    "train": "_train.txt", "valid": "_val.txt", "test": "_test.txt",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LabelledImages:
+    """Images with their classes, of ``class_names`` [K].
+
+    ``labels`` [N] are rows of ``class_names``. Where an image shows any number of classes they are
+    int8 [N, K]: 1 where image n shows class k, -1 where it does not, and 0 where the data set does
+    not judge it.
+    """
+
+    images: list[Path]
+    labels: NDArray[np.signedinteger[Any]]
+    class_names: list[str]
+
+
+def readable(label: str) -> str:
+    """A label as words: underscores as spaces."""
+    return label.replace("_", " ")
+
+
+def labels_of(root: Path, table: str | None = None) -> list[str]:
+    """The labels of a benchmark, sorted: its folders, with or without images, or those of the
+    table ``root/table``, or of the files CLASS_test.txt where that is a folder (PASCAL VOC's).
+
+    FileNotFoundError for a missing folder or table, ValueError where there is no class.
+    """
+    if not root.is_dir():
+        raise FileNotFoundError(f"no folder {root}: zero-shot evaluation needs images")
+    if table and (root / table).is_dir():
+        labels: Iterable[str] = _voc_files(root / table, "test")
+    elif table:
+        labels = {label for _, label in _table_rows(root, table, several=True)}
+    else:
+        labels = _class_folders(root)
+    if not labels:
+        wanted = (
+            "a row per image, such as 1.jpg,cat" if table else "a folder per class, such as cat/"
+        )
+        raise ValueError(f"{root / (table or '')} has no images: wanted {wanted}")
+    return sorted(labels)
+
+
+def read_labelled(
+    root: Path, names: Mapping[str, str], table: str | None = None, *, several: bool = False
+) -> LabelledImages:
+    """A folder per class under ``root``, or the images of the table ``root/table``: a CSV (or .tsv)
+    with the columns filepath, from ``root`` on, and label.
+
+    ``several``: images have several labels each, with a row of the table for each of them; or as in
+    PASCAL VOC's folder ``ImageSets/Main``, with a file CLASS_test.txt per class. Its lines are the
+    name of an image in ``JPEGImages/`` and 1, -1, or 0 (too difficult: not judged).
+    ``names``: label -> class name, of every label at least; the classes are those of ``names``, in
+    its order. ValueError where there is no image, where an image has two labels that may have one,
+    and for lines of another form.
+    """
+    where = root / (table or "")
+    if several and where.is_dir():
+        return _voc_images(root, str(table), names, "test")
+    pairs = _table_rows(root, table, several=several) if table else _images_in(root)
+    return _labelled(pairs, names, where, several)
+
+
+def read_parts(
+    root: Path, table: str | None = None, *, several: bool = False
+) -> dict[Part, LabelledImages]:
+    """``train``, ``test`` and, where there is one, ``valid``, under the same classes, which are
+    those that have images to learn from (train or valid).
+
+    They are folders of these names below ``root``, each with a folder per class; or the rows of the
+    CSV ``root/table`` by its column split, beside filepath and label; or PASCAL VOC's files
+    CLASS_train.txt, CLASS_val.txt and CLASS_test.txt in the folder ``root/table``. ``several``:
+    images have several labels, as in ``read_labelled``. FileNotFoundError where a folder is
+    missing; ValueError for fewer than two classes, a class that only test has, a class of PASCAL
+    VOC's without a file of a part, or an image in two parts.
+    """
+    parts: tuple[Part, ...] = get_args(Part)
+    where = root / (table or "")
+    if several and table and where.is_dir():
+        files = {part: _voc_files(where, part, part == "valid") for part in parts}
+        classes = {label for own in files.values() for label in own}
+        names = _names_to_learn(classes, classes, where)
+        lists = {part: _voc_images(root, table, names, part) for part in parts if files[part]}
+        _check_apart([one.images for one in lists.values()], where)
+        return lists
+    for folder in () if table else (root / "train", root / "test"):
+        if not folder.is_dir():
+            raise FileNotFoundError(
+                f"no folder {folder}: wanted train/ and test/ with a folder per class, "
+                "such as train/cat/1.jpg"
+            )
+    rows: dict[Part, Pairs] = {
+        part: _table_rows(root, table, part, several=several) if table else _images_in(root / part)
+        for part in parts
+    }
+    _check_apart([[path for path, _ in pairs] for pairs in rows.values()], where)
+    labels = {part: {label for _, label in pairs} for part, pairs in rows.items()}
+    names = _names_to_learn(labels["train"] | labels["valid"], labels["test"], where)
+    return {
+        part: _labelled(rows[part], names, f"{part} of {where}", several)
+        for part in parts
+        if rows[part] or part != "valid"
+    }
+
+
+def _check_apart(parts: Iterable[Iterable[Path]], where: Path) -> None:
+    """Raises ValueError where an image is in several parts."""
+    times = Counter(path for images in parts for path in set(images))
+    if shared := [path for path, count in times.items() if count > 1]:
+        raise ValueError(
+            f"{where} has {len(shared):,} images in more than one of train, valid and test, such "
+            f"as {min(shared)}: leave each in one"
+        )
+
+
+def _names_to_learn(known: set[str], asked: set[str], where: Path) -> dict[str, str]:
+    """Label -> class name of the classes that can be learnt, which must have all that are asked."""
+    if len(known) < 2:
+        raise ValueError(f"train of {where} has images of {len(known)} classes: wanted at least 2")
+    if not asked:
+        raise ValueError(f"test of {where} has no images to test")
+    if strangers := sorted(asked - known):
+        raise ValueError(
+            f"test of {where} has {len(strangers)} classes that train lacks, such as "
+            f"{strangers[0]!r}"
+        )
+    return {label: readable(label) for label in sorted(known)}
+
+
+def _voc_files(folder: Path, part: Part, optional: bool = False) -> dict[str, Path]:
+    """Class -> its file of this part, in order; ValueError where there is none."""
+    ending = _VOC_ENDINGS[part]
+    files = {path.name.removesuffix(ending): path for path in folder.glob(f"?*{ending}")}
+    if not files and not optional:
+        raise ValueError(f"{folder} has no files CLASS{ending}, as in PASCAL VOC's ImageSets/Main")
+    return dict(sorted(files.items()))
+
+
+def _voc_images(root: Path, table: str, names: Mapping[str, str], part: Part) -> LabelledImages:
+    folder = root / table
+    columns = {label: _voc_rows(path) for label, path in _voc_files(folder, part).items()}
+    rows = {name: row for row, name in enumerate(next(iter(columns.values())))}
+    images = [below(root, f"JPEGImages/{name}.jpg", f"{folder}") for name in rows]
+    truth = np.zeros((len(rows), len(names)), dtype=np.int8)
+    for column, label in enumerate(names):
+        if label not in columns:
+            missing = f"{label}{_VOC_ENDINGS[part]}"
+            raise ValueError(f"{folder} has no {missing}: every class wants a file of each part")
+        if columns[label].keys() != rows.keys():
+            raise ValueError(f"the files in {folder} list different images: {label!r}")
+        truth[:, column] = [columns[label][name] for name in rows]
+    return LabelledImages(images, truth, list(names.values()))
+
+
+def _voc_rows(path: Path) -> dict[str, int]:
+    """Image -> 1, 0 or -1."""
+    rows = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        name, *rest = line.split() or [""]
+        if rest not in (["1"], ["0"], ["-1"]):
+            raise ValueError(f"{path} line {number} is not an image and 1, 0 or -1: {line!r}")
+        if name in rows:
+            raise ValueError(f"{path} line {number} has {name} once more: leave one line of it")
+        rows[name] = int(rest[0])
+    return rows
+
+
+def _class_folders(root: Path) -> dict[str, Path]:
+    folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    return {path.name: path for path in sorted(folders) if not path.name.startswith(".")}
+
+
+def _images_in(root: Path) -> Pairs:
+    """The images of a folder per class; none where there is no such folder."""
+    return [
+        (path, label)
+        for label, folder in _class_folders(root).items()
+        for path in sorted(folder.iterdir())
+        if path.suffix.lower() in SUFFIXES
+    ]
+
+
+def _table_rows(
+    root: Path, table: str, part: Part | None = None, *, several: bool = False
+) -> Pairs:
+    """The rows of a table, or those of its ``part``; ValueError for an image that has several rows
+    and may have one."""
+    path = root / table
+    if path.is_dir() and not several:
+        raise ValueError(f"{path} is a folder: the files in it want metric=map_11_point")
+    columns, parts = ("filepath", "label", *(["split"] if part else [])), get_args(Part)
+    pairs: Pairs = []
+    for line, (file, label, *split) in read_rows(path, columns, "table of labels"):
+        if not file or not label.strip():
+            raise ValueError(f"line {line} of {path} has no filepath or no label: complete it")
+        if split and split[0].strip() not in parts:
+            raise ValueError(
+                f"line {line} of {path} has the split {split[0]!r}: wanted one of "
+                f"{', '.join(parts)}"
+            )
+        if [word.strip() for word in split] in ([], [part]):
+            pairs.append((below(root, file, f"{path} line {line}"), label.strip()))
+    times = Counter(image for image, _ in pairs)
+    if not several and (twice := [image for image, count in times.items() if count > 1]):
+        raise ValueError(
+            f"{path} has {twice[0]} more than once: several labels of an image want "
+            "metric=map_11_point"
+        )
+    return pairs
+
+
+def _labelled(
+    pairs: Pairs, names: Mapping[str, str], where: Path | str, several: bool
+) -> LabelledImages:
+    """Images from their labels; one with several labels has a pair for each of them."""
+    if not pairs and not several:
+        raise ValueError(f"{where} has no images")
+    column = {label: number for number, label in enumerate(names)}
+    if not several:
+        labels = np.array([column[label] for _, label in pairs], dtype=np.int64)
+        return LabelledImages([path for path, _ in pairs], labels, list(names.values()))
+    rows = {path: row for row, path in enumerate(dict.fromkeys(path for path, _ in pairs))}
+    truth = np.full((len(rows), len(names)), -1, dtype=np.int8)
+    for path, label in pairs:
+        truth[rows[path], column[label]] = 1
+    return LabelledImages(list(rows), truth, list(names.values()))

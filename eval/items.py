@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, get_args
 
@@ -77,15 +78,14 @@ class Layout:
     """How a data set is published.
 
     files: part -> its file; sizes: part -> number of items in the published file, where known;
-    item: a record of a file, and the number of texts of the one before it -> its item; source:
-    what is needed, from whom, under which terms; captions, images: folders of the files and of the
-    images; by_id: whether a file is an object of ids, and not a list; numbered: part -> name of the
-    image of a number, where items give numbers.
+    item: a record of a file -> its item; source: what is needed, from whom, under which terms;
+    captions, images: folders of the files and of the images; by_id: whether a file is an object of
+    ids, and not a list; numbered: part -> name of the image of a number, where items give numbers.
     """
 
     files: Mapping[str, str]
     sizes: Mapping[str, int]
-    item: Callable[[_Record, int | None], Item]
+    item: Callable[[_Record], Item]
     source: str
     captions: str = "."
     images: str = "."
@@ -99,7 +99,8 @@ class Layout:
 @dataclass(frozen=True)
 class _Record:
     """A record that others wrote, of a part of a benchmark; ``path`` is its file, ``key`` its
-    number or id there, and ``folder`` that of the images."""
+    number or id there, ``folder`` that of the images, and ``num_texts`` the number of texts of the
+    record before it."""
 
     path: Path
     key: str | int
@@ -107,6 +108,7 @@ class _Record:
     part: str
     layout: Layout
     folder: Path
+    num_texts: int | None
 
     @property
     def where(self) -> str:
@@ -176,12 +178,12 @@ class _Record:
         )
 
 
-def _sugarcrepe(record: _Record, _: int | None) -> Item:
+def _sugarcrepe(record: _Record) -> Item:
     image, *texts = record.take("filename", "caption", "negative_caption")
     return record.item([image], texts)
 
 
-def _sugarcrepe_pp(record: _Record, _: int | None) -> Item:
+def _sugarcrepe_pp(record: _Record) -> Item:
     number, image, *texts = record.take("id", "filename", "caption", "caption2", "negative_caption")
     return record.item([image], texts, id=record.whole("id", number), right=2)
 
@@ -213,12 +215,12 @@ def _visual_genome(record: _Record, field_of_kind: str) -> Item:
     return record.item([image], [right, wrong], kind="_".join(names), box=cut)
 
 
-def _order(record: _Record, count: int | None) -> Item:
+def _order(record: _Record) -> Item:
     image, options = record.take("image", "caption_options")
-    return record.item([image], record.texts(options, count))
+    return record.item([image], record.texts(options, record.num_texts))
 
 
-def _whatsup(record: _Record, _: int | None) -> Item:
+def _whatsup(record: _Record) -> Item:
     """An image of COCO or Visual Genome by its number, with a right and a wrong caption; or a
     photograph of a set of four with four captions, named after OBJECT_RELATION_[of_]OBJECT."""
     if isinstance(record.value, list) and len(record.value) == 3:
@@ -248,7 +250,7 @@ def _aro(part: str, file: str, size: int, field_of_kind: str) -> Layout:
     return Layout(
         {part: file},
         {part: size},
-        lambda record, _: _visual_genome(record, field_of_kind),
+        partial(_visual_genome, field_of_kind=field_of_kind),
         f"ARO, {_ARO} (MIT): {file}, images/ (of GQA and Visual Genome, CC BY 4.0)",
         images="images",
     )
@@ -280,7 +282,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "winoground": Layout(
         {"winoground": "examples.jsonl"},
         {"winoground": 400},
-        lambda record, _: _quadruple(record, "id"),
+        partial(_quadruple, key="id"),
         "Winoground, the gated data set facebook/winoground of the Hugging Face hub (research "
         "only): data/examples.jsonl, and data/images.zip unpacked to images/",
         images="images",
@@ -288,7 +290,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "naturalbench": Layout(
         {"naturalbench": "metadata.json"},
         {},
-        lambda record, _: _quadruple(record, "index"),
+        partial(_quadruple, key="index"),
         "NaturalBench-Retrieval.zip of the data set BaiqiL/NaturalBench of the Hugging Face hub "
         "(terms on its page; images of Flickr30K): metadata.json, images/",
         images="images",
@@ -399,7 +401,7 @@ def _read_part(path: Path, layout: Layout, part: str, folder: Path) -> list[Item
     items: dict[str, Item] = {}
     count = None
     for key, value in content.items() if isinstance(content, dict) else enumerate(content):
-        item = layout.item(_Record(path, key, value, part, layout, folder), count)
+        item = layout.item(_Record(path, key, value, part, layout, folder, count))
         if item.name in items:
             name = item.name.removeprefix(f"{part}/")
             raise ValueError(f"{path} has the id {name!r} twice: correct or remove one of them")

@@ -19,7 +19,7 @@ Z_95 = 1.959963984540054
 """Two-sided 95 % quantile of the standard normal distribution."""
 
 
-def wilson_interval(successes: float, count: float, z: float = Z_95) -> tuple[float, float]:
+def wilson_interval(successes: float, count: float) -> tuple[float, float]:
     """Wilson score interval of ``successes`` out of ``count`` binomial trials.
 
     Returns (low, high) fractions, inside [0, 1] and never empty, also at 0 and at ``count``
@@ -28,7 +28,7 @@ def wilson_interval(successes: float, count: float, z: float = Z_95) -> tuple[fl
     """
     if not (count > 0 and 0 <= successes <= count):
         raise ValueError(f"an interval of {successes} successes in {count} trials does not exist")
-    share = successes / count
+    share, z = successes / count, Z_95
     denominator = 1 + z * z / count
     centre = (share + z * z / (2 * count)) / denominator
     spread = math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))

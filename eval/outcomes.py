@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from mclclip.eval.metrics import BoolArray, FloatArray, IntArray, Ranking
+from mclclip.eval.metrics import BoolArray, FloatArray, IntArray, Ranking, wilson_interval
 
 FOLDER = "outcomes"
 
@@ -157,26 +157,17 @@ class Outcomes:
         known = [value for value in values if not math.isnan(value)]
         return float(np.mean(known)) if known else math.nan
 
-    @property
-    def rarer(self) -> int:
-        """Units that have a positive item, or those that have a negative one if these are fewer."""
-        assert self.truth is not None
-        return min(len(np.unique(self.unit[kind])) for kind in (self.truth, ~self.truth))
-
     def of_each_stratum(self) -> dict[str, Outcomes]:
         """The outcomes of each stratum by its name, in order; none where there are no strata."""
         if self.strata is None:
             return {}
-        names = list(dict.fromkeys(self.strata))
-        return {
-            name: self._of(rows) for name, rows in zip(names, self._rows_of_strata, strict=True)
-        }
-
-    def _of(self, rows: IntArray) -> Outcomes:
-        units = None if self.units is None else [self.units[row] for row in rows]
-        truth = None if self.truth is None else self.truth[rows]
-        items = [self.items[row] for row in rows]
-        return Outcomes(items, self.values[rows], None, units, truth, self.statistic)
+        parts = {}
+        for name, rows in zip(dict.fromkeys(self.strata), self._rows_of_strata, strict=True):
+            units = None if self.units is None else [self.units[row] for row in rows]
+            truth = None if self.truth is None else self.truth[rows]
+            items = [self.items[row] for row in rows]
+            parts[name] = Outcomes(items, self.values[rows], None, units, truth, self.statistic)
+        return parts
 
     @cached_property
     def _rankings(self) -> list[tuple[IntArray, Ranking]]:
@@ -241,14 +232,6 @@ def encode(outcomes: Mapping[str, Outcomes]) -> tuple[str, bytes]:
     return f"{blake2b(data, digest_size=8).hexdigest()}.arrow", data
 
 
-def remove_others(directory: Path, kept: Iterable[str]) -> None:
-    """Removes the files of ``encode`` that no row of results.jsonl names any more."""
-    names = set(kept)
-    for path in directory.glob("*.arrow"):
-        if path.name not in names:
-            path.unlink()
-
-
 def read(path: Path) -> dict[str, Outcomes]:
     """The outcomes of every metric in a file.
 
@@ -265,12 +248,200 @@ def read(path: Path) -> dict[str, Outcomes]:
     metrics = table["metric"].to_pylist()
     starts = [row for row in range(len(metrics)) if not row or metrics[row] != metrics[row - 1]]
     parts = zip(starts, [*starts[1:], len(metrics)], strict=True)
-    return {metrics[start]: _decoded(table.slice(start, stop - start)) for start, stop in parts}
+    decoded = {}
+    for start, stop in parts:
+        own = table.slice(start, stop - start)
+        texts: dict[str, Any] = {name: own[name].to_pylist() for name in _COLUMNS}
+        texts = {name: None if column[0] is None else column for name, column in texts.items()}
+        statistic = own["statistic"][0].as_py()
+        truth = None if statistic in _MEANS else own["truth"].to_numpy()
+        values = own["value"].to_numpy()
+        decoded[metrics[start]] = Outcomes(values=values, truth=truth, statistic=statistic, **texts)
+    return decoded
 
 
-def _decoded(table: Any) -> Outcomes:
-    texts: dict[str, Any] = {name: table[name].to_pylist() for name in _COLUMNS}
-    texts = {name: own if own[0] is not None else None for name, own in texts.items()}
-    statistic = table["statistic"][0].as_py()
-    truth = None if statistic in _MEANS else table["truth"].to_numpy()
-    return Outcomes(values=table["value"].to_numpy(), truth=truth, statistic=statistic, **texts)
+# --- two encoders on the same items -----------------------------------------------------------
+
+SEED = 20231017
+NUM_DRAWS = 10_000
+NUM_RANKING_DRAWS = 2_000
+"""Draws for losses, and for statistics of rankings, each of which costs a sort."""
+
+_PSEUDO_UNITS = 0.5
+"""Added to wins and to losses before a bootstrap; without them encoders that differ on no unit, or
+only for the better on a few, would get an interval of no width. Twice as many are added to ties."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Encoder a minus encoder b, in fractions, or in nats where it is one of losses.
+
+    value      difference of the metrics
+    low, high  95 % interval
+    p_value    of no difference, two-sided
+    test       how the p-value was computed
+    wins       units on which a is better; of rankings, which units cannot win alone, None
+    losses     units on which b is better; likewise
+    units      number of units
+    items      how many items more are right, a sum of shares; of rankings and losses None
+    """
+
+    value: float
+    low: float
+    high: float
+    p_value: float
+    test: str
+    wins: int | None
+    losses: int | None
+    units: int
+    items: float | None
+
+
+class NotTheSame(ValueError):
+    """Two encoders were not measured on the same items; the message says how they differ."""
+
+
+def difference(a: Outcomes, b: Outcomes) -> Difference:
+    """The difference of two encoders on the same items; NotTheSame where items are not the same.
+
+    Shares (``mean``): the interval is a bootstrap over units, within strata where no unit is in two
+    of them; strata's sizes are kept. The test is McNemar's where wins and losses are all of one
+    size, else a permutation test that exchanges the encoders unit by unit. Losses likewise, of
+    which the smaller one wins, with a bootstrap over all units. Rankings: both are a bootstrap over
+    units.
+    """
+    check_same_items(a, b)
+    value, num_units = a.value() - b.value(), int(a.unit.max()) + 1
+    if a.statistic != "mean":
+        drawn = _drawn(a.unit, lambda weights: a.value(weights) - b.value(weights))
+        low, high = map(float, np.quantile(drawn, [0.025, 0.975]))
+    if a.truth is not None:
+        tail = min(np.count_nonzero(drawn <= 0), np.count_nonzero(drawn >= 0))
+        p_value = min(1.0, 2.0 * (1 + tail) / (1 + len(drawn)))
+        return Difference(value, low, high, p_value, "bootstrap", None, None, num_units, None)
+    values, largest, stratum = _by_unit(a, b)
+    better, items = a.measured_in.sign * values, None
+    wins, losses = int(np.count_nonzero(better > 0)), int(np.count_nonzero(better < 0))
+    if a.statistic == "mean":
+        low, high = _interval(values, largest, stratum)
+        items = float(np.sum(a.values) - np.sum(b.values))
+    if len(np.unique(np.abs(values[values != 0]).round(12))) <= 1:
+        p_value, test = mcnemar(wins, losses), "McNemar, exact"
+    else:
+        p_value, test = permutation(values), "permutation"
+    return Difference(value, low, high, p_value, test, wins, losses, num_units, items)
+
+
+def check_same_items(a: Outcomes, b: Outcomes) -> None:
+    """Raises NotTheSame where two encoders were not measured on the same items."""
+    if a.statistic != b.statistic:
+        raise NotTheSame(f"one is measured by {a.statistic}, the other by {b.statistic}")
+    if len(a) != len(b):
+        raise NotTheSame(f"one has {len(a):,} items, the other {len(b):,}")
+    for name in ("items", "strata", "units"):
+        ours, theirs = getattr(a, name), getattr(b, name)
+        if ours != theirs:
+            pairs = zip(ours or [None] * len(a), theirs or [None] * len(b), strict=True)
+            row, pair = next((row, pair) for row, pair in enumerate(pairs) if pair[0] != pair[1])
+            raise NotTheSame(
+                f"their {name} differ, such as {pair[0]!r} and {pair[1]!r} in row {row}"
+            )
+    if a.truth is not None and b.truth is not None and not np.array_equal(a.truth, b.truth):
+        raise NotTheSame("they disagree about which items are positive")
+
+
+def mcnemar(wins: int, losses: int) -> float:
+    """Two-sided exact p-value of as many wins as losses, each as likely as the other."""
+    from scipy.stats import binomtest
+
+    return float(binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
+
+
+def permutation(values: FloatArray) -> float:
+    """Two-sided p-value of a sum of differences [U] whose signs are equally likely to be turned."""
+    rng, draws = np.random.default_rng(SEED), NUM_DRAWS
+    sizes, counts = np.unique(np.abs(values[values != 0]).round(12), return_counts=True)
+    sums = np.zeros(draws)
+    for size, count in zip(sizes, counts, strict=True):
+        sums += size * (2.0 * rng.binomial(count, 0.5, draws) - count)
+    # Sums in another order round differently; those that are equal count as reaching the observed.
+    reached = np.count_nonzero(np.abs(sums) >= abs(float(values.sum())) - 1e-9 * sizes.sum())
+    return (1 + int(reached)) / (1 + draws)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """P-values corrected for their number, in their order: the chance of one false alarm among all
+    stays below the level that a corrected p-value is compared with."""
+    order = np.argsort(p_values, kind="stable")
+    raised = np.asarray(p_values, dtype=np.float64)[order] * np.arange(len(order), 0, -1)
+    corrected = np.empty(len(order))
+    corrected[order] = np.minimum(np.maximum.accumulate(raised), 1.0)
+    return [float(value) for value in corrected]
+
+
+def _by_unit(a: Outcomes, b: Outcomes) -> tuple[FloatArray, FloatArray, IntArray]:
+    """Each unit's part of the difference [U], the largest that it could have [U], its stratum [U].
+
+    All strata are one where a unit has items in two of them, or a stratum has one unit.
+    """
+    counts = np.bincount(a.stratum)
+    weight = 1.0 / (len(counts) * counts[a.stratum])
+    gained = weight * (a.values.astype(np.float64) - b.values)
+    added, largest = (np.bincount(a.unit, of).astype(np.float64) for of in (gained, weight))
+    first = np.full(len(added), -1)
+    first[a.unit[::-1]] = a.stratum[::-1]
+    nested = bool((first[a.unit] == a.stratum).all()) and int(np.bincount(first).min()) > 1
+    stratum = first if nested else np.zeros(len(added), dtype=np.int64)
+    return added, largest, stratum
+
+
+def _interval(values: FloatArray, largest: FloatArray, stratum: IntArray) -> tuple[float, float]:
+    """95 % bootstrap interval of the sum of ``values`` [U], drawn with replacement within strata.
+
+    Equal values are drawn together. Deviations are widened by sqrt(U / (U - 1)), since the spread
+    of few values is smaller than that of what they were drawn from. So that an interval is never
+    empty, a few invented units (``_PSEUDO_UNITS``) with the mean ``largest`` value, 0 and its
+    negative are drawn too; a stratum gets its share of them.
+    """
+    rng, total = np.random.default_rng(SEED), np.zeros(NUM_DRAWS)
+    for number in range(int(stratum.max()) + 1):
+        own = stratum == number
+        share, most, count = float(own.mean()), float(largest[own].mean()), int(own.sum())
+        sizes, counts = np.unique(values[own].round(12), return_counts=True)
+        sizes = np.concatenate([sizes, [most, 0.0, -most]])
+        pseudo = share * _PSEUDO_UNITS * np.array([1.0, 2.0, 1.0])
+        chances = np.concatenate([counts, pseudo])
+        drawn = rng.multinomial(count, chances / chances.sum(), size=NUM_DRAWS) @ sizes
+        middle = count * float(chances @ sizes) / float(chances.sum())
+        total += middle + (drawn - middle) * np.sqrt(count / max(count - 1, 1))
+    low, high = np.quantile(total, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def ranking_interval(outcomes: Outcomes) -> tuple[float, float]:
+    """95 % interval of a statistic of rankings of one encoder: a seeded bootstrap over units.
+
+    It is moved so that the middle of the draws is the statistic itself, because repeated items
+    raise a precision. It is at least as wide as that of a share of as many trials as the rarer kind
+    of item has units, if no ranking could be better or worse: all draws are equal then.
+    """
+    value = outcomes.value()
+    drawn = _drawn(outcomes.unit, outcomes.value)
+    low, high = np.quantile(drawn + (value - float(drawn.mean())), [0.025, 0.975])
+    if high - low < 1e-9:
+        assert outcomes.truth is not None
+        kinds = (outcomes.truth, ~outcomes.truth)
+        rarer = min(len(np.unique(outcomes.unit[kind])) for kind in kinds)
+        return wilson_interval(value * rarer, rarer)
+    return max(0.0, float(low)), min(1.0, float(high))
+
+
+def _drawn(unit: IntArray, statistic: Callable[[FloatArray], float]) -> NDArray[np.float64]:
+    """The statistic of items that are weighted by how often their units are drawn, of the draws in
+    which it is defined."""
+    rng, units = np.random.default_rng(SEED), int(unit.max()) + 1
+    drawn = np.empty(NUM_RANKING_DRAWS)
+    for number in range(NUM_RANKING_DRAWS):
+        times = np.bincount(rng.integers(units, size=units), minlength=units).astype(np.float64)
+        drawn[number] = statistic(times[unit])
+    return drawn[~np.isnan(drawn)]

@@ -15,8 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mclclip.eval.labelled_images import labels_of, readable
-from mclclip.eval.options import BenchmarkConfig
+from mclclip.eval.images import labels_of, readable
+from mclclip.eval.protocols import BenchmarkConfig
 from mclclip.files import parse_json, read_json
 
 IMAGENET = "imagenet1k"

@@ -21,8 +21,7 @@ from mclclip.eval.metrics import (
     stratified_interval,
 )
 from mclclip.eval.outcomes import PERCENT, Outcomes, Unit, unit_of
-from mclclip.eval.paired import ranking_interval
-from mclclip.files import parse_json, shown, write_bytes
+from mclclip.files import clean, parse_json, write_bytes
 
 WIDTH = 100
 """Columns of a terminal that a table fits into."""
@@ -107,27 +106,22 @@ def figure(
     Its interval is Wilson's, of the mean over strata and with the items of a unit together where
     there are any; a bootstrap for rankings; and that of a mean for losses.
     """
-    low, high = _interval(measured)
     settings = dict(protocol) | ({} if level == "table" else {"level": level})
-    unit = measured.measured_in
+    unit, values = measured.measured_in, measured.values.astype(np.float64)
+    if measured.truth is not None:
+        low, high = outcomes.ranking_interval(measured)
+    elif measured.statistic == "mean_loss":
+        half = Z_95 * float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+        low, high = measured.value() - half, measured.value() + half
+    else:
+        _, shares, counts = mean_per_class(values, measured.stratum)
+        residuals = (values - shares[measured.stratum]) / counts[measured.stratum]
+        effect = 1.0 if measured.units is None else design_effect(residuals, measured.unit)
+        low, high = stratified_interval(shares, counts, effect)
     if unit != PERCENT:
         settings["unit"] = unit.name
     value, low, high = (unit.scale * number for number in (measured.value(), low, high))
     return Figure(metric, value, len(measured), low, high, settings, measured)
-
-
-def _interval(measured: Outcomes) -> tuple[float, float]:
-    if measured.truth is not None:
-        return ranking_interval(measured)
-    values = measured.values.astype(np.float64)
-    if measured.statistic == "mean_loss":
-        half = Z_95 * float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-        return measured.value() - half, measured.value() + half
-    _, shares, counts = mean_per_class(values, measured.stratum)
-    if measured.units is None:
-        return stratified_interval(shares, counts)
-    residuals = (values - shares[measured.stratum]) / counts[measured.stratum]
-    return stratified_interval(shares, counts, design_effect(residuals, measured.unit))
 
 
 def of_model(figures: Iterable[Figure], model: str, benchmark: str) -> list[Result]:
@@ -149,8 +143,10 @@ def record(path: Path, figures: Sequence[Figure], model: str, benchmark: str) ->
         write_bytes(path.parent / outcomes.FOLDER / name, data)
         rows = [replace(row, protocol=row.protocol | {"outcomes": name}) for row in rows]
     write(path, rows)
-    kept = {str(row.protocol.get("outcomes")) for row in read(path)}
-    outcomes.remove_others(path.parent / outcomes.FOLDER, kept)
+    kept = {row.protocol.get("outcomes") for row in read(path)}
+    for file in (path.parent / outcomes.FOLDER).glob("*.arrow"):
+        if file.name not in kept:
+            file.unlink()
     return rows
 
 
@@ -201,13 +197,11 @@ def _is_row(row: Mapping[str, Any]) -> bool:
         and isinstance(unit := row["protocol"].get("unit", ""), str)
         and unit.isprintable()
         and len(unit) <= 20
-        and all(map(_is_finite, (*row.values(), *row["protocol"].values())))
+        and all(  # a number can be shown as a float: JSON may have thousands of digits
+            type(value) not in (int, float) or abs(value) < 1e300
+            for value in (*row.values(), *row["protocol"].values())
+        )
     )
-
-
-def _is_finite(value: Any) -> bool:
-    """Whether a number can be shown as a float; JSON may have thousands of digits. Others can."""
-    return type(value) not in (int, float) or abs(value) < 1e300
 
 
 def write(path: Path, rows: Sequence[Result]) -> None:
@@ -303,73 +297,44 @@ def _block(
     width: int,
 ) -> str:
     models: dict[str, dict[Column, Result | Reference]] = {}
+    trials: dict[Column, set[int]] = {}
+    chances: dict[Column, set[float]] = {}
     for row in rows:
         models.setdefault(row.model, {})[row.column] = row
+        trials.setdefault(row.column, set()).add(row.count)
+        if isinstance(value := row.protocol.get("chance"), int | float):
+            chances.setdefault(row.column, set()).add(value)
     for reference in published:
         name = f"{reference.model} [{reference.source}]"
         models.setdefault(name, {})[reference.metric, PERCENT] = reference
-    trials = _trials(rows)
-    decimals = {
-        column: column[1].decimals(m[column].value for m in models.values() if column in m)
-        for column in trials
-    }
-    chance = _chance(rows, decimals)
-    above = ["trials", *(["chance"] if chance else [])]
-    names = [wrapped(shown(name), 44) for name in (benchmark, *above, *models)]
-    columns = [
-        [
-            wrapped(shown(metric), 11) + unit.note,
-            count,
-            *([chance.get((metric, unit), "-")] if chance else []),
-            *(
-                _cell(v.get((metric, unit)), intervals, decimals[metric, unit])
-                for v in models.values()
-            ),
-        ]
-        for (metric, unit), count in trials.items()
-    ]
-    return "\n\n".join(
-        tabulate(
-            [
-                row
-                for row in zip(names[1:], *(column[1:] for column in part), strict=True)
-                if set(row[1:]) != {"-"}  # a model without any of these metrics
-            ],
-            headers=[names[0], *(column[0] for column in part)],
-            disable_numparse=True,
-            colalign=("left", *["right"] * len(part)),
+    above = ["trials", *(["chance"] if chances else [])]
+    names = [wrapped(clean(name), 44) for name in (benchmark, *above, *models)]
+    columns = []
+    for (metric, unit), counts in trials.items():
+        cells = [own.get((metric, unit)) for own in models.values()]
+        digits = unit.decimals(cell.value for cell in cells if cell)
+        texts = [wrapped(clean(metric), 11) + unit.note, "/".join(map(str, sorted(counts)))]
+        if chances:
+            own_chances = sorted(chances.get((metric, unit), ()))
+            texts.append("/".join(f"{value:.{digits}f}" for value in own_chances) or "-")
+        for cell in cells:
+            text = f"{cell.value:.{digits}f}" if cell else "-"
+            if intervals and isinstance(cell, Result):
+                text += f"\n{cell.ci_low:.{digits}f}-{cell.ci_high:.{digits}f}"
+            texts.append(text)
+        columns.append(texts)
+    blocks = []
+    for part in _fitting(columns, width - _width(names)):
+        lines = [*zip(names[1:], *(column[1:] for column in part), strict=True)]
+        blocks.append(
+            tabulate(
+                [line for line in lines if set(line[1:]) != {"-"}],  # no model without any of these
+                headers=[names[0], *(column[0] for column in part)],
+                disable_numparse=True,
+                colalign=("left", *["right"] * len(part)),
+            )
         )
-        for part in _fitting(columns, width - _width(names))
-    )
-
-
-def _trials(rows: Sequence[Result]) -> dict[Column, str]:
-    """The number of trials of each column, in the order of their first appearance."""
-    counts: dict[Column, set[int]] = {}
-    for row in rows:
-        counts.setdefault(row.column, set()).add(row.count)
-    return {column: "/".join(map(str, sorted(own))) for column, own in counts.items()}
-
-
-def _chance(rows: Sequence[Result], decimals: Mapping[Column, int]) -> dict[Column, str]:
-    """By column, the figure that guessing gives, as text; columns without one are left out."""
-    known: dict[Column, set[float]] = {}
-    for row in rows:
-        if isinstance(value := row.protocol.get("chance"), int | float):
-            known.setdefault(row.column, set()).add(value)
-    return {
-        column: "/".join(f"{value:.{decimals[column]}f}" for value in sorted(values))
-        for column, values in known.items()
-    }
-
-
-def _cell(cell: Result | Reference | None, intervals: bool, decimals: int) -> str:
-    if cell is None:
-        return "-"
-    text = f"{cell.value:.{decimals}f}"
-    if not intervals or not isinstance(cell, Result):
-        return text
-    return f"{text}\n{cell.ci_low:.{decimals}f}-{cell.ci_high:.{decimals}f}"
+    return "\n\n".join(blocks)
 
 
 def _fitting(columns: Sequence[list[str]], width: int) -> Iterator[list[list[str]]]:

@@ -23,9 +23,8 @@ from mclclip.data.training_images import TrainingImages, path_of, run_of
 from mclclip.eval import results
 from mclclip.eval.features import Extractor
 from mclclip.eval.images import Readable
-from mclclip.eval.options import BenchmarkConfig
 from mclclip.eval.prompts import naming_benchmark
-from mclclip.eval.protocols import evaluator
+from mclclip.eval.protocols import BenchmarkConfig, evaluator
 from mclclip.eval.results import Reference, Result
 from mclclip.files import digest_file, digest_json
 from mclclip.models import transformers_encoder, weights
@@ -102,7 +101,14 @@ def check(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
     All options are checked first, then all folders.
     """
     check_options(benchmarks)
-    _check_folders(benchmarks)
+    present = [name for name, one in benchmarks.items() if Path(one.path).is_dir()]
+    if absent := [name for name in benchmarks if name not in present]:
+        first = benchmarks[absent[0]]
+        others = f"; {', '.join(absent[1:])} have none either" if absent[1:] else ""
+        instead = f"; for the others: {' '.join(f'--only {n}' for n in present)}" if present else ""
+        raise FileNotFoundError(
+            f"benchmark {absent[0]!r}: no folder {first.path}{_needs(first)}{others}{instead}"
+        )
     for name, benchmark in benchmarks.items():
         protocol, root = evaluator(benchmark.kind), Path(benchmark.path)
         for option in sorted({*protocol.files} & benchmark.options.keys()):
@@ -129,17 +135,6 @@ def check_options(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
             ) from None
 
 
-def _check_folders(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
-    present = [name for name, one in benchmarks.items() if Path(one.path).is_dir()]
-    if absent := [name for name in benchmarks if name not in present]:
-        first = benchmarks[absent[0]]
-        others = f"; {', '.join(absent[1:])} have none either" if absent[1:] else ""
-        instead = f"; for the others: {' '.join(f'--only {n}' for n in present)}" if present else ""
-        raise FileNotFoundError(
-            f"benchmark {absent[0]!r}: no folder {first.path}{_needs(first)}{others}{instead}"
-        )
-
-
 def _needs(benchmark: BenchmarkConfig) -> str:
     """Says which data a benchmark wants and where to get them: the suite's words, or else those of
     its evaluator."""
@@ -151,42 +146,31 @@ def _needs(benchmark: BenchmarkConfig) -> str:
 # --- encoders in memory --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Leakage:
-    """Images that trainings draw, which benchmarks should not hold, and ``choices``: the name of a
-    benchmark -> what is chosen by its figures, for which it must hold none of them."""
-
-    trained_on: Sequence[TrainingImages] = ()
-    choices: Mapping[str, str] = field(default_factory=dict)
-
-
-NO_LEAKAGE = Leakage()
-
-
 @dataclass
 class _Watch:
     """Counts the images of a benchmark that are encoded, and those of them that are trained on.
 
     Only images below ``folder`` count, where one is given. Called with images on all ranks, it
-    raises ValueError there for the first that are trained on, where the benchmark decides a choice.
+    raises ValueError there for the first that are trained on, where the benchmark ``name`` decides
+    a ``choice``.
     """
 
     name: str
     folder: Path | None
-    leakage: Leakage
+    trained_on: Sequence[TrainingImages]
+    choice: str | None
     judged: int = 0
     known: int = 0
 
     def __call__(self, images: Sequence[Readable]) -> None:
-        own = images
-        if self.folder is not None:
-            own = [image for image in images if self.folder in path_of(image).parents]
-        if not own or not self.leakage.trained_on:
+        folder = self.folder
+        own = [image for image in images if not folder or folder in path_of(image).parents]
+        if not own or not self.trained_on:
             return
-        counts = on_main(lambda: [trained.count(own) for trained in self.leakage.trained_on])
+        counts = on_main(lambda: [trained.count(own) for trained in self.trained_on])
         self.known, self.judged = self.known + max(counts), self.judged + len(own)
-        if self.known and (choice := self.leakage.choices.get(self.name)):
-            raise results.unfit(self.name, self.known, self.judged, choice)
+        if self.known and self.choice:
+            raise results.unfit(self.name, self.known, self.judged, self.choice)
 
 
 def run_suite(
@@ -197,16 +181,18 @@ def run_suite(
     *,
     context: Context = SINGLE,
     identity: str = "",
-    leakage: Leakage = NO_LEAKAGE,
+    trained_on: Sequence[TrainingImages] = (),
+    choices: Mapping[str, str] | None = None,
     **settings: Any,
 ) -> list[Result]:
     """Evaluates one encoder on every benchmark; returns its rows and adds them to the file.
 
     Rows of the same model and benchmark are replaced; each benchmark is written when it is done.
     ``identity`` (such as ``identity_of`` the model) lets a later call see that nothing changed. A
-    row says how many of the images of its benchmark are trained on (``leakage``). ``settings``:
-    batch_size, precision, max_image_pixels, num_workers (see ``Extractor``). All ranks of
-    ``context`` take part; the first one writes.
+    row says how many of the images of its benchmark are among ``trained_on``. ``choices``: the name
+    of a benchmark -> what is chosen by its figures, for which none of its images may be trained on.
+    ``settings``: batch_size, precision, max_image_pixels, num_workers (see ``Extractor``). All
+    ranks of ``context`` take part; the first one writes.
     """
     check(benchmarks)
     extractor = Extractor(encoder, context, **settings)
@@ -214,7 +200,8 @@ def run_suite(
     for name, benchmark in benchmarks.items():
         log.info("evaluate %s on %s", model_name, name)
         protocol, root = evaluator(benchmark.kind), Path(benchmark.path)
-        watch = _Watch(name, root / protocol.judged if protocol.judged else None, leakage)
+        folder = root / protocol.judged if protocol.judged else None
+        watch = _Watch(name, folder, trained_on, (choices or {}).get(name))
         watched = replace(extractor, on_images=watch)
         figures = protocol.evaluate(watched, root, **benchmark.options)
         more: dict[str, Any] = {}
@@ -234,13 +221,14 @@ class Judge:
     """Benchmarks that encoders in memory are measured on, by a verb that makes encoders.
 
     ``benchmarks`` are checked before the first encoder is made. Encoders lie on the device of
-    ``context``.
+    ``context``. ``trained_on``, ``choices``: see ``run_suite``.
     """
 
     benchmarks: Mapping[str, BenchmarkConfig]
     context: Context = SINGLE
     batch_size: int = 256
-    leakage: Leakage = NO_LEAKAGE
+    trained_on: Sequence[TrainingImages] = ()
+    choices: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check(self.benchmarks)
@@ -259,7 +247,8 @@ class Judge:
             model_name,
             context=self.context,
             batch_size=self.batch_size,
-            leakage=self.leakage,
+            trained_on=self.trained_on,
+            choices=self.choices,
         )
 
 
@@ -305,8 +294,8 @@ def judge(
         benchmarks |= of_suite
     trained_on = _trained_on([_named(text)[1] for text in models])
     choices = dict.fromkeys(benchmarks, choice) if choice else {}
-    leakage = Leakage(trained_on, choices)
-    return Judge(benchmarks, Context(device=pick_device(device)), leakage=leakage)
+    context = Context(device=pick_device(device))
+    return Judge(benchmarks, context, trained_on=trained_on, choices=choices)
 
 
 def _trained_on(models: Sequence[str | Path], config: Config | None = None) -> list[TrainingImages]:
@@ -373,7 +362,7 @@ def evaluate(
 
     Benchmarks are those of ``eval.suite`` unless given. Those that ``path`` (default: the run's
     results.jsonl) already has for the same model files, options and precision are skipped, unless
-    ``force``. ``choices``: see ``Leakage``. Returns the new rows.
+    ``force``. ``choices``: see ``run_suite``. Returns the new rows.
     """
     benchmarks = config.eval.suite if benchmarks is None else benchmarks
     together(partial(check, benchmarks))
@@ -403,7 +392,8 @@ def evaluate(
             name,
             context=context,
             identity=identity,
-            leakage=Leakage(on_main(partial(_trained_on, [location], config)), choices or {}),
+            trained_on=on_main(partial(_trained_on, [location], config)),
+            choices=choices,
             batch_size=config.eval.batch_size,
             precision=precision,
             max_image_pixels=config.data.max_image_pixels,

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor
 
-from mclclip.clustering import kmeans, two_level
+from mclclip.clustering import kmeans
 from mclclip.clustering.centroids import Block, Tally, assign_blocks
 from mclclip.clustering.kmeans import Clustering
 from mclclip.config import Config, to_tree
@@ -132,7 +132,7 @@ def _fit(config: Config, stage: int, blocks: RowBlocks, common: dict[str, Any]) 
     settings["seed"] = (config.seed, stage)
     num_clusters = options.clusters_of(stage)
     if options.method == "two_level":
-        return two_level.fit(blocks, num_clusters, num_splits=options.num_splits, **settings)
+        return kmeans.fit_two_level(blocks, num_clusters, num_splits=options.num_splits, **settings)
     return kmeans.fit(blocks, num_clusters, **settings)
 
 

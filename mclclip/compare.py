@@ -1,7 +1,7 @@
 """Verb: results and the outcomes of items -> whether one encoder is really better than another.
 
 Encoders are compared on the same items, so that what is hard for both does not count. Tests and
-intervals are those of ``eval.paired``; p-values are corrected for the number of comparisons.
+intervals are those of ``eval.outcomes``; p-values are corrected for the number of comparisons.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mclclip.eval import outcomes, paired, results
-from mclclip.eval.outcomes import Outcomes
-from mclclip.eval.paired import Difference
+from mclclip.eval import outcomes, results
+from mclclip.eval.outcomes import Difference, Outcomes
 from mclclip.eval.results import Result
-from mclclip.files import shown, write_bytes
+from mclclip.files import clean, write_bytes
 from mclclip.opened_run import Run
 
 if TYPE_CHECKING:
@@ -149,7 +148,7 @@ def compare(
         )
     read = Reader()
     differences = [_difference(read, own, base) for own, base in pairs]
-    corrected = paired.holm([d.p_value for d in differences])
+    corrected = outcomes.holm([d.p_value for d in differences])
     return [
         Comparison(row, base, difference, p_value)
         for ((row, _), (base, _)), difference, p_value in zip(
@@ -222,8 +221,8 @@ def _difference(read: Reader, a: Row, b: Row) -> Difference:
             f"{base.model} in {base.unit.name}: evaluate again with 'mclclip eval --force'"
         )
     try:
-        return paired.difference(read(*a), read(*b))
-    except paired.NotTheSame as error:
+        return outcomes.difference(read(*a), read(*b))
+    except outcomes.NotTheSame as error:
         raise ValueError(
             f"{own.model} and {base.model} were not measured on the same items of "
             f"{own.benchmark}: {error}; evaluate both on the same data"
@@ -239,12 +238,12 @@ def frame(comparisons: Sequence[Comparison]) -> DataFrame:
 
     return pandas.DataFrame(
         {
-            "benchmark": shown(c.row.benchmark),
-            "metric": shown(c.row.metric),
-            "model": shown(c.row.model),
+            "benchmark": clean(c.row.benchmark),
+            "metric": clean(c.row.metric),
+            "model": clean(c.row.model),
             "unit": c.row.unit.name,
             "value": c.row.value,
-            "against": shown(c.against.model),
+            "against": clean(c.against.model),
             "against_value": c.against.value,
             "difference": c.row.unit.scale * c.difference.value,
             "ci_low": c.row.unit.scale * c.difference.low,
@@ -277,7 +276,7 @@ def render(comparisons: Sequence[Comparison], format: Format) -> str:
         return str(short.to_markdown(index=False, disable_numparse=True))
     lines = [
         textwrap.fill(
-            shown(c.sentence()), results.WIDTH, initial_indent="- ", subsequent_indent="  "
+            clean(c.sentence()), results.WIDTH, initial_indent="- ", subsequent_indent="  "
         )
         for c in comparisons
     ]
@@ -298,9 +297,9 @@ def _short(comparisons: Sequence[Comparison]) -> DataFrame:
     mixed = len({c.row.unit for c in comparisons}) > 1
     return pandas.DataFrame(
         {
-            "benchmark": shown(c.row.benchmark),
-            "metric": shown(c.row.metric),
-            "model": shown(c.row.model),
+            "benchmark": clean(c.row.benchmark),
+            "metric": clean(c.row.metric),
+            "model": clean(c.row.model),
             **_cells(c, "value" if mixed else c.row.unit.name),
         }
         for c in comparisons
@@ -330,9 +329,9 @@ def _blocks(comparisons: Sequence[Comparison]) -> str:
         own = [c for c in comparisons if (c.row.benchmark, c.row.metric) == (benchmark, metric)]
         base = own[0].against
         value = own[0].texts()[1]
-        head = f"{shown(benchmark)}, {shown(metric)}, against {shown(base.model)} ({value})"
+        head = f"{clean(benchmark)}, {clean(metric)}, against {clean(base.model)} ({value})"
         rows = [
-            {"model": results.wrapped(shown(c.row.model), 24), **_cells(c, c.row.unit.name)}
+            {"model": results.wrapped(clean(c.row.model), 24), **_cells(c, c.row.unit.name)}
             for c in own
         ]
         align = ("left", "right", "right", "right", "right", "right", "left")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from mclclip import config, files, make_dataset, pipeline, report
-from mclclip.config import Config, recipes
+from mclclip.config import Config
 from mclclip.data.patterns import ATTRIBUTES, RARELY_NAMED
 from mclclip.eval import results
 from mclclip.eval.results import Result
@@ -41,7 +41,7 @@ _COMPARED = ("stage_0", *_STEPS, *(f"control_ungrouped_{name}" for name in _STEP
 
 def recipe() -> Path:
     """The shipped recipe of the demo."""
-    return recipes.folder() / "demo.yaml"
+    return config.recipes_folder() / "demo.yaml"
 
 
 SHORT = (

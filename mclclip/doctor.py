@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mclclip import __version__, search
-from mclclip.files import existing, fsync_directory, shown
+from mclclip.files import clean, existing, fsync_directory
 
 FREE_GB, SHM_GB, OPEN_FILES = 10, 1, 1024
 SLOW_FSYNC_S, SKEW_WARN_S, SKEW_FAIL_S = 1.0, 5.0, 60.0
@@ -49,7 +49,7 @@ def run(path: Path) -> int:
     """
     number: Counter[str] = Counter()
     for finding in findings(Path(path)):
-        print(shown(str(finding)), flush=True)
+        print(clean(str(finding)), flush=True)
         number[finding.state] += 1
     bad = number["FAIL"] or number["warn"]
     print(f"{number['FAIL']} failed, {number['warn']} to look at" if bad else "all is well")

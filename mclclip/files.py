@@ -272,8 +272,8 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
 # --- text to show, and paths that a table names --------------------------------------------------
 
 
-def shown(text: str) -> str:
-    """A text, path or url as it may be shown: in a message, a log or a report.
+def clean(text: str) -> str:
+    """Cleans a text, path or url for a message, a log or a report.
 
     Urls lose what may be secret: user, password and the query of a signed one. A character that
     does not print, such as an escape sequence or the end of a line, is as Python's repr shows it,
@@ -294,9 +294,9 @@ def _without_query(url: re.Match[str]) -> str:
     return f"{before}?...{query[len(secret) :]}" if secret else url[0]
 
 
-def shown_lines(text: str) -> str:
-    """``shown`` for a text of ours that has several lines."""
-    return "\n".join(map(shown, text.split("\n")))
+def clean_lines(text: str) -> str:
+    """Cleans a text of ours that has several lines."""
+    return "\n".join(map(clean, text.split("\n")))
 
 
 def below(root: Path, name: str, where: str) -> Path:
@@ -377,15 +377,6 @@ class Record:
     size_bytes: int
     digests: str
 
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks; the last one may be shorter."""
-        return len(self.digests) // _DIGITS
-
-    def digest(self, number: int) -> str:
-        """The digest of a block."""
-        return self.digests[number * _DIGITS : (number + 1) * _DIGITS]
-
 
 def _digest_block(block: bytes) -> str:
     return hashlib.sha256(block).hexdigest()[:_DIGITS]
@@ -447,7 +438,7 @@ class Checked:
             return
         with open(self.path, "rb") as file:
             for number, digest in zip(missing, _digests(file, missing), strict=True):
-                if digest != self.record.digest(number):
+                if digest != self.record.digests[number * _DIGITS : (number + 1) * _DIGITS]:
                     raise RuntimeError(
                         f"{self.path} is damaged (from byte {number * BLOCK_BYTES:,} on it is not "
                         f"what was written): {self.again}"

@@ -23,27 +23,24 @@ import pyarrow as pa
 from webdataset.shardlists import expand_urls
 
 from mclclip.config import Config
-from mclclip.data.attributes import ATTRIBUTES, check_names, read_values
-from mclclip.data.options import DataConfig, SourceConfig
-from mclclip.data.remote import Remote, RemoteOptions, check_protocol, protocol_of
-from mclclip.data.sample_index import (
-    KIND,
+from mclclip.data.index_tables import (
+    ATTRIBUTES,
     SAMPLES,
     SHARDS,
-    SampleIndex,
     Shard,
-    read_shards,
-    read_table,
-    write_tables,
-)
-from mclclip.data.shard_check import (
     check_shards,
     join_rows,
     note_times,
+    read_shards,
+    read_table,
+    read_values,
     scan_shards,
-    stat_files,
     times_of,
+    write_tables,
 )
+from mclclip.data.options import DataConfig, SourceConfig
+from mclclip.data.remote import Remote, RemoteOptions, check_protocol, protocol_of
+from mclclip.data.sample_index import KIND, SampleIndex
 from mclclip.data.shard_filter import ShardFilter
 from mclclip.data.shard_scan import (
     IMAGE_CRC,
@@ -52,8 +49,9 @@ from mclclip.data.shard_scan import (
     UNREADABLE,
     Findings,
     caption_field,
+    check_names,
 )
-from mclclip.files import move_aside, records_of, remove_leftovers, shown
+from mclclip.files import clean, move_aside, records_of, remove_leftovers
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import (
@@ -119,7 +117,7 @@ def _index(config: Config, directory: Path, force: Force) -> None:
         for shard, scan in zip(to_scan, seen, strict=True):
             if shard.digest and is_finished(directory) and scan.digest != shard.digest:
                 raise ValueError(
-                    f"shard {shown(shard.path)} has changed since it was indexed: restore it, or "
+                    f"shard {clean(shard.path)} has changed since it was indexed: restore it, or "
                     "use --force"
                 )
             rows.append(scan.rows)
@@ -127,7 +125,15 @@ def _index(config: Config, directory: Path, force: Force) -> None:
             findings.merge(scan.findings)
             for reason, entry in scan.findings.only(LEFT_OUT).to_json().items():
                 left_out[shard.source][reason] += entry["count"]
-    _check_unreadable(findings, len(known) + len(new), config.data.max_bad_fraction)
+    num_shards, bound = len(known) + len(new), config.data.max_bad_fraction
+    faults = findings.only(UNREADABLE)
+    if faults.total() > bound * num_shards:
+        raise ValueError(
+            f"{faults.total()} of {num_shards} shards cannot be read to their end, "
+            f"data.max_bad_fraction={bound} allows {int(bound * num_shards)}: "
+            f"{'; '.join(faults.lines(REASONS))}. Fetch them again or leave them out of "
+            "data.sources, or raise data.max_bad_fraction"
+        )
     table = join_rows(table, num_known, rows, findings)
     if num_known == 0 and is_finished(directory):
         # The shards are what they were, so the parquets that filters read are not.
@@ -205,18 +211,6 @@ def _write(
         counts["attributes"] = {name: len(values[name]) for name in values}
         names.append(ATTRIBUTES)
     return artifact.finish(counts, content_digest=digest, records=records_of(directory, *names))
-
-
-def _check_unreadable(findings: Findings, num_shards: int, max_bad_fraction: float) -> None:
-    """Raises ValueError where more than ``data.max_bad_fraction`` of the shards are not whole."""
-    faults, allowed = findings.only(UNREADABLE), max_bad_fraction * num_shards
-    if faults.total() > allowed:
-        raise ValueError(
-            f"{faults.total()} of {num_shards} shards cannot be read to their end, "
-            f"data.max_bad_fraction={max_bad_fraction} allows {int(allowed)}: "
-            f"{'; '.join(faults.lines(REASONS))}. Fetch them again or leave them out of "
-            "data.sources, or raise data.max_bad_fraction"
-        )
 
 
 def _count_sources(
@@ -300,25 +294,14 @@ def _wanted_shards(
         except ValueError as error:
             raise ValueError(f"{option}.attributes: {error}") from None
         chosen = filters.get(name)
-        subset, where = (chosen.digest, chosen.texts) if chosen is not None else ("", ())
+        subset = "" if chosen is None else chosen.digest
+        where = () if chosen is None else tuple(map(str, chosen.where))
         paths = expand_shards(source.shards, f"{option}.shards", remote)
-        for path, stat in zip(paths, stat_files(paths, remote), strict=True):
+        for path, stat in zip(paths, Remote(remote).stat(paths), strict=True):
             if stat is None:
-                raise FileNotFoundError(f"{option}.shards: {shown(path)} is not there any more")
-            wanted.append(
-                Shard(
-                    path,
-                    name,
-                    source.captions,
-                    0,
-                    0,
-                    stat.size,
-                    attributes,
-                    tag=stat.tag,
-                    subset=subset,
-                    where=where,
-                )  # fmt: skip
-            )
+                raise FileNotFoundError(f"{option}.shards: {clean(path)} is not there any more")
+            shard = Shard(path, name, source.captions, 0, 0, stat.size, attributes, tag=stat.tag)
+            wanted.append(dataclasses.replace(shard, subset=subset, where=where))
     return wanted
 
 
@@ -351,10 +334,10 @@ def expand_shards(
         for path in _expand(line, option, Remote(remote))
     )
     if not paths:
-        raise FileNotFoundError(f"{option} names no shard: {shown(str(listed))}")
+        raise FileNotFoundError(f"{option} names no shard: {clean(str(listed))}")
     for path, following in itertools.pairwise(paths):
         if path == following:
-            raise ValueError(f"{option} names {shown(path)} twice: list each shard once")
+            raise ValueError(f"{option} names {clean(path)} twice: list each shard once")
     return paths
 
 
@@ -367,13 +350,13 @@ def _expand(pattern: str, option: str, remote: Remote) -> list[str]:
         return files
     if (number := _most_paths(pattern)) > MAX_PATHS:
         raise ValueError(
-            f"{option}: {shown(pattern)!r} stands for up to {number:.0e} paths, wanted at most "
+            f"{option}: {clean(pattern)!r} stands for up to {number:.0e} paths, wanted at most "
             f"{MAX_PATHS:,}: use a glob, or @FILE"
         )
     try:
         candidates = [os.path.expanduser(path) for path in expand_urls(pattern)]
     except (ValueError, AssertionError) as error:  # unbalanced braces; no such variable
-        raise ValueError(f"{option}: {shown(pattern)!r} does not expand: {error}") from None
+        raise ValueError(f"{option}: {clean(pattern)!r} does not expand: {error}") from None
     found: list[str] = []
     missing: list[str] = []
     for path in candidates:
@@ -392,8 +375,8 @@ def _expand(pattern: str, option: str, remote: Remote) -> list[str]:
         raise FileNotFoundError(f"{option}: {missing[0]} is a folder: use {missing[0]}/*.tar")
     if missing:
         raise FileNotFoundError(
-            f"{option}: {len(missing)} of the {len(candidates)} paths of {shown(pattern)!r} match "
-            f"no file, such as {shown(missing[0])}"
+            f"{option}: {len(missing)} of the {len(candidates)} paths of {clean(pattern)!r} match "
+            f"no file, such as {clean(missing[0])}"
         )
     return found
 
@@ -438,7 +421,7 @@ def _new_shards(known: Sequence[Shard], wanted: Sequence[Shard], directory: Path
     by_name = {(shard.source, shard.path): shard for shard in wanted}
     for old in known:
         now = by_name.pop((old.source, old.path), None)
-        where = f"shard {shown(old.path)} of source {old.source} in {directory}"
+        where = old.describe(directory)
         if now is None and protocol_of(old.path) is None and not os.path.exists(old.path):
             raise FileNotFoundError(f"{where} is not on disk any more: put it back")
         if now is None:
@@ -448,17 +431,17 @@ def _new_shards(known: Sequence[Shard], wanted: Sequence[Shard], directory: Path
                 f"{where} had {old.size_bytes} bytes when it was indexed, now {now.size_bytes}: "
                 f"restore it"
             )
+        subsets = [
+            f"a subset of digest {shard.subset[:12]}" if shard.subset else "no subset"
+            for shard in (old, now)
+        ]
         for name, was, is_now in (
             ("captions=", old.captions, now.captions),
             ("attributes=", list(old.attributes), list(now.attributes)),
-            ("", _subset_of(old), _subset_of(now)),
+            ("", *subsets),
             ("where=", sorted({*old.where}), sorted({*now.where})),
         ):
             if was != is_now:
                 again = "with " if not name else ""
                 raise ValueError(f"{where} was indexed with {name}{was}, now {again}{is_now}")
     return list(by_name.values())
-
-
-def _subset_of(shard: Shard) -> str:
-    return f"a subset of digest {shard.subset[:12]}" if shard.subset else "no subset"

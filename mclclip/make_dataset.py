@@ -108,24 +108,18 @@ def write_splits(
     splits = build(sources, seed, **settings)
     sources.check_asked()
     for split, samples in splits.items():
-        shown = runlog.progress(samples, total=None, description=split)
-        counted = _Counted(shown)
-        shards = write_shards(counted, out / split, samples_per_shard)
-        if counted.number:
-            counts["samples"][split], counts["shards"][split] = counted.number, len(shards)
+
+        def counted(split: str = split, samples: Any = samples) -> Iterator[PackedSample]:
+            shown = runlog.progress(samples, total=None, description=split)
+            for number, sample in enumerate(shown, start=1):
+                counts["samples"][split] = number
+                yield sample
+
+        if shards := write_shards(counted(), out / split, samples_per_shard):
+            counts["shards"][split] = len(shards)
     log.info("%s: %s", out, ", ".join(f"{n:,} {split}" for split, n in counts["samples"].items()))
     artifact.finish(counts)
     return out
-
-
-class _Counted:
-    def __init__(self, samples: Any) -> None:
-        self.samples, self.number = samples, 0
-
-    def __iter__(self) -> Iterator[PackedSample]:
-        for sample in self.samples:
-            self.number += 1
-            yield sample
 
 
 # --- patterns ----------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from mclclip.run.artifacts import Manifest
 from mclclip.run.layout import Layout
 
 if TYPE_CHECKING:
+    import torch
     from pandas import DataFrame
     from PIL.Image import Image
 
@@ -179,7 +180,7 @@ class Run:
 
     def spread_ids(self, count: int, pieces: int = PIECES) -> Integers:
         """Sorted ids of at most ``count`` samples, in ``pieces`` that lie evenly over the index."""
-        return numbers_in(spread(len(self.index), count, pieces))
+        return spread(len(self.index), count, pieces)
 
     def draw_ids(self, count: int, purpose: int) -> Integers:
         """Sorted ids of at most ``count`` samples that can be decoded and have a row in every
@@ -270,15 +271,8 @@ class Stage:
 
     def directory(self, kind: Kind) -> Path:
         """Where an artifact of the stage lies."""
-        layout = self.run.layout
-        of_kind = {
-            "embeddings": layout.embeddings,
-            "clusters": layout.clusters,
-            "pseudo_labels": layout.pseudo_labels,
-            "train": layout.train,
-            "export": layout.export,
-        }
-        return of_kind[kind](self.number)
+        path: Path = getattr(self.run.layout, kind)(self.number)
+        return path
 
     def has(self, kind: Kind) -> bool:
         """Whether an artifact of the stage is finished."""
@@ -371,34 +365,28 @@ class Stage:
         return np.unique(numbers, return_inverse=True)
 
     @property
-    def train(self) -> Manifest:
-        """The manifest of its finished training: ``config``, ``counts`` such as ``steps``."""
-        return self.manifest("train")
-
-    @property
     def metrics(self) -> DataFrame:
         """What its training has recorded so far, a row per recorded step: loss, lr, speed and more;
         at most ``POINTS`` rows that lie evenly over it, and none before it begins."""
         import pandas
 
-        return pandas.DataFrame(thinned(self.records("metrics")[0]))
+        rows = self.records("metrics")[0]
+        if len(rows) > POINTS:
+            rows = [rows[int(place)] for place in np.linspace(0, len(rows) - 1, POINTS)]
+        return pandas.DataFrame(rows)
 
     def records(self, name: Literal["metrics", "epochs"]) -> tuple[list[dict[str, Any]], bool]:
         """The rows of metrics.jsonl or epochs.jsonl, and whether these are all of them
         (``read_records``)."""
         return read_records(self.directory("train") / f"{name}.jsonl")
 
-    @property
-    def export(self) -> Path:
-        """The folder of its encoder."""
-        self.manifest("export")
-        return self.directory("export")
-
-    def encoder(self, device: str = "cpu") -> Model:
-        """Its exported encoder, in evaluation mode."""
+    def encoder(self, device: str | torch.device = "cpu", projector: Sequence[int] = ()) -> Model:
+        """Its exported encoder, in evaluation mode; with a ``projector`` of these widths behind it,
+        which exports have none of, so that its weights are random."""
         from mclclip.models.loading import load_towers
 
-        return load_towers(self.export).to(device).eval()
+        self.manifest("export")
+        return load_towers(self.directory("export"), projector=projector).to(device).eval()
 
 
 @dataclass(frozen=True)
@@ -428,25 +416,13 @@ class Clusters:
         return open_npy(self.directory / name, "cluster", self.manifest.record(name))
 
 
-def spread(count: int, wanted: int, pieces: int = PIECES) -> list[slice]:
-    """Pieces of ``range(count)`` that lie evenly over it, with at most ``wanted`` numbers."""
+def spread(count: int, wanted: int, pieces: int = PIECES) -> Integers:
+    """At most ``wanted`` numbers of ``range(count)``, sorted, in pieces that lie evenly over it."""
     if count <= wanted:
-        return [slice(0, count)]
+        return np.arange(count, dtype=np.int64)
     size = max(wanted // pieces, 1)
     starts = np.linspace(0, count - size, min(pieces, wanted)).astype(np.int64)
-    return [slice(int(start), int(start) + size) for start in starts]
-
-
-def numbers_in(cuts: Sequence[slice]) -> Integers:
-    """The numbers of pieces."""
-    return np.concatenate([np.arange(cut.start, cut.stop, dtype=np.int64) for cut in cuts])
-
-
-def thinned(rows: Sequence[dict[str, Any]], count: int = POINTS) -> list[dict[str, Any]]:
-    """At most ``count`` rows, spread evenly, with the first and the last."""
-    if len(rows) <= count:
-        return list(rows)
-    return [rows[int(place)] for place in np.linspace(0, len(rows) - 1, count)]
+    return (starts[:, None] + np.arange(size)).ravel()
 
 
 def read_records(path: Path, max_bytes: int = MAX_BYTES) -> tuple[list[dict[str, Any]], bool]:

@@ -21,7 +21,7 @@ Cosine = Annotated[float, Field(ge=-1.0, le=1.0)]
 _UNION_MEMBERS = ("bool", "int", "float", "str", "constrained-int", "constrained-float")
 
 
-def shown(value: object) -> str:
+def brief(value: object) -> str:
     """A value for a message: its ``repr``, cut where it is long."""
     text = repr(value)
     return text if len(text) <= 200 else text[:200] + "..."
@@ -50,7 +50,7 @@ def first_problem(error: ValidationError) -> tuple[str, str]:
     """
     problem = farthest(error.errors())
     name = dotted([str(part) for part in problem["loc"]])
-    got = f" (got {shown(problem['input'])})" if name else ""
+    got = f" (got {brief(problem['input'])})" if name else ""
     return name, problem["msg"].removeprefix("Value error, ") + got
 
 

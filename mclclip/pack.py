@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from mclclip.data.shard_scan import IMAGE_EXTENSIONS, Findings, split_member_name
 from mclclip.data.shard_writer import PackedSample, check_foreign, write_shards
@@ -78,8 +78,8 @@ def pack(
     table that does not parse or yields no sample, and an ``out`` that holds foreign shards.
     """
     table, images, out = Path(table), Path(images), Path(out)
-    _check(table, [images, *allow_roots], out, samples_per_shard, key_prefix)
-    delimiter = _checked_delimiter(table, delimiter)
+    folders = [images, *allow_roots]
+    delimiter = _check(table, folders, out, samples_per_shard, key_prefix, delimiter)
     caption_column = _checked_columns(table, delimiter, path_column, caption_column)
     settings: dict[str, Any] = {
         "images": os.path.abspath(images),
@@ -137,8 +137,15 @@ def _write(
 
 
 def _check(
-    table: Path, folders: Sequence[Path], out: Path, samples_per_shard: int, key_prefix: str
-) -> None:
+    table: Path,
+    folders: Sequence[Path],
+    out: Path,
+    samples_per_shard: int,
+    key_prefix: str,
+    delimiter: str | None,
+) -> str:
+    """Returns the delimiter, by the table's suffix where none was given. Raises the errors of
+    ``pack`` for what can be known before the table is read."""
     if not table.is_file():
         raise FileNotFoundError(f"no table at {table}")
     for folder in folders:
@@ -149,12 +156,7 @@ def _check(
         raise ValueError(f"samples_per_shard is {samples_per_shard}, expected at least 1")
     if split_member_name(f"{key_prefix}0.jpg") != (f"{key_prefix}0", "jpg"):
         raise ValueError(f"key_prefix is {key_prefix!r}: keys are cut at a dot, use none")
-
-
-def _checked_delimiter(table: Path, delimiter: str | None) -> str:
-    """The delimiter that was given, else that of the table's suffix."""
-    if delimiter is None:
-        delimiter = _DELIMITERS.get(table.suffix.lower())
+    delimiter = _DELIMITERS.get(table.suffix.lower()) if delimiter is None else delimiter
     if delimiter is None:
         raise ValueError(
             f"{table} ends in {table.suffix!r}, expected .csv or .tsv: give the delimiter"
@@ -196,29 +198,26 @@ def _read_table(
     """Images by their normalised path, in the order in which the table first names them."""
     entries: dict[str, _Entry] = {}
     with open(table, encoding="utf-8-sig", newline="") as file:
-        for line, row in _rows(file, table, delimiter):
-            if not row[path_column].strip():
-                findings.add("no_path", f"{table.name} line {line}")
-                continue
-            path = os.path.normpath(row.pop(path_column).strip())
-            caption = row.pop(caption_column).strip() if caption_column else None
-            entry = entries.setdefault(path, _Entry(metadata=row))
-            if caption:
-                entry.captions.append(caption)
-            elif caption is not None:
-                findings.add("empty_caption", f"{table.name} line {line}: {path}")
+        # Cells that a short row lacks are empty.
+        reader = csv.DictReader(file, delimiter=delimiter, restkey="", restval="")
+        try:
+            for row in reader:
+                line = reader.line_num
+                row.pop("", None)  # cells beyond the header, and columns without a name
+                if not row[path_column].strip():
+                    findings.add("no_path", f"{table.name} line {line}")
+                    continue
+                path = os.path.normpath(row.pop(path_column).strip())
+                caption = row.pop(caption_column).strip() if caption_column else None
+                entry = entries.setdefault(path, _Entry(metadata=row))
+                if caption:
+                    entry.captions.append(caption)
+                elif caption is not None:
+                    findings.add("empty_caption", f"{table.name} line {line}: {path}")
+        except (csv.Error, UnicodeDecodeError) as error:
+            at = reader.line_num + 1
+            raise ValueError(f"{table} line {at} does not parse: {error}") from None
     return entries
-
-
-def _rows(file: TextIO, table: Path, delimiter: str) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yields (line number, row by column name); cells that a short row lacks are empty."""
-    reader = csv.DictReader(file, delimiter=delimiter, restkey="", restval="")
-    try:
-        for row in reader:
-            row.pop("", None)  # cells beyond the header, and columns without a name
-            yield reader.line_num, row
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise ValueError(f"{table} line {reader.line_num + 1} does not parse: {error}") from None
 
 
 def _usable(

@@ -26,9 +26,9 @@ from mclclip.config import Config, to_tree
 from mclclip.data.coverage import coverage_report
 from mclclip.data.groups import StageGroups
 from mclclip.data.labels import outside_of_share
-from mclclip.eval import paired, results
+from mclclip.eval import outcomes, results
 from mclclip.eval.outcomes import Outcomes
-from mclclip.files import digest_json, parse_json, read_json, shown, write_json
+from mclclip.files import clean, digest_json, parse_json, read_json, write_json
 from mclclip.opened_run import Run
 from mclclip.plan import steps
 from mclclip.run.layout import PILOTS, Layout
@@ -111,7 +111,7 @@ def judge(config: Config) -> dict[str, Any]:
         verdict = _verdict(config, rows) | {"basis": basis}
         write_json(path, verdict)
     for sentence in verdict["sentences"]:
-        for line in textwrap.wrap(shown(sentence), results.WIDTH - _PREFIX):
+        for line in textwrap.wrap(clean(sentence), results.WIDTH - _PREFIX):
             log.info("%s", line)
     return verdict
 
@@ -245,7 +245,7 @@ def _forgotten(rows: Sequence[Row]) -> list[dict[str, Any]]:
         of_after = after.of_each_stratum()
         strata = {n: _lost(own, of_after[n]) for n, own in before.of_each_stratum().items()}
         for lost, p_value in zip(
-            strata.values(), paired.holm([s["p_value"] for s in strata.values()]), strict=True
+            strata.values(), outcomes.holm([s["p_value"] for s in strata.values()]), strict=True
         ):
             lost["p_value"] = p_value
         what = {"benchmark": c.row.benchmark, "metric": c.row.metric, **_lost(before, after)}
@@ -264,7 +264,7 @@ def _lost(before: Outcomes, after: Outcomes) -> dict[str, Any]:
         "found": float(np.sum(before.values, dtype=np.float64)),
         "lost": float(np.abs(change[change < 0]).sum()),
         "won": float(change[change > 0].sum()),
-        "p_value": paired.mcnemar(int((change > 0).sum()), int((change < 0).sum())),
+        "p_value": outcomes.mcnemar(int((change > 0).sum()), int((change < 0).sum())),
     }
 
 

@@ -22,11 +22,9 @@ from mclclip.config import Config, TrainConfig
 from mclclip.data.epoch_plan import check_ranks, check_samples
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.sample_weights import SampleWeights
-from mclclip.embed.trunk import check_folder
 from mclclip.eval import results
 from mclclip.eval import run as evaluation
-from mclclip.eval.options import BenchmarkConfig
-from mclclip.eval.protocols import evaluator
+from mclclip.eval.protocols import BenchmarkConfig, evaluator
 from mclclip.export import held_out
 from mclclip.models.loading import check_tokenizer, has_texts, model_config
 from mclclip.models.memory import load_shapes
@@ -68,7 +66,8 @@ def run(config: Config, context: Context, *, force: bool = False) -> Path:
 
 def _steps(config: Config, context: Context, force: Force) -> None:
     _check_data(config, index.run(config, context, force=force))
-    collectives.on_main(lambda: held_out.check_unseen(config))
+    if "weighted" in config.export.concat:
+        collectives.on_main(lambda: held_out.read(config))  # refused where a training reads them
     _stage(config, context, 0, "mcl", force)
     for stage in range(1, config.num_stages + 1):
         log.info("--- stage %d of %d", stage, config.num_stages)
@@ -123,7 +122,7 @@ def _check(config: Config, context: Context) -> None:
                 "the verbs"
             )
     if config.trunk_cache.enabled:
-        check_folder(config)
+        embed.check_trunk_folder(config)
     pilot.check(config)
     held_out.check(config)
     evaluation.check(config.eval.suite)

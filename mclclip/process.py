@@ -1,17 +1,18 @@
 """One process of a run from start to end: signals, ranks, the lock, the recorded state, exit code.
 
 Exit codes: 0 done; 1 an error of mclclip itself (with a traceback), or a lost rank or worker (one
-line); 2 a mistake of
-the user, or files that do not fit together (one line); 85 pre-empted and saved, to be started
-again; 130 interrupted. Under torchrun, which reports every code but 0 as a crash, a pre-empted
-process ends with 0, and the recorded state says that it was pre-empted. Where the process does not
-end by itself, the clock of ``ranks.signals`` ends it, with the same code and the same record.
+line); 2 a mistake of the user, or files that do not fit together (one line); 85 pre-empted and
+saved, to be started again; 130 interrupted. Under torchrun, which reports every code but 0 as a
+crash, a pre-empted process ends with 0, and the recorded state says that it was pre-empted. Where
+the process does not end by itself, the clock of ``ranks.signals`` ends it, with the same code and
+the same record.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -20,9 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mclclip.ranks import lost, signals
+from mclclip.ranks import failures, signals
 from mclclip.ranks.signals import EXIT_PREEMPTED, Preempted
-from mclclip.run import failures
 
 if TYPE_CHECKING:
     from mclclip.config import Config
@@ -66,7 +66,7 @@ def end(work: Callable[[], int], debug: bool) -> None:
 
 
 def _failed(error: BaseException, debug: bool) -> int:
-    """Records and tells an error; returns its exit code."""
+    """Records and prints an error; returns its exit code."""
     signals.ignore()
     code = exit_code(error)
     if isinstance(error, BrokenPipeError):  # such as 'mclclip doctor | head', or a run's own pipes
@@ -76,8 +76,12 @@ def _failed(error: BaseException, debug: bool) -> int:
     elif not hasattr(error, _RECORDED):
         _record_early(error, code)
     if isinstance(error, Exception):
-        signals.restore()  # the launcher may end this rank while it waits to print its error
-    _print_error(error, code, debug)
+        signals.set_action(
+            signal.SIG_DFL
+        )  # the launcher may end this rank while it waits to print its error
+        failures.complain(error, debug or (code == EXIT_INTERNAL and not failures.is_lost(error)))
+    elif not isinstance(error, Preempted) or os.environ.get("RANK", "0") == "0":
+        print(f"mclclip: {signals.line_of(error)}", file=sys.stderr)
     return code
 
 
@@ -85,7 +89,7 @@ def exit_code(error: BaseException) -> int:
     """The exit code that stands for an error."""
     if not isinstance(error, Exception):
         return signals.code_of(error)
-    for_user = failures.is_for_the_user(error) and not _is_lost(error)
+    for_user = failures.is_for_the_user(error) and not failures.is_lost(error)
     return EXIT_USER if for_user else EXIT_INTERNAL
 
 
@@ -97,39 +101,19 @@ def record_mistake(message: str) -> None:
 def _record_early(error: BaseException, code: int) -> None:
     """Records an error before a run began, such as a wrong configuration, for the launcher."""
     if os.environ.get("MCLCLIP_STATE_FILE"):
-        from mclclip.run import run_state
+        from mclclip.run.lock import write_state
 
         again = code == EXIT_PREEMPTED
         state, reason = "preempted" if again else "failed", failures.line_of(error)
-        run_state.write(None, state, verb="", exit_code=code, requeue=again, reason=reason)
-
-
-def _print_error(error: BaseException, code: int, debug: bool) -> None:
-    if isinstance(error, Preempted):
-        if os.environ.get("RANK", "0") == "0":
-            print(f"mclclip: asked to leave ({error}): the same command goes on", file=sys.stderr)
-    elif isinstance(error, Exception):
-        failures.complain(error, debug or (code == EXIT_INTERNAL and not _is_lost(error)))
-    else:
-        print("mclclip: interrupted", file=sys.stderr)
-
-
-def _is_lost(error: BaseException) -> bool:
-    """Whether the error means that another process is gone: a rank, or a worker."""
-    if isinstance(error, lost.Lost) or "torch" not in sys.modules:
-        return isinstance(error, lost.Lost)
-    from mclclip.ranks.peer_watch import is_lost_peer
-
-    return is_lost_peer(error)
+        write_state(None, state, verb="", exit_code=code, requeue=again, reason=reason)
 
 
 def run(config: Config, verb: str, work: Callable[[Context], object]) -> int:
     """Runs a verb on a run directory: joins the ranks, takes the lock, records how it ends."""
     from mclclip import files
     from mclclip.ranks import collectives, process_group
-    from mclclip.run import run_state
     from mclclip.run.layout import Layout
-    from mclclip.run.lock import RunLock
+    from mclclip.run.lock import RunLock, write_state
 
     def take_lock() -> None:
         try:
@@ -137,7 +121,7 @@ def run(config: Config, verb: str, work: Callable[[Context], object]) -> int:
         except OSError as error:  # a full disk, not another writer: a former state would be wrong
             reason = failures.line_of(error)
             with suppress(OSError):  # the first error is what the user is told
-                run_state.write(
+                write_state(
                     layout.run_dir, "failed", verb=verb, exit_code=EXIT_USER, requeue=False,
                     reason=reason,
                 )  # fmt: skip
@@ -163,7 +147,7 @@ def _recorded(
 ) -> None:
     from mclclip.ranks import data_wait
     from mclclip.ranks.peer_watch import PeerWatch
-    from mclclip.run import run_state
+    from mclclip.run.lock import write_state
 
     one_at_a_time = threading.Lock()
 
@@ -171,14 +155,14 @@ def _recorded(
         # Any rank may record a failure; the other states are recorded by the first rank.
         where = Path(config.run_dir) if context.is_main or state == "failed" else None
         with one_at_a_time:
-            run_state.write(where, state, verb=verb, exit_code=code, requeue=requeue, reason=reason)
+            write_state(where, state, verb=verb, exit_code=code, requeue=requeue, reason=reason)
 
     def record_error(error: BaseException, code: int) -> None:
         try:
             if isinstance(error, Preempted):
                 record("preempted", code, error.reason, error.requeue)
             else:
-                record("failed", code, failures.line_of(error), _is_lost(error))
+                record("failed", code, failures.line_of(error), failures.is_lost(error))
         except OSError as full:  # the error itself is what the user is told
             log.warning("%s", failures.line_of(full))
 
@@ -191,7 +175,7 @@ def _recorded(
     try:
         record("running", EXIT_OK, f"process {os.getpid()}")
         with signals.recording(record_and_tell), data_wait.limited(config.peer_timeout_s), watch:
-            with lost.naming():
+            with failures.naming_lost():
                 result = work(context)
         signals.ignore()
         record("finished", EXIT_OK, result.reason if isinstance(result, Ended) else "")

@@ -42,12 +42,12 @@ from mclclip import files
 from mclclip.config import Config
 from mclclip.data.arrays import open_npy, save_npy, write_npy_parts
 from mclclip.data.groups import GroupedIndex, LabelBlocks, StageGroups
+from mclclip.data.index_tables import check_shards
 from mclclip.data.labels import read_pseudo_labels
 from mclclip.data.locations import GROUPS, KIND, MEMBERS, SIZES, Locations, SampleRanges, shard_name
 from mclclip.data.options import DataConfig
 from mclclip.data.remote import RemoteOptions, protocol_of
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.shard_check import check_shards
 from mclclip.data.shard_reader import ShardReader
 from mclclip.data.shard_scan import ARRAY_EXTENSION, caption_field
 from mclclip.data.tar_members import TarFault, read_members
@@ -180,7 +180,7 @@ def _finish(
 ) -> None:
     """Joins the notes of all shards, and removes them once the artifact is finished."""
     directory = artifact.directory
-    grouped = GroupedIndex.mapped(of.grouped)
+    grouped = GroupedIndex.open(of.grouped, compare=False)
     with write_npy_parts(directory / MEMBERS, (grouped.num_samples, 4), np.int64) as append:
         for number in range(num_shards):
             members = of.members(number)
@@ -212,7 +212,7 @@ def _finish(
         log.warning(
             "reshard: %d samples cannot be copied (%s) and are read where they were, such as %s",
             len(not_copied), ", ".join(f"{n} {why}" for why, n in reasons.items()),
-            files.shown(", ".join(some)),
+            files.clean(", ".join(some)),
         )  # fmt: skip
 
 
@@ -255,7 +255,7 @@ class _Source:
 
     def __init__(self, of: Copies) -> None:
         self.index = SampleIndex(of.index, of.index_digest)
-        self.sample_ids = GroupedIndex.mapped(of.grouped).sample_ids
+        self.sample_ids = GroupedIndex.open(of.grouped, compare=False).sample_ids
         self.locations = Locations(self.index)
         data = DataConfig(max_open_files=of.max_open_files, remote=of.remote)
         self.reader = ShardReader(self.locations.files, data)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from mclclip.data.batches import TrainingBatches
-from mclclip.data.captions import TextFeatures, Tokenizer
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.options import DataConfig, Order, Policy
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import TarDataset
+from mclclip.data.samples import TarDataset, TextFeatures, Tokenizer
 
 
 def training_batches(

@@ -26,15 +26,15 @@ from tests.unit.test_architecture import edges
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
-    "files": 251,
-    "lines": 33_309,
-    "functions": 2_867,
-    "functions of two lines or fewer": 812,
-    "classes": 364,
-    "dataclasses": 177,
-    "options": 263,
-    "arrows between rooms": 234,
-    "lines of tests": 48_529,
+    "files": 206,
+    "lines": 32_051,
+    "functions": 2_579,
+    "functions of two lines or fewer": 667,
+    "classes": 314,
+    "dataclasses": 153,
+    "options": 262,
+    "arrows between rooms": 228,
+    "lines of tests": 47_104,
 }
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 SILENT |= {tokenize.ENCODING, tokenize.ENDMARKER}

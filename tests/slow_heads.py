@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mclclip.objectives.class_centers.sums import Margin
+from mclclip.objectives.class_centers import Margin
 
 
 def dense_loss(

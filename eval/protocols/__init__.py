@@ -1,6 +1,7 @@
 """Protocols by which encoders are measured: the name of a module is the ``kind`` of a benchmark.
 
-A module declares ``EVALUATOR``, all that is asked of a protocol. This module imports no torch.
+A module declares ``EVALUATOR``, all that is asked of a protocol. The options of a run's benchmarks
+stand here too. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ import inspect
 import pkgutil
 import typing
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, create_model
+from pydantic import AfterValidator, BaseModel, create_model
+from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic.types import PositiveInt
 
 from mclclip.options import STRICT
 
@@ -64,3 +67,38 @@ def evaluator(kind: str) -> Evaluator:
     """The protocol of a kind of benchmarks."""
     declared: Evaluator = import_module(f"{__name__}.{kind}").EVALUATOR
     return declared
+
+
+# --- options ----------------------------------------------------------------------------------
+
+
+def _known(kind: str) -> str:
+    if kind not in KINDS:
+        raise ValueError(f"wanted one of {', '.join(KINDS)}")
+    return kind
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class BenchmarkConfig:
+    """One benchmark of the suite that runs between stages and at the end."""
+
+    kind: Annotated[str, AfterValidator(_known)]
+    """Which evaluator: a module of eval/protocols."""
+    path: str
+    """Folder of the benchmark, in the layout that eval/README.md gives for its kind."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of the evaluator, by its own names."""
+    source: str = ""
+    """What the folder holds and where to get it, for the message where it is missing."""
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class EvalConfig:
+    """Benchmarks that the encoders are measured on."""
+
+    suite: dict[str, BenchmarkConfig] = field(default_factory=dict)
+    """Benchmarks by name."""
+    batch_size: PositiveInt = 256
+    """Images or texts per forward."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Arithmetic of the encoder during evaluation."""

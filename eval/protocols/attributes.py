@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import AfterValidator, Field
 from pydantic.types import NonNegativeInt, PositiveFloat, PositiveInt
 
-from mclclip.data import attributes as fields
+from mclclip.data import shard_scan as fields
 from mclclip.eval.classification import LabelledFeatures
 from mclclip.eval.features import Extractor
 from mclclip.eval.images import StoredImage, read_shards
@@ -40,7 +40,7 @@ def read_split(
     attributes, or for shards with damage.
     """
     images, table = read_shards(directory, attributes=names)
-    return images, {name: table[fields.COLUMN + name].to_pylist() for name in names}
+    return images, {name: table[fields.ATTRIBUTE + name].to_pylist() for name in names}
 
 
 def coded(train: Sequence[str], test: Sequence[str], name: str) -> tuple[IntArray, IntArray, int]:

@@ -244,30 +244,6 @@ def _has_equal_texts(item: Item) -> bool:
     )
 
 
-def _of_quadruples(figures: _Figures) -> list[Figure]:
-    every = figures.rows()
-    return [
-        *figures.of("text", "text", every),
-        *figures.of("image", "image", every),
-        *figures.of("group", "group", every, "headline"),
-    ]
-
-
-def _of_sugarcrepe_pp(figures: _Figures) -> list[Figure]:
-    image_text = figures.by_part("ITT/", "text")
-    return image_text + figures.by_part("TOT/", "texts", "detail", "table")
-
-
-def _of_relations(figures: _Figures) -> list[Figure]:
-    symmetric = set(" ".join(SYMMETRIC.split()).split("; "))
-    return figures.by_kind(lambda item: item.kind not in symmetric)
-
-
-def _of_attributes(figures: _Figures) -> list[Figure]:
-    counts = Counter(item.kind for item in figures.items)
-    return figures.by_kind(lambda item: counts[item.kind] >= SMALLEST_KIND)
-
-
 def _of_whatsup(figures: _Figures) -> list[Figure]:
     made = figures.by_part("", "text")
     for part in dict.fromkeys(item.part for item in figures.items if item.kind):
@@ -290,29 +266,36 @@ def _of_whatsup(figures: _Figures) -> list[Figure]:
     return made
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """The figures of a layout, the sides that they are of, and whether the published rule gives
-    ties to the model."""
+def _figures(layout: LayoutName, figures: _Figures) -> list[Figure]:
+    """The figures of a layout; see ``evaluate``."""
+    every = figures.rows()
+    if layout == "sugarcrepe":
+        return figures.by_part("", "text")
+    if layout == "sugarcrepe_pp":
+        image_text = figures.by_part("ITT/", "text")
+        return image_text + figures.by_part("TOT/", "texts", "detail", "table")
+    if layout in ("winoground", "naturalbench"):
+        sides = figures.of("text", "text", every) + figures.of("image", "image", every)
+        return sides + figures.of("group", "group", every, "headline")
+    if layout == "aro_relation":
+        symmetric = set(" ".join(SYMMETRIC.split()).split("; "))
+        return figures.by_kind(lambda item: item.kind not in symmetric)
+    if layout == "aro_attribute":
+        counts = Counter(item.kind for item in figures.items)
+        return figures.by_kind(lambda item: counts[item.kind] >= SMALLEST_KIND)
+    if layout == "aro_order":
+        return figures.of("accuracy", "text", every, "headline")
+    return _of_whatsup(figures)
 
-    figures: Callable[[_Figures], list[Figure]]
-    sides: Sequence[Side] = ("text",)
-    ties_for_the_model: bool = False
 
-
-_RULES: Mapping[str, _Rule] = {
-    "sugarcrepe": _Rule(lambda figures: figures.by_part("", "text")),
-    "sugarcrepe_pp": _Rule(_of_sugarcrepe_pp, ("text", "texts")),
-    "winoground": _Rule(_of_quadruples, ("text", "image", "group")),
-    "naturalbench": _Rule(_of_quadruples, ("text", "image", "group")),
-    "aro_relation": _Rule(_of_relations),
-    "aro_attribute": _Rule(_of_attributes),
-    "aro_order": _Rule(
-        lambda figures: figures.of("accuracy", "text", figures.rows(), "headline"),
-        ties_for_the_model=True,
-    ),
-    "whatsup": _Rule(_of_whatsup, ties_for_the_model=True),
+_SIDES: Mapping[str, Sequence[Side]] = {
+    "sugarcrepe_pp": ("text", "texts"),
+    "winoground": ("text", "image", "group"),
+    "naturalbench": ("text", "image", "group"),
 }
+"""Sides that figures are of; of other layouts ``text`` alone."""
+_TIES_FOR_THE_MODEL = ("aro_order", "whatsup")
+"""Layouts whose published rule gives ties to the model."""
 
 
 def evaluate(
@@ -362,9 +345,9 @@ def evaluate(
         "as_published": published == dict(data.read) == dict(LAYOUTS[layout].sizes)
         and not data.left_out,
     }
-    rule = _RULES[layout]
-    margins = item_margins(extractor, data.items, rule.sides, prompt)
-    return rule.figures(_Figures(data.items, margins, protocol, rule.ties_for_the_model))
+    margins = item_margins(extractor, data.items, _SIDES.get(layout, ("text",)), prompt)
+    official = layout in _TIES_FOR_THE_MODEL
+    return _figures(layout, _Figures(data.items, margins, protocol, official))
 
 
 EVALUATOR = Evaluator(evaluate, needs=lambda layout, **_: LAYOUTS[layout].source, reads_text=True)

@@ -18,12 +18,11 @@ import numpy as np
 from pydantic.types import PositiveInt
 
 from mclclip.eval.captions import read_captions, read_captions_of_shards
-from mclclip.eval.features import Extractor, Features, over_ranks
+from mclclip.eval.features import CHUNK_BYTES, Extractor, Features, over_ranks, similarity
 from mclclip.eval.images import Readable, image_items, read_shards
 from mclclip.eval.metrics import FloatArray
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.protocols import Evaluator
-from mclclip.eval.ranking import CHUNK_BYTES, similarity
 from mclclip.eval.results import Figure, figure
 from mclclip.ranks.collectives import together
 from mclclip.ranks.process_group import SINGLE, Context

@@ -17,7 +17,7 @@ from pydantic.types import PositiveFloat, PositiveInt
 from mclclip import search
 from mclclip.eval.classification import Feature, LabelledFeatures, accuracy_figures, extract
 from mclclip.eval.features import Extractor, over_ranks
-from mclclip.eval.labelled_images import read_parts
+from mclclip.eval.images import read_parts
 from mclclip.eval.metrics import IntArray
 from mclclip.eval.protocols import Evaluator
 from mclclip.eval.results import Figure

@@ -34,7 +34,7 @@ from mclclip.eval.classification import (
     ranked_figures,
 )
 from mclclip.eval.features import Extractor, Features
-from mclclip.eval.labelled_images import read_parts
+from mclclip.eval.images import read_parts
 from mclclip.eval.logistic import MAX_ITERATIONS, Classifier, Solver
 from mclclip.eval.metrics import BoolArray, IntArray
 from mclclip.eval.outcomes import Outcomes

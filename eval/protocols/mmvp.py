@@ -8,20 +8,26 @@ statements tie).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from mclclip.eval.features import Extractor
+from mclclip.eval.images import check_inside, read_rows
+from mclclip.eval.items import PAIR, Item
 from mclclip.eval.metrics import BoolArray
-from mclclip.eval.minimal_pairs import read_pairs
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.protocols import Evaluator
 from mclclip.eval.protocols.compositional import Side, chance_of, item_margins
 from mclclip.eval.results import Figure, Level, figure
+from mclclip.files import below
 from mclclip.ranks.collectives import together
 
+MMVP_COLUMNS = ("Question ID", "Type", "Statement")
+MMVP_FOLDERS = ("MLLM_VLM Images", "MLLM_VLM_Images")
+MMVP_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 SIDES: dict[str, Side] = {"statement_to_image": "image", "image_to_text": "text", "group": "group"}
 """Direction -> the decisions of a pair that count: statements pick images, images pick statements,
 or both."""
@@ -83,6 +89,86 @@ def evaluate(
         pooled = Outcomes(names, right)
         figures.append(figure(f"{prefix}pooled", pooled, protocol, level=of_type))
     return figures
+
+
+# --- the folder --------------------------------------------------------------------------------
+
+
+def read_pairs(root: Path) -> list[Item]:
+    """The pairs of a folder in MMVP-VLM's layout, in file order: two images and two statements, of
+    which statement i is true of image i. ``kind`` is their Type, ``name`` the ids, as in 1-2.
+
+    ``Questions.csv`` has the columns Question ID, Type, Statement; two consecutive rows are a pair,
+    an odd id and then an even one, of one Type. Images lie at ``MLLM_VLM Images/<Type>/<Question
+    ID>.jpg`` (or ``MLLM_VLM_Images``; jpeg, png and webp too). Raises ValueError for a Type or a
+    link that leads out of ``root``; the links of the Hub's cache lead to its own files.
+    """
+    root = Path(root)
+    questions = _read_questions(root / "Questions.csv")
+    folder = next((f for name in MMVP_FOLDERS if (f := root / name).is_dir()), None)
+    if folder is None:
+        raise FileNotFoundError(f"no folder {MMVP_FOLDERS[0]!r} (or with _) in {root}")
+    files = {kind: _images_of_type(folder, kind) for kind in sorted({q[2] for q in questions})}
+    items = []
+    for (line, a, kind, one), (next_line, b, other_kind, two) in zip(
+        questions[::2], questions[1::2], strict=True
+    ):
+        pair = f"Questions.csv lines {line} and {next_line} form a pair, but their"
+        if kind != other_kind:
+            raise ValueError(f"{pair} Types are {kind!r} and {other_kind!r}")
+        if a % 2 != 1 or b % 2 != 0:
+            raise ValueError(
+                f"{pair} Question IDs are {a} and {b}: expected an odd one (image 1) and "
+                f"then an even one (image 2), such as {a | 1} and {(a | 1) + 1}"
+            )
+        if lacking := [number for number in (a, b) if str(number) not in files[kind]]:
+            raise FileNotFoundError(
+                f"no image {folder / kind / str(lacking[0])}.jpg (nor .jpeg, .png, .webp) for "
+                f"question {lacking[0]}"
+            )
+        images, name = (files[kind][str(a)], files[kind][str(b)]), f"{a}-{b}"
+        items.append(Item(name, images, (one, two), PAIR, part="", kind=kind, unit=name))
+    return items
+
+
+def _read_questions(path: Path) -> list[tuple[int, int, str, str]]:
+    """Line, id, Type and Statement of every question, of which there is an even number."""
+    questions, rows = [], read_rows(path, MMVP_COLUMNS, "questions of MMVP-VLM")
+    if unfilled := [line for line, cells in rows if cells[0].strip() and not cells[2].strip()]:
+        raise ValueError(
+            f"{path} has no Statement in {len(unfilled)} of {len(rows)} rows, the first at line "
+            f"{unfilled[0]}: write for each image what is true of it and not of the other image of "
+            "its pair, and remove the pairs that have no such difference"
+        )
+    for line, cells in rows:
+        number, kind, statement = (cell.strip() for cell in cells)
+        if not number.isdecimal() or not kind or not statement:
+            raise ValueError(
+                f"{path} line {line}: got Question ID {number!r}, Type {kind!r}, Statement "
+                f"{statement!r}; expected a whole number and two texts"
+            )
+        questions.append((line, int(number), kind, statement))
+    if not questions or len(questions) % 2:
+        raise ValueError(
+            f"{path} has {len(questions)} questions, expected an even number above zero: "
+            f"two consecutive rows form a pair"
+        )
+    first, times = Counter(number for _, number, _, _ in questions).most_common(1)[0]
+    if times > 1:
+        raise ValueError(f"{path} has the Question ID {first} more than once")
+    return questions
+
+
+def _images_of_type(folder: Path, kind: str) -> dict[str, Path]:
+    """Question ID -> image; where one has several files, the first of the suffixes wins."""
+    folders = [below(folder, name, "Questions.csv") for name in (kind, kind.replace(" ", "_"))]
+    own = next((path for path in folders if path.is_dir()), None)
+    if own is None:
+        raise FileNotFoundError(f"no folder {folder / kind} for the Type {kind!r}")
+    files = [path for path in own.iterdir() if path.suffix.lower() in MMVP_SUFFIXES]
+    check_inside(files, folder.parent)
+    files.sort(key=lambda path: MMVP_SUFFIXES.index(path.suffix.lower()), reverse=True)
+    return {path.stem: path for path in files}
 
 
 EVALUATOR = Evaluator(

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mclclip.data.captions import tokenized
+from mclclip.data.samples import tokenized
 from mclclip.eval.captions import (
     CAPTION_RULES,
     ImageTexts,
@@ -25,12 +25,11 @@ from mclclip.eval.captions import (
     read_captions_of_shards,
     read_languages,
 )
-from mclclip.eval.features import Extractor, Features, over_ranks
+from mclclip.eval.features import CHUNK_BYTES, Extractor, Features, over_ranks, rank_queries
 from mclclip.eval.images import image_items, read_shards
 from mclclip.eval.metrics import chance_at, hits_at
 from mclclip.eval.outcomes import Outcomes, joined
 from mclclip.eval.protocols import Evaluator
-from mclclip.eval.ranking import CHUNK_BYTES, rank_queries
 from mclclip.eval.results import Figure, Level, figure
 from mclclip.ranks.collectives import together
 

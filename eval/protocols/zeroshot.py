@@ -29,14 +29,12 @@ from mclclip.eval.classification import (
     precisions,
     ranked_figures,
 )
-from mclclip.eval.features import Extractor, Features
-from mclclip.eval.images import image_items
-from mclclip.eval.labelled_images import labels_of, read_labelled
+from mclclip.eval.features import Extractor, Features, rank_queries, similarity
+from mclclip.eval.images import image_items, labels_of, read_labelled
 from mclclip.eval.metrics import IntArray, hits_at
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.prompts import Classes, find_names, find_templates
 from mclclip.eval.protocols import Evaluator
-from mclclip.eval.ranking import rank_queries, similarity
 from mclclip.eval.results import Figure
 from mclclip.ranks.collectives import together
 

@@ -18,15 +18,23 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import PositiveInt
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from mclclip import files
 from mclclip.checkpoint import step_files, storage
 from mclclip.checkpoint.mirror import POLL_S, Mirror
-from mclclip.checkpoint.step_files import Damaged, Entries, Identity, path_of, temporary_of
+from mclclip.checkpoint.step_files import (
+    METADATA,
+    Damaged,
+    Entries,
+    Identity,
+    path_of,
+    temporary_of,
+)
 from mclclip.checkpoint.storage import State
 from mclclip.options import STRICT
 from mclclip.ranks import collectives, peer_watch
-from mclclip.ranks.finiteness import NotFinite, not_finite
+from mclclip.run.measures import NotFinite, not_finite
 
 T = TypeVar("T")
 log = logging.getLogger("mclclip")
@@ -132,7 +140,13 @@ class Checkpoints:
         self._settle()
         if self._failed is not None:
             raise self._failed
-        self._wait_for_mirror(mirror_s)
+        mirror, end = self.mirror, time.monotonic() + mirror_s
+        if mirror is None:
+            return
+        while collectives.on_main(lambda: mirror.busy(POLL_S) and time.monotonic() < end):
+            peer_watch.note()
+        if collectives.rank() == 0 and self.saved is not None:
+            self._prune(self.saved)  # steps that were kept while they were copied
 
     def _settle(self) -> None:
         """Waits for the save that is under way, if there is one."""
@@ -173,7 +187,7 @@ class Checkpoints:
             part = storage.own_part(state, rank, collectives.world_size())
             spoiled = not_finite(part)
             if self.options.asynchronous:
-                part = storage.staged(part)
+                part = FileSystemWriter("").stage(part)  # a copy in main memory
         except Exception as error:
             failure = storage.cause(error)
         # Each rank leaves out the tensors that others write, so all must have the same names.
@@ -203,44 +217,31 @@ class Checkpoints:
             copied = self.options.asynchronous
             storage.write(part, temporary, group=self._side, alone=alone, copied=copied)
             # Checksums are made at once, while the files are still in the page cache.
-            entries = step_files.describe(storage.written_by(rank, temporary))
+            own = sorted(temporary.glob(f"__{rank}_*"))
+            entries = step_files.describe(own if rank else [temporary / METADATA, *own])
         except (Exception, CheckpointException) as error:
-            storage.raise_interrupt(error)
             failure = storage.cause(error)
         reports = collectives.gather_objects((failure, entries), self._side)
         failure = _first_failure([failure for failure, _ in reports])
-        if rank == 0:
-            failure = failure or self._publish(step, [entries for _, entries in reports])
-            if failure is not None:
-                shutil.rmtree(temporary, ignore_errors=True)  # makes room again
+        if rank == 0 and failure is None:
+            every = {name: entry for _, part in reports for name, entry in part.items()}
+            try:
+                step_files.publish(self.directory, step, every, len(reports), self.identity)
+            except Exception as error:
+                failure = storage.cause(error)
+            else:
+                self._prune(step)
+                if self.mirror is not None:
+                    self.mirror.start_round()
+        if rank == 0 and failure is not None:
+            shutil.rmtree(temporary, ignore_errors=True)  # makes room again
         return collectives.gather_objects(failure, self._side)[0]
-
-    def _publish(self, step: int, parts: list[Entries]) -> str | None:
-        """Renames the step, removes old ones, starts the mirror; returns the failure, if any."""
-        entries = {name: entry for part in parts for name, entry in part.items()}
-        try:
-            step_files.publish(self.directory, step, entries, len(parts), self.identity)
-        except Exception as error:
-            return storage.cause(error)
-        self._prune(step)
-        if self.mirror is not None:
-            self.mirror.start_round()
-        return None
 
     def _prune(self, newest: int) -> None:
         copying = None if self.mirror is None else self.mirror.copying
         spare = [step for step in (copying, self.best) if step is not None]
         keep, keep_every = self.options.keep, self.options.keep_every
         step_files.prune(self.directory, newest, keep, keep_every, spare)
-
-    def _wait_for_mirror(self, limit_s: float) -> None:
-        mirror, end = self.mirror, time.monotonic() + limit_s
-        if mirror is None:
-            return
-        while collectives.on_main(lambda: mirror.busy(POLL_S) and time.monotonic() < end):
-            peer_watch.note()
-        if collectives.rank() == 0 and self.saved is not None:
-            self._prune(self.saved)  # steps that were kept while they were copied
 
     # --- resuming ------------------------------------------------------------------------------
 
@@ -255,19 +256,30 @@ class Checkpoints:
         collectives.on_main(partial(files.remove_leftovers, self.directory))
         damage: list[str] = []  # which steps were set aside, and why
         fetched: set[int] = set()
-        step = self._newest_intact(damage, fetched)
-        if step is not None:
-            state, path = dict(target.state_dict()), path_of(self.directory, step)
-            if (identity := self.identity) is not None:
-                collectives.on_main(lambda: step_files.check_identity(path, identity))
-            collectives.together(lambda: storage.check_fit(path, state))
-            storage.read(path, state, alone=collectives.world_size() == 1)
-            target.load_state_dict(state)
-        self._report(step, "; ".join(damage), bool(fetched))
+        step, main = self._newest_intact(damage, fetched), collectives.rank() == 0
+        if step is None:
+            aside = collectives.on_main(lambda: sorted(self.directory.glob(".damaged_step_*")))
+            if aside:
+                raise RuntimeError(
+                    f"no intact checkpoint is left in {self.directory}, only damaged ones: "
+                    f"{'; '.join(damage) or ', '.join(path.name for path in aside)}. Bring one "
+                    "back, or remove them to start from the beginning"
+                )
+            return 0
+        state, path = dict(target.state_dict()), path_of(self.directory, step)
+        if (identity := self.identity) is not None:
+            collectives.on_main(lambda: step_files.check_identity(path, identity))
+        collectives.together(lambda: storage.check_fit(path, state))
+        storage.read(path, state, alone=collectives.world_size() == 1)
+        target.load_state_dict(state)
+        if main and (damage or fetched):
+            what = f"damaged: {'; '.join(damage)}" if damage else "no checkpoint here"
+            origin = f" of the mirror {self.mirror.url}" if self.mirror and fetched else ""
+            log.warning("%s: %s, using step %d%s", self.directory, what, step, origin)
         self.saved = step or None
-        if self.mirror is not None and step and collectives.rank() == 0:
+        if self.mirror is not None and step and main:
             self.mirror.start_round()  # copies steps that an earlier process did not copy
-        return step or 0
+        return step
 
     def _newest_intact(self, damage: list[str], fetched: set[int]) -> int | None:
         """The newest step without visible damage, here or else in the mirror; None: there is none.
@@ -299,6 +311,7 @@ class Checkpoints:
             except Damaged as error:
                 return {}, str(error)
 
+        # One rank looks at all sizes: many would ask the storage for each of many files.
         entries, defect = collectives.on_main(listed)
         if defect is None:
             # Files are dealt to the ranks in the order of their sizes, the biggest first.
@@ -309,21 +322,6 @@ class Checkpoints:
             except Damaged as error:
                 defect = str(error)
         return next(filter(None, collectives.gather_objects(defect)), None)
-
-    def _report(self, step: int | None, damage: str, from_mirror: bool) -> None:
-        """One line on what was damaged and what is used; RuntimeError where nothing is left."""
-        if step is None:
-            aside = collectives.on_main(lambda: sorted(self.directory.glob(".damaged_step_*")))
-            if aside:
-                raise RuntimeError(
-                    f"no intact checkpoint is left in {self.directory}, only damaged ones: "
-                    f"{damage or ', '.join(path.name for path in aside)}. Bring one back, or "
-                    f"remove them to start from the beginning"
-                )
-        elif collectives.rank() == 0 and (damage or from_mirror):
-            what = f"damaged: {damage}" if damage else "no checkpoint here"
-            origin = f" of the mirror {self.mirror.url}" if self.mirror and from_mirror else ""
-            log.warning("%s: %s, using step %d%s", self.directory, what, step, origin)
 
 
 def _first_failure(failures: list[str | None]) -> str | None:

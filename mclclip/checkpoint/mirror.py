@@ -46,19 +46,13 @@ class Mirror:
 
     def start_round(self) -> None:
         """Starts a round in the background, after those that are under way."""
-        self._round = self._thread.submit(self._guarded_round)
+        self._round = self._thread.submit(self._copy_new)
 
     def busy(self, timeout_s: float) -> bool:
         """Waits up to ``timeout_s`` for the started rounds; True if they still go on."""
         return self._round is not None and bool(wait_for([self._round], timeout_s).not_done)
 
     # --- to the mirror -------------------------------------------------------------------------
-
-    def _guarded_round(self) -> None:
-        try:
-            self._copy_new()
-        except Exception as error:  # every file system has errors of its own
-            self._warn("be brought up to date", error)
 
     def _warn(self, what: str, error: Exception) -> None:
         self.failures += 1
@@ -69,20 +63,24 @@ class Mirror:
         )  # fmt: skip
 
     def _copy_new(self) -> None:
-        fs, root = fsspec.core.url_to_fs(self.url)
-        fs.makedirs(root, exist_ok=True)
-        saved = step_files.steps(self.directory)
-        for step in reversed(saved):
-            self.copying = step
-            try:
-                self._copy(fs, root, path_of(self.directory, step), step)
-            except FileNotFoundError:
-                if path_of(self.directory, step).exists():  # else the step itself was removed
-                    raise
-            finally:
-                self.copying = None
-        if saved:
-            self._prune(fs, root, saved[-1])
+        try:
+            fs, root = fsspec.core.url_to_fs(self.url)
+            fs.makedirs(root, exist_ok=True)
+            saved = step_files.steps(self.directory)
+            for step in reversed(saved):
+                self.copying = step
+                path = path_of(self.directory, step)
+                try:
+                    self._copy(fs, root, path, step)
+                except FileNotFoundError:
+                    if path.exists():  # else the step itself was removed
+                        raise
+                finally:
+                    self.copying = None
+            if saved:
+                self._prune(fs, root, saved[-1])
+        except Exception as error:  # every file system has errors of its own
+            self._warn("be brought up to date", error)
 
     def _copy(self, fs: Any, root: str, path: Path, step: int) -> None:
         final = f"{root}/{path.name}"
@@ -130,21 +128,19 @@ class Mirror:
             steps = [step for step in self._steps(fs, root) if step not in tried]
             if not steps:
                 return None
-            self._fetch(fs, root, steps[-1])
+            final = path_of(self.directory, steps[-1])
+            temporary = temporary_of(self.directory, steps[-1])
+            if temporary.exists():
+                shutil.rmtree(temporary)
+            temporary.mkdir(parents=True)
+            for source in fs.ls(f"{root}/{final.name}", detail=False):
+                fs.get_file(source, str(temporary / source.rsplit("/", 1)[-1]))
+            files.fsync_directory(temporary)
+            temporary.rename(final)
         except Exception as error:
             self._warn("be read", error)
             return None
         return steps[-1]
-
-    def _fetch(self, fs: Any, root: str, step: int) -> None:
-        final, temporary = path_of(self.directory, step), temporary_of(self.directory, step)
-        if temporary.exists():
-            shutil.rmtree(temporary)
-        temporary.mkdir(parents=True)
-        for source in fs.ls(f"{root}/{final.name}", detail=False):
-            fs.get_file(source, str(temporary / source.rsplit("/", 1)[-1]))
-        files.fsync_directory(temporary)
-        temporary.rename(final)
 
     # --- what is there -------------------------------------------------------------------------
 

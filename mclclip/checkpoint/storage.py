@@ -4,8 +4,6 @@ the state that a finished training has left."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from mclclip.checkpoint import step_files
-from mclclip.checkpoint.step_files import METADATA, Damaged
+from mclclip.checkpoint.step_files import Damaged
 from mclclip.ranks.sharded_rows import deal
 from mclclip.run import artifacts
 
@@ -35,20 +33,6 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled", categ
 # --- writing -----------------------------------------------------------------------------------
 
 
-def _quiet_when_closed(
-    open_stream: Callable[..., tuple[Any, list[str]]], item: Any, file: Any
-) -> tuple[Any, list[str]]:
-    """DCP's stream into an open file, whose ``close`` does nothing once the file is closed."""
-    stream, names = open_stream(item, file)
-
-    def flush() -> None:
-        if not file.closed:
-            file.flush()
-
-    stream.close = flush
-    return stream, names
-
-
 class _Writer(FileSystemWriter):
     """DCP's writer, which raises the OSError of a full disk instead of torch's own error."""
 
@@ -59,7 +43,13 @@ class _Writer(FileSystemWriter):
         streams: Any = getattr(self, "transforms", None)
         if hasattr(streams, "transform_save_stream"):
             open_stream = streams.transform_save_stream
-            streams.transform_save_stream = partial(_quiet_when_closed, open_stream)
+
+            def opened(item: Any, file: Any) -> tuple[Any, list[str]]:
+                stream, names = open_stream(item, file)
+                stream.close = lambda: None if file.closed else file.flush()
+                return stream, names
+
+            streams.transform_save_stream = opened
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's part; raises the OSError behind torch's error, if there is one."""
@@ -86,12 +76,6 @@ def own_part(state: State, rank: int, world_size: int) -> State:
     return {name: value for name, value in state.items() if name not in others}
 
 
-def staged(state: State) -> State:
-    """A copy in this process's memory that further training does not change."""
-    copy: State = FileSystemWriter("").stage(state)
-    return copy
-
-
 def write(state: State, temporary: Path, *, group: Any, alone: bool, copied: bool) -> None:
     """Writes each rank's part, on disk when this returns; fails on all ranks together.
 
@@ -102,12 +86,6 @@ def write(state: State, temporary: Path, *, group: Any, alone: bool, copied: boo
     ahead = 0 if copied else _COPY_AHEAD_BYTES
     writer = _Writer(str(temporary), sync_files=True, per_thread_copy_ahead=ahead)
     state_dict_saver.save(state, storage_writer=writer, process_group=group, no_dist=alone)
-
-
-def written_by(rank: int, temporary: Path) -> list[Path]:
-    """The files that ``rank`` has just written (the first one writes the metadata)."""
-    own = sorted(temporary.glob(f"__{rank}_*"))
-    return own if rank else [temporary / METADATA, *own]
 
 
 # --- reading -----------------------------------------------------------------------------------
@@ -130,7 +108,6 @@ def read(path: Path, state: State, *, alone: bool) -> None:
     try:
         state_dict_loader.load(state, storage_reader=reader, no_dist=alone)
     except (Exception, CheckpointException) as error:
-        raise_interrupt(error)
         raise unreadable(path, error) from error
 
 
@@ -231,21 +208,14 @@ def unreadable(path: Path, error: BaseException) -> RuntimeError:
 
 
 def cause(error: BaseException) -> str:
-    """One short line on an error, or on the error inside of DCP's CheckpointException."""
-    error = _unwrapped(error)
+    """One short line on an error, or on the error inside of DCP's CheckpointException.
+
+    Raises KeyboardInterrupt if that is what DCP wrapped.
+    """
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    if isinstance(error, KeyboardInterrupt):
+        raise error
     text = " ".join(str(error).split())
     text = text if len(text) <= 200 else text[:200] + "..."
     return text if isinstance(error, Damaged) else f"{type(error).__name__}: {text}"
-
-
-def raise_interrupt(error: BaseException) -> None:
-    """Raises KeyboardInterrupt if that is what DCP wrapped in ``error``."""
-    if isinstance(_unwrapped(error), KeyboardInterrupt):
-        raise KeyboardInterrupt from error
-
-
-def _unwrapped(error: BaseException) -> BaseException:
-    if isinstance(error, CheckpointException) and error.failures:
-        first: BaseException = next(iter(error.failures.values()))[0]
-        return first
-    return error

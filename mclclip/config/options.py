@@ -11,14 +11,15 @@ from pydantic.types import NonNegativeInt, PositiveFloat, PositiveInt
 from mclclip.clustering.options import ClusterConfig
 from mclclip.data.decode import Pixels
 from mclclip.data.options import DataConfig, EmbedConfig, ReshardConfig, TrunkCacheConfig
-from mclclip.eval.options import EvalConfig
-from mclclip.models.architecture import (
+from mclclip.eval.protocols import EvalConfig
+from mclclip.models.options import (
+    ExportConfig,
+    ModelConfig,
     check_image_blocks,
     check_patch_dropout,
     more_than_crops,
     num_blocks,
 )
-from mclclip.models.options import ExportConfig, ModelConfig
 from mclclip.objectives.base import Facts
 from mclclip.options import STRICT
 from mclclip.train.options import PilotConfig, TrainConfig

@@ -9,13 +9,13 @@ import contextlib
 import dataclasses
 import typing
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from mclclip.config import recipes
 from mclclip.config.options import Config
 from mclclip.config.plain_yaml import parse_value, read_yaml
 from mclclip.objectives.base import ObjectiveOptions, options_class
@@ -25,12 +25,12 @@ from mclclip.options import dotted, farthest, nearest
 def load(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
     """Reads a YAML file, applies ``key.path=value`` overrides and checks everything.
 
-    ``path`` may be the name of a shipped recipe too (see ``recipes.find``).
+    ``path`` may be the name of a shipped recipe too (see ``find_recipe``).
 
     Raises FileNotFoundError for a missing file and ValueError, one line, for anything else: an
     unknown key is named with the nearest valid one, a wrong value with its dotted path.
     """
-    tree = {} if path is None else read_yaml(recipes.find(path)) or {}
+    tree = {} if path is None else read_yaml(find_recipe(path)) or {}
     if not isinstance(tree, dict):
         raise ValueError(f"{path} holds {type(tree).__name__}, expected a mapping of options")
     return from_tree(tree, overrides)
@@ -160,3 +160,33 @@ def _options_in(annotation: Any) -> Any:
     if dataclasses.is_dataclass(annotation):
         return annotation
     return next(filter(None, map(_options_in, typing.get_args(annotation))), None)
+
+
+# --- shipped recipes: an installed package has no launch/recipes folder ------------------------
+
+
+def recipes_folder() -> Path:
+    """The recipes of the installed package; in a checkout a link to launch/recipes."""
+    return Path(str(resources.files("mclclip") / "recipes"))
+
+
+def recipe_names() -> list[str]:
+    """The names of all shipped recipes, sorted."""
+    return sorted(path.stem for path in recipes_folder().glob("*.yaml"))
+
+
+def find_recipe(where: Path | str) -> Path:
+    """The YAML file at a path, or the shipped recipe of that name, such as ``cc12m_vitb32``.
+
+    A file wins over a recipe of the same name. Raises FileNotFoundError, naming the shipped
+    recipes, where there is neither.
+    """
+    path = Path(where)
+    if path.is_file():
+        return path
+    if str(where) in (names := recipe_names()):
+        return recipes_folder() / f"{where}.yaml"
+    raise FileNotFoundError(
+        f"no configuration file at {where}: give a YAML file, or the name of a shipped recipe "
+        f"(nearest: {', '.join(nearest(path.stem, names))}; all: {', '.join(names)})"
+    )

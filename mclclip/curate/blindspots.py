@@ -4,6 +4,10 @@ The second encoder is another stage of the run, or any whose embeddings lie in a
 ``mclclip embed`` writes them, such as those of another run directory with the same data sources.
 Every sample is compared with every other, block by block; embeddings are never held whole.
 
+Source: Tong et al., Eyes Wide Shut (CVPR 2024), section 2: pairs whose cosine is above 0.95 for
+CLIP and below 0.6 for DINOv2, of which MMVP was made. Here both encoders are any, pairs come in
+order of the difference between their cosines, and an image is in a bounded number of them.
+
 It writes, below ``blindspots/STAGE-NAME/``:
 
     pairs.jsonl, near_duplicates.jsonl   a line per pair
@@ -18,6 +22,9 @@ import csv
 import io
 import json
 import logging
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from textwrap import wrap
@@ -29,19 +36,21 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from mclclip import files
 from mclclip.config import Config
-from mclclip.curate import confusions, near
-from mclclip.curate.confusions import BlindSpots, KeptPairs
+from mclclip.curate import near
 from mclclip.data.arrays import save_npy
 from mclclip.data.row_store import RowStore
 from mclclip.data.sample_index import SampleIndex
-from mclclip.eval.minimal_pairs import MMVP_COLUMNS, MMVP_FOLDERS
+from mclclip.eval.protocols.mmvp import MMVP_COLUMNS, MMVP_FOLDERS
 from mclclip.opened_run import Run
 from mclclip.options import named_path
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Artifact, Force, read_manifest
+from mclclip.search import Integers, Pairs
 
 log = logging.getLogger("mclclip")
+
+Cosines = NDArray[np.float64]
 
 ABOVE, BELOW = 0.95, 0.6
 """The cosines of the paper: what is confused, and what is told apart."""
@@ -61,6 +70,9 @@ GALLERY_PAIRS, COLUMNS = 24, 4
 
 SIDE = 144
 """Pixels of the longer side of a picture; smaller ones are enlarged, with their pixels visible."""
+
+POOL = 1_000_000
+"""Pairs that are held at most, those of the largest differences; 40 bytes each, twice."""
 
 _GAP, _LINE, _MARGIN = 4, 15, 14
 _LETTERS = 7  # pixels of a letter, more than the font's mean
@@ -98,7 +110,17 @@ def run(
 def _run(
     config: Config, stage: int, other: str | None, wanted: dict[str, Any], force: Force
 ) -> Path:
-    _check(wanted)
+    above, below = wanted["above"], wanted["below"]
+    if not 0.0 < above < 1.0:
+        raise ValueError(f"--above is {above}, wanted a cosine between 0 and 1, such as {ABOVE}")
+    if not -1.0 <= below < above:
+        raise ValueError(
+            f"--below is {below} and --above is {above}: wanted --below less than --above (and not "
+            "below -1), since a pair is confused above the one and told apart below the other"
+        )
+    for name in ("per_image", "max_pairs"):
+        if wanted[name] < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {wanted[name]}, wanted 1 or more")
     opened = Run.of(config)
     index, first = opened.index, opened.stage(stage).embeddings
     second = _other_encoder(opened, config.num_stages, stage, other)
@@ -107,7 +129,7 @@ def _run(
             f"--other: {second.directory} holds the same embeddings as {first.name}, in which "
             "nothing is told apart that it confuses: name another encoder"
         )
-    directory = opened.layout.blindspots(f"{first.name}-{second.name}")
+    directory = opened.layout.run_dir / "blindspots" / f"{first.name}-{second.name}"
     open_artifact = partial(
         Artifact.open,
         directory,
@@ -127,29 +149,21 @@ def _run(
     usable[index.bad_ids()] = False
     for encoder in (first, second):
         usable[encoder.left_out()] = False
-    pairs = near.near_pairs(first, usable, wanted["above"], what="blindspots")
-    blind_spots = confusions.find(pairs, second, **wanted)
+    pairs = near.near_pairs(first, usable, above, what="blindspots")
+    blind_spots = find(pairs, second, **wanted)
     if not blind_spots.spots.num_pairs:
-        raise ValueError(
-            f"no blind spot: {_why_none(first.name, second.name, blind_spots, wanted)}"
-        )
+        if (lowest := blind_spots.lowest) is None:
+            why = f"{first.name} has no pair of images whose cosine is above {above}; lower --above"
+        else:
+            why = (
+                f"of {blind_spots.confused:,} pairs above {above} for {first.name} none is below "
+                f"{below} for {second.name}, whose lowest cosine among them is {lowest:.4f}; raise "
+                "--below above it, lower --above, or name another encoder with --other"
+            )
+        raise ValueError(f"no blind spot: {why}")
     # Opened for writing only now: where there is nothing to write, nothing is left behind.
     _write(open_artifact(write=True), opened, blind_spots, usable)
     return directory
-
-
-def _check(wanted: dict[str, Any]) -> None:
-    above, below = wanted["above"], wanted["below"]
-    if not 0.0 < above < 1.0:
-        raise ValueError(f"--above is {above}, wanted a cosine between 0 and 1, such as {ABOVE}")
-    if not -1.0 <= below < above:
-        raise ValueError(
-            f"--below is {below} and --above is {above}: wanted --below less than --above (and not "
-            "below -1), since a pair is confused above the one and told apart below the other"
-        )
-    for name in ("per_image", "max_pairs"):
-        if wanted[name] < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {wanted[name]}, wanted 1 or more")
 
 
 def _other_encoder(run: Run, num_stages: int, stage: int, other: str | None) -> RowStore:
@@ -172,16 +186,132 @@ def _other_encoder(run: Run, num_stages: int, stage: int, other: str | None) -> 
     return RowStore.of_samples(name or "other", folder, manifest, index)
 
 
-def _why_none(first: str, second: str, blind_spots: BlindSpots, wanted: dict[str, Any]) -> str:
-    """Why there is no blind spot, and which option finds some."""
-    if (lowest := blind_spots.lowest) is None:
-        return (
-            f"{first} has no pair of images whose cosine is above {wanted['above']}; lower --above"
-        )
-    return (
-        f"of {blind_spots.confused:,} pairs above {wanted['above']} for {first} none is below "
-        f"{wanted['below']} for {second}, whose lowest cosine among them is {lowest:.4f}; raise "
-        "--below above it, lower --above, or name another encoder with --other"
+# --- pairs -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KeptPairs:
+    """The pairs that are kept, in their order, and how many were left out, by reason.
+
+    rows      [P, 2], the lower one first
+    cosines   [P, 2], of the first and of the second encoder
+    num_pairs number of all pairs
+    left_out  per_image: beyond the cap of one of its images; total: beyond the cap of all;
+              pool: beyond the pairs that are held
+    """
+
+    rows: Integers
+    cosines: Cosines
+    num_pairs: int
+    left_out: dict[str, int]
+
+
+@dataclass(frozen=True)
+class BlindSpots:
+    """Blind spots and near-duplicates among N images, with their counts.
+
+    spots       blind spots, the largest difference of cosines first
+    duplicates  pairs that both encoders confuse, the largest sum of cosines first
+    confused    number of pairs that the first encoder confuses
+    lowest      the lowest cosine of the second encoder among these; None where there are none
+    counts      [N], blind spots of each image, whether they are kept or not
+    """
+
+    spots: KeptPairs
+    duplicates: KeptPairs
+    confused: int
+    lowest: float | None
+    counts: NDArray[np.int32]
+
+
+class _Pool:
+    """The pairs of the largest scores, ties by the lower rows; at most ``size`` of them."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.num_pairs, self.held = size, 0, 0
+        self.parts: list[tuple[Integers, Cosines, Cosines]]
+        self.parts = [(np.zeros((0, 2), np.int64), np.zeros((0, 2)), np.zeros(0))]
+
+    def add(self, rows: Integers, cosines: Cosines, scores: Cosines) -> None:
+        """Takes pairs [P, 2] with cosines [P, 2] and scores [P]."""
+        if not len(rows):
+            return
+        self.parts.append((rows, cosines, scores))
+        self.num_pairs += len(rows)
+        self.held += len(rows)
+        if self.held > 2 * self.size:
+            self._sort()
+
+    def _sort(self) -> None:
+        """Puts the pairs that are held in order, the largest score first."""
+        rows, cosines, scores = (np.concatenate(part) for part in zip(*self.parts, strict=True))
+        order = np.lexsort((rows[:, 1], rows[:, 0], -scores))[: self.size]
+        self.parts, self.held = [(rows[order], cosines[order], scores[order])], len(order)
+
+    def kept(self, per_image: int, max_pairs: int) -> KeptPairs:
+        """Goes through the pairs in their order, and keeps those within both caps."""
+        self._sort()
+        rows, cosines, _ = self.parts[0]
+        uses: Counter[int] = Counter()
+        kept: list[int] = []
+        beyond = 0
+        for number, (lower, higher) in enumerate(rows.tolist()):
+            if len(kept) == max_pairs:
+                break
+            if max(uses[lower], uses[higher]) >= per_image:
+                beyond += 1
+                continue
+            uses.update((lower, higher))
+            kept.append(number)
+        left_out = {
+            "per_image": beyond,
+            "total": len(rows) - len(kept) - beyond,
+            "pool": self.num_pairs - len(rows),
+        }
+        return KeptPairs(rows[kept], cosines[kept], self.num_pairs, left_out)
+
+
+def find(
+    pairs: Iterable[Pairs],
+    second: near.Embeddings,
+    *,
+    above: float,
+    below: float,
+    per_image: int,
+    max_pairs: int,
+    pool: int = POOL,
+) -> BlindSpots:
+    """The blind spots among pairs that the first encoder confuses.
+
+    pairs      those pairs of images that both encoders have embedded, some at a time
+    second     embeddings [N, D] of the second encoder, which need not have unit length
+    above      two images whose cosine is above this are confused by the second encoder too
+    below      two images whose cosine is below this are told apart by the second encoder
+    per_image  pairs that are kept of one image, and ``max_pairs`` of all
+
+    Pairs of the largest difference are kept first. At most ``pool`` of each kind are held; so a cap
+    per image is exact among these. The result does not depend on how pairs are cut into pieces.
+    """
+    size = max(pool, max_pairs)
+    spots, duplicates = _Pool(size), _Pool(size)
+    counts = np.zeros(len(second), np.int32)
+    confused, lowest = 0, np.inf
+    for piece in pairs:
+        rows, own = piece.rows, piece.cosines
+        other = near.cosines_of(second, *rows.T)
+        confused += len(rows)
+        lowest = min(lowest, float(other.min()))
+        values = np.column_stack([own, other])
+        apart, same = other < below, other > above
+        spots.add(rows[apart], values[apart], (own - other)[apart])
+        duplicates.add(rows[same], values[same], (own + other)[same])
+        np.add.at(counts, rows[apart].ravel(), 1)
+    return BlindSpots(
+        spots.kept(per_image, max_pairs),
+        duplicates.kept(per_image, max_pairs),
+        confused,
+        lowest if confused else None,
+        counts,
     )
 
 
@@ -271,19 +401,15 @@ def _write_gallery(path: Path, spots: KeptPairs, options: dict[str, Any], run: R
         draw.text((_MARGIN, _MARGIN + number * _LINE), line, "black", font)
     for number, (pair, (own, other)) in enumerate(zip(pairs, cosines, strict=True)):
         x, y = _MARGIN + number % columns * wide, top + number // columns * high
-        for column, picture in enumerate(run.pictures(pair)):
-            sheet.paste(_tile(Image.fromarray(picture)), (x + column * (SIDE + _GAP), y))
+        for column, picture in enumerate(map(Image.fromarray, run.pictures(pair))):
+            small = max(picture.size) * 2 <= SIDE
+            kind = Image.Resampling.NEAREST if small else Image.Resampling.LANCZOS
+            tile = ImageOps.pad(picture, (SIDE, SIDE), kind, color="lightgrey")
+            sheet.paste(tile, (x + column * (SIDE + _GAP), y))
         draw.text((x, y + SIDE), f"{first} {own:.3f}", "black", font)
         draw.text((x, y + SIDE + _LINE), f"{second} {other:.3f}", "black", font)
     with files.whole_file(path) as file:
         sheet.save(file, "PNG")
-
-
-def _tile(picture: Image.Image) -> Image.Image:
-    """The whole picture in a square of ``SIDE`` pixels."""
-    small = max(picture.size) * 2 <= SIDE
-    kind = Image.Resampling.NEAREST if small else Image.Resampling.LANCZOS
-    return ImageOps.pad(picture, (SIDE, SIDE), kind, color="lightgrey")
 
 
 # --- benchmark -----------------------------------------------------------------------------------
@@ -308,7 +434,7 @@ def _write_benchmark(directory: Path, pairs: list[list[int]], run: Run) -> None:
                 stored = sink.getvalue()
         files.write_bytes(directory / MMVP_FOLDERS[0] / TYPE / f"{number}{suffix}", stored)
         caption = (run.captions([sample_id])[0] or [""])[0]
-        about = files.shown(caption), files.shown(run.index.keys([sample_id])[0])
+        about = files.clean(caption), files.clean(run.index.keys([sample_id])[0])
         table.writerow([number, TYPE, "", *about])
     files.write_bytes(directory / "Questions.csv", lines.getvalue().encode())
 

@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,14 +22,13 @@ from numpy.typing import NDArray
 
 from mclclip import files, search
 from mclclip.config import Config
-from mclclip.curate import clip_scores, near
+from mclclip.curate import near
 from mclclip.curate.inputs import Inputs, open_inputs
 from mclclip.data.arrays import save_npy
 from mclclip.options import named_path
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Artifact, Force, refuse_foreign
-from mclclip.run.layout import Layout
 
 log = logging.getLogger("mclclip")
 
@@ -103,18 +102,6 @@ class Options:
         """Whether anything is left out; otherwise scores and near pairs are only logged."""
         return self.scores or self.near_duplicates is not None or bool(self.against)
 
-    @property
-    def clusters(self) -> bool | None:
-        """Whether samples are compared within clusters; None: where there are some."""
-        if (self.filters and self.near_duplicates is None) or self.within == "all":
-            return False
-        return None if self.within is None else True
-
-    @property
-    def copy_cosine(self) -> float:
-        """The cosine above which a sample is a copy of an evaluation image."""
-        return self.against_cosine or AGAINST
-
 
 def run(
     config: Config,
@@ -161,11 +148,14 @@ def _run(config: Config, stage: int, name: str, options: Options, force: Force) 
     named_path(f"{name}=", "--name", "its folder")
     if not options.scores or options.against or options.near_duplicates is not None:
         search.library("filter")  # before embeddings are read
+    clusters: bool | None = {"all": False, "clusters": True}.get(options.within or "")
+    if options.filters and options.near_duplicates is None:
+        clusters = False
     inputs = open_inputs(
-        config, stage, scores=options.scores, clusters=options.clusters, against=options.against
+        config, stage, scores=options.scores, clusters=clusters, against=options.against
     )
     if not options.filters:
-        _log_scores(inputs, _scores(inputs))
+        _log_scores(inputs)
         _log_near_pairs(inputs, config.seed)
         return None
     within = "all" if inputs.labels is None else "clusters"
@@ -173,9 +163,9 @@ def _run(config: Config, stage: int, name: str, options: Options, force: Force) 
         "stage": stage,
         "within": None if options.near_duplicates is None else within,
         "against": [other.name for other in inputs.others],
-        "against_cosine": options.copy_cosine if inputs.others else None,
+        "against_cosine": (options.against_cosine or AGAINST) if inputs.others else None,
     }
-    directory = Layout.of(config).filters(name)
+    directory = Path(config.run_dir) / "filters" / name
     open_artifact = partial(
         Artifact.open, directory, kind="filter", inputs=inputs.digests, force=force, config=fields
     )
@@ -189,22 +179,10 @@ def _run(config: Config, stage: int, name: str, options: Options, force: Force) 
     return directory
 
 
-def _scores(inputs: Inputs) -> NDArray[np.float32] | None:
-    """The CLIP scores [N], NaN for none; None where there are none at all. Reads every embedding
-    once, also where there are no scores, and stops at one that is not finite."""
-    if inputs.texts is None:
-        for cut in clip_scores.progress(len(inputs.images)):
-            clip_scores.finite(inputs.images, cut, f"embeddings at {inputs.images.directory}")
-        return None
-    scores = clip_scores.clip_scores(inputs.images, inputs.texts, inputs.index.num_captions)
-    scores[~inputs.usable] = np.nan
-    return scores
-
-
-def _log_scores(inputs: Inputs, scores: NDArray[np.float32] | None) -> None:
+def _log_scores(inputs: Inputs) -> None:
     """Logs quantiles of the scores, and how many samples have none."""
     bad = f"{int((~inputs.usable).sum()):,} without an embedding"
-    if scores is None:
+    if (scores := inputs.scores) is None:
         log.info("filter: no CLIP scores (%s); %s", inputs.no_scores, bad)
         return
     known = scores[np.isfinite(scores)]
@@ -249,14 +227,12 @@ def _decide(inputs: Inputs, options: Options) -> Decisions:
     """Runs every filter in turn, on what those before it left."""
     count = len(inputs.index)
     reasons = np.where(inputs.usable, 0, CODES.index("no_embedding")).astype(np.uint8)
-    scores = _scores(inputs)
-    _log_scores(inputs, scores)
-    decisions = Decisions(
-        reasons, scores, np.full(count, -1), np.zeros(count, np.int16), np.full(count, np.nan)
-    )
-    _leave_out_evaluation_images(inputs, options.copy_cosine, decisions)
-    if options.scores and scores is not None:
-        _leave_out_low_scores(options, scores, decisions)
+    _log_scores(inputs)
+    of, which, cosines = np.full(count, -1), np.zeros(count, np.int16), np.full(count, np.nan)
+    decisions = Decisions(reasons, inputs.scores, of, which, cosines)
+    _leave_out_evaluation_images(inputs, options.against_cosine or AGAINST, decisions)
+    if options.scores and inputs.scores is not None:
+        _leave_out_low_scores(options, inputs.scores, decisions)
     if options.near_duplicates is not None:
         _leave_out_near_duplicates(inputs, options.near_duplicates, decisions)
     if not (reasons == 0).any():
@@ -300,11 +276,20 @@ def _leave_out_low_scores(
     if options.min_clip_score is not None:
         high = scores >= options.min_clip_score
     else:
-        own = np.where(left, scores, np.float32(np.nan))
-        high = clip_scores.top_share(own, options.keep_share or 1.0)
+        high = top_share(np.where(left, scores, np.float32(np.nan)), options.keep_share or 1.0)
     decisions.reasons[left & np.isnan(scores)] = CODES.index("no_caption")
     decisions.reasons[left & ~np.isnan(scores) & ~high] = CODES.index("low_score")
     decisions.counts["lowest_score"] = float(scores[high].min()) if high.any() else None
+
+
+def top_share(scores: NDArray[np.floating], share: float) -> NDArray[np.bool_]:
+    """bool [N]: the ``share`` of the samples with a score that has the highest ones, rounded to
+    whole samples (at least one), ties by the lower row."""
+    known = np.flatnonzero(np.isfinite(scores))
+    count = min(len(known), max(1, round(share * len(known))))
+    chosen = np.zeros(len(scores), bool)
+    chosen[known[np.argsort(-scores[known], kind="stable")[:count]]] = True
+    return chosen
 
 
 def _leave_out_near_duplicates(inputs: Inputs, above: float, decisions: Decisions) -> None:
@@ -412,30 +397,23 @@ def _write(artifact: Artifact, inputs: Inputs, decisions: Decisions) -> None:
 
 def _write_left_out(path: Path, inputs: Inputs, decisions: Decisions) -> None:
     """Writes a line of JSON per sample that is a copy, or has no embedding, in index order."""
-    codes = [CODES.index(name) for name in ("no_embedding", "against", "near_duplicate")]
-    ids = np.flatnonzero(np.isin(decisions.reasons, codes))
+    named = [CODES.index(name) for name in ("no_embedding", "against", "near_duplicate")]
+    every, keys = np.flatnonzero(np.isin(decisions.reasons, named)), inputs.index.keys
     with files.whole_file(path) as file:
-        for start in range(0, len(ids), _AT_ONCE):
-            for line in _lines(inputs, decisions, ids[start : start + _AT_ONCE]):
+        for start in range(0, len(every), _AT_ONCE):
+            ids = every[start : start + _AT_ONCE]
+            of = decisions.of[ids]
+            copies = decisions.reasons[ids] == CODES.index("near_duplicate")
+            of_keys = dict(zip(of[copies].tolist(), keys(of[copies]), strict=True))
+            for sample_id, key, row in zip(ids.tolist(), keys(ids), of.tolist(), strict=True):
+                reason = CODES[decisions.reasons[sample_id]]
+                line: dict[str, Any] = {"sample_id": sample_id, "key": key, "reason": reason}
+                if reason == "against":
+                    other = inputs.others[decisions.which[sample_id]]
+                    of_key = None if other.index is None else other.index.keys([row])[0]
+                    line |= {"against": other.name, "of": row, "of_key": of_key}
+                elif reason == "near_duplicate":
+                    line |= {"of": row, "of_key": of_keys[row]}
+                if reason != "no_embedding":
+                    line["cosine"] = round(float(decisions.cosines[sample_id]), 6)
                 file.write(f"{json.dumps(line)}\n".encode())
-
-
-def _lines(
-    inputs: Inputs, decisions: Decisions, ids: NDArray[np.int64]
-) -> Iterator[dict[str, Any]]:
-    """The fields of the lines of some samples."""
-    of = decisions.of[ids]
-    copies = decisions.reasons[ids] == CODES.index("near_duplicate")
-    of_keys = dict(zip(of[copies].tolist(), inputs.index.keys(of[copies]), strict=True))
-    for sample_id, key, row in zip(ids.tolist(), inputs.index.keys(ids), of.tolist(), strict=True):
-        reason = CODES[decisions.reasons[sample_id]]
-        line: dict[str, Any] = {"sample_id": sample_id, "key": key, "reason": reason}
-        if reason == "against":
-            other = inputs.others[decisions.which[sample_id]]
-            line |= {"against": other.name, "of": row}
-            line["of_key"] = None if other.index is None else other.index.keys([row])[0]
-        elif reason == "near_duplicate":
-            line |= {"of": row, "of_key": of_keys[row]}
-        if reason != "no_embedding":
-            line["cosine"] = round(float(decisions.cosines[sample_id]), 6)
-        yield line

@@ -1,8 +1,15 @@
-"""Opens what the filters read: embeddings, captions, clusters, and evaluation images."""
+"""What the filters read: embeddings, captions, clusters, evaluation images, and CLIP scores.
+
+A CLIP score says how well captions fit an image. Source: Schuhmann et al., LAION-400M (2021) and
+LAION-5B (NeurIPS 2022), which left out pairs whose cosine is below 0.3 or 0.28; DataComp (Gadre et
+al., NeurIPS 2023), whose baseline keeps the 30 % of the samples with the highest scores. Both score
+the one caption of a sample. Here it may have several, of which training draws one: the score is
+that of the caption that fits best.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,16 +20,16 @@ from numpy.typing import NDArray
 
 from mclclip import files
 from mclclip.config import Config
-from mclclip.curate.clip_scores import finite
 from mclclip.curate.near import cuts
 from mclclip.data.arrays import open_given_npy
 from mclclip.data.row_store import RowStore
 from mclclip.data.sample_index import SampleIndex
 from mclclip.opened_run import Run
 from mclclip.options import named_path
+from mclclip.run import runlog
 from mclclip.run.artifacts import Manifest, is_finished, read_manifest
 from mclclip.run.layout import Layout, folders_above
-from mclclip.search import Rows
+from mclclip.search import Floats, Rows, cosines
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,18 @@ class Inputs:
         usable = np.ones(len(self.index), bool)
         usable[self.images.left_out()] = False
         return usable
+
+    @cached_property
+    def scores(self) -> NDArray[np.float32] | None:
+        """The CLIP scores [N], NaN for none; None where there are none at all. Reads every
+        embedding once, also where there are no scores, and stops at one that is not finite."""
+        if self.texts is None:
+            for cut in _blocks(len(self.images)):
+                finite(self.images, cut, f"embeddings at {self.images.directory}")
+            return None
+        scores = clip_scores(self.images, self.texts, self.index.num_captions)
+        scores[~self.usable] = np.nan
+        return scores
 
 
 def open_inputs(
@@ -181,7 +200,12 @@ def _check_encoder(path: Path, manifest: Manifest, images: RowStore) -> None:
         )
     if manifest.inputs.get("encoder") == own.inputs.get("encoder"):
         return
-    if (weights := _weights(path)) and weights == _weights(images.directory):
+    weights = []
+    for directory in (path, images.directory):  # of the export beside the embeddings
+        export = directory.resolve().parent / "export"
+        records = read_manifest(export, "export").records if is_finished(export) else {}
+        weights.append({n: record for n, record in records.items() if n.endswith(".safetensors")})
+    if weights[0] and weights[0] == weights[1]:
         return
     raise ValueError(
         f"--against: embeddings at {path} are of another encoder than those at {images.directory}: "
@@ -190,10 +214,55 @@ def _check_encoder(path: Path, manifest: Manifest, images: RowStore) -> None:
     )
 
 
-def _weights(directory: Path) -> dict[str, Any]:
-    """The records of the weights of the export beside embeddings; empty where there are none."""
-    export = directory.resolve().parent / "export"
-    if not is_finished(export):
-        return {}
-    records = read_manifest(export, "export").records
-    return {name: record for name, record in records.items() if name.endswith(".safetensors")}
+# --- scores --------------------------------------------------------------------------------------
+
+
+def clip_scores(
+    images: Rows, texts: Rows, num_captions: NDArray[np.integer]
+) -> NDArray[np.float32]:
+    """float32 [N]: the largest cosine of a sample's image with its captions; NaN without a caption.
+
+    images        rows [N, D], which need not have unit length
+    texts         rows [T, D], all captions of a sample after each other
+    num_captions  [N], which add up to T
+
+    Computed in float64, each from its two rows alone, so that blocks change no bit. Raises
+    RuntimeError, one line, for a row that is not finite, and for widths that differ.
+    """
+    scores = np.full(len(num_captions), -np.inf, np.float32)
+    first = 0
+    for block in _blocks(len(num_captions)):
+        rows = finite(images, block, "image embeddings")
+        owners = np.repeat(np.arange(len(rows)), num_captions[block])
+        best = np.full(len(rows), -np.inf)
+        for cut in cuts(len(owners)):
+            texts_here = finite(texts, slice(first + cut.start, first + cut.stop), "captions")
+            if texts_here.shape[1] != rows.shape[1]:
+                raise RuntimeError(
+                    f"image embeddings have {rows.shape[1]} numbers and those of captions "
+                    f"{texts_here.shape[1]}: embed both again with embed.feature=projected"
+                )
+            np.maximum.at(best, owners[cut], cosines(rows[owners[cut]], texts_here))
+        scores[block] = best
+        first += len(owners)
+    scores[np.isneginf(scores)] = np.nan
+    return scores
+
+
+def _blocks(num_samples: int) -> Iterator[slice]:
+    """Blocks of samples, in order, whose embeddings are read; shows how many are done."""
+    blocks = cuts(num_samples)
+    return runlog.progress(blocks, total=len(blocks), description="filter, embeddings")
+
+
+def finite(rows: Rows, cut: slice, what: str) -> Floats:
+    """The rows of a cut. Raises RuntimeError, one line, for the first row that is not finite."""
+    block = np.asarray(rows[cut])
+    # A sum is finite only where all its numbers are; float64 sums of float32 do not overflow.
+    bad = np.flatnonzero(~np.isfinite(block.sum(axis=1, dtype=np.float64)))
+    if len(bad):
+        raise RuntimeError(
+            f"row {cut.start + int(bad[0]):,} of {what} is not finite ({len(bad)} of these "
+            f"{len(block)}): the encoder has diverged, export another one and embed again"
+        )
+    return block

@@ -98,20 +98,19 @@ def near_pairs(
     The lower sample of a pair stands first; the order of the pairs says nothing. Raises ValueError
     unless 0 < above < 1, and where faiss is not installed.
     """
-    if labels is not None:
-        yield from _near_in_groups(rows, Groups.of(labels, usable), above, what)
+    if labels is None:
+        ids = np.flatnonzero(usable)
+        blocks = runlog.progress(
+            search.blocks(len(ids)),
+            total=search.num_blocks(len(ids)),
+            description=f"{what}, blocks",
+        )
+        for piece in search.near_pairs(Subset(rows, ids), above, blocks, what=what):
+            yield Pairs(ids[piece.rows], piece.cosines)
         return
-    ids = np.flatnonzero(usable)
-    blocks = runlog.progress(
-        search.blocks(len(ids)), total=search.num_blocks(len(ids)), description=f"{what}, blocks"
-    )
-    for piece in search.near_pairs(Subset(rows, ids), above, blocks, what=what):
-        yield Pairs(ids[piece.rows], piece.cosines)
-
-
-def _near_in_groups(rows: Embeddings, groups: Groups, above: float, what: str) -> Iterator[Pairs]:
-    """Near pairs of samples of one group. Rows of a group are scattered over all files, so those of
-    several small groups are read together; a larger group is read block by block."""
+    # Rows of a cluster are scattered over all files, so those of several small clusters are read
+    # together; a larger one is read block by block.
+    groups = Groups.of(labels, usable)
     held_rows = int(HELD_BYTES // max(rows[:1].nbytes, 1))
     batches = groups.batches(held_rows)
     for first, stop in runlog.progress(

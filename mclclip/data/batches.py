@@ -1,5 +1,9 @@
 """Makes this rank's `Batch` of a step: reads, augments and, where needed, replaces the samples.
 
+`Loader` reads a data set in worker processes, for training, embedding and evaluation alike. Whoever
+waits for a batch hears requests to leave, has a limit of time, and is told which worker reads what
+(``ranks.data_wait``).
+
 Everything here is a pure function of (data, plan, seed, stage, step, columns). A rank, a loader
 worker or a resumed process computes the same sample in the same column as a single process does.
 
@@ -21,30 +25,39 @@ batches.
 
 from __future__ import annotations
 
+import multiprocessing.connection
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from mclclip.data.captions import Tokenizer
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.labels import AttributeClasses, ClassLabels, truncate
-from mclclip.data.samples import BadSample, RawSample, Sample, TarDataset, Transform
+from mclclip.data.samples import BadSample, RawSample, Sample, TarDataset
 from mclclip.randomness import mix
+from mclclip.ranks import data_wait
+from mclclip.ranks.failures import LostWorker, lost_worker
+from mclclip.ranks.process_group import start_loader_worker
 
+Integers = npt.NDArray[np.int64]
+Ids = Integers | Sequence[int]
 # Purposes of the randomness, part of its key.
 _AUGMENTATION, _CAPTION, _REPLACEMENT = (
     int.from_bytes(word, "big") for word in (b"augment", b"caption", b"replace")
 )
+T = TypeVar("T")
+_ENDS_S = 1.0
+_STATES = {"T": ", stopped", "t": ", stopped", "D": ", waiting for its disk", "Z": ", ended"}
 _FEW_BYTES = 2**18  # a pipe passes on so many sooner than a shared memory is made
 
 
@@ -109,20 +122,19 @@ class Batch:
         return Batch(**(values | changed | {"views": [change(view) for view in self.views]}))
 
 
-def _sent(value: Any) -> Any:
-    """A field of a batch as a loader's worker sends it: a small tensor as an array."""
-    if not isinstance(value, Tensor) or value.nbytes > _FEW_BYTES:
-        return value
-    return value if value.is_shared() else value.numpy()  # type: ignore[no-untyped-call]
+def _reduced(batch: Batch) -> tuple[Callable[..., Batch], tuple[dict[str, Any]]]:
+    """A batch as a loader's worker sends it: tensors of few bytes as arrays."""
+    state: dict[str, Any] = dict(vars(batch))
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.nbytes <= _FEW_BYTES:
+            shared = value.is_shared()  # type: ignore[no-untyped-call]
+            state[name] = value if shared else value.numpy()
+    return _received, (state,)
 
 
 def _received(state: dict[str, Any]) -> Batch:
     arrays = {n: torch.from_numpy(v) for n, v in state.items() if isinstance(v, np.ndarray)}
     return Batch(**state | arrays)
-
-
-def _reduced(batch: Batch) -> tuple[Callable[..., Batch], tuple[dict[str, Any]]]:
-    return _received, ({name: _sent(value) for name, value in vars(batch).items()},)
 
 
 # How processes send a batch to each other: tensors of few bytes go with the message, since each
@@ -143,22 +155,14 @@ def kept_rng() -> Iterator[None]:
         np.random.set_state(before[2])
 
 
-class KeyedRng(AbstractContextManager[None]):
-    """Seeds the global CPU generators by ``key``, 0 <= key < 2^64, when it is entered; of these
-    torch's alone where ``only_torch``, since the others take 30 us. torchvision draws from torch's,
-    timm's transforms from all. Inside of ``kept_rng``, which restores them."""
-
-    def __init__(self, key: int, only_torch: bool = False) -> None:
-        self.key, self.only_torch = key, only_torch
-
-    def __enter__(self) -> None:
-        torch.default_generator.manual_seed(self.key)
-        if not self.only_torch:
-            random.seed(self.key)
-            np.random.seed([self.key & 0xFFFFFFFF, self.key >> 32])
-
-    def __exit__(self, *_: object) -> None:
-        """Restores nothing: ``kept_rng`` does, once for all samples."""
+def seed_generators(key: int, only_torch: bool = False) -> None:
+    """Seeds the global CPU generators by ``key``, 0 <= key < 2^64; of these torch's alone where
+    ``only_torch``, since the others take 30 us. torchvision draws from torch's, timm's transforms
+    from all. Inside of ``kept_rng``, which restores them."""
+    torch.default_generator.manual_seed(key)
+    if not only_torch:
+        random.seed(key)
+        np.random.seed([key & 0xFFFFFFFF, key >> 32])
 
 
 class TrainingBatches(Dataset[Batch]):
@@ -195,7 +199,7 @@ class TrainingBatches(Dataset[Batch]):
         rank: int = 0,
         world_size: int = 1,
         class_labels: ClassLabels | AttributeClasses | None = None,
-        bad_ids: Iterable[int] | npt.NDArray[np.int64] = (),
+        bad_ids: Iterable[int] | Integers = (),
     ) -> None:
         self.dataset, self._plan = dataset, plan
         self.grouped, self.global_batch = plan.grouped, plan.global_batch
@@ -211,7 +215,10 @@ class TrainingBatches(Dataset[Batch]):
         self.num_views, self.rank, self._class_labels = num_views, rank, class_labels
         self.local_batch = self.global_batch // world_size
         self.steps_per_epoch = plan.steps_per_epoch
-        self._only_torch = _draws_from_torch_alone(dataset.transform, dataset.tokenizer)
+        # A tokenizer of open_clip's with a ``reduction_mask`` draws words from Python's generator.
+        masks = getattr(dataset.tokenizer, "reduction_fn", None) is not None
+        of_torch = bool(getattr(dataset.transform, "draws_from_torch_alone", False))
+        self._only_torch = of_torch and not masks
         self._bad_ids = frozenset(int(sample_id) for sample_id in bad_ids)
 
     def plan(self, epoch: int) -> EpochPlan:
@@ -238,7 +245,7 @@ class TrainingBatches(Dataset[Batch]):
         raws = self.dataset.read_many(planned.ids[mine])
         self._start_next(step, mine)
         occurrence = None if planned.occurrence is None else planned.occurrence[mine]
-        for row, sample in enumerate(self._prepared(raws, planned.ids[mine], epoch, occurrence)):
+        for row, sample in enumerate(self._decoded(raws, planned.ids[mine], epoch, occurrence)):
             if isinstance(sample, BadSample):
                 replaced[sample.sample_id] = sample.reason
                 positions = self._candidates(
@@ -251,7 +258,8 @@ class TrainingBatches(Dataset[Batch]):
         sample_id = np.array([sample.sample_id for sample in samples], dtype=np.int64)
         classes = self._class_labels
         return Batch(
-            views=[_stacked(view) for view in zip(*(s.views for s in samples), strict=True)],
+            # In a loader's worker these lie in shared memory from the start.
+            views=[default_collate([*v]) for v in zip(*(s.views for s in samples), strict=True)],
             labels=torch.from_numpy(labels[:, None]),
             classes=None if classes is None else torch.from_numpy(classes[sample_id]),
             sample_id=torch.from_numpy(sample_id),
@@ -264,11 +272,8 @@ class TrainingBatches(Dataset[Batch]):
         )
 
     def caption_numbers(
-        self,
-        sample_ids: npt.NDArray[np.int64] | Sequence[int],
-        epoch: int,
-        occurrence: npt.NDArray[np.int64] | None = None,
-    ) -> npt.NDArray[np.int64]:
+        self, sample_ids: Ids, epoch: int, occurrence: Integers | None = None
+    ) -> Integers:
         """Which caption of each sample an epoch draws: int64 [n], keyed by (seed, stage, epoch,
         sample_id), and by the occurrence of the sample where samples have weights."""
         num_captions = self.dataset.index.num_captions[np.asarray(sample_ids, dtype=np.int64)]
@@ -277,29 +282,11 @@ class TrainingBatches(Dataset[Batch]):
         return (keys % np.maximum(num_captions, 1).astype(np.uint64)).astype(np.int64)
 
     def _keys(
-        self,
-        purpose: int,
-        epoch: int,
-        sample_ids: npt.NDArray[np.int64] | Sequence[int],
-        *further: int | npt.NDArray[np.int64],
+        self, purpose: int, epoch: int, sample_ids: Ids, *further: int | Integers
     ) -> npt.NDArray[np.uint64]:
         ids = np.asarray(sample_ids, dtype=np.int64)
         words = mix(self._plan.seed, self._plan.stage, epoch, purpose, ids, *further)
         return np.asarray(words, dtype=np.uint64)
-
-    def _view_keys(
-        self,
-        epoch: int,
-        sample_ids: npt.NDArray[np.int64] | Sequence[int],
-        occurrence: npt.NDArray[np.int64] | None,
-    ) -> npt.NDArray[np.uint64]:
-        """uint64 [n, num_views]: keys of the augmentation. Without occurrences the first view has
-        no number."""
-        keys = []
-        for view in range(self.num_views):
-            further = ([view] if view else []) if occurrence is None else [view, occurrence]
-            keys.append(self._keys(_AUGMENTATION, epoch, sample_ids, *further))
-        return np.stack(keys, axis=1)
 
     def _start_next(self, step: int, mine: slice) -> None:
         """Begins to read this process' next batch, so that a store answers while this is decoded.
@@ -315,21 +302,27 @@ class TrainingBatches(Dataset[Batch]):
             plan = self._plan if epoch == self._plan.epoch else self._plan.of_epoch(epoch)
             self.dataset.start_reading(plan.batch(epoch_step).ids[mine])
 
-    def _prepared(
+    def _decoded(
         self,
         raws: Sequence[RawSample | BadSample],
-        sample_ids: npt.NDArray[np.int64] | Sequence[int],
+        sample_ids: Ids,
         epoch: int,
-        occurrence: npt.NDArray[np.int64] | None,
+        occurrence: Integers | None,
     ) -> list[Sample | BadSample]:
         """The samples, augmented and with a caption; the result does not depend on the others."""
         numbers = self.caption_numbers(sample_ids, epoch, occurrence).tolist()
-        keys = self._view_keys(epoch, sample_ids, occurrence).tolist()
-        keyed = partial(KeyedRng, only_torch=self._only_torch)
+        keys = []
+        for view in range(self.num_views):  # without occurrences the first view has no number
+            further = ([view] if view else []) if occurrence is None else [view, occurrence]
+            keys.append(self._keys(_AUGMENTATION, epoch, sample_ids, *further).tolist())
+        seeds = [
+            [partial(seed_generators, key, self._only_torch) for key in of_sample]
+            for of_sample in zip(*keys, strict=True)
+        ]
         with kept_rng():
             return [
-                self.dataset.prepare(raw, number, [keyed(key) for key in of_sample])
-                for raw, number, of_sample in zip(raws, numbers, keys, strict=True)
+                self.dataset.decoded(raw, number, of_sample)
+                for raw, number, of_sample in zip(raws, numbers, seeds, strict=True)
             ]
 
     def _replacement(
@@ -338,14 +331,14 @@ class TrainingBatches(Dataset[Batch]):
         positions: Iterable[int],
         in_batch: frozenset[int],
         epoch: int,
-        occurrence: npt.NDArray[np.int64] | None,
+        occurrence: Integers | None,
     ) -> tuple[Sample, int]:
         for position in positions:
             candidate = int(self.grouped.sample_ids[position])
             if candidate in in_batch or candidate in self._bad_ids:
                 continue
             raws = self.dataset.read_many([candidate])
-            sample = self._prepared(raws, [candidate], epoch, occurrence)[0]
+            sample = self._decoded(raws, [candidate], epoch, occurrence)[0]
             if isinstance(sample, Sample):
                 return sample, position
         key = self.dataset.index.keys([bad.sample_id])[0]
@@ -382,19 +375,104 @@ class TrainingBatches(Dataset[Batch]):
         return int(truncate(label, self.grouped.radices, prefix_length)[0])
 
 
-def _draws_from_torch_alone(transform: Transform | None, tokenizer: Tokenizer | None) -> bool:
-    """Whether the transform says so, as `models.transforms` does, and the tokenizer draws nothing:
-    one of open_clip's with a ``reduction_mask`` draws words from Python's generator."""
-    masks = getattr(tokenizer, "reduction_fn", None) is not None
-    return bool(getattr(transform, "draws_from_torch_alone", False)) and not masks
-
-
-def _stacked(rows: tuple[Tensor, ...]) -> Tensor:
-    """The rows in one tensor, which in a loader's worker lies in shared memory from the start."""
-    stacked: Tensor = default_collate(list(rows))
-    return stacked
-
-
 def _stack(rows: list[Tensor | None]) -> Tensor | None:
     present = [row for row in rows if row is not None]
     return torch.stack(present) if present else None
+
+
+# --- worker processes ------------------------------------------------------------------------
+
+
+class Loader(Generic[T]):
+    """Iterates over ``dataset[item]`` for the ``items``, in order, read by ``num_workers``
+    processes (0: by this one).
+
+    ``describe(item, place)`` names what is read, for a message: ``place`` is the number that the
+    reading process last gave to ``data_wait.note_place`` (-1: none). ``note_slow`` is called with a
+    sample whose decoding ends this process (``data_wait.wait_for``). With ``batched`` an item is a
+    list, of which the data set returns all at once. ``pin_memory`` is DataLoader's.
+    Iterating raises LostWorker where a worker was ended from outside or, in a process with a limit,
+    where a batch does not come.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        items: Sequence[Any],
+        *,
+        num_workers: int,
+        describe: Callable[[Any, int], str],
+        note_slow: Callable[[int], str] = data_wait.nothing,
+        batched: bool = False,
+        pin_memory: bool = False,
+    ) -> None:
+        self.items, self.describe, self.note_slow = items, describe, note_slow
+        self.num_workers = min(num_workers, len(items))
+        # A place per worker (`data_wait.Place`), in memory that they share with this process.
+        self._places = torch.full((max(self.num_workers, 1), 3), -1).share_memory_()  # type: ignore[no-untyped-call]
+        one: dict[str, Any] = {"batch_size": None, "sampler": items}
+        many: dict[str, Any] = {"batch_sampler": items, "collate_fn": list}
+        self._loader: DataLoader[Any] = DataLoader(
+            dataset,
+            num_workers=self.num_workers,
+            worker_init_fn=partial(_start_worker, self._places),
+            pin_memory=pin_memory,
+            persistent_workers=False,
+            **(many if batched else one),
+        )
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[T]:
+        if not self.num_workers:
+            data_wait.share_place(self._place(0))
+        source = iter(self._loader)
+        for number in range(len(self.items)):
+            what, place = partial(self._what, source, number), self._place(number)
+            try:
+                item = data_wait.wait_for(lambda: next(source), what, self.note_slow, place)
+            except (RuntimeError, OSError, EOFError) as error:
+                raise _lost_worker(source, error) or error from error
+            yield item
+        next(source, None)  # the loader's own end, which ends its workers
+
+    def _place(self, number: int) -> data_wait.Place:
+        """The place of the process that reads item ``number``; items are dealt out in turn."""
+        place: data_wait.Place = self._places.numpy()[number % len(self._places)]
+        return place
+
+    def _what(self, source: object, number: int) -> str:
+        """Which process was to read item ``number``, and where it is."""
+        worker = number % max(self.num_workers, 1)
+        what = self.describe(self.items[number], int(self._place(number)[0]))
+        if not self.num_workers:
+            return f"{what} has not been read by this process"
+        workers = getattr(source, "_workers", ())
+        pid = workers[worker].pid if worker < len(workers) else 0
+        try:  # why the process does not go on, as far as Linux knows
+            stat = Path(f"/proc/{pid}/stat").read_text()
+            state = _STATES.get(stat.rsplit(")", 1)[1].split()[0], "")
+        except OSError:
+            state = ", ended"
+        return f"{what} has not come from loader worker {worker} (process {pid}{state})"
+
+
+def _lost_worker(source: object, error: Exception) -> LostWorker | None:
+    """LostWorker where ``error`` came of a worker that was ended from outside."""
+    workers = getattr(source, "_workers", ())
+    if isinstance(error, ConnectionError | EOFError):
+        # A worker's files close, its sentinel among them, before it has ended.
+        closed = multiprocessing.connection.wait([worker.sentinel for worker in workers], _ENDS_S)
+        for worker in workers:
+            if worker.sentinel in closed:
+                worker.join(_ENDS_S)
+    for number, worker in enumerate(workers):
+        if worker.exitcode:
+            return lost_worker(f"{number} ", worker.pid, worker.exitcode)
+    return None
+
+
+def _start_worker(places: Tensor, worker: int) -> None:
+    start_loader_worker(worker)
+    data_wait.share_place(places.numpy()[worker])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mclclip.data.epoch_plan import ALONE, Level, build_levels, num_scheduled, require_steps
-from mclclip.data.groups import GroupSizes, LabelBlocks
+from mclclip.data.groups import GroupSizes
 from mclclip.data.labels import label_space, size_statistics
 from mclclip.data.options import Policy
 
@@ -33,35 +33,10 @@ class Coverage:
     steps_by_prefix: dict[int, int]  # prefix length of the mask -> steps
     mixed_steps: int  # steps of policy "mask" whose rows are of several groups
     negatives: float  # other samples that a row is compared with, mean over the rows of an epoch
-
-    @property
-    def full_label_share(self) -> float:
-        """Share of the steps whose rows are compared at the full label, as Eq. 3 asks."""
-        return self.steps_by_prefix[max(self.steps_by_prefix)] / max(self.steps, 1)
-
-    @property
-    def repeated(self) -> int:
-        """Rows of an epoch beyond the distinct samples (policy "wrap")."""
-        return self.steps * self.global_batch - self.scheduled
-
-    @property
-    def bound(self) -> float:
-        """Eq. 4: the most labels for which every label can have a full batch, M / B."""
-        return self.num_samples / self.global_batch
-
-    @property
-    def within_bound(self) -> bool:
-        return self.label_space * self.global_batch <= self.num_samples
-
-    def _weights(self) -> list[str]:
-        """A line on weights, where samples have some; numbers of samples are of draws then."""
-        if self.distinct is None:
-            return []
-        each = self.num_samples / max(self.distinct, 1)
-        return [
-            f"  weights    {self.distinct:,} samples, drawn {self.num_samples:,} times ({each:.2f} "
-            "each on average), and counted so often below"
-        ]
+    full_label_share: float  # of the steps, those whose rows are compared at the full label (Eq. 3)
+    repeated: int  # rows of an epoch beyond the distinct samples (policy "wrap")
+    bound: float  # Eq. 4: most labels for which every label can have a full batch, M / B
+    within_bound: bool
 
     def text(self) -> str:
         """The report, several lines."""
@@ -70,11 +45,18 @@ class Coverage:
             f", {100 * steps / max(self.steps, 1):.1f} % at prefix length {length}"
             for length, steps in sorted(self.steps_by_prefix.items(), reverse=True)[1:]
         )
+        weights = []
+        if self.distinct is not None:  # numbers of samples are of draws then
+            each = self.num_samples / max(self.distinct, 1)
+            weights.append(
+                f"  weights    {self.distinct:,} samples, drawn {self.num_samples:,} times "
+                f"({each:.2f} each on average), and counted so often below"
+            )
         unused = "too small groups always, the others" if self.policy in ALONE else "others"
         return "\n".join(
             (
                 f"coverage of one epoch, policy {self.policy}, global batch {self.global_batch:,}",
-                *self._weights(),
+                *weights,
                 f"  groups     {groups['num_groups']:,} of {self.num_samples:,} samples, effective "
                 f"{groups['effective_groups']:.1f}, max share {100 * groups['max_share']:.1f} %",
                 f"  sizes      smallest {groups['smallest']:,}, median {groups['median']:,.0f}, "
@@ -94,15 +76,13 @@ class Coverage:
 
 def coverage_report(grouped: GroupSizes, global_batch: int, policy: Policy) -> Coverage:
     """Counts what a plan uses. Raises ValueError for an unknown policy or a batch size below 1."""
-    return _count(grouped, build_levels(grouped, global_batch, policy), global_batch, policy)
-
-
-def _count(grouped: GroupSizes, levels: list[Level], global_batch: int, policy: Policy) -> Coverage:
+    levels = build_levels(grouped, global_batch, policy)
     sizes, scheduled = levels[0].sizes, num_scheduled(levels, global_batch, policy)
     small = sizes[sizes < global_batch]
     by_prefix = dict.fromkeys((level.prefix_length for level in levels), 0)
     for level in levels:
         by_prefix[level.prefix_length] += int(level.batches.sum())
+    steps, space = sum(by_prefix.values()), label_space(grouped.radices)
     return Coverage(
         policy=policy,
         global_batch=global_batch,
@@ -111,13 +91,17 @@ def _count(grouped: GroupSizes, levels: list[Level], global_batch: int, policy: 
         groups=size_statistics(sizes),
         groups_below_batch=int((small > 0).sum()),
         share_below_batch=float(small.sum() / max(sizes.sum(), 1)),
-        label_space=label_space(grouped.radices),
-        steps=sum(by_prefix.values()),
+        label_space=space,
+        steps=steps,
         scheduled=scheduled,
         remainder=grouped.num_draws - scheduled,
         steps_by_prefix=by_prefix,
         mixed_steps=int(levels[-1].batches.sum()) if policy == "mask" else 0,
         negatives=_negatives(levels, global_batch, policy),
+        full_label_share=by_prefix[len(grouped.radices)] / max(steps, 1),
+        repeated=steps * global_batch - scheduled,
+        bound=grouped.num_draws / global_batch,
+        within_bound=space * global_batch <= grouped.num_draws,
     )
 
 
@@ -151,9 +135,8 @@ def check_coverage(grouped: GroupSizes, global_batch: int, policy: Policy) -> Co
     and warns under other policies. Within the bound it warns of groups that "drop" and "carry"
     never use. Raises ValueError under any policy where an epoch has no step.
     """
-    levels = build_levels(grouped, global_batch, policy)
-    require_steps(levels, global_batch, policy)
-    report = _count(grouped, levels, global_batch, policy)
+    report = coverage_report(grouped, global_batch, policy)
+    require_steps(report.steps, grouped.sizes, global_batch, policy)
     beyond = (
         f"{report.label_space:,} possible labels are beyond Eq. 4's bound of {report.bound:,.1f} "
         f"({report.num_samples:,} samples / global batch {global_batch:,})"
@@ -172,13 +155,3 @@ def check_coverage(grouped: GroupSizes, global_batch: int, policy: Policy) -> Co
             "policy %r never uses %s groups, see above", policy, report.groups_below_batch
         )
     return report
-
-
-def plan_groups(labels: LabelBlocks, global_batch: int, policy: Policy) -> GroupSizes:
-    """Counts the groups of the labels, and logs the coverage.
-
-    Raises ValueError where the groups do not fit the batch size (see ``check_coverage``).
-    """
-    sizes = labels.sizes()
-    check_coverage(sizes, global_batch, policy)
-    return sizes

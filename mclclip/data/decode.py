@@ -315,42 +315,30 @@ def _as_decode_error() -> Iterator[None]:
         raise DecodeError("truncated" if cut else "broken", text) from error
 
 
-class _QuietWarnings:
-    """Ignores warnings while at least one decode is running.
-
-    `warnings.catch_warnings` alone is not thread-safe: two overlapping uses may turn warnings off
-    for the rest of the program.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._depth = 0
-        self._saved: warnings.catch_warnings[None] | None = None
-
-    def enter(self) -> None:
-        with self._lock:
-            if self._depth == 0:
-                self._saved = warnings.catch_warnings()
-                self._saved.__enter__()
-                warnings.simplefilter("ignore")
-            self._depth += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._depth -= 1
-            if self._depth == 0 and self._saved is not None:
-                self._saved.__exit__(None, None, None)
-                self._saved = None
-
-
-_quiet = _QuietWarnings()
+_lock = threading.Lock()
+_num_decoding = 0
+_saved_warnings: warnings.catch_warnings[None] | None = None
 
 
 @contextmanager
 def _quiet_warnings() -> Iterator[None]:
-    """Ignores PIL's warnings about large, palette and damaged images, which are handled here."""
-    _quiet.enter()
+    """Ignores PIL's warnings about large, palette and damaged images, which are handled here.
+
+    They are ignored while at least one decode is running: `warnings.catch_warnings` alone is not
+    thread-safe, and two overlapping uses may turn warnings off for the rest of the program.
+    """
+    global _num_decoding, _saved_warnings
+    with _lock:
+        if _num_decoding == 0:
+            _saved_warnings = warnings.catch_warnings()
+            _saved_warnings.__enter__()
+            warnings.simplefilter("ignore")
+        _num_decoding += 1
     try:
         yield
     finally:
-        _quiet.leave()
+        with _lock:
+            _num_decoding -= 1
+            if _num_decoding == 0 and _saved_warnings is not None:
+                _saved_warnings.__exit__(None, None, None)
+                _saved_warnings = None

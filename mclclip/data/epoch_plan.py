@@ -75,7 +75,7 @@ def build_levels(grouped: GroupSizes, global_batch: int, policy: Policy) -> list
         )
         sizes = np.add.reduceat(children.leftovers, first_child) if len(labels) else labels
         levels.append(_level(length, labels, sizes, global_batch, first_child))
-    if len(levels) > 1 and not levels[-1].batches.any() and _has_stuck(levels):
+    if len(levels) > 1 and not levels[-1].batches.any():
         _lend_batch(levels, global_batch)
     return levels
 
@@ -87,24 +87,20 @@ def _level(
     return Level(prefix_length, labels, sizes, batches, leftovers, first_child.astype(np.int64))
 
 
-def _has_stuck(levels: list[Level]) -> bool:
-    """Whether some group has neither a batch of its own nor a share in one of a node above it."""
-    stuck = (levels[0].batches == 0) & (levels[0].sizes > 0)
-    for level in levels[1:] if len(stuck) else []:
-        stuck = (level.batches == 0) & np.logical_or.reduceat(stuck, level.first_child)
-    return bool(stuck.any())
-
-
 def _lend_batch(levels: list[Level], global_batch: int) -> None:
-    """Moves one batch of samples from a lower node to a root that cannot fill a batch.
+    """Moves one batch of samples from a lower node to a root that cannot fill a batch, where some
+    group has neither a batch of its own nor a share in one of a node above it.
 
     Otherwise the samples that reach the root would never be used, always those of the same small
     groups. The batch comes from a node with the most batches, on the level nearest to the root that
     has any. The root then makes one batch, and other samples are left out in every epoch.
     """
+    stuck = (levels[0].batches == 0) & (levels[0].sizes > 0)
+    for level in levels[1:] if len(stuck) else []:
+        stuck = (level.batches == 0) & np.logical_or.reduceat(stuck, level.first_child)
     lender = max((n for n, level in enumerate(levels) if level.batches.any()), default=None)
-    if lender is None:
-        return  # fewer samples than one global batch
+    if lender is None or not stuck.any():
+        return  # or there are fewer samples than one global batch
     node = int(levels[lender].batches.argmax())
     levels[lender].batches[node] -= 1
     levels[lender].leftovers[node] += global_batch
@@ -124,11 +120,10 @@ def num_scheduled(levels: list[Level], global_batch: int, policy: Policy) -> int
     return global_batch * int(sum(level.batches.sum() for level in levels))
 
 
-def require_steps(levels: list[Level], global_batch: int, policy: Policy) -> int:
-    """The number of steps of an epoch; ValueError where there is none."""
-    steps, sizes = int(sum(level.batches.sum() for level in levels)), levels[0].sizes
+def require_steps(steps: int, sizes: Integers, global_batch: int, policy: Policy) -> None:
+    """Raises ValueError where an epoch over groups of these sizes has no step."""
     if steps:
-        return steps
+        return
     if not sizes.sum():
         raise ValueError("no sample has a pseudo label: check the index, then 'mclclip cluster'")
     most = sizes.max() if policy in ALONE else sizes.sum()
@@ -198,12 +193,24 @@ class EpochPlan:
         self.grouped, self.global_batch, self.seed, self.stage = grouped, global_batch, seed, stage
         self._policy, self._order, self._block = policy, order, block
         self.levels = build_levels(grouped, global_batch, policy)
-        self.steps_per_epoch = require_steps(self.levels, global_batch, policy)
+        self.steps_per_epoch = int(sum(level.batches.sum() for level in self.levels))
+        require_steps(self.steps_per_epoch, grouped.sizes, global_batch, policy)
         self.scheduled = num_scheduled(self.levels, global_batch, policy)
         self.remainder = grouped.num_draws - self.scheduled
         # Per level: where each node's leftovers start if those of all its nodes are concatenated.
         self._pools = [_starts(level.leftovers) for level in self.levels]
-        self._list_batches()
+        # Level, node and number within the node of every batch of an epoch: int64 [steps] each.
+        # Units are the leaves in label order, then the nodes above, the root last. Batches are
+        # listed unit by unit, and under "round_robin" all first ones, all second ones and so on.
+        batches = np.concatenate([level.batches for level in self.levels])
+        level = np.repeat(np.arange(len(self.levels)), [len(x.batches) for x in self.levels])
+        node = np.concatenate([np.arange(len(x.batches)) for x in self.levels])
+        unit = np.repeat(np.arange(len(batches)), batches)
+        number = np.arange(len(unit)) - np.repeat(np.cumsum(batches) - batches, batches)
+        if order == "round_robin":
+            visit = np.argsort(number, kind="stable")
+            unit, number = unit[visit], number[visit]
+        self.depth, self._node, self._number = level[unit], node[unit], number
         self._key, self.epoch = (seed, stage, epoch), epoch
         self._mixed: tuple[Integers, Integers] | None = None
 
@@ -212,22 +219,6 @@ class EpochPlan:
         other = copy.copy(self)
         other._key, other.epoch, other._mixed = (*self._key[:2], epoch), epoch, None
         return other
-
-    def _list_batches(self) -> None:
-        """Level, node and number within the node of every batch of an epoch: int64 [steps] each.
-
-        Units are the leaves in label order, then the nodes above, the root last. Batches are
-        listed unit by unit, and under "round_robin" all first batches, all second ones and so on.
-        """
-        batches = np.concatenate([level.batches for level in self.levels])
-        level = np.repeat(np.arange(len(self.levels)), [len(x.batches) for x in self.levels])
-        node = np.concatenate([np.arange(len(x.batches)) for x in self.levels])
-        unit = np.repeat(np.arange(len(batches)), batches)
-        number = np.arange(len(unit)) - np.repeat(np.cumsum(batches) - batches, batches)
-        if self._order == "round_robin":
-            visit = np.argsort(number, kind="stable")
-            unit, number = unit[visit], number[visit]
-        self.depth, self._node, self._number = level[unit], node[unit], number
 
     def batch(self, step: int) -> PlannedBatch:
         """The global batch of a step of this epoch; ValueError for a step outside of it."""
@@ -238,7 +229,7 @@ class EpochPlan:
             key = mix(*self._key, _STEP_ORDER)
             turn = int(permute(step, self.steps_per_epoch, key))
         depth = int(self.depth[turn])
-        leaf, position = self._resolve(depth, int(self._node[turn]), int(self._number[turn]))
+        leaf, position = self._draws_of(depth, int(self._node[turn]), int(self._number[turn]))
         grouped, length = self.grouped, self.levels[depth].prefix_length
         labels = truncate(grouped.group_labels[leaf], grouped.radices, length)
         group_size = self.global_batch
@@ -250,31 +241,41 @@ class EpochPlan:
         ids = np.asarray(grouped.sample_ids[rows], dtype=np.int64)
         return PlannedBatch(ids, labels, length, group_size, occurrence)
 
-    def _resolve(self, depth: int, node: int, number: int) -> tuple[Integers, Integers]:
-        """(leaf, position in the shuffled leaf), int64 [global_batch] each, of a node's batch.
-
-        Walks down the tree with all elements at once: a position of a node is shuffled, then found
-        among the leftovers of its children, which are the last positions of each child.
-        """
-        size = self.global_batch
+    def _draws_of(self, depth: int, node: int, number: int) -> tuple[Integers, Integers]:
+        """(leaf, its draw's number), int64 [global_batch] each, of batch ``number`` of a node at
+        level ``depth``. All elements walk down the tree at once."""
+        size, leaves = self.global_batch, self.levels[0]
         nodes = np.full(size, node, dtype=np.int64)
         position = number * size + np.arange(size, dtype=np.int64)
         if self._policy == "carry":
             return nodes, self._carried(node, position)
         if self._policy == "wrap":
-            position %= self.levels[0].sizes[nodes]
-        for above in range(depth, 0, -1):
-            level, below = self.levels[above], self.levels[above - 1]
-            if self._policy != "mask":
-                position = self._shuffle(level, nodes, position)
-            order, pool = None, self._pools[above - 1]
-            if self._policy == "mask":
-                order, pool = self._mixed_leaves()
-            position = position + pool[level.first_child[nodes]]
-            slot = np.searchsorted(pool, position, side="right") - 1
-            nodes = slot if order is None else order[slot]
-            position = position - pool[slot] + below.batches[nodes] * size
-        return nodes, self._shuffle(self.levels[0], nodes, position)
+            position %= leaves.sizes[node]
+        elif self._policy == "mask" and depth > 0:
+            nodes, position = self._of_mixed_leaves(position)
+        for above in range(depth, 0, -1) if self._policy == "backoff" else ():
+            # A position of a node is shuffled, then found among the leftovers of its children,
+            # which are the last positions of each child.
+            parents, children = self.levels[above], self.levels[above - 1]
+            pool = self._pools[above - 1]
+            position = self._shuffle(parents, nodes, position) + pool[parents.first_child[nodes]]
+            nodes = np.searchsorted(pool, position, side="right") - 1
+            position = position - pool[nodes] + children.batches[nodes] * size
+        return nodes, self._shuffle(leaves, nodes, position)
+
+    def _of_mixed_leaves(self, position: Integers) -> tuple[Integers, Integers]:
+        """(leaf, position in it) of positions in the pool in which "mask" puts the leftovers of all
+        leaves, in an order that is drawn for every epoch when its first mixed batch is asked for.
+        """
+        leaves = self.levels[0]
+        if self._mixed is None:
+            num_groups, key = self.grouped.num_groups, mix(*self._key, _GROUP_ORDER)
+            order = permute(np.arange(num_groups), num_groups, key)
+            self._mixed = order, _starts(leaves.leftovers[order])
+        order, pool = self._mixed
+        slot = np.searchsorted(pool, position, side="right") - 1
+        used = leaves.batches[order[slot]] * self.global_batch
+        return order[slot], position - pool[slot] + used
 
     def _carried(self, leaf: int, position: Integers) -> Integers:
         """Positions in a leaf under "carry": an epoch continues where the previous one ended.
@@ -288,15 +289,6 @@ class EpochPlan:
         rounds, position = np.divmod(begun + position, level.sizes[leaf])
         key = mix(*self._key[:2], rounds, _SAMPLES, level.prefix_length, level.labels[leaf])
         return shuffled(position, level.sizes[leaf], key, self._block)
-
-    def _mixed_leaves(self) -> tuple[Integers, Integers]:
-        """Leaves in the order in which "mask" pools their leftovers, and where those start in the
-        pool. Both are drawn anew for every epoch, when its first mixed batch is asked for."""
-        if self._mixed is None:
-            num_groups, key = self.grouped.num_groups, mix(*self._key, _GROUP_ORDER)
-            order = permute(np.arange(num_groups), num_groups, key)
-            self._mixed = order, _starts(self.levels[0].leftovers[order])
-        return self._mixed
 
     def _shuffle(self, level: Level, node: Integers, position: Integers) -> Integers:
         key = mix(*self._key, _SAMPLES, level.prefix_length, level.labels[node])

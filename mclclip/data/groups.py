@@ -350,18 +350,14 @@ class GroupedIndex(GroupSizes):
         return result
 
     @classmethod
-    def open(cls, directory: str | Path, verb: str = "train") -> GroupedIndex:
+    def open(cls, directory: str | Path, verb: str = "train", compare: bool = True) -> GroupedIndex:
         """Memory-mapped, read only; ``verb`` wrote it. FileNotFoundError where there is no finished
         index, RuntimeError where its files do not fit each other or are not what was written.
 
-        All of them is read once, for this comparison. A process that the index is handed to maps
-        the files without it.
+        All of it is read once, to be compared with its record, unless ``compare`` is false: a
+        process that the index is handed to maps the files without it.
         """
-        return cls.mapped(Path(directory), compare=True, verb=verb)
-
-    @classmethod
-    def mapped(cls, directory: Path, compare: bool = False, verb: str = "train") -> GroupedIndex:
-        """As ``open``, without the comparison where ``compare`` is false."""
+        directory = Path(directory)
         header = _read_header(directory, verb)
         records = header.get("records", {}) if compare else {}
         known = {name: Record(**entry) for name, entry in records.items()}
@@ -381,52 +377,9 @@ class GroupedIndex(GroupSizes):
 
     def __reduce__(self) -> tuple[Callable[..., GroupedIndex], tuple[Any, ...]]:
         if self.directory is not None:  # loader workers map the files instead of copying them
-            return GroupedIndex.mapped, (self.directory,)
+            return partial(GroupedIndex.open, compare=False), (self.directory,)
         weighted = partial(GroupedIndex, weight_sums=self.weight_sums, draws=self.draws)
         return weighted, (self.group_starts, self.group_labels, self.radices, self.sample_ids)
-
-
-def _write_index(directory: Path, labels: LabelBlocks, sizes: GroupSizes) -> None:
-    """Writes the grouped index of these labels, whose groups have ``sizes``: .npy files, then
-    grouped_index.json, without which none counts. Ids are written, and added to the digest, as they
-    come."""
-    (directory / _HEADER).unlink(missing_ok=True)
-    shape, weights = (sizes.num_samples,), labels.weights
-    with tempfile.TemporaryFile(dir=directory) as runs, ExitStack() as stack:
-        opened = partial(write_npy_parts, shape=shape, dtype=np.int64)
-        append = stack.enter_context(opened(directory / "sample_ids.npy"))
-        append_sums = None
-        if weights is not None:
-            append_sums = stack.enter_context(opened(directory / "weight_sums.npy"))
-
-        def written() -> Iterator[Integers]:
-            total = 0
-            for ids in labels.sorted_ids(sizes, runs):
-                append(ids)
-                if weights is not None and append_sums is not None and len(ids):
-                    sums = total + np.cumsum(weights.units(ids))
-                    append_sums(sums)
-                    total = int(sums[-1])
-                yield ids
-
-        ids_digest = digest_parts(np.dtype(np.int64), shape, written())
-    others = {"group_starts": sizes.group_starts, "group_labels": sizes.group_labels}
-    others |= {} if sizes.draws is None else {"draws": sizes.draws}
-    for name, array in others.items():
-        save_npy(directory / f"{name}.npy", array)
-    if weights is not None:
-        others["weight_sums"] = open_npy(directory / "weight_sums.npy", "train")
-    digests = [ids_digest, *map(digest_array, others.values())]
-    records = records_of(directory, "sample_ids.npy", *(f"{name}.npy" for name in others))
-    header: dict[str, Any] = {
-        "radices": list(sizes.radices),
-        "digest": digest_json([sizes.radices, *digests]),
-        "num_samples": sizes.num_samples,
-        "num_groups": sizes.num_groups,
-        **({} if weights is None else {"weighted": True}),
-        "records": {name: asdict(record) for name, record in records.items()},
-    }
-    write_json(directory / _HEADER, sealed(header))
 
 
 def _read_header(directory: Path, verb: str = "train") -> dict[str, Any]:
@@ -478,10 +431,52 @@ class StageGroups:
         ``bad_ids`` that were left out."""
         self.directory.mkdir(parents=True, exist_ok=True)
         with naming(self.directory):
-            _write_index(self.directory, labels, sizes)
+            self._write(labels, sizes)
         # Last: marks the grouped index as whole.
         known_bad = sealed({"known_bad": [int(i) for i in bad_ids]})
         write_json(self.directory / _KNOWN_BAD, known_bad)
+
+    def _write(self, labels: LabelBlocks, sizes: GroupSizes) -> None:
+        """Writes .npy files, then grouped_index.json, without which none counts. Ids are written,
+        and added to the digest, as they come."""
+        directory = self.directory
+        (directory / _HEADER).unlink(missing_ok=True)
+        shape, weights = (sizes.num_samples,), labels.weights
+        with tempfile.TemporaryFile(dir=directory) as runs, ExitStack() as stack:
+            opened = partial(write_npy_parts, shape=shape, dtype=np.int64)
+            append = stack.enter_context(opened(directory / "sample_ids.npy"))
+            append_sums = None
+            if weights is not None:
+                append_sums = stack.enter_context(opened(directory / "weight_sums.npy"))
+
+            def written() -> Iterator[Integers]:
+                total = 0
+                for ids in labels.sorted_ids(sizes, runs):
+                    append(ids)
+                    if weights is not None and append_sums is not None and len(ids):
+                        sums = total + np.cumsum(weights.units(ids))
+                        append_sums(sums)
+                        total = int(sums[-1])
+                    yield ids
+
+            ids_digest = digest_parts(np.dtype(np.int64), shape, written())
+        others = {"group_starts": sizes.group_starts, "group_labels": sizes.group_labels}
+        others |= {} if sizes.draws is None else {"draws": sizes.draws}
+        for name, array in others.items():
+            save_npy(directory / f"{name}.npy", array)
+        if weights is not None:
+            others["weight_sums"] = open_npy(directory / "weight_sums.npy", "train")
+        digests = [ids_digest, *map(digest_array, others.values())]
+        records = records_of(directory, "sample_ids.npy", *(f"{name}.npy" for name in others))
+        header: dict[str, Any] = {
+            "radices": list(sizes.radices),
+            "digest": digest_json([sizes.radices, *digests]),
+            "num_samples": sizes.num_samples,
+            "num_groups": sizes.num_groups,
+            **({} if weights is None else {"weighted": True}),
+            "records": {name: asdict(record) for name, record in records.items()},
+        }
+        write_json(directory / _HEADER, sealed(header))
 
     def read(self) -> tuple[GroupedIndex, np.ndarray]:
         """The grouped index (memory-mapped) and the ids that were left out of it."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import fsspec.asyn
 
-from mclclip.files import shown
+from mclclip.files import clean
 
 if TYPE_CHECKING:  # an extra, and slow to import
     import aiohttp
@@ -65,22 +65,22 @@ class HttpStore:
         self._loop = fsspec.asyn.get_loop()
         self._logged: set[tuple[str | None, str | None]] = set()
 
-    def stat(self, url: str) -> tuple[int | None, str]:
-        """Size of the object (None: the server does not say it), and its tag: the ETag or, where it
+    def info(self, url: str) -> dict[str, Any]:
+        """``size`` of the object (None: the server does not say it), and its ``ETag`` or, where it
         has none, another sign of its content; empty where there is none of them.
 
         Raises StatusError, FinalError, and OSError where no reply comes.
         """
-        found: tuple[int | None, str] = self._wait(self._stat, url)
-        return found
+        size, tag = self._wait(self._stat, url)
+        return {"size": size, "ETag": tag}
 
-    def read(self, url: str, start: int, stop: int, tag: str = "") -> bytes:
-        """Bytes [start, stop) of the object, fewer where the reply ends before.
+    def cat_file(self, url: str, start: int, end: int, tag: str = "") -> bytes:
+        """Bytes [start, end) of the object, fewer where the reply ends before.
 
         With a ``tag``, an ETag that is not weak, the object must still have it: StatusError with
-        412 where it has another. Raises as ``stat`` does, FinalError too where more bytes come.
+        412 where it has another. Raises as ``info`` does, FinalError too where more bytes come.
         """
-        data: bytes = self._wait(self._read, url, start, stop, tag)
+        data: bytes = self._wait(self._read, url, start, end, tag)
         return data
 
     def _wait(self, call: Callable[..., Any], *args: Any) -> Any:
@@ -94,7 +94,7 @@ class HttpStore:
         try:
             return fsspec.asyn.sync(self._loop, call, *args)
         except aiohttp.ClientError as error:
-            text = re.sub(r"[?#]\S+", "?...", shown(str(error)))
+            text = re.sub(r"[?#]\S+", "?...", clean(str(error)))
             raise OSError(f"{type(error).__name__}: {text}") from None
 
     async def _stat(self, url: str) -> tuple[int | None, str]:
@@ -141,10 +141,16 @@ class HttpStore:
                 location = reply.headers.get("Location")
                 if reply.status not in _REDIRECTS or location is None:
                     try:
-                        _refuse_encoded(reply)
+                        encoding = reply.headers.get("Content-Encoding", "").strip()
+                        if encoding.lower() not in ("", "identity"):
+                            raise FinalError(
+                                f"the server sends it encoded ({clean(encoding)[:40]}), which was "
+                                "not asked for: store it without Content-Encoding"
+                            )
                         yield reply
-                    except OSError as error:
-                        _name_host(error, first, here)
+                    except (StatusError, FinalError) as error:
+                        if not _is_same_host(first, here):
+                            error.args = (f"{error} (from {here.host}, to which it is redirected)",)
                         raise
                     return
             there = _target(here, location)
@@ -154,7 +160,9 @@ class HttpStore:
                 raise FinalError(f"more than {MAX_REDIRECTS} redirects follow each other")
             if not _is_same_host(here, there):
                 least = max(least or 0, await _reach_of(here))
-                self._log_redirect(first, there)
+                if (hosts := (first.host, there.host)) not in self._logged:
+                    self._logged.add(hosts)
+                    log.info("shards at %s are read from %s, to which they are redirected", *hosts)
             here = there
 
     async def _ask(
@@ -194,12 +202,6 @@ class HttpStore:
             weakref.finalize(self, _close, self._loop, session, os.getpid())
             self._sessions[least] = session
         return self._sessions[least]
-
-    def _log_redirect(self, first: URL, there: URL) -> None:
-        hosts = first.host, there.host
-        if hosts not in self._logged:
-            self._logged.add(hosts)
-            log.info("shards at %s are read from %s, to which they are redirected", *hosts)
 
 
 def _close(loop: asyncio.AbstractEventLoop, session: aiohttp.ClientSession, pid: int) -> None:
@@ -282,7 +284,7 @@ def _check(address: str, host: str, least: int) -> None:
     if reach(address) < least if _is_address(address) else re.fullmatch(r"[\d.]+", address):
         shown_host = host if host == address else f"{host} ({address})"
         raise FinalError(
-            f"it is redirected to {shown(shown_host)}, an address of a private network or of this "
+            f"it is redirected to {clean(shown_host)}, an address of a private network or of this "
             "machine, from one that is not, which is refused: name the url where the shard lies"
         )
 
@@ -303,7 +305,7 @@ def _target(here: URL, location: str) -> URL:
         if there.scheme not in ("http", "https") or not there.host:
             raise ValueError("another protocol, or no host")
     except ValueError:
-        public = shown(re.split(r"[?#]", location)[0])[:200]
+        public = clean(re.split(r"[?#]", location)[0])[:200]
         raise FinalError(f"{here.host} redirects to {public!r}, which is no http url") from None
     return there
 
@@ -312,21 +314,6 @@ def _is_same_host(here: URL, there: URL) -> bool:
     if here.scheme == "http" and there.scheme == "https":
         return here.host == there.host
     return here.origin() == there.origin()
-
-
-def _refuse_encoded(reply: aiohttp.ClientResponse) -> None:
-    encoding = reply.headers.get("Content-Encoding", "")
-    if encoding.strip().lower() not in ("", "identity"):
-        raise FinalError(
-            f"the server sends it encoded ({shown(encoding)[:40]}), which was not asked for: store "
-            "it without Content-Encoding"
-        )
-
-
-def _name_host(error: OSError, first: URL, here: URL) -> None:
-    """Adds to an error of ours the host to which its request was redirected."""
-    if isinstance(error, StatusError | FinalError) and not _is_same_host(first, here):
-        error.args = (f"{error} (from {here.host}, to which it is redirected)",)
 
 
 def _tag_of(reply: aiohttp.ClientResponse) -> str:

@@ -17,13 +17,13 @@ import numpy.typing as npt
 
 from mclclip.data.arrays import open_npy
 from mclclip.data.groups import GroupedIndex
+from mclclip.data.index_tables import INDEX_AGAIN, SAMPLES
 from mclclip.data.labels import read_pseudo_labels
-from mclclip.data.remote import RemoteOptions, StoredFile
-from mclclip.data.sample_index import SAMPLES, SampleIndex
-from mclclip.data.shard_check import stat_files
+from mclclip.data.remote import Remote, RemoteOptions, StoredFile
+from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_reader import Range
 from mclclip.data.trunk_rows import TrunkRows
-from mclclip.files import read_json, shown
+from mclclip.files import clean, read_json
 from mclclip.run.artifacts import read_manifest
 
 Integers = npt.NDArray[np.int64]
@@ -80,7 +80,17 @@ class Resharded:
         manifest.check(directory)
         GroupedIndex.open(directory / GROUPS, "reshard")
         base = str(directory) if url is None else url.rstrip("/")
-        files = _stored_files(base, read_json(directory / SIZES), remote)
+        sizes: list[int] = read_json(directory / SIZES)
+        paths = [f"{base}/{shard_name(number)}" for number in range(len(sizes))]
+        files: list[StoredFile] = []
+        for path, stored, size in zip(paths, Remote(remote).stat(paths), sizes, strict=True):
+            if stored is None or stored.size != size:
+                kind = FileNotFoundError if stored is None else RuntimeError
+                raise kind(
+                    f"{clean(path)} is missing or has another size than the {size:,} bytes that "
+                    "'mclclip reshard' wrote: put it there, or run that again with --force"
+                )
+            files.append(stored)
         per_shard = int(manifest.config["samples_per_shard"])
         return cls.mapped(directory, labels_directory, per_shard, files)
 
@@ -98,9 +108,9 @@ class Resharded:
         """
         labels = open_npy(labels_directory / "pseudo_labels.npy", "cluster").reshape(-1)
         members = open_npy(directory / MEMBERS, "reshard")
-        given = directory, labels_directory, samples_per_shard, files
-        grouped = GroupedIndex.mapped(directory / GROUPS, verb="reshard")
-        return cls(*given, grouped, labels, members)
+        places = directory, labels_directory, samples_per_shard, files
+        grouped = GroupedIndex.open(directory / GROUPS, "reshard", compare=False)
+        return cls(*places, grouped, labels, members)
 
     @property
     def arguments(self) -> tuple[Path, Path, int, list[StoredFile]]:
@@ -110,7 +120,7 @@ class Resharded:
     @property
     def shown(self) -> str:
         """Where the shards are read, without secrets of a url."""
-        return shown(self.files[0].path.rpartition("/")[0])
+        return clean(self.files[0].path.rpartition("/")[0])
 
     def find(self, sample_ids: Integers) -> tuple[Integers, Integers]:
         """The shard's number int64 [n] (-1: not copied), and the rows int64 [n, 4] of members."""
@@ -121,21 +131,6 @@ class Resharded:
 
     def __reduce__(self) -> tuple[Callable[..., Resharded], tuple[Any, ...]]:
         return Resharded.mapped, self.arguments
-
-
-def _stored_files(base: str, sizes: list[int], remote: RemoteOptions | None) -> list[StoredFile]:
-    """Where each shard is read, after a look at its size now."""
-    paths = [f"{base}/{shard_name(number)}" for number in range(len(sizes))]
-    found: list[StoredFile] = []
-    for path, stat, size in zip(paths, stat_files(paths, remote), sizes, strict=True):
-        if stat is None or stat.size != size:
-            kind = FileNotFoundError if stat is None else RuntimeError
-            raise kind(
-                f"{shown(path)} is missing or has another size than the {size:,} bytes that "
-                "'mclclip reshard' wrote: put it there, or run that again with --force"
-            )
-        found.append(StoredFile(path, stat))
-    return found
 
 
 class SampleRanges(NamedTuple):
@@ -169,29 +164,29 @@ class Locations:
 
     def of(self, sample_ids: Integers) -> list[SampleRanges]:
         """Where each sample is read. Raises the error of ``of_index``."""
-        found = self.of_index(sample_ids)
+        found, shards = self.of_index(sample_ids), self.index.shards
+        numbers = [old.text[0] for old in found]  # of shards in the index
         if self.resharded is not None:
-            numbers, members = self.resharded.find(sample_ids)
-            first = len(self.index.shards)
-            rows = zip(found, numbers.tolist(), members.tolist(), strict=True)
-            found = [_moved(old, first + n, row) if n >= 0 else old for old, n, row in rows]
+            copies, members = self.resharded.find(sample_ids)
+            rows = zip(copies.tolist(), members.tolist(), strict=True)
+            for place, (copy, (image, text, *crc32)) in enumerate(rows):
+                if copy >= 0:
+                    old, shard = found[place], len(shards) + copy
+                    image_range, text_range = (
+                        (shard, image, old.image[2]),
+                        (shard, text, old.text[2]),
+                    )
+                    found[place] = SampleRanges(image_range, text_range, (crc32[0], crc32[1]))
         if self.trunk is not None:
-            ranges = self._rows_of(self.trunk, sample_ids, [old.text[0] for old in found])
+            starts = np.array([shards[number].start for number in numbers], np.int64)
+            sizes = np.array([shards[number].stop for number in numbers], np.int64) - starts
+            offsets = self.trunk.offsets(sample_ids - starts, sizes).tolist()
             sums = self.trunk.checksums[sample_ids].tolist()
-            whole = zip(found, ranges, sums, strict=True)
-            found = [old._replace(image=of_row, row_crc32=crc32) for old, of_row, crc32 in whole]
+            first = len(self.files) - len(shards)
+            for place, number in enumerate(numbers):
+                row = (first + number, offsets[place], self.trunk.bytes_per_row)
+                found[place] = found[place]._replace(image=row, row_crc32=sums[place])
         return found
-
-    def _rows_of(self, trunk: TrunkRows, sample_ids: Integers, numbers: list[int]) -> list[Range]:
-        """The ranges of rows of the trunk's output, of samples in the shards ``numbers``."""
-        shards = [self.index.shards[number] for number in numbers]
-        starts = np.array([shard.start for shard in shards], np.int64)
-        sizes = np.array([shard.stop for shard in shards], np.int64) - starts
-        offsets = trunk.offsets(sample_ids - starts, sizes).tolist()
-        first = len(self.files) - len(self.index.shards)
-        return [
-            (first + n, at, trunk.bytes_per_row) for n, at in zip(numbers, offsets, strict=True)
-        ]
 
     def of_index(self, sample_ids: Integers) -> list[SampleRanges]:
         """Where each sample is in the shards of the index.
@@ -202,23 +197,14 @@ class Locations:
         shard = np.asarray(index.shard_of[sample_ids], dtype=np.int64)
         starts = np.stack([index.image_offset[sample_ids], index.text_offset[sample_ids]], axis=1)
         sizes = np.stack([index.image_size[sample_ids], index.text_size[sample_ids]], axis=1)
-        self._check(sample_ids, shard, starts, sizes)
-        table = np.concatenate([shard[:, None], starts, sizes], axis=1).tolist()
-        return [SampleRanges((s, image, m), (s, text, n)) for s, image, text, m, n in table]
-
-    def _check(self, ids: Integers, shard: Integers, starts: Integers, sizes: Integers) -> None:
-        wrong = (shard < 0) | (shard >= len(self.index.shards))
+        wrong = (shard < 0) | (shard >= len(index.shards))
         wrong |= (np.minimum(starts, sizes) < 0).any(axis=1)
         if wrong.any():
             row = int(np.flatnonzero(wrong)[0])
             raise RuntimeError(
-                f"{self.index.directory / SAMPLES} is damaged: row {ids[row]} says shard "
+                f"{index.directory / SAMPLES} is damaged: row {sample_ids[row]} says shard "
                 f"{shard[row]}, offsets {starts[row].tolist()} and sizes {sizes[row].tolist()}; "
-                "take the folder away and run 'mclclip index' again"
+                f"{INDEX_AGAIN}"
             )
-
-
-def _moved(old: SampleRanges, shard: int, members: list[int]) -> SampleRanges:
-    image, text, *crc32 = members
-    image_range, text_range = (shard, image, old.image[2]), (shard, text, old.text[2])
-    return SampleRanges(image_range, text_range, (crc32[0], crc32[1]))
+        table = np.concatenate([shard[:, None], starts, sizes], axis=1).tolist()
+        return [SampleRanges((s, image, m), (s, text, n)) for s, image, text, m, n in table]

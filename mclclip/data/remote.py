@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeVar, cast
 
 import fsspec
@@ -29,7 +29,7 @@ from pydantic import Field, PositiveFloat
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from mclclip.data.http_store import FinalError, HttpStore, StatusError
-from mclclip.files import shown
+from mclclip.files import clean
 from mclclip.options import STRICT
 
 T = TypeVar("T")
@@ -71,23 +71,22 @@ class RemoteOptions:
 
 
 @dataclass(frozen=True)
-class ObjectStat:
-    """Size and version of an object, as its store tells them.
+class StoredFile:
+    """Where a shard lies, and what its store said of it when it was indexed.
 
+    path  a path or a url
     size  in bytes
-    tag   its ETag; where a store has none, its digest or the time of its last change; else empty
+    tag   of a url: its ETag; where a store has none, its digest or the time of its last change;
+          else empty
     """
 
-    size: int
-    tag: str
-
-
-@dataclass(frozen=True)
-class StoredFile:
-    """Where a shard lies: a path or a url, and what its store said of it when it was indexed."""
-
     path: str
-    stat: ObjectStat = ObjectStat(0, "")
+    size: int = 0
+    tag: str = ""
+
+
+UrlRange = tuple[str, int, int, str]
+"""Url, offset, size, and the tag that the object must still have (empty: any)."""
 
 
 class ChangedShard(OSError):
@@ -100,24 +99,20 @@ def protocol_of(path: str) -> str | None:
     return found[1].lower() if found else None
 
 
-def _is_http(url: str) -> bool:
-    return protocol_of(url) in ("http", "https")
-
-
 def check_protocol(path: str, where: str) -> None:
     """Raises ValueError for a url of another protocol than `PROTOCOLS`, a chain of urls, one with a
     blank, at which it would end in messages, and one that holds a password, which would be stored
     in the index."""
     if "::" in path or not path.startswith(tuple(f"{known}://" for known in PROTOCOLS)):
         raise ValueError(
-            f"{where}: {shown(path)!r} is neither a local path nor a url that is read: wanted "
+            f"{where}: {clean(path)!r} is neither a local path nor a url that is read: wanted "
             f"one of {', '.join(f'{known}://' for known in PROTOCOLS)}"
         )
     if len(parts := path.split()) > 1:
-        raise ValueError(f"{where}: {shown(parts[0])!r} is followed by a blank: write it as %20")
+        raise ValueError(f"{where}: {clean(parts[0])!r} is followed by a blank: write it as %20")
     if "@" in path.split("/")[2]:
         raise ValueError(
-            f"{where}: {shown(path)!r} holds a user or a password: leave them out, and put "
+            f"{where}: {clean(path)!r} holds a user or a password: leave them out, and put "
             "them where the store's library looks for them (HTTP: ~/.netrc, S3: ~/.aws/credentials)"
         )
 
@@ -130,51 +125,60 @@ class Remote:
         self._pid = 0
         self.tried_again = 0  # requests of this process that were repeated
 
-    def stat(self, urls: Sequence[str]) -> list[ObjectStat]:
-        """Size and tag of each object, asked for side by side.
+    def stat(self, paths: Sequence[str], missing_urls: bool = False) -> list[StoredFile | None]:
+        """Size and tag of each path or url now, of urls side by side; None for a missing path.
 
-        Raises FileNotFoundError where one is not there, OSError where the store does not answer or
-        says no size.
+        Raises FileNotFoundError for a missing url (with ``missing_urls`` it is None too), OSError
+        where the store does not answer or says no size.
         """
-        return self._side_by_side(self._stat, urls)
 
-    def find(self, urls: Sequence[str]) -> list[ObjectStat | None]:
-        """The same, with None for an object that is not there."""
-
-        def find(url: str) -> ObjectStat | None:
+        def stat(path: str) -> StoredFile | None:
+            is_url = protocol_of(path) is not None
             try:
-                return self._stat(url)
+                if is_url:
+                    return self._attempts(path, lambda: self._stat_once(path))
+                return StoredFile(path, os.path.getsize(path))
             except FileNotFoundError:
+                if is_url and not missing_urls:
+                    raise
                 return None
 
-        return self._side_by_side(find, urls)
+        urls = [path for path in paths if protocol_of(path) is not None]
+        of_urls = dict(zip(urls, self._side_by_side(stat, urls), strict=True))
+        return [of_urls[path] if path in of_urls else stat(path) for path in paths]
 
-    def _stat(self, url: str) -> ObjectStat:
-        return self._attempts(url, self._stat_once)
+    def _stat_once(self, url: str) -> StoredFile:
+        info = self._store(url).info(url)
+        if info.get("type") == "directory":
+            raise FileNotFoundError(url)
+        if not isinstance(info.get("size"), int):
+            raise OSError("its size is not told, so it cannot be read by ranges")
+        tag = next((str(info[name]) for name in _TAGS if info.get(name)), "")
+        return StoredFile(url, info["size"], tag)
 
     def glob(self, pattern: str) -> list[str]:
         """Urls of the objects that match; ValueError for HTTP, which has no listings."""
         protocol = protocol_of(pattern)
-        if _is_http(pattern):
+        if protocol in ("http", "https"):
             raise ValueError(
-                f"{shown(pattern)!r}: HTTP has no listings: use braces, such as "
+                f"{clean(pattern)!r}: HTTP has no listings: use braces, such as "
                 "https://host/{00000..00099}.tar, or @FILE with one url per line"
             )
-        found = self._attempts(pattern, lambda url: self._fs(url).glob(url, detail=True))
+        found = self._attempts(pattern, lambda: self._store(pattern).glob(pattern, detail=True))
         return [f"{protocol}://{name}" for name, info in found.items() if info["type"] == "file"]
 
-    def read_ranges(self, ranges: Sequence[tuple[str, int, int, str]]) -> list[bytes]:
-        """The bytes of each (url, offset, size, tag), in their order, neighbours by one request.
+    def read_ranges(self, ranges: Sequence[UrlRange]) -> list[bytes]:
+        """The bytes of each range, in their order, neighbours by one request.
 
-        With a ``tag`` the object must still have it, as far as the store can be asked (HTTP).
+        With a tag the object must still have it, as far as the store can be asked (HTTP).
         Raises FileNotFoundError for an object that is gone, ChangedShard for one that has changed,
         and OSError where the store does not give those bytes after all attempts.
         """
-        pieces = _joined(ranges)
-        return _cut(pieces, self._read(pieces), ranges)
+        requests, places = _joined(ranges)
+        return _cut(self._side_by_side(self._read, requests), places, ranges)
 
     def start(
-        self, ranges: Sequence[tuple[str, int, int, str]]
+        self, ranges: Sequence[UrlRange]
     ) -> tuple[Callable[[], list[bytes]], Callable[[], None]]:
         """Asks for what ``read_ranges`` gives, and does not wait for it.
 
@@ -182,8 +186,8 @@ class Remote:
         one that gives them up: what no thread has begun yet is not asked for.
         """
         self._in_this_process()
-        pieces = _joined(ranges)
-        coming = [self._threads.submit(self._read_piece, piece) for piece in pieces]
+        requests, places = _joined(ranges)
+        coming = [self._threads.submit(self._read, request) for request in requests]
 
         def give_up() -> None:
             for future in coming:
@@ -191,69 +195,49 @@ class Remote:
 
         def take() -> list[bytes]:
             try:
-                return _cut(pieces, [future.result() for future in coming], ranges)
+                return _cut([future.result() for future in coming], places, ranges)
             except BaseException:
                 give_up()
                 raise
 
         return take, give_up
 
-    def fetch(self, url: str, stat: ObjectStat, file: BinaryIO) -> None:
+    def fetch(self, stored: StoredFile, file: BinaryIO) -> None:
         """Writes the whole object to ``file``; ChangedShard where it changes meanwhile."""
         step = BLOCK_BYTES * self.options.in_flight
-        for start in range(0, stat.size, step):
-            stop = min(start + step, stat.size)
+        for start in range(0, stored.size, step):
+            stop = min(start + step, stored.size)
             blocks = [
-                _Piece(url, at, min(at + BLOCK_BYTES, stop), stat.tag)
+                (stored.path, at, min(BLOCK_BYTES, stop - at), stored.tag)
                 for at in range(start, stop, BLOCK_BYTES)
             ]
-            file.writelines(self._read(blocks))
-        if self.stat([url]) != [stat]:
-            raise ChangedShard(f"shard {shown(url)} changed while it was read: start again")
+            file.writelines(self._side_by_side(self._read, blocks))
+        if self.stat([stored.path]) != [stored]:
+            url = clean(stored.path)
+            raise ChangedShard(f"shard {url} changed while it was read: start again")
 
-    def _stat_once(self, url: str) -> ObjectStat:
-        store = self._fs(url)
-        if isinstance(store, HttpStore):
-            size, tag = store.stat(url)
-        else:
-            info = store.info(url)
-            if info.get("type") == "directory":
-                raise FileNotFoundError(url)
-            size = info.get("size")
-            tag = next((str(info[name]) for name in _TAGS if info.get(name)), "")
-        if not isinstance(size, int):
-            raise OSError("its size is not told, so it cannot be read by ranges")
-        return ObjectStat(size, tag)
-
-    def _read(self, pieces: Sequence[_Piece]) -> list[bytes]:
-        """The bytes of each piece, asked for side by side."""
-        return self._side_by_side(self._read_piece, pieces)
-
-    def _read_piece(self, piece: _Piece) -> bytes:
+    def _read(self, request: UrlRange) -> bytes:
+        """The bytes of a range, by one request and as many attempts as it needs."""
+        url, start, size, tag = request
         if not threading.main_thread().is_alive():
             # The interpreter waits for its threads, which would go on to read the rest.
             raise FinalError("the program has ended")
-        return self._attempts(piece.url, lambda _: self._once(piece))
 
-    def _once(self, piece: _Piece) -> bytes:
-        """The bytes of a piece, by one request."""
-        wanted = piece.stop - piece.start
-        if not wanted:
-            return b""
-        store = self._fs(piece.url)
-        if isinstance(store, HttpStore):
-            data = store.read(piece.url, piece.start, piece.stop, piece.tag)
-        else:
-            data = store.cat_file(piece.url, start=piece.start, end=piece.stop)
-        if len(data) != wanted:
-            raise OSError(f"{len(data):,} bytes came where {wanted:,} were asked for")
-        return data
+        def once() -> bytes:
+            store = self._store(url)
+            told = {"tag": tag} if isinstance(store, HttpStore) else {}
+            data: bytes = store.cat_file(url, start=start, end=start + size, **told)
+            if len(data) != size:
+                raise OSError(f"{len(data):,} bytes came where {size:,} were asked for")
+            return data
 
-    def _attempts(self, url: str, read: Callable[[str], T]) -> T:
-        """``read(url)``, tried again after errors that may pass."""
+        return self._attempts(url, once) if size else b""
+
+    def _attempts(self, url: str, read: Callable[[], T]) -> T:
+        """``read()``, tried again after errors that may pass."""
         for attempt in range(self.options.retries + 1):
             try:
-                return read(url)
+                return read()
             except Exception as error:  # each store's library raises errors of its own
                 _raise_final(url, error)
                 last = error
@@ -262,10 +246,10 @@ class Remote:
             if attempt < self.options.retries:
                 self.tried_again += 1
                 level = logging.WARNING if self.tried_again == 1 else logging.DEBUG
-                log.log(level, "%s is read again: %s", shown(url), _error_line(last))
+                log.log(level, "%s is read again: %s", clean(url), _error_line(last))
                 time.sleep(min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S))
         raise OSError(
-            f"shard {shown(url)} could not be read after {attempt + 1} attempts "
+            f"shard {clean(url)} could not be read after {attempt + 1} attempts "
             f"({_error_line(last)}): look after its store, and start again"
         ) from last
 
@@ -275,24 +259,30 @@ class Remote:
         self._in_this_process()
         return list(self._threads.map(call, items))
 
-    def _fs(self, url: str) -> Any:
+    def _store(self, url: str) -> Any:
         """An `HttpStore`, or fsspec's file system of a url; made anew in every process."""
         self._in_this_process()
-        protocol = protocol_of(url) or ""
-        if protocol not in self._systems:
-            check_protocol(url, "shard")
-            try:
-                self._systems[protocol] = _store(protocol, self.options.timeout_s)
-            except ImportError as error:
-                raise FinalError(
-                    f"{error}: install the library of {protocol}://, for S3, GS and HTTP by "
-                    "pip install 'mclclip[remote]'"
-                ) from error
-        return self._systems[protocol]
+        protocol, timeout_s = protocol_of(url) or "", self.options.timeout_s
+        if protocol in self._stores:
+            return self._stores[protocol]
+        check_protocol(url, "shard")
+        # Nothing is remembered of listings, which may change.
+        options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+        if protocol == "s3":
+            options["config_kwargs"] = {"connect_timeout": timeout_s, "read_timeout": timeout_s}
+        try:
+            is_http = protocol in ("http", "https")
+            store = HttpStore(timeout_s) if is_http else fsspec.filesystem(protocol, **options)
+        except ImportError as error:
+            raise FinalError(
+                f"{error}: install the library of {protocol}://, for S3, GS and HTTP by "
+                "pip install 'mclclip[remote]'"
+            ) from error
+        return self._stores.setdefault(protocol, store)
 
     def _in_this_process(self) -> None:
         if self._pid != os.getpid():
-            self._systems: dict[str, Any] = {}
+            self._stores: dict[str, Any] = {}
             self._threads = ThreadPoolExecutor(self.options.in_flight, "remote shards")
             self._pid = os.getpid()
 
@@ -300,75 +290,52 @@ class Remote:
         return type(self), (self.options,)
 
 
-@dataclass
-class _Piece:
-    """One request: bytes [start, stop) of an object, and the ranges by number that lie in it."""
-
-    url: str
-    start: int
-    stop: int
-    tag: str
-    numbers: list[int] = field(default_factory=list)
-
-
-def _joined(ranges: Sequence[tuple[str, int, int, str]]) -> list[_Piece]:
-    """Requests for the ranges; those of an object that lie near to each other become one."""
-    pieces: list[_Piece] = []
+def _joined(ranges: Sequence[UrlRange]) -> tuple[list[UrlRange], list[tuple[int, int]]]:
+    """Requests for the ranges, where near ones of one object become one; and for every range the
+    number of its request and its offset in that."""
+    requests: list[UrlRange] = []
+    places = [(0, 0)] * len(ranges)
     for number in sorted(range(len(ranges)), key=lambda n: ranges[n][:2]):
-        url, start, size, tag = ranges[number]
-        last = pieces[-1] if pieces else None
-        if last is not None and last.url == url and start <= last.stop + GAP_BYTES:
-            last.stop = max(last.stop, start + size)
-            last.numbers.append(number)
+        url, start, size, _ = ranges[number]
+        last_url, first, last_size, tag = requests[-1] if requests else ("", 0, 0, "")
+        if url == last_url and start <= first + last_size + GAP_BYTES:
+            requests[-1] = (url, first, max(last_size, start + size - first), tag)
         else:
-            pieces.append(_Piece(url, start, start + size, tag, [number]))
-    return pieces
+            requests.append(ranges[number])
+        places[number] = len(requests) - 1, start - requests[-1][1]
+    return requests, places
 
 
 def _cut(
-    pieces: Sequence[_Piece], read: Sequence[bytes], ranges: Sequence[tuple[str, int, int, str]]
+    read: Sequence[bytes], places: Sequence[tuple[int, int]], ranges: Sequence[UrlRange]
 ) -> list[bytes]:
-    """The bytes of each range, out of those of the pieces."""
-    result = [b""] * len(ranges)
-    for piece, data in zip(pieces, read, strict=True):
-        for number in piece.numbers:
-            start = ranges[number][1] - piece.start
-            result[number] = data[start : start + ranges[number][2]]
-    return result
-
-
-def _store(protocol: str, timeout_s: float) -> Any:
-    """What reads urls of a protocol. Nothing is remembered of listings, which may change."""
-    if protocol in ("http", "https"):
-        return HttpStore(timeout_s)
-    options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
-    if protocol == "s3":
-        options["config_kwargs"] = {"connect_timeout": timeout_s, "read_timeout": timeout_s}
-    return fsspec.filesystem(protocol, **options)
+    """The bytes of each range, out of its request's."""
+    both = zip(places, ranges, strict=True)
+    return [read[number][at : at + size] for (number, at), (_, _, size, _) in both]
 
 
 def _raise_final(url: str, error: Exception) -> None:
     """Raises what another attempt would not mend."""
     if isinstance(error, FinalError | ChangedShard):
-        raise type(error)(f"shard {shown(url)}: {shown(str(error))}") from error
+        raise type(error)(f"shard {clean(url)}: {clean(str(error))}") from error
     status = error.status if isinstance(error, StatusError) else None
     if status == 412:
         raise ChangedShard(
-            f"shard {shown(url)} has changed since it was indexed (another ETag): restore it, "
+            f"shard {clean(url)} has changed since it was indexed (another ETag): restore it, "
             "or index it anew with 'mclclip index --force'"
         ) from error
     if isinstance(error, FileNotFoundError) or status in (404, 410):
-        raise FileNotFoundError(f"shard {shown(url)} is not there: put it back") from error
+        raise FileNotFoundError(f"shard {clean(url)} is not there: put it back") from error
     if isinstance(error, PermissionError) or status in (401, 403):
         raise PermissionError(
-            f"shard {shown(url)} may not be read ({_error_line(error)}): check the credentials of "
+            f"shard {clean(url)} may not be read ({_error_line(error)}): check the credentials of "
             "its store"
         ) from error
 
 
 def _error_line(error: BaseException) -> str:
     """One line on an error, which may have no words of its own."""
-    return shown(" ".join(str(error).split()))[:200] or type(error).__name__
+    return clean(" ".join(str(error).split()))[:200] or type(error).__name__
 
 
 @contextmanager
@@ -379,6 +346,6 @@ def open_whole(stored: StoredFile, remote: Remote) -> Iterator[BinaryIO]:
             yield file
         return
     with tempfile.TemporaryFile(prefix="mclclip-shard-") as copy:
-        remote.fetch(stored.path, stored.stat, cast(BinaryIO, copy))
+        remote.fetch(stored, cast(BinaryIO, copy))
         copy.seek(0)
         yield cast(BinaryIO, copy)

@@ -8,11 +8,10 @@ table gives random access. Captions are optional: code that needs them asks
 
 from __future__ import annotations
 
-import dataclasses
+import logging
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,127 +21,27 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from mclclip.data import attributes
-from mclclip.data.remote import ObjectStat, StoredFile
+from mclclip.data.index_tables import (
+    ATTRIBUTES,
+    INDEX_AGAIN,
+    SAMPLES,
+    SCHEMA,
+    SHARDS,
+    map_table,
+    read_shards,
+    read_values,
+)
 from mclclip.data.shard_reader import ShardReader
-from mclclip.data.shard_scan import (
-    IMAGE_CRC,
-    RANGES,
-    ROW,
-    TEXT_CRC,
-)
-from mclclip.files import (
-    digest_array,
-    digest_json,
-    digest_keys,
-    own,
-    read_json,
-    shown,
-    whole_file,
-    write_json,
-)
+from mclclip.data.shard_scan import ATTRIBUTE, IMAGE_CRC, RANGES, TEXT_CRC
+from mclclip.files import digest_json, own, read_json, write_json
 from mclclip.run.artifacts import Manifest, read_manifest, verb_of
 
+log = logging.getLogger("mclclip")
 KIND = "index"
-SAMPLES, SHARDS, BAD_SAMPLES = "samples.arrow", "shards.json", "bad_samples.json"
+BAD_SAMPLES = "bad_samples.json"
 TIMEOUTS = "timeouts"  # 4f0c1a9be2d3507a.1.json, 4f0c1a9be2d3507a.2.json: see ``note_slow``
-SCHEMA = ROW.append(pa.field("shard", pa.int32()))
-_KEYS_AT_ONCE = 65_536
 # Reasons why one reader cannot use a sample, which say nothing about the sample.
 READERS_OWN = ("unfit", "no_caption", "not_cached")
-_AGAIN = "take the folder away and run 'mclclip index' again"
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One tar shard: its samples are rows [start, stop) of the index.
-
-    ``path`` may be a url. ``digest`` is that of its scan; it is empty in indexes of older versions.
-    ``tag`` is a url's ETag, or what its store tells instead; paths have none. ``subset`` is the
-    digest of the uids that its samples were chosen by, ``where`` are the conditions on them.
-    """
-
-    path: str
-    source: str
-    captions: str
-    start: int
-    stop: int
-    size_bytes: int
-    attributes: tuple[str, ...] = ()
-    digest: str = ""
-    tag: str = ""
-    subset: str = ""
-    where: tuple[str, ...] = ()
-
-    @property
-    def stored(self) -> StoredFile:
-        """Where it is read."""
-        return StoredFile(self.path, ObjectStat(self.size_bytes, self.tag))
-
-    def to_json(self) -> dict[str, Any]:
-        """Its fields; attributes, tag, subset and where only where there are some."""
-        fields = dataclasses.asdict(self)
-        rare = ("attributes", "tag", "subset", "where")
-        return {k: v for k, v in fields.items() if v or k not in rare}
-
-
-# --- tables ----------------------------------------------------------------------------------
-
-
-def write_tables(directory: Path, table: pa.Table, shards: Sequence[Shard]) -> str:
-    """Writes ``shards.json``, ``attributes.json`` and ``samples.arrow``, each atomically; returns
-    the digest.
-
-    ``shards.json`` is written first: if the process is killed in between, the next run keeps its
-    order of shards. The digest covers the ordered keys, the samples without a caption if there are
-    any (plans depend on them too), and the values of attributes if there are any.
-    """
-    write_json(directory / SHARDS, [shard.to_json() for shard in shards])
-    table, values = attributes.to_codes(table)
-    attributes.write_values(directory, values)
-    with whole_file(directory / SAMPLES) as file, pa.ipc.new_file(file, table.schema) as writer:
-        writer.write_table(table)
-    keys = digest_keys(_iterate(table["key"]))
-    bare = np.flatnonzero(table["num_captions"].to_numpy() == 0)
-    digest = digest_json([keys, digest_array(bare)]) if len(bare) else keys
-    if values:
-        codes = {n: digest_array(table[attributes.COLUMN + n].to_numpy()) for n in values}
-        digest = digest_json([digest, codes, values])
-    return digest
-
-
-def read_table(directory: Path) -> pa.Table:
-    """The rows that ``write_tables`` was given; memory-mapped, but for attributes."""
-    return attributes.to_text(_map_table(directory), attributes.read_values(directory))
-
-
-def _map_table(directory: Path) -> pa.Table:
-    with pa.memory_map(str(directory / SAMPLES)) as source:
-        return pa.ipc.open_file(source).read_all()
-
-
-def read_shards(directory: Path) -> list[Shard]:
-    """``shards.json`` in order; empty where there is none."""
-    path = directory / SHARDS
-    with own(path, _AGAIN):
-        entries = read_json(path) if path.exists() else []
-        lists = ("attributes", "where")
-        shards = [Shard(**(e | {n: tuple(e.get(n, ())) for n in lists})) for e in entries]
-        for before, shard in zip([None, *shards], shards, strict=False):
-            texts = (shard.path, shard.source, shard.captions, shard.tag, shard.subset)
-            if not all(isinstance(t, str) for t in (*texts, *shard.attributes, *shard.where)):
-                raise TypeError(f"{shard} has fields of other types")
-            if not (before.stop if before else 0) == shard.start <= shard.stop:
-                raise ValueError(f"the rows of {shown(shard.path)} do not follow those before")
-    return shards
-
-
-def _iterate(keys: pa.ChunkedArray) -> Iterator[str]:
-    for start in range(0, len(keys), _KEYS_AT_ONCE):
-        yield from keys.slice(start, _KEYS_AT_ONCE).to_pylist()
-
-
-# --- reading ---------------------------------------------------------------------------------
 
 
 class SampleIndex:
@@ -170,14 +69,15 @@ class SampleIndex:
         self.directory = Path(directory)
         self.digest = digest
         self.shards = read_shards(self.directory)
-        with own(self.directory / SAMPLES, _AGAIN):
-            self._read_columns(_map_table(self.directory))
+        with own(self.directory / SAMPLES, INDEX_AGAIN):
+            self._read_columns(map_table(self.directory))
 
     def _read_columns(self, table: pa.Table) -> None:
         stop = self.shards[-1].stop if self.shards else 0
         if stop != len(table):
             raise RuntimeError(
-                f"{self.directory} has {len(table)} samples, its {SHARDS} ends at {stop}: {_AGAIN}"
+                f"{self.directory} has {len(table)} samples, its {SHARDS} ends at {stop}: "
+                f"{INDEX_AGAIN}"
             )
         self._listed: dict[str, dict[str, str]] = {}
         self._holding: dict[str, dict[str, str]] = {}
@@ -185,19 +85,19 @@ class SampleIndex:
             if table.schema.field(field.name).type != field.type:
                 raise ValueError(f"{field.name} is {table.schema.field(field.name).type}")
         self._keys: pa.Array = table["key"].chunk(0)
-        for name in (*RANGES, "num_captions"):
-            setattr(self, name, table[name].chunk(0).to_numpy(zero_copy_only=True))
-        self.shard_of = table["shard"].chunk(0).to_numpy(zero_copy_only=True)
-        self.text_crc32, self.image_crc32 = (
-            table[name].chunk(0).to_numpy(zero_copy_only=True)
-            if name in table.column_names
-            else None
-            for name in (TEXT_CRC, IMAGE_CRC)
-        )
-        self._codes: dict[str, npt.NDArray[np.int32]] = {
-            name.removeprefix(attributes.COLUMN): table[name].chunk(0).to_numpy(zero_copy_only=True)
+        columns: dict[str, Any] = {
+            name: table[name].chunk(0).to_numpy(zero_copy_only=True)
             for name in table.column_names
-            if name.startswith(attributes.COLUMN)
+            if name != "key"
+        }
+        for name in (*RANGES, "num_captions"):
+            setattr(self, name, columns[name])
+        self.shard_of = columns["shard"]
+        self.text_crc32, self.image_crc32 = columns.get(TEXT_CRC), columns.get(IMAGE_CRC)
+        self._codes: dict[str, npt.NDArray[np.int32]] = {
+            name.removeprefix(ATTRIBUTE): codes
+            for name, codes in columns.items()
+            if name.startswith(ATTRIBUTE)
         }
 
     @classmethod
@@ -210,16 +110,13 @@ class SampleIndex:
         manifest = read_manifest(Path(directory), KIND)
         manifest.check(Path(directory))
         index = cls(Path(directory), manifest.digest)
-        with own(index.directory / SAMPLES, _AGAIN):
-            index._check_shards()
+        with own(index.directory / SAMPLES, INDEX_AGAIN):
+            # In one process: every shard's rows map a page.
+            for number, shard in enumerate(index.shards):
+                ends = [shard.start, shard.stop - 1] if shard.start < shard.stop else []
+                if any(index.shard_of[ends] != number):
+                    raise ValueError(f"shard {number} begins or ends at another row")
         return index
-
-    def _check_shards(self) -> None:
-        """Compares the rows of every shard, of which each would map a page in every process."""
-        for number, shard in enumerate(self.shards):
-            ends = self.shard_of[[shard.start, shard.stop - 1]] if shard.start < shard.stop else ()
-            if any(end != number for end in ends):
-                raise ValueError(f"shard {number} begins or ends at another row")
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -248,6 +145,8 @@ class SampleIndex:
 
         Raises ValueError where the index lacks some; it names their number and a few of them.
         """
+        if not len(keys):
+            return np.zeros(0, np.int64)
         wanted = pa.array(keys, pa.large_string())
         # Hash the few wanted keys, not the many of the index.
         rows = np.flatnonzero(
@@ -322,14 +221,14 @@ class SampleIndex:
         codes, values = self._codes[name], self._values.get(name, [])
         if len(codes) and codes.max() >= len(values):
             raise RuntimeError(
-                f"{self.directory / attributes.ATTRIBUTES} has {len(values)} values of {name!r}, "
+                f"{self.directory / ATTRIBUTES} has {len(values)} values of {name!r}, "
                 f"the samples {codes.max() + 1}: run 'mclclip index --force'"
             )
         return codes, values
 
     @cached_property
     def _values(self) -> dict[str, list[str]]:
-        return attributes.read_values(self.directory)
+        return read_values(self.directory)
 
     def without_attribute(self, name: str, reader: str) -> npt.NDArray[np.int64]:
         """Sorted ids of the samples that have no value of an attribute; ``reader`` leaves them out.
@@ -359,14 +258,10 @@ class SampleIndex:
         reader, found = ShardReader([shard.stored for shard in self.shards]), {}
         for sample_id in self._check_ids(ids).tolist():
             shard = int(self.shard_of[sample_id])
+            image_at, text_at = self.image_offset[sample_id], self.text_offset[sample_id]
             try:
-                image, text = (
-                    reader.read(shard, int(offsets[sample_id]), int(sizes[sample_id]))
-                    for offsets, sizes in (
-                        (self.image_offset, self.image_size),
-                        (self.text_offset, self.text_size),
-                    )
-                )
+                image = reader.read(shard, int(image_at), int(self.image_size[sample_id]))
+                text = reader.read(shard, int(text_at), int(self.text_size[sample_id]))
                 crc = zlib.crc32(text, zlib.crc32(image))
                 found[sample_id] = f"{len(image)}+{len(text)}:{crc:08x}"
             except FileNotFoundError:
@@ -387,11 +282,14 @@ class SampleIndex:
                 raise TypeError("its reasons are no texts")
         listed |= self._noted_twice()
         if listed != self._listed:
-            ids = dict(zip(listed, self.ids_of(list(listed)).tolist(), strict=True))
-            now = self.bytes_of(list(ids.values()))
-            holding = {k: e for k, e in listed.items() if e.get("bytes") == now[ids[k]]}
-            self._listed, self._holding = listed, holding
+            self._listed, self._holding = listed, self._unchanged(listed)
         return dict(self._holding)
+
+    def _unchanged(self, listed: Mapping[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+        """The entries of samples whose bytes are still those that they had."""
+        ids = dict(zip(listed, self.ids_of(list(listed)).tolist(), strict=True))
+        now = self.bytes_of(list(ids.values()))
+        return {key: e for key, e in listed.items() if e.get("bytes") == now[ids[key]]}
 
     def bad_ids(self) -> npt.NDArray[np.int64]:
         """Sorted ids of the samples found undecodable so far (see ``bad_samples``)."""
@@ -447,12 +345,7 @@ class SampleIndex:
     def slow_ids(self) -> frozenset[int]:
         """The samples that were noted twice as slow and have not changed since: whoever decodes one
         of them may wait for ever."""
-        noted = self._noted_twice()
-        ids = self.ids_of(list(noted)).tolist() if noted else []
-        now = self.bytes_of(ids)
-        return frozenset(
-            i for i, entry in zip(ids, noted.values(), strict=True) if entry["bytes"] == now[i]
-        )
+        return frozenset(self.ids_of(list(self._unchanged(self._noted_twice()))).tolist())
 
     def check_bad_fraction(self, num_bad: int, max_bad_fraction: float) -> None:
         """Raises ValueError where more than ``data.max_bad_fraction`` of all samples are bad."""
@@ -470,3 +363,38 @@ class SampleIndex:
                 f"sample ids {wanted.min()}..{wanted.max()}, the index has 0..{len(self) - 1}"
             )
         return wanted
+
+
+class BadSamples:
+    """The undecodable samples of an index that one verb knows of; every rank makes one at once."""
+
+    def __init__(self, index: SampleIndex, max_bad_fraction: float) -> None:
+        from mclclip.ranks import collectives  # torch, which readers of an index do without
+
+        self.index = index
+        self.max_bad_fraction = max_bad_fraction
+        # Asked of one process: where there are some, all keys of the index are read for them.
+        self.known = set(collectives.on_main(index.bad_ids).tolist())
+
+    def share(self, found: Mapping[int, str]) -> int:
+        """Tells all ranks which samples this rank found (sample_id -> reason); returns the number
+        of all known ones.
+
+        A collective: every rank calls it. Rank 0 adds new ones to the index's ``bad_samples.json``
+        and logs some of them. Raises ValueError on all ranks where more than ``max_bad_fraction``
+        of the index's samples are known to be bad.
+        """
+        from mclclip.ranks import collectives
+
+        everywhere = {
+            i: r for part in collectives.gather_objects(dict(found)) for i, r in part.items()
+        }
+        new = {i: reason for i, reason in everywhere.items() if i not in self.known}
+        self.known |= new.keys()
+        if new and collectives.rank() == 0:
+            self.index.add_bad(new)
+            keys = self.index.keys(np.asarray(sorted(new)[:5]))
+            reasons = [f"{key} ({new[i]})" for i, key in zip(sorted(new)[:5], keys, strict=True)]
+            log.warning("%d sample(s) cannot be used: %s", len(new), ", ".join(reasons))
+        self.index.check_bad_fraction(len(self.known), self.max_bad_fraction)
+        return len(self.known)

@@ -89,7 +89,17 @@ class SampleWeights:
             None if path is None else _read(Path(path).expanduser(), index, f"{option}.weights")
         )
         weights = cls(values, factors, index.shard_of, per_epoch)
-        weights._check(f"{option}.weights={path}" if path else "data.sources.NAME.weight")
+        what, drawn = f"{option}.weights={path}" if path else "data.sources.NAME.weight", False
+        for ids in weights._blocks():
+            part = weights._plain(ids)
+            if bad := np.flatnonzero(~((part >= 0) & (part <= MOST))).tolist():
+                raise ValueError(
+                    f"{what}: the weight of sample {ids[0] + bad[0]} is {part[bad[0]]}, wanted "
+                    f"numbers from 0 to {MOST:,.0f}"
+                )
+            drawn = drawn or bool(part.any())
+        if not drawn:
+            raise ValueError(f"{what}: all weights are 0, so that no sample is drawn: raise some")
         return weights
 
     def _blocks(self) -> Iterator[npt.NDArray[np.int64]]:
@@ -105,19 +115,6 @@ class SampleWeights:
         return int(
             self.draws(np.array([sum(int(self.units(ids).sum()) for ids in self._blocks())]))[0]
         )
-
-    def _check(self, what: str) -> None:
-        drawn = False
-        for ids in self._blocks():
-            part = self._plain(ids)
-            if bad := np.flatnonzero(~((part >= 0) & (part <= MOST))).tolist():
-                raise ValueError(
-                    f"{what}: the weight of sample {ids[0] + bad[0]} is {part[bad[0]]}, wanted "
-                    f"numbers from 0 to {MOST:,.0f}"
-                )
-            drawn = drawn or bool(part.any())
-        if not drawn:
-            raise ValueError(f"{what}: all weights are 0, so that no sample is drawn: raise some")
 
     def __len__(self) -> int:
         return len(self.shard_of)

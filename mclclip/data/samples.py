@@ -1,18 +1,24 @@
-"""Reads and decodes samples by sample_id.
+"""Reads and decodes samples by sample_id; their captions come as tokens or stored embeddings.
 
 `TarDataset` reads ranges of tar shards and turns them into images and captions. If a sample's bytes
 are unusable, the result is a `BadSample`; other faults (a missing shard, an I/O error) are raised,
 since they say nothing about the sample.
+
+`tokenized` cuts a text to as much of it as can reach the model. Tokenizers read a text as a whole
+before they cut their tokens off at the context length: one of 10 MB costs more than a second, and a
+single word of 30,000 letters a minute.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import re
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,22 +28,28 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import mclclip.torchvision_fix  # noqa: F401
-from mclclip.data.captions import TextFeatures, Tokenizer, tokenized
+from mclclip.data.arrays import open_npy
 from mclclip.data.decode import DecodeError, decode
 from mclclip.data.locations import Locations, Resharded, SampleRanges
 from mclclip.data.options import DataConfig
+from mclclip.data.row_store import rows_path
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_reader import Range, ShardReader
 from mclclip.data.shard_scan import parse_captions
 from mclclip.data.trunk_rows import TrunkRows
-from mclclip.files import shown
+from mclclip.files import Checked, clean
 from mclclip.ranks import collectives, data_wait
+from mclclip.run.artifacts import MANIFEST, Manifest, read_manifest
 
 Integers = npt.NDArray[np.int64]
 Transform = Callable[[Any], Tensor]
 """From an upright RGB PIL image, or an array of pixels, to a tensor [C, H, W]."""
+Tokenizer = Callable[[list[str]], Tensor]
 log = logging.getLogger("mclclip")
 _AT_ONCE = 4096  # captions that are asked for together
+_MOST_VISIBLE = 4096  # characters, in a context of up to 128 tokens
+_LONGEST_TOKEN = 32  # characters, in CLIP's vocabulary
+_MOST = 100_000  # characters with spaces, of which tokenizers make one
 
 
 @dataclass(frozen=True)
@@ -45,10 +57,12 @@ class BadSample:
     """A sample that cannot be used, with one short word why: a reason of `decode.DecodeError`;
     ``no_caption``; ``changed``, where its bytes are not those that were indexed; ``unfit``, where
     the model does not take such an image; ``not_cached``, where the trunk's cache has no row; or
-    ``timeout``, where decoding it has ended a process twice (`SampleIndex.note_slow`)."""
+    ``timeout``, where decoding it has ended a process twice (`SampleIndex.note_slow`). ``detail``
+    says how it is unfit."""
 
     sample_id: int
     reason: str
+    detail: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -70,14 +84,6 @@ class Sample:
     caption_number: int
     text: Tensor | None = None
     text_features: Tensor | None = None
-
-
-class _Unfit(ValueError):
-    """A sample can be decoded, and the transform does not take it."""
-
-    def __init__(self, sample_id: int, key: str, error: ValueError) -> None:
-        super().__init__(f"sample {key}: {error}")
-        self.sample_id = sample_id
 
 
 class TarDataset(Dataset["Sample | BadSample"]):
@@ -136,7 +142,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
     def __getitems__(self, sample_ids: Sequence[int]) -> list[Sample | BadSample]:
         """Samples in the order asked, read in the order of (shard, offset); never raises for one
         that is bad, see `BadSample`."""
-        return [self.prepare(raw) for raw in self.read_many(sample_ids)]
+        return [self.decoded(raw) for raw in self.read_many(sample_ids)]
 
     def read_many(self, sample_ids: Sequence[int] | Integers) -> list[RawSample | BadSample]:
         """The undecoded members, in the order asked; ``text`` is empty unless it is tokenized.
@@ -147,7 +153,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
         ids = self._checked(sample_ids)
         all_ranges = self.locations.of(np.asarray(ids, np.int64))
         order = sorted(range(len(ids)), key=lambda k: all_ranges[k])
-        self.reader.prefetch(wanted for ranges in all_ranges for wanted in self._wanted(ranges))
+        self.reader.prefetch(self._wanted(all_ranges))
         found = {k: self._read(ids[k], all_ranges[k]) for k in order}
         return [found[k] for k in range(len(ids))]
 
@@ -156,12 +162,8 @@ class TarDataset(Dataset["Sample | BadSample"]):
 
         What was begun before and not used is given up. Raises IndexError as that does.
         """
-        all_ranges = self.locations.of(np.asarray(self._checked(sample_ids), np.int64))
-        self.reader.start_prefetch(w for ranges in all_ranges for w in self._wanted(ranges))
-
-    def captions(self, sample_id: int) -> list[str]:
-        """All captions of one sample; see ``captions_of``."""
-        return self.captions_of([sample_id])[0]
+        ids = np.asarray(self._checked(sample_ids), np.int64)
+        self.reader.start_prefetch(self._wanted(self.locations.of(ids)))
 
     def captions_of(self, sample_ids: Sequence[int]) -> list[list[str]]:
         """All captions of each sample, read from its shard; none for one without captions.
@@ -169,118 +171,104 @@ class TarDataset(Dataset["Sample | BadSample"]):
         Raises IndexError for a sample_id outside the index, and RuntimeError where a shard does not
         hold what was indexed.
         """
-        ids = [i for i in self._checked(sample_ids) if self._has_caption(i)]
+        ids = [i for i in self._checked(sample_ids) if self.index.num_captions[i]]
         found: dict[int, list[str]] = {}
         for start in range(0, len(ids), _AT_ONCE):
             some = ids[start : start + _AT_ONCE]
-            all_ranges = self.locations.of_index(np.asarray(some, np.int64))
-            texts = [ranges.text for ranges in all_ranges]
-            self.reader.prefetch(texts)
-            found |= {i: self._captions(i, text) for i, text in zip(some, texts, strict=True)}
+            members = [ranges.text for ranges in self.locations.of_index(np.array(some, np.int64))]
+            self.reader.prefetch(members)
+            for sample_id, member in zip(some, members, strict=True):
+                data = self._member(member)
+                captions = [] if data is None else self._parse(sample_id, data)
+                number = int(self.index.num_captions[sample_id])
+                if data is None or len(captions) != number or self._has_changed(sample_id, data):
+                    shard = self.index.shards[int(self.index.shard_of[sample_id])].path
+                    raise RuntimeError(
+                        f"sample {self.index.keys([sample_id])[0]} has {len(captions)} readable "
+                        f"captions, the index says {number}, or other ones: its shard "
+                        f"{clean(shard)} has changed, put the old one back or run 'mclclip index "
+                        "--force'"
+                    )
+                found[sample_id] = captions
         return [found.get(sample_id, []) for sample_id in sample_ids]
 
-    def _captions(self, sample_id: int, member: Range) -> list[str]:
-        data = self._member(member)
-        captions = [] if data is None else self._parse(sample_id, data)
-        number = int(self.index.num_captions[sample_id])
-        if data is None or len(captions) != number or self._has_changed(sample_id, text=data):
-            shard = self.index.shards[int(self.index.shard_of[sample_id])].path
-            raise RuntimeError(
-                f"sample {self.index.keys([sample_id])[0]} has {len(captions)} readable captions, "
-                f"the index says {number}, or other ones: its shard {shown(shard)} has changed, "
-                "put the old one back or run 'mclclip index --force'"
-            )
-        return captions
-
-    def prepare(
+    def decoded(
         self,
         raw: RawSample | BadSample,
         caption_number: int = 0,
-        contexts: Sequence[AbstractContextManager[object]] = (nullcontext(),),
+        before_views: Sequence[Callable[[], object] | None] = (None,),
     ) -> Sample | BadSample:
         """Decodes once, transforms once per view, and tokenizes.
 
-        ``contexts`` has one entry per view. A view is transformed inside its entry, where the
-        caller settles the random state; the tokenizer runs inside the first, after the transform.
-        A BadSample passes through; what the transform does not take, such as an array where it
-        reads pictures only, gives one with the reason "unfit". Raises RuntimeError for a data set
-        without a transform.
+        ``before_views`` has one entry per view: what is called before it is transformed, so that
+        the caller settles the random state (None: nothing). The tokenizer runs after the first
+        view. A BadSample passes through; what the transform does not take, such as an array where
+        it reads pictures only, gives one with the reason "unfit". Raises RuntimeError for a data
+        set without a transform.
         """
-        try:
-            with data_wait.decoding(raw.sample_id):
-                return self._prepared(raw, caption_number, contexts)
-        except _Unfit as error:
-            log.debug("%s", error)
-            return BadSample(error.sample_id, "unfit")
-
-    def _prepared(
-        self,
-        raw: RawSample | BadSample,
-        caption_number: int,
-        contexts: Sequence[AbstractContextManager[object]],
-    ) -> Sample | BadSample:
-        """As ``prepare``, but a sample that the transform does not take raises."""
         if isinstance(raw, BadSample):
             return raw
-        try:
-            view = self._views_of(raw)
-        except DecodeError as error:
-            if (good := self._otherwise_in_store(raw)) is None:
-                return BadSample(raw.sample_id, error.reason)
-            raw, view = good
         text = text_features = None
-        with contexts[0]:
-            views = [view()]
-            if self.text_features is not None:
-                text_features = self.text_features.get(raw.sample_id, caption_number)
-            elif self.tokenizer is not None:
-                captions = self._parse(raw.sample_id, raw.text)
-                if caption_number >= len(captions):
-                    return BadSample(raw.sample_id, "no_caption")
-                text = tokenized(self.tokenizer, [captions[caption_number]])[0]
-        for context in contexts[1:]:
-            with context:
-                views.append(view())
+        views: list[Tensor] = []
+        with data_wait.decoding(raw.sample_id):
+            try:
+                image = None if self.trunk is not None else self._image(raw)
+            except DecodeError as error:
+                return BadSample(raw.sample_id, error.reason)
+            except ValueError as error:
+                return self._unfit(raw.sample_id, error)
+            for begin in before_views:
+                if begin is not None:
+                    begin()
+                try:
+                    views.append(self._view(raw, image))
+                except ValueError as error:
+                    return self._unfit(raw.sample_id, error)
+                if len(views) > 1:
+                    continue
+                if self.text_features is not None:
+                    text_features = self.text_features.get(raw.sample_id, caption_number)
+                elif self.tokenizer is not None:
+                    captions = self._parse(raw.sample_id, raw.text)
+                    if caption_number >= len(captions):
+                        return BadSample(raw.sample_id, "no_caption")
+                    text = tokenized(self.tokenizer, [captions[caption_number]])[0]
         return Sample(raw.sample_id, views, caption_number, text, text_features)
 
-    def _views_of(self, raw: RawSample) -> Callable[[], Tensor]:
-        """Returns a function that gives a view [C, H, W] at each call; decodes the image once."""
-        if self.trunk is not None:
-            return partial(self.trunk.decoded, raw.image)
+    def _image(self, raw: RawSample) -> Any:
+        """The decoded image of a sample, as the transform reads it.
+
+        Where its bytes cannot be decoded and its store has others, it is what these give: so what
+        is noted as bad is so in its shard, whose bytes the note is compared with later.
+        """
         if self.transform is None:
             raise RuntimeError("this TarDataset has no transform: it reads captions and bytes only")
-        return partial(self._view, raw, self._decode(raw, self.transform), self.transform)
-
-    def _otherwise_in_store(self, raw: RawSample) -> tuple[RawSample, Callable[[], Tensor]] | None:
-        """A sample that cannot be decoded, and its views, where its store has other bytes that can.
-
-        So what is noted as bad is so in its shard, whose bytes the note is compared with later.
-        """
-        (ranges,) = self.locations.of(np.array([raw.sample_id], np.int64))
-        image = self.reader.read_in_store(*ranges.image)
-        if image is None or image == raw.image:
-            return None
-        found = replace(raw, image=image)
+        arrays = bool(getattr(self.transform, "reads_arrays", False))
+        pixels = bool(getattr(self.transform, "reads_pixels", False))
+        most = self.options.max_image_pixels
         try:
-            return found, self._views_of(found)
-        except DecodeError:
-            return None
+            return decode(raw.image, most, arrays, pixels)
+        except DecodeError as error:
+            (ranges,) = self.locations.of(np.array([raw.sample_id], np.int64))
+            stored = self.reader.read_in_store(*ranges.image)
+            if stored is None or stored == raw.image:
+                raise
+            try:
+                return decode(stored, most, arrays, pixels)
+            except DecodeError:
+                raise error from None
 
-    def _decode(self, raw: RawSample, transform: Transform) -> Any:
-        arrays = bool(getattr(transform, "reads_arrays", False))
-        pixels = bool(getattr(transform, "reads_pixels", False))
-        try:
-            return decode(raw.image, self.options.max_image_pixels, arrays, pixels)
-        except DecodeError:
-            raise
-        except ValueError as error:
-            raise _Unfit(raw.sample_id, self._key(raw.sample_id), error) from None
+    def _view(self, raw: RawSample, image: Any) -> Tensor:
+        """A view [C, H, W] of the image, or the row that stands for it."""
+        if self.trunk is not None:
+            return self.trunk.decoded(raw.image)
+        assert self.transform is not None, "the image was decoded for it"
+        return self.transform(image)
 
-    def _view(self, raw: RawSample, image: Any, transform: Transform) -> Tensor:
-        try:
-            return transform(image)
-        except ValueError as error:
-            raise _Unfit(raw.sample_id, self._key(raw.sample_id), error) from None
+    def _unfit(self, sample_id: int, error: ValueError) -> BadSample:
+        detail = f"sample {self.index.keys([sample_id])[0]}: {error}"
+        log.debug("%s", detail)
+        return BadSample(sample_id, "unfit", detail)
 
     def check(self) -> None:
         """Raises ValueError, one line, where the first sample that can be decoded does not fit the
@@ -289,10 +277,11 @@ class TarDataset(Dataset["Sample | BadSample"]):
 
         def try_some() -> None:
             for sample_id in range(min(len(self.index), 100)):
-                (raw,) = self.read_many([sample_id])
-                with data_wait.decoding(sample_id):
-                    if isinstance(self._prepared(raw, 0, [nullcontext()]), Sample):
-                        return
+                sample = self[sample_id]
+                if isinstance(sample, Sample):
+                    return
+                if sample.reason == "unfit":
+                    raise ValueError(sample.detail)
 
         with torch.random.fork_rng(devices=[]):
             # All ranks try the same samples, so that one of them notes what takes too long.
@@ -301,11 +290,8 @@ class TarDataset(Dataset["Sample | BadSample"]):
                 try_some, lambda: "the first sample has not been decoded by this process", note
             )
 
-    def _key(self, sample_id: int) -> str:
-        return self.index.keys([sample_id])[0]
-
     def _read(self, sample_id: int, ranges: SampleRanges) -> RawSample | BadSample:
-        if self.reads_captions and not self._has_caption(sample_id):
+        if self.reads_captions and not self.index.num_captions[sample_id]:
             return BadSample(sample_id, "no_caption")
         if sample_id in self._too_slow:
             return BadSample(sample_id, "timeout")
@@ -319,46 +305,39 @@ class TarDataset(Dataset["Sample | BadSample"]):
                 raise
             image = text = None  # a copy that somebody has deleted
         if ranges.crc32 is not None and not _is_copy(image, text, ranges.crc32):
-            self._warn_of_copy(sample_id)
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "the copy of sample %s is not what 'mclclip reshard' wrote: such samples are "
+                    "read from the shards of the index, one by one; run 'mclclip reshard --force', "
+                    "or upload its shards again", self.index.keys([sample_id])[0],
+                )  # fmt: skip
             (original,) = self.locations.of_index(np.array([sample_id], np.int64))
             return self._read(sample_id, original)
         if self.trunk is not None and (image is None or zlib.crc32(image) != ranges.row_crc32):
-            shard = int(self.index.shard_of[sample_id])
-            raise self.trunk.damaged(self._key(sample_id), shard)
+            key, shard = self.index.keys([sample_id])[0], int(self.index.shard_of[sample_id])
+            raise self.trunk.damaged(key, shard)
         if image is None or text is None:
             return BadSample(sample_id, "truncated")
-        if self._has_changed(sample_id, text, image if self.trunk is None else None):
+        if self._has_changed(sample_id, text, image if self._compares_images else None):
             return BadSample(sample_id, "changed")
         return RawSample(sample_id, image, text)
 
     def _has_changed(self, sample_id: int, text: bytes, image: bytes | None = None) -> bool:
-        """Whether what was read (no ``text`` is empty) differs from its checksums in the index."""
-        of_text = self.index.text_crc32
-        if text and of_text is not None and zlib.crc32(text) != of_text[sample_id]:
-            return True
-        of_image = self.index.image_crc32 if self._compares_images else None
-        return (
-            image is not None
-            and of_image is not None
-            and (zlib.crc32(image) != of_image[sample_id])
+        """Whether what was read differs from its checksums in the index; an empty ``text`` and no
+        ``image`` are not compared."""
+        read = ((text or None, self.index.text_crc32), (image, self.index.image_crc32))
+        return any(
+            data is not None and sums is not None and zlib.crc32(data) != sums[sample_id]
+            for data, sums in read
         )
 
-    def _has_caption(self, sample_id: int) -> bool:
-        return bool(self.index.num_captions[sample_id])
-
-    def _wanted(self, ranges: SampleRanges) -> tuple[Range, ...]:
-        """The ranges that `_read` reads of a sample."""
-        return (ranges.image,) if self.tokenizer is None else (ranges.image, ranges.text)
-
-    def _warn_of_copy(self, sample_id: int) -> None:
-        """Says once in a process that copies are damaged, and what is read instead."""
-        if not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "the copy of sample %s is not what 'mclclip reshard' wrote: such samples are read "
-                "from the shards of the index, one by one; run 'mclclip reshard --force', or "
-                "upload its shards again", self._key(sample_id),
-            )  # fmt: skip
+    def _wanted(self, all_ranges: Sequence[SampleRanges]) -> Iterator[Range]:
+        """The ranges that `_read` reads of samples."""
+        for ranges in all_ranges:
+            yield ranges.image
+            if self.tokenizer is not None:
+                yield ranges.text
 
     def _member(self, wanted: Range) -> bytes | None:
         """The bytes of a member; None where the shard ends before it does."""
@@ -385,3 +364,104 @@ def _is_copy(image: bytes | None, text: bytes | None, crc32: tuple[int, int]) ->
     if image is None or text is None:
         return False
     return zlib.crc32(image) == crc32[0] and (not text or zlib.crc32(text) == crc32[1])
+
+
+# --- captions --------------------------------------------------------------------------------
+
+
+def tokenized(tokenizer: Tokenizer, texts: Sequence[str]) -> Tensor:
+    """N texts -> int64 [N, context], as ``tokenizer`` gives it for the texts as a whole.
+
+    Each text is cut after 4,096 visible characters, or after 32 for each token of a longer context,
+    which is as many as tokens stand for. So tokens can differ only for a text that is longer and
+    made for it (of html's entities, of one word without an end, of 100,000 spaces), and where a
+    tokenizer draws among all tokens of a text (open_clip's ``reduction_mask``).
+    """
+    context = int(getattr(tokenizer, "context_length", 0))
+    most = max(_MOST_VISIBLE, _LONGEST_TOKEN * context)
+    return tokenizer([_cut_text(text, most) for text in texts])
+
+
+def _cut_text(text: str, most_visible: int) -> str:
+    if len(text) <= most_visible:
+        return text
+    start = text[: max(_MOST, most_visible)]
+    found = re.match(rf"(?:\s*\S){{{most_visible}}}", start)
+    return start if found is None else found[0]
+
+
+class TextFeatures:
+    """Text embeddings on disk, one row per caption, looked up by (sample_id, caption number).
+
+    ``directory`` holds one array per shard of the index, named by the shard's number: ``00007.npy``
+    [captions in the shard, D] float16 or float32, rows in index order, all captions of a sample
+    after each other (row = ``caption_start[sample_id] + caption_number``, counted from the shard's
+    first caption). Arrays are memory-mapped when first needed, at most ``max_open_files`` at once.
+    The blocks of a file that hold a row are compared with the artifact's records before the row is
+    given out, each once in a process.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], index: SampleIndex, max_open_files: int = 64
+    ) -> None:
+        self._directory = Path(directory)
+        self._index = index
+        self._max_open_files = max_open_files
+        self._arrays: OrderedDict[int, npt.NDArray[np.floating]] = OrderedDict()
+        self._checked: dict[int, Checked] = {}
+        self._data_offsets: dict[int, int] = {}
+        if not self._directory.is_dir():
+            raise FileNotFoundError(
+                f"no text embeddings at {self._directory}: run 'mclclip embed --text' first"
+            )
+        self._manifest: Manifest | None = None
+        if (self._directory / MANIFEST).exists():
+            self._manifest = read_manifest(self._directory, "text_embeddings")
+
+    def get(self, sample_id: int, caption_number: int) -> Tensor:
+        """The text embedding, float32 [D].
+
+        Raises IndexError for a caption that the sample does not have, FileNotFoundError for a shard
+        without text embeddings, ValueError for an array that does not fit the index.
+        """
+        num_captions = int(self._index.num_captions[sample_id])
+        if not 0 <= caption_number < num_captions:
+            raise IndexError(
+                f"caption {caption_number} of sample {sample_id} was asked for, it has "
+                f"{num_captions}"
+            )
+        shard = int(self._index.shard_of[sample_id])
+        # Not by the index's caption_start, which would take an array [N + 1] in every worker.
+        before = self._index.num_captions[self._index.shards[shard].start : sample_id]
+        row = int(before.sum()) + caption_number
+        array = self._array(shard)
+        first = self._data_offsets[shard] + row * (size := array.dtype.itemsize * array.shape[1])
+        self._checked[shard].check(first, first + size)
+        return torch.from_numpy(array[row].astype(np.float32))
+
+    def _array(self, shard: int) -> npt.NDArray[np.floating]:
+        if shard in self._arrays:
+            self._arrays.move_to_end(shard)
+            return self._arrays[shard]
+        while len(self._arrays) >= max(self._max_open_files, 1):
+            self._arrays.popitem(last=False)
+        path = rows_path(self._directory, shard)
+        if shard not in self._checked:
+            record = None if self._manifest is None else self._manifest.record(path.name)
+            again = "run 'mclclip embed --text --force' to make it again"
+            self._checked[shard] = Checked(path, record, again)
+            self._checked[shard].check(0, 1)  # the header
+        array: npt.NDArray[np.floating] = open_npy(path, "embed --text")
+        here = self._index.shards[shard]
+        wanted = int(self._index.num_captions[here.start : here.stop].sum())
+        if array.ndim != 2 or len(array) != wanted or array.dtype not in (np.float16, np.float32):
+            raise ValueError(
+                f"{path} holds {array.dtype} {list(array.shape)}, the index wants float16 or "
+                f"float32 [{wanted}, D]: run 'mclclip embed --text --force' after 'mclclip index'"
+            )
+        self._arrays[shard], self._data_offsets[shard] = array, int(getattr(array, "offset", 0))
+        return array
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A mapped array pickles as its content.
+        return {**self.__dict__, "_arrays": OrderedDict(), "_checked": {}}

@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 
 from mclclip.data.arrays import open_given_npy
 from mclclip.data.remote import Remote, RemoteOptions, StoredFile, open_whole, protocol_of
-from mclclip.files import digest_parts, parse_json, shown
+from mclclip.files import clean, digest_parts, parse_json
 
 log = logging.getLogger("mclclip")
 
@@ -128,11 +128,6 @@ def _is_text(kind: pa.DataType) -> bool:
 
 def _flags(array: Any) -> npt.NDArray[np.bool_]:
     return np.asarray(pc.fill_null(array, False).to_numpy(zero_copy_only=False), bool)
-
-
-def _has_value(column: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
-    """bool [n]: False for null and for NaN."""
-    return ~np.asarray(pc.is_null(column, nan_is_null=True).to_numpy(zero_copy_only=False), bool)
 
 
 # --- uids ------------------------------------------------------------------------------------
@@ -248,7 +243,7 @@ def read_metadata(
     Raises ValueError for a column that it lacks and for a file that is no parquet; the errors of
     ``open_whole``.
     """
-    where = shown(stored.path)
+    where = clean(stored.path)
     with open_whole(stored, remote) as file:
         try:
             parquet = pq.ParquetFile(file)
@@ -315,16 +310,11 @@ class ShardFilter:
             return cls(None, "", conditions) if conditions else None
         if protocol_of(subset) is not None:
             raise ValueError(
-                f"subset is {shown(subset)!r}, wanted a file on a disk: uids are searched at "
+                f"subset is {clean(subset)!r}, wanted a file on a disk: uids are searched at "
                 "random, so fetch it"
             )
         path = os.path.abspath(os.path.expanduser(subset))
         return cls(path, digest_uids(path), conditions)
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """The conditions as text."""
-        return tuple(map(str, self.where))
 
     def why_not(
         self,
@@ -340,18 +330,42 @@ class ShardFilter:
         Raises the errors of ``read_metadata``, and ValueError where no sample has a uid.
         """
         reasons: list[str | None] = [None] * len(keys)
+
+        def leave_out(which: npt.NDArray[np.bool_], reason: str) -> None:
+            for number in np.flatnonzero(which).tolist():
+                reasons[number] = reasons[number] or reason
+
         rows = np.full(len(keys), -1, np.int64)
         table = None
         if self.metadata is not None:
             columns = [condition.column for condition in self.where]
             table, rows = read_metadata(self.metadata, keys, columns, Remote(remote))
         if self.where:
-            _set(reasons, rows < 0, "no_metadata")
+            leave_out(rows < 0, "no_metadata")
         if self.subset is not None:
-            self._check_uids(reasons, shard, *self._uids(reasons, table, rows, read_json))
-        if self.metadata is not None and table is not None:
-            for condition in self.where:
-                _compare(condition, table[condition.column], rows, reasons, self.metadata.path)
+            uids, known = self._uids(reasons, table, rows, read_json)
+            undecided = np.array([reason is None for reason in reasons], bool)
+            if undecided.any() and not known[undecided].any():
+                raise ValueError(
+                    f"no sample of {clean(shard)} has a uid, neither in a column 'uid' of "
+                    f"{clean(metadata_path(shard))} nor in a field 'uid' of its .json: fetch the "
+                    "parquet that was written with the shard, or leave subset out"
+                )
+            leave_out(~known, "no_metadata")
+            leave_out(~is_in(uids, open_uids(self.subset)), "subset")
+        if self.metadata is None:
+            return reasons
+        for condition in self.where:
+            assert table is not None  # it was read with the metadata
+            column = table[condition.column]
+            try:
+                holds = condition.holds(column)
+            except (pa.ArrowException, ValueError) as error:
+                words = " ".join(str(error).split())
+                raise ValueError(f"{clean(self.metadata.path)}: {words}") from error
+            null = pc.is_null(column, nan_is_null=True).to_numpy(zero_copy_only=False)
+            leave_out(np.append(null, False)[rows].astype(bool), f"no_value:{condition}")
+            leave_out(~np.append(holds, True)[rows], f"where:{condition}")
         return reasons
 
     def _uids(
@@ -367,49 +381,10 @@ class ShardFilter:
         if table is not None and "uid" in table.column_names and _is_text(table["uid"].type):
             places = pa.array(rows, mask=rows < 0)
             texts = table["uid"].cast(pa.large_string()).take(places).to_pylist()
-        texts = [
-            _uid_of(read_json(number)) if text is None and reasons[number] is None else text
-            for number, text in enumerate(texts)
-        ]
+        for number, text in enumerate(texts):
+            if text is None and reasons[number] is None:
+                texts[number] = _uid_of(read_json(number))
         return to_uids(pa.array(texts, pa.large_string()))
-
-    def _check_uids(
-        self,
-        reasons: list[str | None],
-        shard: str,
-        uids: npt.NDArray[np.void],
-        known: npt.NDArray[np.bool_],
-    ) -> None:
-        open_ones = np.array([reason is None for reason in reasons], bool)
-        if open_ones.any() and not known[open_ones].any():
-            raise ValueError(
-                f"no sample of {shown(shard)} has a uid, neither in a column 'uid' of "
-                f"{shown(metadata_path(shard))} nor in a field 'uid' of its .json: fetch the "
-                "parquet that was written with the shard, or leave subset out"
-            )
-        _set(reasons, ~known, "no_metadata")
-        _set(reasons, ~is_in(uids, open_uids(self.subset or "")), "subset")
-
-
-def _compare(
-    condition: Condition,
-    column: pa.ChunkedArray,
-    rows: npt.NDArray[np.int64],
-    reasons: list[str | None],
-    path: str,
-) -> None:
-    try:
-        holds = condition.holds(column)
-    except (pa.ArrowException, ValueError) as error:
-        raise ValueError(f"{shown(path)}: {' '.join(str(error).split())}") from error
-    _set(reasons, ~np.append(_has_value(column), True)[rows], f"no_value:{condition}")
-    _set(reasons, ~np.append(holds, True)[rows], f"where:{condition}")
-
-
-def _set(reasons: list[str | None], which: npt.NDArray[np.bool_], reason: str) -> None:
-    """Gives the reason to those samples that have none yet."""
-    for number in np.flatnonzero(which).tolist():
-        reasons[number] = reasons[number] or reason
 
 
 def _uid_of(data: bytes) -> str | None:

@@ -22,12 +22,12 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from mclclip.data.options import DataConfig
-from mclclip.data.remote import ObjectStat, Remote, StoredFile, protocol_of
+from mclclip.data.remote import Remote, StoredFile, UrlRange, protocol_of
 from mclclip.files import digest_json
 from mclclip.ranks.data_wait import note_place
 
@@ -35,15 +35,6 @@ log = logging.getLogger("mclclip")
 
 Range = tuple[int, int, int]
 """Number of the shard, offset, size."""
-
-
-@dataclass(frozen=True)
-class _Coming:
-    """Ranges that are being read, and how to take or to give up their bytes (`Remote.start`)."""
-
-    ranges: list[Range]
-    take: Callable[[], list[bytes]]
-    give_up: Callable[[], None]
 
 
 class ShardReader:
@@ -55,19 +46,16 @@ class ShardReader:
     best asked for by `prefetch` first.
     """
 
-    _coming: _Coming | None  # what was begun to be read, for a later prefetch
+    # Ranges that were begun to be read, and how to take and to give up their bytes.
+    _coming: tuple[list[Range], Callable[[], list[bytes]], Callable[[], None]] | None
 
     def __init__(self, files: Sequence[StoredFile], options: DataConfig | None = None) -> None:
         options = options or DataConfig()
-        self._paths = [file.path for file in files]
-        self._max_open_files, self._remote = options.max_open_files, Remote(options.remote)
-        self._stats = {
-            number: file.stat
-            for number, file in enumerate(files)
-            if protocol_of(file.path) is not None
-        }
+        self._files, self._max_open_files = list(files), options.max_open_files
+        self._urls = {n for n, file in enumerate(files) if protocol_of(file.path) is not None}
         remote, self._cache = options.remote, None
-        if self._stats and remote.cache is not None:
+        self._remote = Remote(remote)
+        if self._urls and remote.cache is not None:
             max_bytes = int(remote.cache_gib * 2**30)
             # With few requests under way, which those that somebody waits for do not stand behind.
             patient = Remote(replace(remote, in_flight=2))
@@ -77,7 +65,11 @@ class ShardReader:
     @property
     def has_urls(self) -> bool:
         """Whether some shards lie behind urls."""
-        return bool(self._stats)
+        return bool(self._urls)
+
+    @property
+    def num_open_files(self) -> int:
+        return len(self._handles)
 
     def prefetch(self, ranges: Iterable[Range]) -> None:
         """Reads ranges of shards behind urls side by side, each for the next ``read`` of it.
@@ -88,29 +80,29 @@ class ShardReader:
         self._ahead.clear()
         if wanted := self._behind_urls(ranges):
             note_place(wanted[0][0])  # for whoever waits for it
-            coming = self._coming
-            if coming is not None and set(wanted) <= set(coming.ranges):
-                self._coming = None
-                self._ahead.update(zip(coming.ranges, coming.take(), strict=True))
+            if self._coming is not None and set(wanted) <= set(self._coming[0]):
+                (wanted, take, _), self._coming = self._coming, None
+                found = take()
             else:
-                found = self._remote.read_ranges(self._asked(wanted))
-                self._ahead.update(zip(wanted, found, strict=True))
+                found = self._remote.read_ranges(self._of_urls(wanted))
+            self._ahead.update(zip(wanted, found, strict=True))
 
     def start_prefetch(self, ranges: Iterable[Range]) -> None:
         """Begins to read ranges of shards behind urls, for a later ``prefetch`` of the same ones,
         and does not wait. What was begun before and not asked for is given up."""
         self._in_this_process()
         if self._coming is not None:
-            self._coming.give_up()
+            self._coming[2]()
             self._coming = None
         if wanted := self._behind_urls(ranges):
-            self._coming = _Coming(wanted, *self._remote.start(self._asked(wanted)))
+            self._coming = (wanted, *self._remote.start(self._of_urls(wanted)))
 
     def _behind_urls(self, ranges: Iterable[Range]) -> list[Range]:
-        return [r for r in ranges if r[0] in self._stats and self._copy(r[0]) is None]
+        return [r for r in ranges if r[0] in self._urls and self._copy(r[0]) is None]
 
-    def _asked(self, ranges: Iterable[Range]) -> list[tuple[str, int, int, str]]:
-        return [(self._paths[s], at, size, self._stats[s].tag) for s, at, size in ranges]
+    def _of_urls(self, ranges: Iterable[Range]) -> list[UrlRange]:
+        files = self._files
+        return [(files[n].path, offset, size, files[n].tag) for n, offset, size in ranges]
 
     def read(self, shard: int, offset: int, size: int) -> bytes:
         """``size`` bytes at ``offset`` of shard number ``shard``; fewer where a file ends.
@@ -122,18 +114,15 @@ class ShardReader:
             return ahead
         note_place(shard)  # for whoever waits for it
         if (copy := self._copy(shard)) is not None:
-            kept = self._of_copy(shard, copy, offset, size)
+            kept = self._read_copy(shard, copy, offset, size)
             if kept is not None:
                 return kept
         if (stored := self.read_in_store(shard, offset, size)) is not None:
             return stored
         parts: list[bytes] = []
         with self._lock:
-            handle = self._handle(shard, self._paths[shard])
-            while size > 0:
-                part = os.pread(handle, size, offset)
-                if not part:
-                    break
+            handle = self._handle(shard, self._files[shard].path)
+            while size > 0 and (part := os.pread(handle, size, offset)):
                 parts.append(part)
                 offset += len(part)
                 size -= len(part)
@@ -141,16 +130,22 @@ class ShardReader:
 
     def read_in_store(self, shard: int, offset: int, size: int) -> bytes | None:
         """What ``read`` gives of a shard behind a url, from its store alone; None for a file."""
-        if shard not in self._stats:
+        if shard not in self._urls:
             return None
-        return self._remote.read_ranges(self._asked([(shard, offset, size)]))[0]
+        return self._remote.read_ranges(self._of_urls([(shard, offset, size)]))[0]
 
-    def _of_copy(self, shard: int, copy: Path, offset: int, size: int) -> bytes | None:
+    def _copy(self, shard: int) -> Path | None:
+        """The copy on a local disk of a shard behind a url, where there is one."""
+        if self._cache is None or shard not in self._urls:
+            return None
+        return self._cache.path_of(self._files[shard])
+
+    def _read_copy(self, shard: int, copy: Path, offset: int, size: int) -> bytes | None:
         """Bytes of a copy on a local disk; None where it is gone, or not what was written."""
         with self._lock:
             try:
                 handle = self._handle(shard, str(copy))
-                data = read_copy(handle, self._stats[shard].size, offset, size)
+                data = read_copy(handle, self._files[shard].size, offset, size)
             except OSError:
                 return None
             if data is None and self._cache is not None:
@@ -163,16 +158,6 @@ class ShardReader:
         with self._lock:
             while self._handles:
                 os.close(self._handles.popitem()[1])
-
-    @property
-    def num_open_files(self) -> int:
-        return len(self._handles)
-
-    def _copy(self, shard: int) -> Path | None:
-        """The copy on a local disk of a shard behind a url, where there is one."""
-        if self._cache is None or shard not in self._stats:
-            return None
-        return self._cache.path_of(self._paths[shard], self._stats[shard])
 
     def _in_this_process(self) -> None:
         if self._pid != os.getpid():
@@ -206,7 +191,7 @@ class ShardReader:
         return handle
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_paths", "_max_open_files", "_remote", "_stats", "_cache")
+        names = ("_files", "_max_open_files", "_remote", "_urls", "_cache")
         return {name: self.__dict__[name] for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -234,26 +219,22 @@ def read_copy(handle: int, size: int, offset: int, wanted: int) -> bytes | None:
     stop = min(offset + wanted, size)
     if stop <= offset:
         return b""
-    first, last = offset // BLOCK_BYTES, _num_blocks(stop)
+    first, last = offset // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
     start = first * BLOCK_BYTES
     data = os.pread(handle, min(last * BLOCK_BYTES, size) - start, start)
     blocks = (data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES))
-    sums = b"".join(map(_checksum, blocks))
-    if sums != os.pread(handle, _SUM_BYTES * (last - first), size + _SUM_BYTES * first):
+    written = os.pread(handle, _SUM_BYTES * (last - first), size + _SUM_BYTES * first)
+    if _checksums(blocks) != written:
         return None
     return data[offset - start : stop - start]
 
 
-def _checksum(block: bytes) -> bytes:
-    return zlib.crc32(block).to_bytes(_SUM_BYTES, "little")
-
-
-def _num_blocks(size: int) -> int:
-    return -(-size // BLOCK_BYTES)
+def _checksums(blocks: Iterable[bytes]) -> bytes:
+    return b"".join(zlib.crc32(block).to_bytes(_SUM_BYTES, "little") for block in blocks)
 
 
 def _size_of_copy(size: int) -> int:
-    return size + _SUM_BYTES * _num_blocks(size)
+    return size + _SUM_BYTES * -(-size // BLOCK_BYTES)
 
 
 class ShardCache:
@@ -279,19 +260,20 @@ class ShardCache:
         self._pid, self._off = 0, False
         self._dropped: set[Path] = set()
 
-    def path_of(self, url: str, stat: ObjectStat) -> Path | None:
+    def path_of(self, stored: StoredFile) -> Path | None:
         """The copy of a shard; None where there is none yet, and then it is fetched."""
         if self._off:
             return None
-        path = self.folder / f"{digest_json([url, stat.size, stat.tag])[:40]}.tar"
+        name = digest_json([stored.path, stored.size, stored.tag])[:40]
+        path = self.folder / f"{name}.tar"
         try:
-            if os.path.getsize(path) == _size_of_copy(stat.size):
+            if os.path.getsize(path) == _size_of_copy(stored.size):
                 os.utime(path)
                 return path
             path.unlink()  # cut short, or of an older version, which kept no checksums
-            self._want(path, url, stat)
+            self._want(path, stored)
         except FileNotFoundError:
-            self._want(path, url, stat)
+            self._want(path, stored)
         except OSError as error:
             self._give_up(error)
         return None
@@ -314,23 +296,23 @@ class ShardCache:
         if self._pid == os.getpid():
             self._queue.join()
 
-    def _want(self, path: Path, url: str, stat: ObjectStat) -> None:
+    def _want(self, path: Path, stored: StoredFile) -> None:
         if self._pid != os.getpid():
             self._pid, self._asked = os.getpid(), set[Path]()
-            self._queue: queue.Queue[tuple[Path, str, ObjectStat]] = queue.Queue()
+            self._queue: queue.Queue[tuple[Path, StoredFile]] = queue.Queue()
             threading.Thread(target=self._work, name="shard cache", daemon=True).start()
         if path not in self._asked:
             self._asked.add(path)
-            self._queue.put((path, url, stat))
+            self._queue.put((path, stored))
 
     def _work(self) -> None:
         while True:
-            path, url, stat = self._queue.get()
+            path, stored = self._queue.get()
             try:
                 if not self._off:
-                    self._fetch(path, url, stat)
+                    self._fetch(path, stored)
             except OSError as error:
-                if error.errno is None:  # of its store, which whoever reads it will hear of
+                if error.errno is None:  # the store failed; the foreground read raises it
                     log.warning("a shard is not kept in %s: %s", self.folder, error)
                 else:
                     self._give_up(error)
@@ -342,19 +324,19 @@ class ShardCache:
         self._off = True
         log.warning("the shard cache %s is not used any more: %s", self.folder, error)
 
-    def _fetch(self, path: Path, url: str, stat: ObjectStat) -> None:
-        file = self._reserve(path, _size_of_copy(stat.size))
+    def _fetch(self, path: Path, stored: StoredFile) -> None:
+        file = self._reserve(path, _size_of_copy(stored.size))
         if file is None:
             return
         part = Path(file.name)
         with file:
             try:
-                self.remote.fetch(url, stat, file)
+                self.remote.fetch(stored, file)
                 file.seek(0)
-                starts = range(0, stat.size, BLOCK_BYTES)
-                blocks = (file.read(min(BLOCK_BYTES, stat.size - start)) for start in starts)
-                sums = b"".join(map(_checksum, blocks))
-                file.seek(stat.size)
+                starts = range(0, stored.size, BLOCK_BYTES)
+                blocks = (file.read(min(BLOCK_BYTES, stored.size - start)) for start in starts)
+                sums = _checksums(blocks)
+                file.seek(stored.size)
                 file.write(sums)
                 file.flush()
                 os.fsync(file.fileno())
@@ -368,7 +350,13 @@ class ShardCache:
         filled; None where there is no room, or where the shard is there or on its way."""
         part = path.with_suffix(".part")
         with self._locked():
-            self._remove_abandoned()
+            for other in self.folder.glob("*.part"):
+                with open(other, "r+b") as file:
+                    try:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except BlockingIOError:
+                        continue
+                    other.unlink()  # the process that was filling it has ended
             if path.exists() or part.exists() or size > self.max_bytes:
                 return None
             held = {p: p.stat() for p in self.folder.iterdir() if p.suffix in (".tar", ".part")}
@@ -392,16 +380,6 @@ class ShardCache:
                 part.unlink()
                 raise
             return file
-
-    def _remove_abandoned(self) -> None:
-        """Removes files that were being filled by a process that has ended."""
-        for part in self.folder.glob("*.part"):
-            with open(part, "r+b") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    continue
-                part.unlink()
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

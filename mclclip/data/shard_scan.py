@@ -11,17 +11,19 @@ import logging
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
+# pyarrow imports pandas at its first table. Here it is imported before any connection is open:
+# Python 3.11 fails (KeyError in importlib) where a collected connection imports during an import.
+import pandas as pd  # noqa: F401
 import pyarrow as pa
 
-from mclclip.data.attributes import columns_of, fields_of, parse_attributes
-from mclclip.data.remote import ObjectStat, Remote, RemoteOptions, StoredFile, open_whole
+from mclclip.data.remote import Remote, RemoteOptions, StoredFile, open_whole
 from mclclip.data.shard_filter import ShardFilter
 from mclclip.data.tar_members import Member, TarFault, read_members
-from mclclip.files import digest_array, digest_json, parse_json, shown
+from mclclip.files import clean, digest_array, digest_json, parse_json
 
 log = logging.getLogger("mclclip")
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
@@ -39,6 +41,8 @@ ROW = pa.schema(
 )
 # CRC-32 of the member with the captions (0: none), and of the image where pixels are recorded.
 TEXT_CRC, IMAGE_CRC = "text_crc32", "image_crc32"
+ATTRIBUTE = "attribute:"  # begins the name of an attribute's column, which holds TEXT
+TEXT = pa.dictionary(pa.int32(), pa.large_string())
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _METADATA = re.compile(r"__[^/]*__($|/)")  # webdataset's names of members that are no samples
 REASONS = {
@@ -141,6 +145,40 @@ def parse_captions(data: bytes, captions: str) -> list[str]:
     return [text for text in map(str.strip, texts) if text]
 
 
+# --- attributes ------------------------------------------------------------------------------
+
+
+def check_names(names: Sequence[str]) -> tuple[str, ...]:
+    """The names as a tuple. Raises ValueError for a blank name and for one that occurs twice."""
+    if any(not name.strip() for name in names) or len(set(names)) < len(names):
+        raise ValueError(f"got {list(names)}: wanted names of JSON fields, each once")
+    return tuple(names)
+
+
+def parse_attributes(data: bytes, names: Sequence[str]) -> list[str | None]:
+    """The values of these fields in a ``.json`` member, in their order; None for no value.
+
+    A value is a string or an integer; the integer 3 and the string "3" are the same value.
+    Everything else (true and false, fractions, lists, objects, null, a blank string, a field that
+    is missing) is no value, and so is JSON that does not parse.
+    """
+    try:
+        tree = parse_json(data, "attributes")
+    except ValueError:
+        tree = None
+    values: list[str | None] = []
+    for name in names:
+        found = tree.get(name) if isinstance(tree, dict) else None
+        if isinstance(found, int) and not isinstance(found, bool):
+            values.append(str(found))
+        elif isinstance(found, str) and found.strip():
+            # Lone surrogates (from \ud800 in JSON) fit into no table.
+            values.append(found.encode("utf-8", "replace").decode())
+        else:
+            values.append(None)
+    return values
+
+
 # --- scanning one shard ----------------------------------------------------------------------
 
 
@@ -149,7 +187,7 @@ class ShardScan:
     """Samples of one shard in tar order, and what was found on the way.
 
     rows: the columns of ROW and TEXT_CRC, IMAGE_CRC if pixels were read, and one per attribute that
-    was asked for (`attributes.columns_of`).
+    was asked for, as text that arrow has coded.
     digest: of the members, captions and attributes of all samples, also of those that a filter left
     out; not of the pixels. So it says of a shard whether it has changed, without its filter.
     """
@@ -157,17 +195,6 @@ class ShardScan:
     rows: pa.RecordBatch
     findings: Findings
     digest: str
-
-
-def _digest(rows: pa.RecordBatch) -> str:
-    columns = {
-        name: column.to_pylist()
-        if pa.types.is_large_string(column.type) or pa.types.is_dictionary(column.type)
-        else digest_array(column.to_numpy())
-        for name, column in zip(rows.schema.names, rows.columns, strict=True)
-        if name != IMAGE_CRC
-    }
-    return digest_json(columns)
 
 
 @dataclass(slots=True)
@@ -198,12 +225,11 @@ def split_member_name(name: str) -> tuple[str, str] | None:
 
 
 def scan_shard(
-    path: str,
+    stored: StoredFile,
     source: str,
     captions: str,
     attributes: Sequence[str] = (),
     pixels: bool = False,
-    stat: ObjectStat | None = None,
     remote: RemoteOptions | None = None,
     chosen: ShardFilter | None = None,
 ) -> ShardScan:
@@ -216,182 +242,137 @@ def scan_shard(
     attributes are counted in the findings. Keys get the prefix ``source/``. Samples that are not
     ``chosen`` are counted by the filter's reasons and have no row. Raises ValueError for compressed
     tars (no random access), OSError where the file cannot be read, and the errors of the filter. A
-    shard behind a url, of which its store says ``stat``, is fetched whole, once, as ``remote``
-    says.
+    shard behind a url is fetched whole, once, as ``remote`` says.
     """
-    findings, unseen = Findings(), Findings()
+    path, findings, unseen = stored.path, Findings(), Findings()
     text_extension = "txt" if caption_field(captions) is None else "json"
-    rows = _Rows(attributes, pixels)
-    with open_whole(StoredFile(path, stat or ObjectStat(0, "")), Remote(remote)) as file:
-        _refuse_compressed(path, file.read(6))
-        file.seek(0)
-        groups = _group_members(_members(file, path, findings), text_extension, findings, path)
-        reasons = _left_out(chosen, path, groups, file, remote)
-        for (key, group), reason in zip(groups.items(), reasons, strict=True):
-            full = f"{source}/{key}"
-            if reason is not None:
-                findings.add(reason, full)
-            rows.add(file, full, group, captions, reason is None, unseen if reason else findings)
-    table = rows.table()
-    digest = _digest(table)
-    return ShardScan(
-        table if all(rows.taken) else table.filter(pa.array(rows.taken)), findings, digest
-    )
-
-
-def _left_out(
-    chosen: ShardFilter | None,
-    path: str,
-    groups: Mapping[str, _Group],
-    file: BinaryIO,
-    remote: RemoteOptions | None,
-) -> list[str | None]:
-    """Why each sample is left out by the filter; None for those that are taken."""
-    if chosen is None:
-        return [None] * len(groups)
-    members = [group.json for group in groups.values()]
-    return chosen.why_not(path, list(groups), lambda n: _read_bounded(file, members[n]), remote)
-
-
-class _Rows:
-    """The rows of a shard's samples, while it is scanned."""
-
-    def __init__(self, attributes: Sequence[str], pixels: bool) -> None:
-        self.attributes, self.pixels = attributes, pixels
-        self.taken: list[bool] = []
-        self._rows: list[tuple[Any, ...]] = []
-        self._values: list[list[str | None]] = []
-        self._checksums: list[list[int]] = []
-
-    def add(
-        self,
-        file: BinaryIO,
-        full: str,
-        group: _Group,
-        captions: str,
-        taken: bool,
-        findings: Findings,
-    ) -> None:
-        """Adds the row of a sample with the key ``full``, if it has an image."""
-        if group.num_images > 1:
-            findings.add("several_images", full)
-        if group.repeated:
-            findings.add("duplicate_key", full, count=max(group.repeated.values()))
-        image = group.image or group.array
-        if image is None or image[1] == 0 or image[1] > MAX_IMAGE_BYTES:
-            findings.add(_why_unusable(image), full)
-            return
-        num_captions, reason = _count_captions(file, group.text, captions)
-        if reason is not None:
-            findings.add(reason, full)
-        text = None if reason == "large_caption" else group.text
-        self.taken.append(taken)
-        self._rows.append((full, *image, *(text or (0, 0)), num_captions))
-        members = (text, image if taken else None) if self.pixels else (text,)
-        self._checksums.append([zlib.crc32(_read(file, m)) if m else 0 for m in members])
-        if self.attributes:
-            values = parse_attributes(_read_bounded(file, group.json), self.attributes)
-            self._values.append(values)
-            for name, value in zip(self.attributes, values, strict=True):
-                if value is None:
-                    findings.add(f"no_attribute:{name}", full)
-
-    def table(self) -> pa.RecordBatch:
-        """All rows, with their checksums and attributes."""
-        columns: Any = list(zip(*self._rows, strict=True)) or [[] for _ in ROW]
-        arrays = [pa.array(c, f.type) for c, f in zip(columns, ROW, strict=True)]
-        names = (TEXT_CRC, IMAGE_CRC) if self.pixels else (TEXT_CRC,)
-        sums = ([row[k] for row in self._checksums] for k in range(len(names)))
-        arrays += [pa.array(values, pa.uint32()) for values in sums]
-        arrays += columns_of(self.attributes, self._values)
-        extra = [pa.field(name, pa.uint32()) for name in names]
-        schema = pa.schema([*ROW, *extra, *fields_of(self.attributes)])
-        return pa.RecordBatch.from_arrays(arrays, schema=schema)
-
-
-def _refuse_compressed(path: str, head: bytes) -> None:
-    for magic, name in _COMPRESSED.items():
-        if head.startswith(magic):
+    members = (TEXT_CRC, IMAGE_CRC) if pixels else (TEXT_CRC,)
+    extra = [pa.field(name, pa.uint32()) for name in members]
+    extra += [pa.field(ATTRIBUTE + name, TEXT) for name in attributes]
+    rows: list[dict[str, Any]] = []
+    taken: list[bool] = []
+    with open_whole(stored, Remote(remote)) as file:
+        head = file.read(6)
+        if packed := next((n for magic, n in _COMPRESSED.items() if head.startswith(magic)), None):
             raise ValueError(
-                f"{shown(path)} is compressed with {name}: samples are read at random positions, "
-                "which needs plain tar files. Decompress it first"
+                f"{clean(path)} is compressed with {packed}: samples are read at random "
+                "positions, which needs plain tar files. Decompress it first"
             )
+        file.seek(0)
+        groups = _group_members(file, path, text_extension, findings)
+        reasons: list[str | None] = [None] * len(groups)
+        if chosen is not None:
+            jsons = [group.json for group in groups.values()]
+            reasons = chosen.why_not(
+                path, [*groups], lambda n: _read_bounded(file, jsons[n]), remote
+            )
+        for (key, group), reason in zip(groups.items(), reasons, strict=True):
+            row: dict[str, Any] = {"key": f"{source}/{key}"}
+            if reason is not None:
+                findings.add(reason, row["key"])
+            if _fill_row(row, file, group, captions, attributes, unseen if reason else findings):
+                if pixels and reason is None:
+                    row[IMAGE_CRC] = zlib.crc32(_read(file, group.image or group.array))
+                rows.append({TEXT_CRC: 0, IMAGE_CRC: 0} | row)
+                taken.append(reason is None)
+    table = pa.RecordBatch.from_pylist(rows, schema=pa.schema([*ROW, *extra]))
+    columns = {
+        name: column.to_pylist()
+        if pa.types.is_large_string(column.type) or pa.types.is_dictionary(column.type)
+        else digest_array(column.to_numpy())
+        for name, column in zip(table.schema.names, table.columns, strict=True)
+        if name != IMAGE_CRC
+    }
+    return ShardScan(table.filter(pa.array(taken, pa.bool_())), findings, digest_json(columns))
 
 
-def _members(file: BinaryIO, path: str, findings: Findings) -> Iterator[Member]:
-    """Yields the members of a tar up to the first fault, which is counted."""
-    try:
-        for member in read_members(file):
-            if member.sparse:
-                findings.add("sparse_member", f"{_printable_name(member.name)} in {shown(path)}")
-            else:
-                yield member
-    except TarFault as fault:
-        log.debug("%s: %s", shown(path), fault)
-        findings.add(fault.reason, shown(path))
+def _fill_row(
+    row: dict[str, Any],
+    file: BinaryIO,
+    group: _Group,
+    captions: str,
+    attributes: Sequence[str],
+    findings: Findings,
+) -> bool:
+    """Adds a sample's columns to its key, without the checksum of its image; False where it has no
+    image that can be used."""
+    full = row["key"]
+    if group.num_images > 1:
+        findings.add("several_images", full)
+    if group.repeated:
+        findings.add("duplicate_key", full, count=max(group.repeated.values()))
+    image = group.image or group.array
+    if image is None or image[1] == 0 or image[1] > MAX_IMAGE_BYTES:
+        unusable = "no_image" if image is None else "large_image"
+        findings.add("zero_byte_image" if image and not image[1] else unusable, full)
+        return False
+    text, num_captions, reason = group.text, 0, "no_caption"
+    if text is not None and text[1] == 0:
+        reason = "zero_byte_caption"
+    elif text is not None and text[1] > MAX_TEXT_BYTES:
+        text, reason = None, "large_caption"
+    elif text is not None:
+        data = _read(file, text)
+        row[TEXT_CRC] = zlib.crc32(data)
+        try:
+            num_captions = len(parse_captions(data, captions))
+        except ValueError:
+            reason = "bad_json"
+    if not num_captions:
+        findings.add(reason, full)
+    row |= zip(RANGES, (*image, *(text or (0, 0))), strict=True)
+    row["num_captions"] = num_captions
+    values = parse_attributes(_read_bounded(file, group.json), attributes) if attributes else []
+    for name, value in zip(attributes, values, strict=True):
+        row[ATTRIBUTE + name] = value
+        if value is None:
+            findings.add(f"no_attribute:{name}", full)
+    return True
 
 
 def _group_members(
-    members: Iterator[Member], text_extension: str, findings: Findings, path: str
+    file: BinaryIO, path: str, text_extension: str, findings: Findings
 ) -> dict[str, _Group]:
-    """Members by key in tar order; of members of the same name the first is kept."""
+    """The members of a tar by key, in its order, up to the first fault, which is counted; of
+    members of the same name the first is kept."""
     groups: dict[str, _Group] = {}
-    for member in members:
-        if _METADATA.match(member.name):
-            continue
-        split = split_member_name(member.name)
-        if split is None or len(member.name) > MAX_NAME:
-            findings.add("bad_name", f"{_printable_name(member.name)} in {shown(path)}")
-            continue
-        key, extension = split
-        group = groups.setdefault(key, _Group())
-        if extension in group.extensions:
-            group.repeated[extension] = group.repeated.get(extension, 0) + 1
-            continue
-        group.extensions.add(extension)
-        place = (member.offset, member.size)
-        if extension in IMAGE_EXTENSIONS:
-            group.num_images += 1
-            group.image = group.image or place
-        elif extension == ARRAY_EXTENSION:
-            group.array = place
-        if extension == text_extension:
-            group.text = place
-        if extension == "json":
-            group.json = place
+    try:
+        for member in read_members(file):
+            split = None if len(member.name) > MAX_NAME else split_member_name(member.name)
+            if member.sparse or (split is None and not _METADATA.match(member.name)):
+                reason = "sparse_member" if member.sparse else "bad_name"
+                findings.add(reason, f"{_printable_name(member.name)} in {clean(path)}")
+            elif split is not None and not _METADATA.match(member.name):
+                _add_member(groups.setdefault(split[0], _Group()), split[1], member, text_extension)
+    except TarFault as fault:
+        log.debug("%s: %s", clean(path), fault)
+        findings.add(fault.reason, clean(path))
     return groups
 
 
-def _why_unusable(image: tuple[int, int] | None) -> str:
-    if image is None:
-        return "no_image"
-    return "large_image" if image[1] else "zero_byte_image"
+def _add_member(group: _Group, extension: str, member: Member, text_extension: str) -> None:
+    if extension in group.extensions:
+        group.repeated[extension] = group.repeated.get(extension, 0) + 1
+        return
+    group.extensions.add(extension)
+    place = (member.offset, member.size)
+    if extension in IMAGE_EXTENSIONS:
+        group.num_images += 1
+        group.image = group.image or place
+    elif extension == ARRAY_EXTENSION:
+        group.array = place
+    if extension == text_extension:
+        group.text = place
+    if extension == "json":
+        group.json = place
 
 
 def _printable_name(name: str) -> str:
     return ascii(name if len(name) <= MAX_NAME else f"{name[:100]}... ({len(name)} characters)")
 
 
-def _count_captions(
-    file: BinaryIO, text: tuple[int, int] | None, captions: str
-) -> tuple[int, str | None]:
-    """Number of captions in a sample's text member, and why there are none where there are none."""
-    if text is None:
-        return 0, "no_caption"
-    if text[1] == 0:
-        return 0, "zero_byte_caption"
-    if text[1] > MAX_TEXT_BYTES:
-        return 0, "large_caption"
-    try:
-        number = len(parse_captions(_read(file, text), captions))
-    except ValueError:
-        return 0, "bad_json"
-    return number, None if number else "no_caption"
-
-
-def _read(file: BinaryIO, place: tuple[int, int]) -> bytes:
-    offset, size = place
-    return os.pread(file.fileno(), size, offset)
+def _read(file: BinaryIO, place: tuple[int, int] | None) -> bytes:
+    return b"" if place is None else os.pread(file.fileno(), place[1], place[0])
 
 
 def _read_bounded(file: BinaryIO, place: tuple[int, int] | None) -> bytes:

@@ -57,24 +57,6 @@ class Member:
     sparse: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Header:
-    kind: bytes
-    name: str
-    size: int
-    has_more: bool  # blocks of a sparse member's places follow
-
-
-@dataclass(slots=True)
-class _Extension:
-    """Name, size and sparseness that extension headers give the next member; the first one of
-    several counts."""
-
-    name: str | None = None
-    size: int | None = None
-    sparse: bool = False
-
-
 def read_members(file: BinaryIO) -> Iterator[Member]:
     """Yields the regular files of a tar in its order.
 
@@ -113,50 +95,48 @@ class _Reader:
 
     def next_member(self) -> Member | None:
         """The next member, or None where it is no regular file; goes to the one after it."""
-        extension = _Extension()
+        # Of several headers that give the next member's name or size the first one counts.
+        name: str | None = None
+        size: int | None = None
+        sparse = False
         for _ in range(MAX_EXTENSIONS + 1):
-            header = self._header()
-            if header.kind not in (_LONG_NAME, _LONG_LINK, _PAX_FOR_ALL, *_PAX):
-                return self._member(header, extension)
-            self._extend(extension, header)
-        raise self._damage(f"more than {MAX_EXTENSIONS} headers before one member")
-
-    def _member(self, header: _Header, extension: _Extension) -> Member | None:
-        name = header.name if extension.name is None else extension.name
-        size = header.size if extension.size is None else extension.size
-        if header.has_more:
+            kind, own_name, own_size, has_more = self._header()
+            if kind not in (_LONG_NAME, _LONG_LINK, _PAX_FOR_ALL, *_PAX):
+                break
+            if own_size > MAX_EXTENSION_BYTES:
+                raise self._damage(f"a header with {own_size} bytes of names or records")
+            data = self._read(_padded(own_size))
+            if kind == _LONG_NAME and name is None:  # ends at its first zero, as for tarfile
+                name = _text(data)
+            if kind in (_LONG_NAME, _LONG_LINK):
+                continue
+            records = self._records(data[:own_size])
+            sparse |= any(key.startswith(b"GNU.sparse.") for key in records)
+            of_one = sparse or not records.keys().isdisjoint((b"path", b"size"))
+            if kind == _PAX_FOR_ALL and of_one:
+                raise self._damage("one path, size or sparse form for all members")
+            if b"path" in records and name is None:
+                name = records[b"path"].decode("utf-8", "surrogateescape").rstrip("/")
+            if b"size" in records and size is None:
+                if not re.fullmatch(rb"[0-9]{1,19}", records[b"size"]):
+                    raise self._damage(f"the size {records[b'size'][:40]!r}")
+                size = int(records[b"size"])
+        else:
+            raise self._damage(f"more than {MAX_EXTENSIONS} headers before one member")
+        size = own_size if size is None else size
+        if has_more:
             self._skip_sparse_headers()
         offset = self._at
-        is_folder = header.kind == b"\0" and header.name.endswith("/")  # as before POSIX
-        if header.kind in _WITHOUT_DATA or is_folder:
+        is_folder = kind == b"\0" and own_name.endswith("/")  # as before POSIX
+        if kind in _WITHOUT_DATA or is_folder:
             return None
         if offset + size > self._size:
             raise TarFault("truncated_shard", f"{size} bytes at byte {offset} of {self._size}")
         self._at = offset + _padded(size)
-        sparse = header.kind == _SPARSE or extension.sparse
-        is_file = sparse or header.kind in _FILES
-        return Member(name, offset, size, sparse) if is_file else None
-
-    def _extend(self, extension: _Extension, header: _Header) -> None:
-        if header.size > MAX_EXTENSION_BYTES:
-            raise self._damage(f"a header with {header.size} bytes of names or records")
-        data = self._read(_padded(header.size))
-        if header.kind == _LONG_NAME:  # ends at its first zero, as for tarfile
-            name = _text(data)
-            extension.name = name if extension.name is None else extension.name
-        if header.kind in (_LONG_NAME, _LONG_LINK):
-            return
-        records = self._records(data[: header.size])
-        extension.sparse |= any(key.startswith(b"GNU.sparse.") for key in records)
-        for_all = header.kind == _PAX_FOR_ALL
-        if for_all and (extension.sparse or not records.keys().isdisjoint((b"path", b"size"))):
-            raise self._damage("one path, size or sparse form for all members")
-        if b"path" in records and extension.name is None:
-            extension.name = records[b"path"].decode("utf-8", "surrogateescape").rstrip("/")
-        if b"size" in records and extension.size is None:
-            if not re.fullmatch(rb"[0-9]{1,19}", records[b"size"]):
-                raise self._damage(f"the size {records[b'size'][:40]!r}")
-            extension.size = int(records[b"size"])
+        sparse |= kind == _SPARSE
+        if not sparse and kind not in _FILES:
+            return None
+        return Member(own_name if name is None else name, offset, size, sparse)
 
     def _records(self, data: bytes) -> dict[bytes, bytes]:
         """The ``LENGTH KEY=VALUE`` lines of a pax header; of those with one key the last counts."""
@@ -179,7 +159,9 @@ class _Reader:
                 return
         raise self._damage("a sparse member in too many pieces")
 
-    def _header(self) -> _Header:
+    def _header(self) -> tuple[bytes, str, int, bool]:
+        """Kind, name and size of the next member, and whether more headers of a sparse one follow;
+        TarFault for a header that is none."""
         block = self._read(BLOCK_BYTES)
         if not _checksum_fits(block):
             raise self._damage("a wrong checksum")
@@ -192,22 +174,17 @@ class _Reader:
         name, prefix = _text(block[:100]), _text(block[345:500])
         if prefix and kind not in _OF_GNU:
             name = f"{prefix}/{name}"
-        return _Header(kind, name, size, kind == _SPARSE and bool(block[482]))
+        return kind, name, size, kind == _SPARSE and bool(block[482])
 
     def _read(self, size: int) -> bytes:
         """The next ``size`` bytes; TarFault where the file ends before."""
-        if self._at + size > self._size:
-            raise self._cut()
         self._file.seek(self._at)
-        data = self._file.read(size)
+        data = self._file.read(size) if self._at + size <= self._size else b""
         if len(data) < size:
-            raise self._cut()
+            reason = "truncated_shard" if self._start else "unreadable_shard"
+            raise TarFault(reason, f"it ends at byte {self._size} within headers")
         self._at += size
         return data
-
-    def _cut(self) -> TarFault:
-        reason = "truncated_shard" if self._start else "unreadable_shard"
-        return TarFault(reason, f"it ends at byte {self._size} within headers")
 
     def _damage(self, what: str) -> TarFault:
         """Returns the fault of a broken header: ``damaged_shard`` behind good members, which are

@@ -100,50 +100,43 @@ class TrainingImages:
         return _known[name]
 
     def _count(self, images: Sequence[Image]) -> int:
+        index = self._index
         sizes = np.array([_size(image) for image in images], np.int64)
         rows = self._candidates(images, sizes)
-        wanted = np.isin(sizes, self._index.image_size[rows])
+        wanted = np.isin(sizes, index.image_size[rows])
         compared = [image for image, is_wanted in zip(images, wanted, strict=True) if is_wanted]
         digests = Counter(_digest(image.read_bytes()) for image in compared)
-        return sum(digests[digest] for digest in self._digests(rows) if digest in digests)
+        reader = ShardReader([s.stored for s in index.shards], self.options)
+        columns = (index.shard_of[rows], index.image_offset[rows], index.image_size[rows])
+        ranges = list(zip(*(column.tolist() for column in columns), strict=True))
+        trained = set()
+        for start in range(0, len(ranges), _TOGETHER):
+            some = ranges[start : start + _TOGETHER]
+            reader.prefetch(some)
+            trained |= {_digest(reader.read(*stored)) for stored in some}
+        reader.close()
+        return sum(number for digest, number in digests.items() if digest in trained)
 
     def _candidates(self, images: Sequence[Image], sizes: Integers) -> Integers:
         """Rows of training images, in order, that are compared with ``images``."""
         of_all = self._index.image_size
         rows = np.flatnonzero(np.isin(of_all, sizes)).astype(np.int64)
-        rows = rows[self._drawn(rows)]
+        drawn = np.zeros(len(rows), bool)  # by some training
+        for name, plan in self.plans.items():
+            weights = SampleWeights.open(self._index, self.options, plan, f"{name}.plan")
+            drawn |= True if weights is None else weights.units(rows) > 0
+        rows = rows[drawn]
         known, number, counts = np.unique(of_all[rows], return_inverse=True, return_counts=True)
         order = np.argsort(counts, kind="stable")
         rare = np.zeros(len(known), bool)
         rare[order[np.cumsum(counts[order]) <= MOST_READ]] = True
         frequent = rows[~rare[number]]
+        # Of frequent sizes, samples of an equal key: a file's name without its suffix.
         left = [i for i, few in zip(images, np.isin(sizes, known[~rare]), strict=True) if few]
-        keys = {_key(image) for image in left}
+        keys = {getattr(image, "key", None) or path_of(image).stem for image in left}
         same = [key.partition("/")[2] in keys for key in self._index.keys(frequent)]
         frequent = frequent[np.array(same, bool)][: MOST_READ - int(counts[rare].sum())]
         return np.sort(np.concatenate([rows[rare[number]], frequent]))
-
-    def _drawn(self, rows: Integers) -> npt.NDArray[np.bool_]:
-        """Which of the samples some training draws."""
-        drawn = np.zeros(len(rows), bool)
-        for name, plan in self.plans.items():
-            weights = SampleWeights.open(self._index, self.options, plan, f"{name}.plan")
-            drawn |= True if weights is None else weights.units(rows) > 0
-        return drawn
-
-    def _digests(self, rows: Integers) -> set[bytes]:
-        """The digests of samples' images."""
-        index = self._index
-        reader = ShardReader([s.stored for s in index.shards], self.options)
-        columns = (index.shard_of[rows], index.image_offset[rows], index.image_size[rows])
-        ranges = list(zip(*(column.tolist() for column in columns), strict=True))
-        found = set()
-        for start in range(0, len(ranges), _TOGETHER):
-            some = ranges[start : start + _TOGETHER]
-            reader.prefetch(some)
-            found |= {_digest(reader.read(*stored)) for stored in some}
-        reader.close()
-        return found
 
 
 def _digest(data: bytes) -> bytes:
@@ -166,9 +159,3 @@ def _size(image: Image) -> int:
     """The number of bytes of an image; of a part of a picture, those of the whole."""
     size = getattr(image, "size", None)
     return size if isinstance(size, int) else path_of(image).stat().st_size
-
-
-def _key(image: Image) -> str:
-    """The key of a sample, or the name of a file without its suffix."""
-    key = getattr(image, "key", None)
-    return key if isinstance(key, str) else path_of(image).stem

@@ -1,18 +1,20 @@
-"""The engine interface and its DDP implementation, which the other engines derive from.
+"""The engine interface with its DDP implementation, from which the others derive; and FSDP2.
 
 The training loop hands over a module and calls ``update``; it does not know which engine runs it.
 Engines differ in how they wrap the module, reduce gradients, and name their state.
 
 The module maps a batch to ``{"loss": ..., parts}``; for gradient caching it also returns features
 and pulls gradients back through them (``gradient_cache``). It sets its own autocast, so
-that precision does not depend on the engine.
+that precision does not depend on the engine. Batch norms are taken over the global batch, so that
+N ranks equal one: torch.nn.SyncBatchNorm does the same on GPUs only, ours on every backend.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -22,14 +24,18 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from mclclip.engines import gradient_cache
-from mclclip.engines.batch_norm import synchronize_batch_norms
-from mclclip.ranks.outside import OutsideParameters
+from mclclip.ranks import collectives
+from mclclip.ranks.collectives import OutsideParameters
 from mclclip.ranks.process_group import Context
+from mclclip.ranks.sharded_rows import choose_mesh
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}  # formats of ``precision``
@@ -43,10 +49,12 @@ class Engine:
     precision       ``fp16`` scales the loss; the module itself does everything else
     clip_grad_norm  largest norm of the gradient (None: no clipping)
     micro_batch     samples per rank and forward; bigger batches are computed by gradient caching
-    ema_decay       keeps a moving average of the trained parameters (None: none)
-    outside         parameters that the engine trains but does not wrap (``ranks.outside``)
+    ema_decay       keeps ``average``, a moving average in fp32 of this rank's part of each trained
+                    parameter: average <- decay * average + (1 - decay) * parameter (None: none)
+    outside         parameters that the engine trains but does not wrap (``ranks.collectives``)
 
-    Groups of the optimizer may carry ``lr_scale``, a factor of the learning rate.
+    Groups of the optimizer may carry ``lr_scale``, a factor of the learning rate. An update calls
+    ``phase_ended`` with "forward", "backward" and "optimizer" when it has ended that phase.
     """
 
     def __init__(
@@ -62,7 +70,6 @@ class Engine:
         outside: Sequence[OutsideParameters] = (),
     ) -> None:
         self.module, self.context, self.outside = module, context, tuple(outside)
-        # Told when a phase of an update has ended: "forward", "backward", "optimizer".
         self.phase_ended: Callable[[str], None] = lambda phase: None
         self.clip_grad_norm, self.micro_batch = clip_grad_norm, micro_batch
         if micro_batch is not None:
@@ -71,7 +78,11 @@ class Engine:
             synchronize_batch_norms(module)
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=precision == "fp16")
         self.optimizer, self.run = self._set_up(make_optimizer)
-        self.average = MovingAverage(self.local_parameters(), ema_decay) if ema_decay else None
+        self.average: dict[str, Tensor] = {}
+        if ema_decay:
+            self._averaged = list(self.local_parameters().values())
+            self._move_average = get_ema_multi_avg_fn(ema_decay)  # type: ignore[no-untyped-call]
+            self.average = {n: p.detach().clone() for n, p in self.local_parameters().items()}
 
     # --- what engines differ in ----------------------------------------------------------------
 
@@ -213,8 +224,9 @@ class Engine:
         if self.outside and (not self.leaves_out or bool(torch.isfinite(norm))):
             for part in self.outside:
                 part.step(lr, self.clip_factor(norm))
-        if self.average is not None:
-            self.average.update()
+        if self.average:
+            with torch.no_grad():
+                self._move_average(list(self.average.values()), self._averaged, torch.tensor(0))
         self.phase_ended("optimizer")
         if self.scaler.is_enabled():
             parts["loss_scale"] = torch.as_tensor(self.loss_scale())
@@ -246,8 +258,7 @@ class Engine:
         state: dict[str, Tensor] = {}
         for part in self.outside:
             state |= part.state_dict()
-        if self.average is not None:
-            state |= {f"ema.{name}": value for name, value in self.average.tensors.items()}
+        state |= {f"ema.{name}": value for name, value in self.average.items()}
         if self.scaler.is_enabled():
             scaler = self.scaler.state_dict()
             state["scaler.scale"] = torch.tensor(scaler["scale"], dtype=torch.float64)
@@ -257,8 +268,8 @@ class Engine:
     def _load_extra_state(self, state: dict[str, Tensor]) -> None:
         for part in self.outside:
             part.load_state_dict(state)
-        if self.average is not None:
-            self.average.load(_part(state, "ema"))
+        for name, tensor in self.average.items():
+            tensor.copy_(state[f"ema.{name}"])
         if self.scaler.is_enabled():
             values = self.scaler.state_dict()
             values["scale"] = float(state["scaler.scale"])
@@ -266,35 +277,139 @@ class Engine:
             self.scaler.load_state_dict(values)
 
 
-class MovingAverage:
-    """``tensors[name] <- decay * tensors[name] + (1 - decay) * parameters[name]``, in fp32.
-
-    ``parameters``: this rank's part of each trained parameter (all or a shard), read at updates.
-    Raises ValueError for a decay outside (0, 1).
-    """
-
-    def __init__(self, parameters: Mapping[str, Tensor], decay: float) -> None:
-        if not 0.0 < decay < 1.0:
-            raise ValueError(
-                f"ema_decay is {decay}: wanted a number between 0 and 1, such as 0.999"
-            )
-        self._parameters = dict(parameters)
-        self.tensors = {name: tensor.detach().clone() for name, tensor in parameters.items()}
-        self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Moves the average one step towards the parameters."""
-        averages = list(self.tensors.values())
-        self._average(averages, list(self._parameters.values()), torch.tensor(0))
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copies the average from a checkpoint's tensors."""
-        for name, tensor in self.tensors.items():
-            tensor.copy_(tensors[name])
-
-
 def _part(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The entries whose names begin with ``prefix`` and a dot, by the rest of their names."""
     start = f"{prefix}."
     return {n.removeprefix(start): value for n, value in state.items() if n.startswith(start)}
+
+
+# --- FSDP2 -------------------------------------------------------------------------------------
+
+
+class FsdpEngine(Engine):
+    """``fully_shard`` on each of ``blocks`` and on the rest; other arguments as for Engine.
+
+    shard_ranks   ranks that share one copy; there are world_size / shard_ranks copies (None: one)
+
+    Under bf16 and fp16 the blocks are gathered in that format and their gradients reduced in fp32.
+    The rest is gathered in fp32: rounding a logarithmic logit scale of 4.6 to bf16 would change the
+    scale by up to 1 %.
+    Raises ValueError where shard_ranks does not divide the number of ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        make_optimizer: MakeOptimizer,
+        context: Context,
+        *,
+        blocks: Sequence[nn.Module],
+        shard_ranks: int | None = None,
+        precision: str = "fp32",
+        **options: Any,
+    ) -> None:
+        self._blocks = list(blocks)
+        world = context.world_size
+        if shard_ranks is None or shard_ranks == world:
+            self._mesh = choose_mesh(context)
+        elif world % shard_ranks:
+            raise ValueError(
+                f"engine.shard_ranks={shard_ranks} does not divide the {world} ranks: give a "
+                "divisor, such as the number of GPUs of a node"
+            )
+        else:
+            shape, names = (world // shard_ranks, shard_ranks), ("copies", "shards")
+            self._mesh = init_device_mesh(context.device.type, shape, mesh_dim_names=names)
+        half = HALF.get(precision)
+        self._policy = MixedPrecisionPolicy(half, reduce_dtype=torch.float32 if half else None)
+        super().__init__(module, make_optimizer, context, precision=precision, **options)
+
+    def _set_up(self, make_optimizer: MakeOptimizer) -> tuple[Any, Any]:
+        for block in self._blocks:
+            fully_shard(block, mesh=self._mesh, mp_policy=self._policy)
+        fully_shard(self.module, mesh=self._mesh)
+        for block in self._blocks:
+            # A block that no forward pass runs, such as one of an unused text tower, must have been
+            # gathered once, or a backward pass that does not reduce fails in it.
+            block.unshard()  # type: ignore[operator]
+            block.reshard()  # type: ignore[operator]
+        return make_optimizer(self.module), self.module
+
+    @contextmanager
+    def reducing(self, last: bool) -> Iterator[None]:
+        """Only the last backward pass reduces; until then each rank keeps whole gradients."""
+        root: Any = self.module
+        root.set_requires_gradient_sync(last)
+        try:
+            yield
+        finally:
+            root.set_requires_gradient_sync(True)
+
+
+# --- batch norms -------------------------------------------------------------------------------
+
+
+class _GlobalStatistics(_BatchNorm):
+    """A batch norm whose training statistics are those of the global batch.
+
+    All ranks must pass the same shape. On one rank and in eval mode (frozen norms are in it) it is
+    torch's batch norm.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[b, C, ...] -> the same shape, normalised over all ranks' b and all further axes."""
+        if not self.training or collectives.world_size() == 1:
+            return super().forward(input)
+        x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+        axes = (0, *range(2, x.ndim))
+        channel = (slice(None), *[None] * (x.ndim - 2))
+        count = x.numel() // x.shape[1] * collectives.world_size()
+        mean = collectives.all_reduce_with_grad(x.sum(dim=axes)) / count
+        centred = x - mean[channel]
+        # Two passes: E[x^2] - E[x]^2 would cancel in fp32.
+        squares = centred.square().sum(dim=axes)
+        variance = collectives.all_reduce_with_grad(squares) / count
+        if self.running_mean is not None and self.running_var is not None:
+            assert self.num_batches_tracked is not None
+            self.num_batches_tracked.add_(1)
+            share = self.momentum
+            if share is None:  # only then is the number read, for which a device is waited for
+                share = 1.0 / float(self.num_batches_tracked)
+            self.running_mean.lerp_(mean.detach().to(self.running_mean.dtype), share)
+            unbiased = variance.detach() * count / (count - 1)
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
+        scale = torch.rsqrt(variance + self.eps)
+        if self.affine:
+            output = centred * (scale * self.weight)[channel] + self.bias[channel]
+        else:
+            output = centred * scale[channel]
+        result: Tensor = output.to(input.dtype)
+        if hasattr(self, "act"):  # timm's BatchNormAct2d: DropBlock and an activation after it
+            activated: Any = self
+            result = activated.act(activated.drop(result))
+        return result
+
+
+@functools.cache
+def _global_class(kind: Any) -> type[Any]:
+    return type(f"Global{kind.__name__}", (_GlobalStatistics, kind), {})
+
+
+def synchronize_batch_norms(module: nn.Module) -> None:
+    """Turns every batch norm inside ``module`` into one over the global batch, in place.
+
+    Parameters and buffers stay the same objects, so optimizers and names are not disturbed.
+    Raises ValueError for a batch norm of an unknown kind that is in training mode.
+    """
+    for child in module.modules():
+        kind: Any = type(child)
+        if not isinstance(child, _BatchNorm) or isinstance(child, _GlobalStatistics):
+            continue
+        of_timm = kind.__name__ == "BatchNormAct2d" and kind.__module__.startswith("timm.")
+        if of_timm or kind in (nn.BatchNorm1d, nn.BatchNorm2d):
+            child.__class__ = _global_class(kind)
+        elif child.training:
+            raise ValueError(
+                f"the model has a {kind.__module__}.{kind.__name__}, whose statistics cannot be "
+                "taken over several ranks: train it on one rank, or lock it"
+            )

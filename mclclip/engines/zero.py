@@ -12,7 +12,6 @@ import os
 import warnings
 import weakref
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +25,8 @@ from mclclip.ranks.process_group import Context
 BUCKET = 50_000_000  # elements reduced at once; DeepSpeed's default would take a buffer of 2 GB
 KEPT_WHOLE = 100_000  # ZeRO-3 keeps parameters up to this many elements gathered
 
+Piece = tuple[int, Tensor]
+"""This rank's part of a flattened tensor: the number of its first element, and a view of it."""
 _joined: Any = None
 
 
@@ -152,15 +153,17 @@ class DeepspeedEngine(Engine):
         own: dict[str, Any] = self.module.state_dict(keep_vars=True)
         state = {}
         for name, tensor in own.items():
-            shared = _is_shared(tensor)
-            state[f"model.{name}"] = _whole(tensor.ds_tensor, tensor) if shared else tensor.detach()
+            if _is_shared(tensor):
+                state[f"model.{name}"] = _whole(_piece_of(tensor.ds_tensor, tensor), tensor)
+            else:
+                state[f"model.{name}"] = tensor.detach()
         fresh = not self._inner.state
         if fresh:
             self._first_moments()
         for name, parameter in self._trained().items():
             for moment, value in self._moments().items():
                 flat = _is_flat(value)
-                whole = self._moment(parameter, moment).whole(parameter) if flat else value
+                whole = _whole(self._moment(parameter, moment), parameter) if flat else value
                 state[f"optimizer.{name}.{moment}"] = torch.as_tensor(whole)
         if fresh:
             self._inner.state.clear()  # the step of ``_first_moments`` was counted
@@ -176,7 +179,7 @@ class DeepspeedEngine(Engine):
         for name, tensor in own.items():
             value = state[f"model.{name}"]
             if _is_shared(tensor):
-                _piece_of(tensor.ds_tensor, tensor).take(value)
+                _fill(_piece_of(tensor.ds_tensor, tensor), value)
             if tensor.numel() == value.numel():  # empty where only the shard is here
                 tensor.copy_(value)
         self.optimizer.refresh_fp32_params()
@@ -184,7 +187,7 @@ class DeepspeedEngine(Engine):
             for moment, value in self._moments().items():
                 loaded = state[f"optimizer.{name}.{moment}"]
                 if _is_flat(value):
-                    self._moment(parameter, moment).take(loaded)
+                    _fill(self._moment(parameter, moment), loaded)
                     continue
                 for flat in self._inner.state.values():  # one number, such as the step
                     if isinstance(flat[moment], Tensor):
@@ -227,27 +230,27 @@ class DeepspeedEngine(Engine):
             return _piece_of(safe_get_local_optimizer_state(parameter, moment), parameter)
         mapping = parameter._hp_mapping  # None where the parameter lies on other ranks
         if mapping is None:
-            return Piece(0, torch.empty(0, device=parameter.device))
+            return 0, torch.empty(0, device=parameter.device)
         flat = self._flats()[mapping.param_group_index]
         start, numel = mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
         values = self._inner.state[flat][moment][start : start + numel]
-        return Piece(mapping.lp_fragment_address.start, values)
+        return mapping.lp_fragment_address.start, values
 
     # --- the rest of the state -----------------------------------------------------------------
 
     def _extra_state(self) -> dict[str, Tensor]:
         state = super()._extra_state()
-        if self.zero_stage == 3 and self.average is not None:
+        if self.zero_stage == 3 and self.average:
             trained = self._trained()
-            for name, shard in self.average.tensors.items():
-                state[f"ema.{name}"] = _whole(shard, trained[name])
+            for name, shard in self.average.items():
+                state[f"ema.{name}"] = _whole(_piece_of(shard, trained[name]), trained[name])
         return state
 
     def _load_extra_state(self, state: dict[str, Tensor]) -> None:
-        if self.zero_stage == 3 and self.average is not None:
+        if self.zero_stage == 3 and self.average:
             trained = self._trained()
-            for name, shard in self.average.tensors.items():
-                _piece_of(shard, trained[name]).take(state[f"ema.{name}"])
+            for name, shard in self.average.items():
+                _fill(_piece_of(shard, trained[name]), state[f"ema.{name}"])
                 state = state | {f"ema.{name}": shard}
         super()._load_extra_state(state)
 
@@ -325,31 +328,22 @@ def _is_flat(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
 
 
-@dataclass
-class Piece:
-    """This rank's part of a flattened tensor: elements from ``start`` on; ``values`` is a view."""
-
-    start: int
-    values: Tensor
-
-    def whole(self, parameter: Any) -> Tensor:
-        """All ranks' pieces as one tensor, shaped as ``parameter``, in main memory."""
-        shape = parameter.ds_shape if _is_shared(parameter) else parameter.shape
-        flat = self.values.new_zeros(shape.numel())
-        flat[self.start : self.start + len(self.values)] = self.values
-        return collectives.all_reduce_sum(flat).view(shape).cpu()
-
-    def take(self, whole: Tensor) -> None:
-        """Copies this piece's elements of ``whole`` into ``values``."""
-        self.values.copy_(whole.reshape(-1)[self.start : self.start + len(self.values)])
-
-
 def _piece_of(shard: Tensor, parameter: Any) -> Piece:
     """This rank's shard of ZeRO-3, without its padding."""
     start = len(shard) * collectives.rank()
-    return Piece(start, shard.detach()[: max(0, parameter.ds_numel - start)])
+    return start, shard.detach()[: max(0, parameter.ds_numel - start)]
 
 
-def _whole(shard: Tensor, parameter: Any) -> Tensor:
-    """All ranks' shards of ZeRO-3 as one tensor, shaped as ``parameter``, in main memory."""
-    return _piece_of(shard, parameter).whole(parameter)
+def _whole(piece: Piece, parameter: Any) -> Tensor:
+    """All ranks' pieces as one tensor, shaped as ``parameter``, in main memory; a collective."""
+    start, values = piece
+    shape = parameter.ds_shape if _is_shared(parameter) else parameter.shape
+    flat = values.new_zeros(shape.numel())
+    flat[start : start + len(values)] = values
+    return collectives.all_reduce_sum(flat).view(shape).cpu()
+
+
+def _fill(piece: Piece, whole: Tensor) -> None:
+    """Copies this piece's elements of ``whole`` into its values."""
+    start, values = piece
+    values.copy_(whole.reshape(-1)[start : start + len(values)])

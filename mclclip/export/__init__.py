@@ -29,13 +29,14 @@ from mclclip.models.encoder import save_concat
 from mclclip.models.loading import load_towers
 from mclclip.models.lora import add_lora, merge_lora
 from mclclip.models.model import Model
-from mclclip.models.stage_weights import StageWeights, Variant
+from mclclip.models.options import Variant
+from mclclip.models.stage_weights import StageWeights
 from mclclip.ranks import collectives
-from mclclip.ranks.finiteness import not_finite
 from mclclip.ranks.process_group import Context
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact, Force
 from mclclip.run.layout import Layout
+from mclclip.run.measures import not_finite
 from mclclip.train.loop import MODEL
 
 log = logging.getLogger("mclclip")
@@ -177,6 +178,7 @@ def _filled(config: Config, layout: Layout, stage: int, state: dict[str, Tensor]
 
 
 def _join(config: Config, variant: str, force: Force) -> dict[str, Path]:
+    """Everything that is joined but the concat ``weighted``."""
     if not config.has_stages:
         raise ValueError(
             "num_stages=0 leaves stage 0 alone, and joining takes at least two encoders: export it "
@@ -184,17 +186,18 @@ def _join(config: Config, variant: str, force: Force) -> dict[str, Path]:
         )
     layout = Layout.of(config, variant)
     stages, inputs = _stages(config, layout)
-    joined = {}
-    for kind in config.export.concat:
-        if kind != "weighted":
-            name = f"concat_{kind}"
-            write = partial(_concat, stages, kind)
-            path = layout.joined(name)
-            joined[name] = written(path, "concat", {"name": name}, inputs, force, write)
+    writers: dict[str, Callable[[Path], dict[str, Any]]] = {
+        f"concat_{kind}": partial(_concat, stages, kind)
+        for kind in config.export.concat
+        if kind != "weighted"
+    }
     if config.export.soup:
-        name, write = "soup_uniform", partial(_soup, config, layout, [*stages.values()], force)
+        writers["soup_uniform"] = partial(_soup, config, layout, [*stages.values()], force)
+    joined = {}
+    for name, write in writers.items():
+        kind = name.partition("_")[0]
         path = layout.joined(name)
-        joined[name] = written(path, "soup", {"name": name}, inputs, force, write)
+        joined[name] = written(path, kind, {"name": name}, inputs, force, write)
     return joined
 
 
@@ -220,11 +223,12 @@ def _weighted(config: Config, context: Context, variant: str, force: Force) -> P
 
     The ranks share the work on features; the first one writes.
     """
-    path = Layout.of(config, variant).joined("concat_weighted")
+    layout = Layout.of(config, variant)
+    path = layout.joined("concat_weighted")
     fields = {"name": "concat_weighted", "captions": config.export.weights.captions}
 
     def prepare() -> tuple[dict[str, Path], dict[str, str], held_out.Pairs, bool]:
-        stages, inputs = _stages(config, Layout.of(config, variant))
+        stages, inputs = _stages(config, layout)
         pairs = held_out.read(config)
         inputs["held_out"] = pairs.digest
         there = Artifact.open(
@@ -236,7 +240,7 @@ def _weighted(config: Config, context: Context, variant: str, force: Force) -> P
     learned = None if finished else held_out.fit(config, context, stages, pairs)
 
     def write(directory: Path) -> dict[str, Any]:
-        return {"held_out": pairs.record()} | _concat(stages, "weighted", directory, learned)
+        return {"held_out": pairs.record} | _concat(stages, "weighted", directory, learned)
 
     return collectives.on_main(lambda: written(path, "concat", fields, inputs, force, write))
 

@@ -7,16 +7,15 @@ beside its source on given pictures and texts, and what differs is written down.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from mclclip import files
 from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode
 from mclclip.eval.images import SUFFIXES
 
@@ -28,9 +27,6 @@ HALF_BOUND = 0.02
 """The same of features where weights are stored in fp16, which moves those of sound models by less
 than 0.005: what is beyond it is damage, and not rounding."""
 
-_SHADES = 255.0
-_NOTED = 2.0  # shades from which on an image is named
-_NAMES = 10
 _BATCH = 32
 
 TEXTS = (
@@ -95,8 +91,18 @@ class Certificate:
     def holds(self) -> bool:
         """Whether features of equal inputs are equal up to the bound, and logit scales up to
         `BOUND`. NaN never is."""
-        scale = 0.0 if self.logit_scale is None else self.logit_scale
-        return self.largest <= self.bound and scale <= BOUND
+        return self.largest <= self.bound and (self.logit_scale or 0.0) <= BOUND
+
+    def difference(self) -> str:
+        """The largest differences beside what was wanted, in words."""
+        scales, wanted = "", f"{self.bound:g}"
+        if self.logit_scale is not None:
+            scales = f" (and logit scales by {self.logit_scale:.2g} of their value)"
+            wanted += f" ({BOUND:g})"
+        return (
+            f"features in {self.runtime} differ by {self.largest:.2g}{scales}, wanted at most "
+            f"{wanted}"
+        )
 
 
 @dataclass(frozen=True)
@@ -106,82 +112,49 @@ class Probes:
     images: Mapping[str, Image.Image]
     texts: Sequence[str]
 
-    @property
-    def digest_of_images(self) -> str:
-        """Digest of the pictures' names and pixels."""
-        pixels = {n: files.digest_array(np.asarray(image)) for n, image in self.images.items()}
-        return files.digest_json(pixels)
-
-
-class Runtime(Protocol):
-    """An encoder as a library runs it; see `Encoder`."""
-
-    logit_scale: float
-    tokenizer: Any
-    preprocess_val: Any
-
-    def encode_image(self, images: Tensor) -> Tensor:
-        """[B, 3, H, W] -> unit [B, E]."""
-
-    def encode_text(self, tokens: Tensor) -> Tensor:
-        """[B, context] int64 -> unit [B, E]."""
-
-
-@dataclass(frozen=True)
-class ImageHalf:
-    """An encoder's image half, which is all that some exports have.
-
-    encode_image    [B, 3, H, W] -> unit [B, E], or a state of other shape
-    preprocess_val  picture -> [3, H, W]
-    """
-
-    encode_image: Callable[[Tensor], Tensor]
-    preprocess_val: Callable[[Any], Tensor]
-
 
 def compare(
-    own: Runtime | ImageHalf,
-    other: Runtime | ImageHalf,
+    own: Any,
+    other: Any,
     runtime: str,
     probes: Probes,
     *,
     bound: float = BOUND,
-    own_transforms: bool = True,
     notes: Sequence[str] = (),
 ) -> Certificate:
     """Runs both encoders on the probes, in fp32.
 
-    ``own_transforms``: whether ``other`` brings an image transform and a tokenizer of its own,
-    which are compared too. Without any text, or where one is an image half, image features of equal
-    pixels are compared, and nothing else. Raises ValueError for pixels of other shapes.
+    An encoder has `preprocess_val` and `encode_image` of `Encoder` (features may be a state of
+    another shape), and unless it is an image tower alone `tokenizer`, `encode_text` and
+    `logit_scale` too. Without any text, or with an image tower, image features of equal pixels are
+    compared, and nothing else. Image transforms and tokenizers are compared unless `other` has
+    taken over those of `own`. Raises ValueError for pixels of other shapes.
     """
     pixels = torch.stack([own.preprocess_val(image) for image in probes.images.values()])
     images = [_in_batches(encoder.encode_image, pixels) for encoder in (own, other)]
-    alone = Certificate(
-        runtime, len(pixels), image_features=_largest(*images), bound=bound, notes=[*notes]
-    )
-    if not probes.texts or isinstance(own, ImageHalf) or isinstance(other, ImageHalf):
-        return alone
-    tokens = own.tokenizer([*probes.texts])
-    texts = [_in_batches(encoder.encode_text, tokens) for encoder in (own, other)]
-    scales = (own.logit_scale, other.logit_scale)
-    logits = [scale * a @ b.T for scale, a, b in zip(scales, images, texts, strict=True)]
-    transforms = _transforms(own, other, probes, pixels, tokens) if own_transforms else {}
-    return replace(
-        alone,
-        num_texts=len(probes.texts),
-        text_features=_largest(*texts),
-        logit_scale=abs(scales[1] - scales[0]) / abs(scales[0]),
-        logits=_largest(*logits),
-        **transforms,
-    )
+    found: dict[str, Any] = {"image_features": _largest(*images)}
+    if probes.texts and all(hasattr(encoder, "encode_text") for encoder in (own, other)):
+        tokens = own.tokenizer([*probes.texts])
+        texts = [_in_batches(encoder.encode_text, tokens) for encoder in (own, other)]
+        scales = (own.logit_scale, other.logit_scale)
+        logits = [scale * a @ b.T for scale, a, b in zip(scales, images, texts, strict=True)]
+        found |= {
+            "num_texts": len(probes.texts),
+            "text_features": _largest(*texts),
+            "logit_scale": abs(scales[1] - scales[0]) / abs(scales[0]),
+            "logits": _largest(*logits),
+        }
+        if other.preprocess_val is not own.preprocess_val:
+            found |= _compare_pixels(own, other, probes.images, pixels)
+            found |= _compare_tokens(own, other, probes.texts, tokens)
+    return Certificate(runtime, len(pixels), bound=bound, notes=[*notes], **found)
 
 
-def _transforms(
-    own: Runtime, other: Runtime, probes: Probes, first: Tensor, tokens: Tensor
+def _compare_pixels(
+    own: Any, other: Any, pictures: Mapping[str, Image.Image], first: Tensor
 ) -> dict[str, Any]:
-    """The fields of a certificate that are about the transforms of ``other``."""
-    second = torch.stack([other.preprocess_val(image) for image in probes.images.values()])
+    """The certificate's fields about image transforms; `first` are the pixels of the own one."""
+    second = torch.stack([other.preprocess_val(image) for image in pictures.values()])
     if first.shape != second.shape:
         raise ValueError(
             f"the export's image processor gives pixels of shape {tuple(second.shape[1:])}, the "
@@ -191,25 +164,25 @@ def _transforms(
         own.preprocess_val(Image.new("RGB", (64, 64), (shade,) * 3)) for shade in (0, 255)
     )
     unit = (light - dark).mean(dim=(1, 2), keepdim=True)  # of each channel, from dark to light
-    moved = ((first - second).abs() * (1.0 / unit)).amax(dim=(1, 2, 3)) * _SHADES
+    moved = ((first - second).abs() * (1.0 / unit)).amax(dim=(1, 2, 3)) * 255.0
+    features = _in_batches(own.encode_image, first), _in_batches(other.encode_image, second)
+    return {
+        "pixels": round(float(moved.max()), 3),
+        "pixels_of": [name for name, m in zip(pictures, moved, strict=True) if m >= 2.0][:10],
+        "image_features_own_pixels": _largest(*features),
+    }
+
+
+def _compare_tokens(own: Any, other: Any, texts: Sequence[str], first: Tensor) -> dict[str, Any]:
+    """The certificate's fields about tokenizers; `first` are the tokens of the own one."""
     reads_to_end = hasattr(own.tokenizer, "bpe_ranks")  # CLIP, whatever fills the rest
     differing = []
-    for text, a, b in zip(probes.texts, tokens, other.tokenizer([*probes.texts]), strict=True):
+    for text, a, b in zip(texts, first, other.tokenizer([*texts]), strict=True):
         if reads_to_end:
             a, b = (ids[: int(ids.argmax()) + 1] for ids in (a, b))
         if not torch.equal(a, b):
             differing.append(text)
-    features = (
-        _in_batches(own.encode_image, first),
-        _in_batches(other.encode_image, second),
-    )
-    return {
-        "pixels": round(float(moved.max()), 3),
-        "pixels_of": [n for n, m in zip(probes.images, moved, strict=True) if m >= _NOTED][:_NAMES],
-        "tokens": len(differing),
-        "tokens_of": [text[:80] for text in differing[:_NAMES]],
-        "image_features_own_pixels": _largest(*features),
-    }
+    return {"tokens": len(differing), "tokens_of": [text[:80] for text in differing[:10]]}
 
 
 def _in_batches(encode: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
@@ -240,22 +213,19 @@ def read_probes(images: Path | None, texts: Path | None, num_images: int) -> Pro
             raise ValueError(f"{texts} is not UTF-8 text: {error}") from None
         if not lines:
             raise ValueError(f"{texts} is empty: give a text per line")
-    return Probes(drawn_images() if images is None else _read_images(images, num_images), lines)
-
-
-def _read_images(folder: Path, most: int) -> dict[str, Image.Image]:
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    if images is None:
+        return Probes(drawn_images(), lines)
+    paths = sorted(path for path in images.rglob("*") if path.suffix.lower() in SUFFIXES)
     if not paths:
-        raise FileNotFoundError(f"no pictures below {folder}: give a folder of .jpg or .png files")
-    pictures = {}
-    for path in paths[:: -(-len(paths) // most)]:
+        raise FileNotFoundError(f"no pictures below {images}: give a folder of .jpg or .png files")
+    pictures: dict[str, Any] = {}
+    for path in paths[:: -(-len(paths) // num_images)]:
         try:
             image = decode(path.read_bytes(), MAX_IMAGE_PIXELS, reads_arrays=False)
         except DecodeError as error:
             raise ValueError(f"image {path} cannot be decoded ({error}): take it out") from None
-        assert isinstance(image, Image.Image)
-        pictures[str(path.relative_to(folder))] = image
-    return pictures
+        pictures[str(path.relative_to(images))] = image
+    return Probes(pictures, lines)
 
 
 def drawn_images() -> dict[str, Image.Image]:

@@ -9,15 +9,17 @@ import glob
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mclclip import files
-from mclclip.export import certificate, model_card, targets
+from mclclip.export import certificate, hub, targets
 from mclclip.export.certificate import Certificate, Probes
-from mclclip.export.push import open_repository
 from mclclip.export.targets import Precision, Source
 from mclclip.models import weights
 from mclclip.run import artifacts
@@ -38,7 +40,7 @@ def run(
     num_images: int = 64,
     push: str | None = None,
     public: bool | None = None,
-    hub: Any = None,
+    api: Any = None,
     force: Force = False,
 ) -> Path:
     """Writes the encoder in ``model`` (an export: a stage, a soup, a concat; for `clip_retrieval` a
@@ -46,12 +48,12 @@ def run(
 
     ``images``, ``texts``: a folder of pictures and a file with a text per line, on which the two
     are compared (default: drawn ones); the differences are in ``certificate.json``. ``push``: a
-    repository ORG/NAME that gets the finished export, by the client ``hub``; everybody may read it
-    if ``public``. Raises FileNotFoundError where there is no such model, ValueError where the other
-    library cannot hold it, ``out`` holds other files, a package is missing or features differ, and
-    before all work the errors of ``open_repository``; nothing is left then.
+    repository ORG/NAME that gets the finished export, by the hub's client ``api``; everybody may
+    read it if ``public``. Raises FileNotFoundError where there is no such model, ValueError where
+    the other library cannot hold it, ``out`` holds other files, a package is missing or features
+    differ, and before all work the errors of ``open_repository``; nothing is left then.
     """
-    source = _source(to, model, precision)
+    target, source = _opened(to, model, precision)
     out = out if out.name not in ("", "..") else out.resolve()  # a name is needed beside it
     if out.resolve() == source.directory.resolve():
         raise ValueError(f"--out {out} is the model itself: give a new folder")
@@ -59,24 +61,23 @@ def run(
     if public and push is None:
         raise ValueError("--public is of --push ORG/NAME: give that too, or leave it out")
     probes = certificate.read_probes(images, texts, num_images)
+    pixels = {n: files.digest_array(np.asarray(image)) for n, image in probes.images.items()}
     fields = {
         "to": to,
         "precision": source.precision,
-        "images": None if images is None else probes.digest_of_images,
+        "images": None if images is None else files.digest_json(pixels),
         "texts": None if texts is None else files.digest_json([*probes.texts]),
     }
     inputs = {"model": source.digest}
-    if read_beside := getattr(targets.find(to), "inputs", None):
+    if read_beside := getattr(target, "inputs", None):
         inputs |= read_beside(source)
-    opened = partial(
-        Artifact.open, out, kind="converted", config=fields, inputs=inputs, force=force
-    )
-    finished = not force and opened(write=False).finished
-    upload = None if push is None else open_repository(to, push, public=bool(public), api=hub)
+    open_ = partial(Artifact.open, out, kind="converted", config=fields, inputs=inputs, force=force)
+    finished = not force and open_(write=False).finished
+    upload = None if push is None else hub.open_repository(to, push, bool(public), api)
     if finished:
         log.info("%s is finished: skipped", out)
     else:
-        proofs, artifact = _write(to, source, out, probes, opened)
+        proofs, artifact = _write(to, source, out, probes, open_)
         paths = [p for p in sorted(out.rglob("*")) if p.is_file() and p.name != artifacts.INTENT]
         records = files.records_of(out, *(str(path.relative_to(out)) for path in paths))
         counts = {"images": len(probes.images), "texts": len(probes.texts)}
@@ -88,27 +89,31 @@ def run(
     return out
 
 
-def _source(to: str, model: Path, precision: Precision | None) -> Source:
+def _opened(
+    to: str, model: Path, precision: Precision | None
+) -> tuple[targets.ExportTarget, Source]:
+    """The target and the source. Raises ValueError for a precision that the target has not, and
+    FileNotFoundError where it wants a model and there is none."""
+    target = targets.find(to)
     source = Source(Path(str(model).removeprefix("local-dir:")), precision or "fp32")
-    if source.precision not in targets.precisions(to):
-        others = [name for name in targets.names() if precision in targets.precisions(name)]
+    if source.precision not in getattr(target, "PRECISIONS", ("fp32",)):
+        found = {name: getattr(targets.find(name), "PRECISIONS", ()) for name in targets.names()}
+        several = ", ".join(name for name, formats in found.items() if precision in formats)
         raise ValueError(
-            f"--precision {precision} is of --to {', '.join(others)}, and this is --to {to}: leave "
-            "it out"
+            f"--precision {precision} is of --to {several}, and this is --to {to}: leave it out"
         )
-    is_export = source.is_concat or weights.has_config(source.directory)
-    if targets.find(to).IS_MODEL and not is_export:
+    if target.IS_MODEL and not (source.is_concat or weights.has_config(source.directory)):
         raise FileNotFoundError(
             f"no exported model at {source.directory}: run 'mclclip export' first"
         )
-    return source
+    return target, source
 
 
 def _write(
-    to: str, source: Source, out: Path, probes: Probes, opened: partial[Artifact]
+    to: str, source: Source, out: Path, probes: Probes, open_: Callable[[], Artifact]
 ) -> tuple[list[Certificate], Artifact]:
     """Writes all files but the manifest. Nothing is in `out` before all certificates hold, and an
-    old folder stays where they do not."""
+    old folder stays where they do not: ValueError."""
     for path in out.parent.glob(f".{glob.escape(out.name)}.*.tmp"):  # of conversions killed before
         number = path.name.removesuffix(".tmp").removeprefix(f".{out.name}.")
         if number.isdecimal() and start_of_process(int(number)) is None:
@@ -121,12 +126,15 @@ def _write(
         proofs = target.certify(source, begun, probes)
         assert proofs, "a target without a runtime certifies nothing"
         for proof in proofs:
-            _check(source, proof)
+            if not proof.holds:
+                raise ValueError(
+                    f"{source.directory} is not converted: {proof.difference()}; the model has a "
+                    "part that the other library has not, or runs otherwise"
+                )
         record = {"runtimes": [asdict(proof) for proof in proofs]}
         files.write_json(begun / "certificate.json", record)
-        card = model_card.text(to, target.CARD, source, proofs)
-        files.write_bytes(begun / model_card.FILE, card.encode())
-        artifact = opened()
+        files.write_bytes(begun / hub.CARD, hub.card(to, source, proofs).encode())
+        artifact = open_()
         for path in sorted(begun.iterdir()):
             if (out / path.name).is_dir():
                 shutil.rmtree(out / path.name)
@@ -134,20 +142,6 @@ def _write(
     finally:
         shutil.rmtree(begun, ignore_errors=True)
     return proofs, artifact
-
-
-def _check(source: Source, proof: Certificate) -> None:
-    """Raises ValueError where features differ in a runtime."""
-    if proof.holds:
-        return
-    scale = proof.logit_scale
-    scales = "" if scale is None else f" (and logit scales by {scale:.2g} of their value)"
-    raise ValueError(
-        f"{source.directory} is not converted: features in {proof.runtime} differ by "
-        f"{proof.largest:.2g}{scales}, wanted at most {proof.bound:g}"
-        f"{scales and f' ({certificate.BOUND:g})'}; the model has a part that "
-        "the other library has not, or runs otherwise"
-    )
 
 
 def _report(out: Path, proof: Certificate) -> None:

@@ -29,26 +29,17 @@ _OPTION = "export.weights.held_out"
 
 @dataclass(frozen=True)
 class Pairs:
-    """Images with one caption each, and the shards they lie in: name -> digest of the file."""
+    """Images with one caption each, and where they are from.
+
+    digest  of the shards' contents and the ordered keys of the pairs
+    record  for a manifest: the number of pairs, the keys of the first and the last one, and the
+            digests of their shards by name
+    """
 
     images: list[StoredImage]
     captions: list[str]
-    shards: Mapping[str, str]
-
-    @property
-    def digest(self) -> str:
-        """Digest of the shards' contents and the ordered keys of the pairs."""
-        return files.digest_json([dict(self.shards), files.digest_keys(self._keys)])
-
-    def record(self) -> dict[str, Any]:
-        """Their number, the keys of the first and the last one, and the digests of their shards,
-        as a manifest records them."""
-        keys, shards = self._keys, dict(self.shards)
-        return {"samples": len(keys), "first": keys[0], "last": keys[-1], "shards": shards}
-
-    @property
-    def _keys(self) -> list[str]:
-        return [f"{image.path.name}/{image.key}" for image in self.images]
+    digest: str
+    record: dict[str, Any]
 
 
 def check(config: Config) -> None:
@@ -78,12 +69,6 @@ def check(config: Config) -> None:
             )
 
 
-def check_unseen(config: Config) -> None:
-    """Raises ValueError, once the run has an index, where its trainings draw held-out images."""
-    if "weighted" in config.export.concat:
-        read(config)
-
-
 def read(config: Config) -> Pairs:
     """The pairs of ``export.weights``; ValueError where a training draws their images."""
     check(config)
@@ -102,7 +87,13 @@ def read(config: Config) -> Pairs:
             "held-out pairs are those that no training has read; give other shards"
         )
     shards = {path.name: files.digest_file(path) for path in sorted({i.path for i in images})}
-    return Pairs(images, [data.captions[first[row]] for row in rows], shards)
+    keys = [f"{image.path.name}/{image.key}" for image in images]
+    return Pairs(
+        images,
+        [data.captions[first[row]] for row in rows],
+        digest=files.digest_json([shards, files.digest_keys(keys)]),
+        record={"samples": len(keys), "first": keys[0], "last": keys[-1], "shards": shards},
+    )
 
 
 def fit(config: Config, context: Context, stages: Mapping[str, Path], pairs: Pairs) -> StageWeights:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,40 +35,25 @@ def transposed(tensor: Tensor) -> Tensor:
     return tensor.T.contiguous()
 
 
-def _blocks(own: str, other: str, names: Mapping[str, str]) -> dict[str, str]:
-    return {f"{own}.N.{name}": f"{other}.N.{there}" for name, there in names.items()}
+# Parts of a transformer's block, in one order, as every library calls them.
+OPEN_CLIP = ("ln_1", "ln_2", "attn.in_proj", "attn.out_proj", "mlp.c_fc", "mlp.c_proj")
+TIMM = ("norm1", "norm2", "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+_HF = tuple("layer_norm1 layer_norm2 self_attn.QKV_proj self_attn.out_proj mlp.fc1 mlp.fc2".split())
+_STAGES = ("ln_1", "ln_2", "in_proj", "out_proj", "c_fc", "c_proj")
 
 
-_BLOCK = {  # of open_clip's text tower and plain ViT
-    "ln_1": "layer_norm1",
-    "ln_2": "layer_norm2",
-    "attn.in_proj": "self_attn.QKV_proj",
-    "attn.out_proj": "self_attn.out_proj",
-    "mlp.c_fc": "mlp.fc1",
-    "mlp.c_proj": "mlp.fc2",
-}
-_TIMM_BLOCK = {
-    "norm1": "layer_norm1",
-    "norm2": "layer_norm2",
-    "attn.qkv": "self_attn.QKV_proj",
-    "attn.proj": "self_attn.out_proj",
-    "mlp.fc1": "mlp.fc1",
-    "mlp.fc2": "mlp.fc2",
-}
-_STAGES_BLOCK = {
-    "ln_1": "ln_1",
-    "ln_2": "ln_2",
-    "attn.in_proj": "in_proj",
-    "attn.out_proj": "out_proj",
-    "mlp.c_fc": "c_fc",
-    "mlp.c_proj": "c_proj",
-}
+def blocks(own: str, parts: Sequence[str], to: str, others: Sequence[str]) -> dict[str, str]:
+    """The entries of a table for the blocks below `own`, which lie below `to` there."""
+    pairs = zip(parts, others, strict=True)
+    return {f"{own}.N.{part}": f"{to}.N.{other}" for part, other in pairs}
+
+
 _TEXT: Table = {
     "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
     "positional_embedding": "text_model.embeddings.position_embedding.weight",
     "ln_final": "text_model.final_layer_norm",
     "attn_mask": None,  # a constant
-    **_blocks("transformer.resblocks", "text_model.encoder.layers", _BLOCK),
+    **blocks("transformer.resblocks", OPEN_CLIP, "text_model.encoder.layers", _HF),
 }
 _CLIP: Table = {
     **_TEXT,
@@ -80,8 +65,9 @@ _CLIP: Table = {
     "visual.ln_post": "vision_model.post_layernorm",
     "visual.proj": ("visual_projection.weight", transposed),
     "logit_scale": ("logit_scale", lambda tensor: tensor.reshape(())),
-    **_blocks("visual.transformer.resblocks", "vision_model.encoder.layers", _BLOCK),
+    **blocks("visual.transformer.resblocks", OPEN_CLIP, "vision_model.encoder.layers", _HF),
 }
+_POSITIONS = "text_model.embeddings.position_embedding.weight"
 _POOL = "vision_model.head.attention.in_proj"
 _SIGLIP: Table = {
     **_TEXT,
@@ -102,7 +88,7 @@ _SIGLIP: Table = {
     "visual.trunk.attn_pool.mlp.fc2": "vision_model.head.mlp.fc2",
     "logit_scale": ("logit_scale", lambda tensor: tensor.reshape(1)),
     "logit_bias": ("logit_bias", lambda tensor: tensor.reshape(1)),
-    **_blocks("visual.trunk.blocks", "vision_model.encoder.layers", _TIMM_BLOCK),
+    **blocks("visual.trunk.blocks", TIMM, "vision_model.encoder.layers", _HF),
 }
 _STAGE_TEXT: Table = {
     "token_embedding.weight": "token_embedding.weight",
@@ -110,7 +96,7 @@ _STAGE_TEXT: Table = {
     "ln_final": "ln_final",
     "attn_mask": None,
     "text_projection": ("proj.weight", transposed),
-    **_blocks("transformer.resblocks", "blocks", _STAGES_BLOCK),
+    **blocks("transformer.resblocks", OPEN_CLIP, "blocks", _STAGES),
 }
 _STAGE_VISION: Table = {
     "visual.class_embedding": "trunk.class_embedding",
@@ -119,7 +105,7 @@ _STAGE_VISION: Table = {
     "visual.ln_pre": "trunk.ln_pre",
     "visual.ln_post": "ln_post",
     "visual.proj": ("proj.weight", transposed),
-    **_blocks("visual.transformer.resblocks", "blocks", _STAGES_BLOCK),
+    **blocks("visual.transformer.resblocks", OPEN_CLIP, "blocks", _STAGES),
 }
 
 
@@ -193,7 +179,7 @@ def clip(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "text_config": _tower("clip_text_model", model.text_tower.transformer.resblocks)
         | width
         | {
-            "max_position_embeddings": _context_length(tensors),
+            "max_position_embeddings": len(tensors[_POSITIONS]),
             "vocab_size": words,
             "bos_token_id": words - 2,
             "eos_token_id": words - 1,
@@ -247,7 +233,7 @@ def siglip(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
         | _picture_sizes(tensors, patches, what),
         "text_config": _tower("siglip_text_model", model.text_tower.transformer.resblocks)
         | {
-            "max_position_embeddings": _context_length(tensors),
+            "max_position_embeddings": len(tensors[_POSITIONS]),
             "vocab_size": len(tensors["text_model.embeddings.token_embedding.weight"]),
             "projection_size": len(tensors["text_model.head.bias"]),
         },
@@ -291,17 +277,13 @@ def _picture_sizes(tensors: Mapping[str, Tensor], num_patches: int, what: str) -
     }
 
 
-def _context_length(tensors: Mapping[str, Tensor]) -> int:
-    return len(tensors["text_model.embeddings.position_embedding.weight"])
-
-
 # --- joined stages -----------------------------------------------------------------------------
 
 
 def stages(encoder: Encoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """`config.json` and the tensors of a joined encoder as a `StagesModel`; those of the trunk
     once. Raises ValueError for other towers than open_clip's plain ViT."""
-    models = encoder.models
+    models = encoder.stages
     whole, _ = clip(models[0])
     vision = {k: v for k, v in whole["vision_config"].items() if k != "model_type"}
     text = {k: v for k, v in whole["text_config"].items() if not k.endswith("token_id")}

@@ -29,8 +29,8 @@ from torch import Tensor
 from mclclip import files
 from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode
 from mclclip.eval.images import SUFFIXES, StoredImage, read_shards
-from mclclip.eval.options import BenchmarkConfig
 from mclclip.eval.outcomes import Unit
+from mclclip.eval.protocols import BenchmarkConfig
 from mclclip.eval.results import Result
 from mclclip.export import written
 from mclclip.figures import drawing
@@ -99,8 +99,8 @@ def run(
     files, on which batch norms are estimated again where the models' own differ.
 
     Raises ValueError for models that have no average (``soup.check_ingredients``), for what a
-    method needs and was not given and for what it cannot use, and FileNotFoundError where there is
-    no such model. After an error there is no soup in ``out``.
+    method needs and was not given and for what it cannot use, FileNotFoundError where there is no
+    such model, and RuntimeError for a damaged export. After an error there is no soup in ``out``.
     """
     refuse_foreign(out, "--out")
     named = _named(models)
@@ -120,12 +120,12 @@ def run(
     }
     inputs = {name: files.digest_file(weights.find_weights(path)) for name, path in named.items()}
     search = _Search(named, images, judge, tuple(metrics), out / "scores")
-    choose = {
+    choose: dict[Method, Callable[[], Choice]] = {
         "uniform": partial(_uniform, search),
         "greedy": partial(_greedy, search),
         "wise": partial(_wise, search, alpha, alphas),
-    }[method]
-    return written(out, "soup", fields, inputs, force, partial(_write, search, choose))
+    }
+    return written(out, "soup", fields, inputs, force, partial(_write, search, choose[method]))
 
 
 def _write(search: _Search, choose: Callable[[], Choice], directory: Path) -> dict[str, Any]:
@@ -206,17 +206,15 @@ def _check_options(
 
 
 def _check_models(paths: Sequence[Path], judge: Judge, images: Path | None, any_base: bool) -> None:
-    """Raises the errors of ``soup.check_ingredients``, RuntimeError for a damaged export, and
-    ValueError where the judge reads texts without a text tower or batch norms need images."""
+    """Raises what ``run`` says of models."""
     soup.check_ingredients(paths, any_base=any_base, advice=_ADVICE)
     for path in paths:
         weights.check_recorded(path)
-    without = [path for path in paths if not has_texts(path)]
-    if without and judge.read_texts:
-        raise ValueError(
-            f"{without[0]} is an image encoder without a text tower, and {judge.read_texts[0]} "
-            "compares images with texts: take a suite of benchmarks such as knn"
-        )
+        if judge.read_texts and not has_texts(path):
+            raise ValueError(
+                f"{path} is an image encoder without a text tower, and {judge.read_texts[0]} "
+                "compares images with texts: take a suite of benchmarks such as knn"
+            )
     if images is None and soup.needs_statistics(paths):
         raise ValueError(
             "the models have batch norms with different running statistics, which have no average "
@@ -278,10 +276,6 @@ class _Search:
         mean = math.fsum(figures[name].value for name in deciding) / len(deciding)
         return figures[deciding[0]].unit.sign * mean
 
-    def alone(self, number: int) -> list[float]:
-        """The shares of one ingredient by itself."""
-        return [float(other == number) for other in range(len(self.named))]
-
 
 def _images(folder: Path, model: Model) -> Iterator[Tensor]:
     """Yields batches of images [B, C, H, W] of a folder: of its shards, or else of the pictures
@@ -321,7 +315,8 @@ def _uniform(search: _Search) -> Choice:
     shares = [1.0] * len(search.named)
     if not search.judge.benchmarks:
         return shares, {}, ""
-    every = {name: search.measure(search.alone(n), name) for n, name in enumerate(search.named)}
+    alone = np.eye(len(shares)).tolist()
+    every = {n: search.measure(own, n) for n, own in zip(search.named, alone, strict=True)}
     every["soup_uniform"] = search.measure(shares, "soup_uniform")
     return shares, {}, _table("model", every)
 
@@ -330,11 +325,11 @@ def _greedy(search: _Search) -> Choice:
     """Models by their own score, the best first (of equal ones the first given); each is kept if
     the soup with it scores at least what the soup without it does. So the score is never below
     that of the best model."""
-    names = [*search.named]
-    figures = [search.measure(search.alone(number), name) for number, name in enumerate(names)]
+    names, single = [*search.named], np.eye(len(search.named)).tolist()
+    figures = [search.measure(own, name) for own, name in zip(single, names, strict=True)]
     alone = [search.score(one) for one in figures]
     first, *others = sorted(range(len(names)), key=lambda number: -alone[number])
-    shares, best = search.alone(first), alone[first]
+    shares, best = single[first], alone[first]
     trace = [{"model": names[first], "alone": best, "soup": best, "kept": True}]
     for step, number in enumerate(others, start=2):
         tried = [share + (other == number) for other, share in enumerate(shares)]
@@ -363,7 +358,7 @@ def _wise(search: _Search, alpha: float | None, alphas: Sequence[float] | None) 
     scores = {a: search.score(figures) for a, figures in every.items()}
     best = max(points, key=lambda a: scores[a]) if alpha is None else alpha
     figures = every[best]
-    curve = {
+    curve: dict[str, Any] = {
         "models": [*search.named],
         "alphas": points,
         "decided_by": search.deciding(figures),
@@ -371,8 +366,16 @@ def _wise(search: _Search, alpha: float | None, alphas: Sequence[float] | None) 
         "values": {name: [every[a][name].value for a in points] for name in figures},
     }
     files.write_json(search.scores / "curve.json", curve)
-    main = _main(figures)
-    _draw(search.scores / "curve.png", curve, {name: figures[name].unit for name in main})
+    main, (first, second) = _main(figures), curve["models"]
+    try:
+        drawing.library()
+    except ValueError as error:  # the soup does not depend on it
+        log.warning("the curve is not drawn: %s", error)
+    else:
+        series = {name: curve["values"][name] for name in main}
+        unit = " or ".join(sorted({figures[name].unit.name for name in main}))
+        title = f"from {first} (0) to {second} (1)"
+        drawing.curves(search.scores / "curve.png", title, points, series, "alpha", unit, best)
     price = {}
     if 0.0 in every:
         price = {name: figures[name].value - row.value for name, row in every[0.0].items()}
@@ -384,20 +387,6 @@ def _wise(search: _Search, alpha: float | None, alphas: Sequence[float] | None) 
         ]
         table += f"; against alpha 0: {', '.join(changes)}"
     return [1.0 - best, best], curve | {"price": price}, table
-
-
-def _draw(path: Path, curve: Mapping[str, Any], units: Mapping[str, Unit]) -> None:
-    """Draws the main figures over alpha; ``units`` are theirs."""
-    try:
-        drawing.library()
-    except ValueError as error:  # the soup does not depend on it
-        log.warning("the curve is not drawn: %s", error)
-        return
-    first, second = curve["models"]
-    series = {name: curve["values"][name] for name in units}
-    title = f"from {first} (0) to {second} (1)"
-    unit = " or ".join(sorted({unit.name for unit in units.values()}))
-    drawing.curves(path, title, curve["alphas"], series, "alpha", unit, curve["alpha"])
 
 
 def _main(figures: Figures) -> list[str]:

@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from mclclip.eval import logistic
-from mclclip.figures import drawing, encoders
-from mclclip.figures.encoders import PixelEncoder
-from mclclip.figures.inputs import EXPORTS, Figure, Inputs
+from mclclip.figures import drawing
+from mclclip.figures.inputs import EXPORTS, Figure, Inputs, PixelEncoder
 from mclclip.randomness import mix
 
 MOVED, TESTED = 1_000, 500
@@ -38,7 +37,7 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
     data: dict[str, dict[str, Any]] = {}
     bars: dict[str, dict[str, float]] = {}
     for stage in inputs.stages:
-        encoder = encoders.load(inputs, stage) if inputs.attributes else None
+        encoder = inputs.encoder(stage) if inputs.attributes else None
         if encoder is None:
             continue
         for attribute in inputs.attributes:
@@ -57,7 +56,7 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
 
 def readouts(inputs: Inputs, encoder: PixelEncoder, attribute: str) -> dict[str, Any] | None:
     """The figures of one stage and attribute; None where it has fewer than two values."""
-    codes = inputs.index.attribute(attribute)[0][inputs.ids]
+    codes = inputs.run.index.attribute(attribute)[0][inputs.ids]
     rows = np.random.default_rng([inputs.config.seed, 11]).permutation(np.flatnonzero(codes >= 0))
     rows = rows[: MOVED + TESTED]
     cut = len(rows) - min(TESTED, len(rows) // 3)
@@ -85,7 +84,7 @@ def readouts(inputs: Inputs, encoder: PixelEncoder, attribute: str) -> dict[str,
     mask = reached.cpu().numpy()
     return {
         "accuracy_percent": {
-            "D": _percent(readout.predict(tested), truth),
+            "D": 100.0 * float((readout.predict(tested) == truth).mean()),
             "D_R": _accuracy(after, labels[mask], tested, truth),
             "D_NR": _accuracy(after, targets.cpu().numpy()[mask], tested, truth),
         },
@@ -105,11 +104,8 @@ def _accuracy(
     """Percent of right answers; None where there are not two classes to train on."""
     if len(np.unique(labels)) < 2:
         return None
-    return _percent(logistic.fit(features, labels, _STRENGTH).predict(tested), truth)
-
-
-def _percent(predicted: NDArray[np.int64], truth: NDArray[np.int64]) -> float:
-    return float(100.0 * (predicted == truth).mean())
+    predicted = logistic.fit(features, labels, _STRENGTH).predict(tested)
+    return 100.0 * float((predicted == truth).mean())
 
 
 # --- the sets ---------------------------------------------------------------------------------
@@ -143,44 +139,29 @@ def move_to_targets(
     eps             each step adds -eps * sign of the gradient of the cross-entropy with the target,
                     and cuts pixels to [0, 1]
 
-    An image whose target the readout says already stays as it is. Raises ValueError for an encoder
-    in training mode, whose batch norms would mix the images.
+    An image whose target the readout says already stays as it is.
     """
-    if isinstance(encoder, nn.Module) and encoder.training:
-        raise ValueError("the encoder is in training mode: call eval() on it first")
 
     def readout(x: Tensor) -> Tensor:
         return functional.linear(encoder(x), weight, bias)
 
-    parts: list[tuple[Tensor, Tensor, Tensor]] = []
-    for start in range(0, len(images), batch_size):
-        rows = slice(start, start + batch_size)
-        chosen = images[rows].detach().clone()
-        parts.append(_move(readout, chosen, targets[rows], eps, max_steps))
-    moved, steps, reached = (torch.cat(each) for each in zip(*parts, strict=True))
-    return moved, steps, reached
-
-
-def _move(
-    readout: Callable[[Tensor], Tensor], images: Tensor, targets: Tensor, eps: float, most: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One batch: the images as they are moved, their steps, and whether they reached the target."""
-    steps = torch.zeros_like(targets)
-    with torch.no_grad():
-        reached = readout(images).argmax(dim=1) == targets
-    for _ in range(most):
-        going = (~reached).nonzero()[:, 0]
-        if not len(going):
-            break
-        x = images[going].requires_grad_()
-        with torch.enable_grad():
-            loss = functional.cross_entropy(readout(x), targets[going], reduction="sum")
-            (gradient,) = torch.autograd.grad(loss, x)
-        with torch.no_grad():
-            images[going] = (x - eps * gradient.sign()).clamp(0.0, 1.0)
+    moved = images.detach().clone()
+    steps, reached = torch.zeros_like(targets), torch.zeros_like(targets, dtype=torch.bool)
+    for going in torch.split(torch.arange(len(images), device=images.device), batch_size):
+        for step in range(max_steps + 1):
+            with torch.no_grad():
+                reached[going] = readout(moved[going]).argmax(dim=1) == targets[going]
+            going = going[~reached[going]]
+            if step == max_steps or not len(going):
+                break
+            x = moved[going].requires_grad_()
+            with torch.enable_grad():
+                loss = functional.cross_entropy(readout(x), targets[going], reduction="sum")
+                (gradient,) = torch.autograd.grad(loss, x)
+            with torch.no_grad():
+                moved[going] = (x - eps * gradient.sign()).clamp(0.0, 1.0)
             steps[going] += 1
-            reached[going] = readout(images[going]).argmax(dim=1) == targets[going]
-    return images, steps, reached
+    return moved, steps, reached
 
 
 FIGURE = Figure(

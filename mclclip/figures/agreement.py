@@ -18,7 +18,7 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
     stages = {name: np.asarray(clusters.labels[:, 0]) for name, clusters in inputs.clusters.items()}
     if not stages:
         return None
-    others = stages | {name: inputs.index.attribute(name)[0] for name in inputs.attributes}
+    others = stages | {name: inputs.run.index.attribute(name)[0] for name in inputs.attributes}
     values = [[ami(own, other) for other in others.values()] for own in stages.values()]
     with drawing.canvas(path, 1.8 + 0.8 * len(others), 1.4 + 0.5 * len(stages)) as figure:
         axes = figure.subplots()

@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mclclip.data.decode import as_picture
-from mclclip.figures import drawing, encoders
-from mclclip.figures.encoders import PixelEncoder
+from mclclip.figures import drawing
 from mclclip.figures.gates import unlike_pairs
-from mclclip.figures.inputs import EXPORTS, ClassGates, Figure, Inputs
+from mclclip.figures.inputs import EXPORTS, ClassGates, Figure, Inputs, PixelEncoder
 
 PAIRS, VIEWS, MAP_SIZE = 2, 16, 32
 _BRIGHTNESS = (1.0, 1.1, 0.9)
@@ -48,7 +47,7 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
     for stage in inputs.stages:
         gates = inputs.gates.get(stage.name)
         pairs = _class_pairs(inputs, gates)
-        encoder = encoders.load(inputs, stage, gates) if pairs else None
+        encoder = inputs.encoder(stage, gates) if pairs else None
         if encoder is None:
             continue
         data[stage.name] = []
@@ -68,7 +67,7 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
             similar = ", ".join(f"{m['similarity']:.2f}" for m in maps.values())
             titles.append(f"{stage.name}: {classes}; similarity {similar}")
             rows.append(row)
-            keys = inputs.index.keys(drawn)
+            keys = inputs.run.index.keys(drawn)
             entry = {"classes": classes, "anchor": keys[0], "positive": keys[1:]}
             data[stage.name].append(entry | maps)
     if not rows:
@@ -87,7 +86,7 @@ def _class_pairs(
         return [(gates.title(pair), gates.codes, pair) for pair in unlike]
     pairs: list[tuple[str, NDArray[np.integer], Sequence[int]]] = []
     for attribute in inputs.attributes:
-        codes, names = inputs.index.attribute(attribute)
+        codes, names = inputs.run.index.attribute(attribute)
         drawn = np.random.default_rng([inputs.config.seed, 9]).permutation(len(names))
         for pair in drawn[: len(drawn) // 2 * 2].reshape(-1, 2)[:PAIRS].tolist():
             title = " and ".join(names[code] for code in pair)
@@ -207,11 +206,8 @@ def clam(
     views      of the anchor; the map is about pixels that a view sees, and 0 elsewhere
     gate       [D], multiplies the features of both sides (None: all dimensions count alike)
 
-    Parameters keep their gradients. Raises ValueError without views, where the layer takes no part
-    in the encoder, and where its output has another shape.
+    Parameters keep their gradients. Raises ValueError where the layer's output has another shape.
     """
-    if not views:
-        raise ValueError("there are no views of the anchor: give the whole of it at least")
     images = torch.stack([view.of(anchor) for view in views])
     open_gate = torch.ones(()) if gate is None else gate.detach()
     with torch.no_grad():
@@ -219,10 +215,9 @@ def clam(
     with torch.enable_grad(), _kept(layer) as outputs:
         features = encoder(images.requires_grad_()) * open_gate
         similarity = functional.cosine_similarity(features, wanted, dim=1).mean()
-        if not outputs:
-            raise ValueError("the layer is not run by the encoder: give one of its own layers")
         (gradient,) = torch.autograd.grad(similarity, outputs[0])
-    maps = _grad_cam(_as_images(outputs[0].detach()), _as_images(gradient))
+    channels = _as_images(gradient).mean(dim=(2, 3), keepdim=True)
+    maps = (channels * _as_images(outputs[0].detach())).sum(dim=1).relu()
     total, seen = (anchor.new_zeros(anchor.shape[1:]) for _ in range(2))
     for view, values in zip(views, maps, strict=True):
         view.lay_back(values, total, seen)
@@ -278,12 +273,6 @@ def _as_images(values: Tensor) -> Tensor:
     side = math.isqrt(values.shape[1])
     tokens = values[:, -side * side :].transpose(1, 2)
     return tokens.reshape(len(values), -1, side, side)
-
-
-def _grad_cam(activations: Tensor, gradients: Tensor) -> Tensor:
-    """[n, h, w]: activations [n, c, h, w] times their channels' mean gradients, at least 0."""
-    weights = gradients.mean(dim=(2, 3), keepdim=True)
-    return (weights * activations).sum(dim=1).relu()
 
 
 def _resized(image: Tensor, height: int, width: int) -> Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mclclip.figures import drawing
-from mclclip.figures.inputs import GATES, ClassGates, Figure, Inputs, unit_rows, without_nan
+from mclclip.figures.inputs import GATES, Figure, Inputs, unit_rows, without_nan
 from mclclip.figures.overlap import class_similarity
 
 _OPEN = 0.5
@@ -28,9 +28,15 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
         gates = learned.of_classes()
         names = [*learned.names[: len(gates)]]
         tables = {"open in both": gate_similarity(gates)}
-        if name in inputs.features:
-            tables |= _of_features(inputs, inputs.features[name], learned, len(names))
-        labels = unit_rows(learned.subspaces.filter.labels.weight.numpy()[: len(names)])
+        codes = learned.codes[inputs.ids]
+        known = (codes >= 0) & (codes < len(names))
+        if name in inputs.features and known.any():
+            classes, cosines = class_similarity(inputs.features[name][known], codes[known])
+            tables["features"] = np.full(
+                (len(names), len(names)), np.nan
+            )  # of classes with too few samples
+            tables["features"][np.ix_(classes, classes)] = cosines
+        labels = unit_rows(learned.filter.labels.weight.numpy()[: len(names)])
         tables["label embeddings"] = labels @ labels.T
         panels |= {f"{name}: {measure}": (names, table) for measure, table in tables.items()}
         data[name] = {"classes": names} | {m: without_nan(table) for m, table in tables.items()}
@@ -46,21 +52,6 @@ def gate_similarity(gates: ArrayLike) -> NDArray[np.float64]:
     sharp = (np.asarray(gates) > _OPEN).astype(np.float64)
     shared: NDArray[np.float64] = sharp @ sharp.T
     return shared
-
-
-def _of_features(
-    inputs: Inputs, features: NDArray[np.float32], learned: ClassGates, count: int
-) -> dict[str, NDArray[np.float64]]:
-    """[C, C] mean cosines of the first ``count`` classes, nan where one has too few samples; empty
-    where all have."""
-    codes = learned.codes[inputs.ids]
-    known = (codes >= 0) & (codes < count)
-    if not known.any():
-        return {}
-    classes, cosines = class_similarity(features[known], codes[known])
-    table = np.full((count, count), np.nan)
-    table[np.ix_(classes, classes)] = cosines
-    return {"features": table}
 
 
 def _draw_tables(path: Path, panels: dict[str, tuple[list[str], NDArray[Any]]]) -> None:

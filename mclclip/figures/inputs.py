@@ -1,4 +1,9 @@
-"""What figures are made of: a run, a seeded sample of its rows, and the gates that it learned."""
+"""What figures are made of: a run, a seeded sample of its rows, the gates that it learned, and its
+encoders for pixels between 0 and 1.
+
+Gates act on the features of the projector, which is not exported and is read from the last
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor, nn
 
 from mclclip import checkpoint
 from mclclip.config import Config, TrainConfig
-from mclclip.data.sample_index import SampleIndex
+from mclclip.models.model import Model
 from mclclip.objectives.base import with_prefix
-from mclclip.objectives.label_filter import Subspaces
+from mclclip.objectives.gated_pairs import LabelFilter, normed
 from mclclip.opened_run import Clusters, Run, Stage
 
 log = logging.getLogger("mclclip")
@@ -41,13 +47,15 @@ class ClassGates:
 
     names      [K] of the classes
     codes      [N] of all samples of the index; -1 for none
-    subspaces  label filter and layer norm
+    filter     the label filter
+    norm       of the features that the gates are applied to, if there is one
     projector  the tensors of the model's projector, by name; empty where it has none
     """
 
     names: Sequence[str]
     codes: NDArray[np.integer]
-    subspaces: Subspaces
+    filter: LabelFilter
+    norm: torch.nn.Module | None
     projector: Mapping[str, torch.Tensor]
 
     def of_classes(self) -> NDArray[np.float32]:
@@ -57,12 +65,59 @@ class ClassGates:
     def of_pairs(self, pairs: NDArray[np.int64]) -> NDArray[np.float32]:
         """[P, D]: the gates of pairs [P, 2] of classes."""
         first, second = torch.from_numpy(pairs).T
-        gates: NDArray[np.float32] = self.subspaces.gates(first, second).numpy()
+        with torch.no_grad():
+            gates: NDArray[np.float32] = self.filter(first, second).numpy()
         return gates
 
     def title(self, pair: Sequence[int]) -> str:
         """The names of two classes."""
         return " and ".join(self.names[code] for code in pair)
+
+
+class PixelEncoder(nn.Module):
+    """A stage's encoder for pixels [n, C, H, W] between 0 and 1, which it normalises itself.
+
+    Its features are those of the export, at unit length; with ``gates`` those that the gates act
+    on, behind projector and layer norm.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, model: Model, gates: ClassGates | None = None) -> None:
+        super().__init__()
+        self.model, self.gated = model, gates is not None
+        self.norm = None if gates is None else gates.norm
+        for name, values in zip(("mean", "std"), model.normalization, strict=True):
+            self.register_buffer(name, values)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """[n, C, H, W] -> [n, D]."""
+        images = (pixels - self.mean) / self.std
+        if self.gated:
+            return normed(self.model(image=images)["image_features"], self.norm)
+        return self.model.encode_image(images, normalize=True)
+
+    def pixels(self, images: Sequence[Any]) -> Tensor:
+        """Stored images -> pixels [n, C, H, W] between 0 and 1, of the encoder's size."""
+        prepared = torch.stack([self.model.preprocess_val(image) for image in images])
+        return (prepared.to(self.mean.device) * self.std + self.mean).clamp(0.0, 1.0)
+
+    def of_all(self, pixels: Tensor, batch_size: int) -> NDArray[np.float32]:
+        """[N, D]: the features of pixels [N, C, H, W], a batch at a time."""
+        with torch.no_grad():
+            parts = [self(batch).cpu() for batch in torch.split(pixels, batch_size)]
+        features: NDArray[np.float32] = torch.cat(parts).numpy()
+        return features
+
+    def of_samples(self, inputs: Inputs, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """[n, D]: the features of samples, which are read a batch at a time."""
+        size = inputs.config.embed.batch_size
+        parts = []
+        for start in range(0, len(ids), size):
+            images = inputs.run.images(ids[start : start + size])
+            parts.append(self.of_all(self.pixels(images), size))
+        return np.concatenate(parts)
 
 
 @dataclass(frozen=True)
@@ -81,11 +136,6 @@ class Inputs:
         run = Run.of(self.config)
         _ = run.index
         return run
-
-    @property
-    def index(self) -> SampleIndex:
-        """The run's sample index."""
-        return self.run.index
 
     @cached_property
     def stages(self) -> list[Stage]:
@@ -167,25 +217,43 @@ class Inputs:
     def _learned_gates(self, stage: Stage, options: TrainConfig) -> ClassGates:
         averaged = self.config.export.ema and options.ema_decay is not None
         state = checkpoint.trained_state(stage.directory("train"), averaged=averaged)
-        subspaces = options.objective.subspaces(with_prefix(state, "objective."))
-        attribute, trained = options.objective.reads.attribute, stage.train.inputs
+        label_filter, norm = options.objective.subspaces(with_prefix(state, "objective."))
+        attribute = options.objective.reads.attribute
+        trained = stage.manifest("train").inputs
         if attribute is not None:
             codes: NDArray[np.integer]
-            codes, names = self.index.attribute(attribute)
-            same = trained["index"] == self.index.digest
+            codes, names = self.run.index.attribute(attribute)
+            same = trained["index"] == self.run.index.digest
         else:
             clusters = self.run.stage(stage.number - 1).clusters
             codes = clusters.labels[:, 0]
-            names = [f"cluster {number}" for number in range(subspaces.num_classes)]
+            names = [f"cluster {number}" for number in range(label_filter.num_classes)]
             same = trained["clusters"] == clusters.manifest.digest
-        if not same or len(names) != subspaces.num_classes:
+        if not same or len(names) != label_filter.num_classes:
             raise RuntimeError(
-                f"{stage.name} was trained with other classes ({subspaces.num_classes}) than "
+                f"{stage.name} was trained with other classes ({label_filter.num_classes}) than "
                 f"those of {attribute or 'its clusters'} now ({len(names)}): the index or the "
                 "clusters have changed since, train again"
             )
         projector = with_prefix(state, "model.projector.")
-        return ClassGates(names, codes, subspaces, projector)
+        return ClassGates(names, codes, label_filter, norm, projector)
+
+    def encoder(self, stage: Stage, gates: ClassGates | None = None) -> PixelEncoder | None:
+        """A stage's export on the device; None, and a line in the log, without one. With ``gates``
+        it has the projector that was trained."""
+        if not stage.has("export"):
+            log.info(
+                "%s has no export and is left out: run 'mclclip export --stage %d' to have it in",
+                stage.name, stage.number,
+            )  # fmt: skip
+            return None
+        projector: Sequence[int] = ()
+        if gates is not None:
+            projector = self.config.model_of("train" if stage.number else "base").projector
+        model = stage.encoder(projector=projector)
+        if gates is not None and projector:
+            model.get_submodule("projector").load_state_dict(gates.projector)
+        return PixelEncoder(model, gates).to(self.device).eval()
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 from numpy.typing import ArrayLike, NDArray
 
 from mclclip.eval.outcomes import PERCENT
@@ -46,7 +47,19 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
     for (name, values), correlation in zip(columns.items(), matrix[0, 1:], strict=True):
         title = f"{name}: correlation {correlation:.2f}" if enough else name
         panels[title] = list(zip(models, own, values, strict=True))
-    _draw_points(path, panels)
+    with drawing.canvas(path, 4.2 * len(panels) + 0.4, 3.6) as figure:
+        grid = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axes, (name, named) in zip(grid, panels.items(), strict=True):
+            for label, across, up in named:
+                axes.scatter([across], [up], label=label)
+            axes.set_title(name, fontsize="small")
+            axes.set_xlabel("loss")
+            axes.set_ylabel("error in percent")
+            axes.margins(0.15)
+            axes.locator_params(axis="x", nbins=4)
+        handles, labels = axes.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right upper", fontsize="small")
+        figure.suptitle("loss against readout error")
     return {
         "models": models,
         "loss": own,
@@ -62,21 +75,10 @@ def correlations(
     """Pearson correlations [n, n] of the ``losses`` [M] of M encoders and of their readout
     ``errors``, [M] by name, and the names of the columns, of which the first is ``loss``.
 
-    nan stands where a column does not vary. ValueError for fewer than two encoders, and for columns
-    of different lengths.
+    nan stands where a column does not vary.
     """
-    columns = {"loss": np.asarray(losses, dtype=np.float64)}
-    columns |= {name: np.asarray(column, dtype=np.float64) for name, column in errors.items()}
-    lengths = {name: column.shape for name, column in columns.items()}
-    if len(set(lengths.values())) > 1 or len(columns["loss"]) < 2:
-        raise ValueError(
-            f"columns are of {lengths}: wanted one number for each of 2 encoders or more"
-        )
-    table = np.stack(list(columns.values()))
-    centred = table - table.mean(axis=1, keepdims=True)
-    length = np.linalg.norm(centred, axis=1)
-    length[length == 0.0] = np.nan
-    return [*columns], centred @ centred.T / np.outer(length, length)
+    table = pandas.DataFrame({"loss": losses, **errors}, dtype=np.float64)
+    return [*table.columns], table.corr().to_numpy()
 
 
 def _losses(inputs: Inputs) -> dict[str, float]:
@@ -88,43 +90,19 @@ def _losses(inputs: Inputs) -> dict[str, float]:
         for stage in map(run.stage, range(inputs.config.num_stages + 1)):
             # Stage 0 is shared: of a control it is the run's own.
             if stage.has("train") and (stage.number or run is inputs.run):
-                recorded = _recorded(stage.directory("train") / "metrics.jsonl")
-                last = recorded[-max(1, round(_LAST * len(recorded))) :]
-                if last:
+                path, recorded = stage.directory("train") / "metrics.jsonl", []
+                lines = path.read_bytes().splitlines() if path.exists() else []
+                for number, line in enumerate(lines, start=1):
+                    try:
+                        recorded.append(float(parse_json(line, "it")["loss"]))
+                    except (ValueError, LookupError, TypeError, RecursionError) as error:
+                        raise ValueError(
+                            f"{path} line {number} is not a row with a loss ({error}): remove "
+                            "that line"
+                        ) from error
+                if last := recorded[-max(1, round(_LAST * len(recorded))) :]:
                     losses[stage.name] = float(np.mean(last))
     return losses
-
-
-def _recorded(path: Path) -> list[float]:
-    """The losses of a metrics.jsonl in order; ValueError names the line that is not a row."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    losses = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            losses.append(float(parse_json(line, "it")["loss"]))
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise ValueError(
-                f"{path} line {number} is not a row with a loss ({error}): remove that line"
-            ) from error
-    return losses
-
-
-def _draw_points(path: Path, panels: Mapping[str, list[tuple[str, float, float]]]) -> None:
-    """A panel per column of errors with a point per encoder."""
-    with drawing.canvas(path, 4.2 * len(panels) + 0.4, 3.6) as figure:
-        for axes, (name, named) in zip(
-            figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
-        ):
-            for label, across, up in named:
-                axes.scatter([across], [up], label=label)
-            axes.set_title(name, fontsize="small")
-            axes.set_xlabel("loss")
-            axes.set_ylabel("error in percent")
-            axes.margins(0.15)
-            axes.locator_params(axis="x", nbins=4)
-        handles, labels = axes.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside right upper", fontsize="small")
-        figure.suptitle("loss against readout error")
 
 
 FIGURE = Figure(

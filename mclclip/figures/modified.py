@@ -51,7 +51,7 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
                     rows, rows[anchor], rows[sample], EPSILONS, kind
                 )
                 ids = inputs.ids[[anchor, *near]]
-                own, *keys = inputs.index.keys([inputs.ids[sample], *ids])
+                own, *keys = inputs.run.index.keys([inputs.ids[sample], *ids])
                 entry = {"kind": kind, "anchor": keys[0], "nearest": keys[1:]}
                 entry |= {"sample": own, "cosines": cosines.tolist()}
                 data.setdefault(name, []).append(entry)

@@ -20,7 +20,7 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
     if not inputs.features:
         return None
     inputs.require_samples(NEIGHBOURS + 1)
-    ids, keys = inputs.ids, inputs.index.keys
+    ids, keys = inputs.ids, inputs.run.index.keys
     anchors = np.random.default_rng([inputs.config.seed, 5]).permutation(len(ids))[:ANCHORS]
     data: dict[str, list[dict[str, Any]]] = {}
     near_ids = {}
@@ -45,12 +45,10 @@ def nearest_samples(
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """The k samples nearest to each of the ``anchors``, by cosine: similarities and rows [A, k].
 
-    ``features`` are [N, D], ``anchors`` [A] rows of them; an anchor is not its own neighbour.
-    ValueError unless 1 <= k < N.
+    ``features`` are [N, D], ``anchors`` [A] rows of them, of which an anchor is not its own
+    neighbour; 1 <= k < N.
     """
     bank, chosen = unit_rows(features).astype(np.float32), np.asarray(anchors, dtype=np.int64)
-    if not 1 <= k < len(bank):
-        raise ValueError(f"k is {k}, with {len(bank)} samples: wanted 1 to {len(bank) - 1}")
     similarity, rows = nearest_to_few(bank[chosen], bank, k + 1)
     # Among more than k copies of an anchor it may be absent itself: then the last one goes.
     drop = np.where((rows == chosen[:, None]).any(axis=1), (rows == chosen[:, None]).argmax(1), k)

@@ -36,13 +36,13 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
             ):
                 others = examples[int(cluster)]
                 others = others[others != sample][:EXAMPLES]
-                keys = inputs.index.keys(others)
+                keys = inputs.run.index.keys(others)
                 labels.append(
                     {"cluster": int(cluster), "similarity": float(near), "examples": keys}
                 )
                 pictures.append(inputs.run.pictures([sample, *others]))
                 names.append(f"{name}: cluster {cluster}, similarity {near:.2f}")
-            data[name].append({"sample": inputs.index.keys([sample])[0], "labels": labels})
+            data[name].append({"sample": inputs.run.index.keys([sample])[0], "labels": labels})
     if not data:
         return None
     drawing.sheet(path, "a sample, and examples of its nearest labels", pictures, names)

@@ -7,8 +7,6 @@ for similarities class by class.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ log = logging.getLogger("mclclip")
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
-Booleans = NDArray[np.bool_]
 QUIET = 500 / 2048  # share of the dimensions that SimLAP's Fig. 1 takes
 _TILE = 1024
 
@@ -36,9 +33,9 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
     if not inputs.features:
         return None
     data: dict[str, Any] = {}
-    panels: dict[str, Overlap] = {}
+    panels: dict[str, dict[str, Any]] = {}
     for attribute in inputs.attributes:
-        every, names = inputs.index.attribute(attribute)
+        every, names = inputs.run.index.attribute(attribute)
         codes = every[inputs.ids]
         known = codes >= 0
         sizes = np.unique(codes[known], return_counts=True)[1]
@@ -46,88 +43,64 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
             log.info("overlap: %s has no pairs both within and between values", attribute)
             continue
         for stage, rows in inputs.features.items():
-            cosines = class_overlap(rows[known], codes[known])
-            panels[f"{stage}, {attribute}: overlap {cosines.overlap:.2f}"] = cosines
-            own = data.setdefault(attribute, {})[stage] = cosines.as_json()
+            edges, cosines = class_overlap(rows[known], codes[known])
+            panels[f"{stage}, {attribute}: overlap {cosines['overlap']:.2f}"] = cosines
+            own = data.setdefault(attribute, {})[stage] = {**cosines}
             if len(sizes) < 3:
                 continue
             pair, few, shared = _least_alike(rows[known], codes[known])
             values = [names[code] for code in pair]
-            title = f"{stage}, {' and '.join(values)}, {len(few)} dimensions: {shared.overlap:.2f}"
-            panels[title] = shared
-            own["pair"] = {"values": values, "dimensions": few.tolist(), **shared.as_json()}
+            title = f"{stage}, {' and '.join(values)}, {len(few)} dimensions"
+            panels[f"{title}: {shared['overlap']:.2f}"] = shared
+            own["pair"] = {"values": values, "dimensions": few.tolist(), **shared}
     if not data:
         raise MissingInput(
             "an attribute with two values, one of them of two samples: there is none"
         )
-    edges = cosines.edges.tolist()
-    _draw_histograms(path, edges, panels)
-    return {"edges": edges, "attributes": data}
+    with drawing.canvas(path, 5.5, 0.6 + 1.7 * len(panels)) as figure:
+        every = figure.subplots(len(panels), 1, squeeze=False, sharex=True)[:, 0]
+        for axes, (name, cosines) in zip(every, panels.items(), strict=True):
+            for label in ("within", "between"):
+                axes.stairs(cosines[label], edges, label=label, fill=True, alpha=0.5)
+            axes.set_title(name, fontsize="small")
+            axes.legend(fontsize="small")
+        every[-1].set_xlabel("cosine")
+        figure.suptitle("cosines within and between values")
+    return {"edges": edges.tolist(), "attributes": data}
 
 
-@dataclass(frozen=True)
-class Overlap:
-    """Distributions of cosines.
+def class_overlap(
+    features: ArrayLike,
+    labels: ArrayLike,
+    pair: tuple[int, int] | None = None,
+    bins: int = 100,
+) -> tuple[Floats, dict[str, Any]]:
+    """Distributions of the cosines of all pairs of rows of [N, D], within and between ``labels``:
+    edges [n + 1] of the bins, from -1 to 1, and
 
-    edges     [n + 1], from -1 to 1
     within    [n], shares of the pairs of one class in each bin; they add up to 1
     between   [n], the same of the pairs of two classes
     overlap   sum of the smaller shares: 0, separate, to 1, equal
+
+    ``labels`` are [N] integers. With a ``pair`` of them these two classes are taken for alike (Fig.
+    1b): ``within`` are pairs of a sample of the first and one of the second, ``between`` pairs of a
+    sample of the two and one of another class. ValueError where there is no pair of one of the two
+    kinds.
     """
-
-    edges: Floats
-    within: Floats
-    between: Floats
-    overlap: float
-
-    def as_json(self) -> dict[str, Any]:
-        """The overlap and both histograms, for the figure's JSON file, which has the edges once."""
-        shares = {"within": self.within.tolist(), "between": self.between.tolist()}
-        return {"overlap": self.overlap, **shares}
-
-
-def class_overlap(features: ArrayLike, labels: ArrayLike, bins: int = 100) -> Overlap:
-    """Distributions of the cosines of all pairs of rows of [N, D], within and between ``labels``.
-
-    ``labels`` are [N] integers. ValueError where there is no pair of one of the two kinds.
-    """
-    classes = np.asarray(labels)
-
-    def kinds(block: slice) -> tuple[Booleans, Booleans]:
-        numbers = np.arange(len(classes))
-        later = numbers > numbers[block, None]
-        same = classes[block, None] == classes
-        return later & same, later & ~same
-
-    return _overlap(unit_rows(features), kinds, bins)
-
-
-def pair_overlap(
-    features: ArrayLike, labels: ArrayLike, pair: tuple[int, int], bins: int = 100
-) -> Overlap:
-    """The same where samples of two classes are taken for alike (Fig. 1b): ``within`` are pairs of
-    a sample of the first class and one of the second, ``between`` pairs of a sample of the two and
-    one of another class."""
-    classes = np.asarray(labels)
-
-    def kinds(block: slice) -> tuple[Booleans, Booleans]:
-        first, second = (classes == label for label in pair)
-        others = ~(first | second)
-        return first[block, None] & second, ~others[block, None] & others
-
-    return _overlap(unit_rows(features), kinds, bins)
-
-
-def _overlap(
-    rows: Floats, kinds: Callable[[slice], tuple[Booleans, Booleans]], bins: int
-) -> Overlap:
-    """``kinds`` gives, for a block of rows, which pairs [n, N] are within and which between."""
-    edges = np.linspace(-1.0, 1.0, bins + 1)
-    counts = np.zeros((2, bins), dtype=np.int64)
-    for first in range(0, len(rows), _TILE):
-        block = slice(first, first + _TILE)
+    rows, classes = unit_rows(features), np.asarray(labels)
+    edges, counts = np.linspace(-1.0, 1.0, bins + 1), np.zeros((2, bins), dtype=np.int64)
+    numbers, others = np.arange(len(rows)), ~np.isin(classes, pair or ())
+    for start in range(0, len(rows), _TILE):
+        block = slice(start, start + _TILE)
+        if pair is None:
+            later = numbers > numbers[block, None]
+            same = classes[block, None] == classes
+            kinds = later & same, later & ~same
+        else:
+            first, second = (classes == label for label in pair)
+            kinds = first[block, None] & second, ~others[block, None] & others
         cosine = np.clip(rows[block] @ rows.T, -1.0, 1.0)
-        for kind, chosen in enumerate(kinds(block)):
+        for kind, chosen in enumerate(kinds):
             counts[kind] += np.histogram(cosine[chosen], edges)[0]
     total = counts.sum(axis=1, keepdims=True)
     if not total.all():
@@ -135,7 +108,8 @@ def _overlap(
             f"{total[0, 0]} pairs of one class and {total[1, 0]} of two: wanted some of both"
         )
     within, between = counts / total
-    return Overlap(edges, within, between, float(np.minimum(within, between).sum()))
+    overlap = float(np.minimum(within, between).sum())
+    return edges, {"overlap": overlap, "within": within.tolist(), "between": between.tolist()}
 
 
 def class_similarity(features: ArrayLike, labels: ArrayLike) -> tuple[Integers, Floats]:
@@ -160,12 +134,9 @@ def quietest_dimensions(
 ) -> Integers:
     """[count]: the dimensions in which the samples of two classes vary least, quietest first.
 
-    They are taken for the features that the two share (Fig. 1: 500 of 2,048). ValueError where
-    there are none of them.
+    They are taken for the features that the two share (Fig. 1: 500 of 2,048).
     """
     chosen = np.asarray(features)[np.isin(np.asarray(labels), pair)]
-    if not len(chosen):
-        raise ValueError(f"no sample is of class {pair[0]} or {pair[1]}")
     order = np.argsort(chosen.astype(np.float64).var(axis=0), kind="stable")
     quietest: Integers = order[:count].astype(np.int64)
     return quietest
@@ -173,7 +144,7 @@ def quietest_dimensions(
 
 def _least_alike(
     rows: NDArray[np.float32], codes: NDArray[np.integer]
-) -> tuple[tuple[int, int], Integers, Overlap]:
+) -> tuple[tuple[int, int], Integers, dict[str, Any]]:
     """The two classes with the lowest mean cosine, the dimensions in which they vary least, and the
     cosines there."""
     classes, similarity = class_similarity(rows, codes)
@@ -181,20 +152,7 @@ def _least_alike(
     first, second = np.unravel_index(similarity.argmin(), similarity.shape)
     pair = int(classes[first]), int(classes[second])
     few = quietest_dimensions(rows, codes, pair, max(1, round(QUIET * rows.shape[1])))
-    return pair, few, pair_overlap(rows[:, few], codes, pair)
-
-
-def _draw_histograms(path: Path, edges: Sequence[float], panels: Mapping[str, Overlap]) -> None:
-    """A panel per name with shares by bin, one step line each within and between values."""
-    with drawing.canvas(path, 5.5, 0.6 + 1.7 * len(panels)) as figure:
-        every = figure.subplots(len(panels), 1, squeeze=False, sharex=True)[:, 0]
-        for axes, (name, cosines) in zip(every, panels.items(), strict=True):
-            for label, shares in (("within", cosines.within), ("between", cosines.between)):
-                axes.stairs(shares, edges, label=label, fill=True, alpha=0.5)
-            axes.set_title(name, fontsize="small")
-            axes.legend(fontsize="small")
-        every[-1].set_xlabel("cosine")
-        figure.suptitle("cosines within and between values")
+    return pair, few, class_overlap(rows[:, few], codes, pair)[1]
 
 
 FIGURE = Figure(draw, EMBEDDINGS)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 from numpy.typing import ArrayLike, NDArray
 
 from mclclip.figures import drawing
@@ -20,7 +21,7 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
         return None
     data: dict[str, list[float]] = {}
     for attribute in inputs.attributes:
-        codes = inputs.index.attribute(attribute)[0]
+        codes = inputs.run.index.attribute(attribute)[0]
         known = np.flatnonzero(codes >= 0)
         if not len(known):
             continue
@@ -35,16 +36,10 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
 
 def dominant_classes(labels: ArrayLike, classes: ArrayLike) -> dict[int, int]:
     """label -> the class that most samples with this label have; of equally many the smaller."""
-    dominant: dict[int, int] = {}
-    pairs, counts = np.unique(
-        np.stack([np.asarray(labels), np.asarray(classes)]), axis=1, return_counts=True
-    )
-    for (label, cls), _ in sorted(
-        zip(pairs.T.tolist(), counts.tolist(), strict=True), key=lambda item: item[1], reverse=True
-    ):
-        if label >= 0:
-            dominant.setdefault(label, cls)
-    return dominant
+    table = pandas.DataFrame({"label": np.asarray(labels), "class": np.asarray(classes)})
+    counts = table[table.label >= 0].groupby(["label", "class"], as_index=False).size()
+    first = counts.sort_values("size", ascending=False, kind="stable").drop_duplicates("label")
+    return dict(zip(first["label"].tolist(), first["class"].tolist(), strict=True))
 
 
 def label_recall(nearest: ArrayLike, classes: ArrayLike) -> NDArray[np.float64]:
@@ -54,10 +49,6 @@ def label_recall(nearest: ArrayLike, classes: ArrayLike) -> NDArray[np.float64]:
     the class that most of the samples that are nearest to it have.
     """
     clusters, wanted = np.asarray(nearest), np.asarray(classes)
-    if clusters.ndim != 2 or wanted.shape != clusters.shape[:1]:
-        raise ValueError(
-            f"nearest {list(clusters.shape)} and classes {list(wanted.shape)}: wanted [N, L], [N]"
-        )
     dominant = dominant_classes(clusters[:, 0], wanted)
     table = np.full(int(clusters.max(initial=0)) + 2, -2, dtype=np.int64)  # the last is for -1
     table[list(dominant)] = list(dominant.values())

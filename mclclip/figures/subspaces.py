@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mclclip.figures import drawing, encoders, tsne
+from mclclip.figures import drawing, tsne
 from mclclip.figures.gates import unlike_pairs
 from mclclip.figures.inputs import EXPORTS, GATES, Figure, Inputs
 from mclclip.figures.overlap import class_similarity
@@ -27,7 +27,7 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
     drawn = inputs.ids[inputs.draw_places(tsne.MAX_LAID_OUT, 8)]
     for stage in inputs.stages:
         learned = inputs.gates.get(stage.name)
-        encoder = encoders.load(inputs, stage, learned) if learned is not None else None
+        encoder = inputs.encoder(stage, learned) if learned is not None else None
         if learned is None or encoder is None:
             continue
         ids = drawn[learned.codes[drawn] >= 0]
@@ -49,7 +49,7 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
             if pair:
                 panels[title] |= _likeness(features, inside, codes, pair)
         data[stage.name] = {
-            "samples": inputs.index.keys(ids),
+            "samples": inputs.run.index.keys(ids),
             "classes": list(learned.names),
             "codes": codes.tolist(),
             "panels": panels,

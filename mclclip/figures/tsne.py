@@ -33,7 +33,7 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
         name: layout(features[rows], inputs.config.seed)
         for name, features in inputs.features.items()
     }
-    colours = {name: inputs.index.attribute(name) for name in inputs.attributes}
+    colours = {name: inputs.run.index.attribute(name) for name in inputs.attributes}
     lines: list[dict[str, drawing.Plane]] = [
         {f"{stage}, by {name}": (own, codes[ids], values) for stage, own in places.items()}
         for name, (codes, values) in colours.items()
@@ -41,7 +41,7 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
     plain: dict[str, drawing.Plane] = {n: (own, None, ()) for n, own in places.items()}
     drawing.planes(path, "t-SNE of the features", lines or [plain])
     return {
-        "samples": inputs.index.keys(ids),
+        "samples": inputs.run.index.keys(ids),
         "places": {name: own.tolist() for name, own in places.items()},
         "attributes": {
             name: {"values": values, "codes": codes[ids].tolist()}
@@ -54,14 +54,12 @@ def layout(features: ArrayLike, seed: int) -> NDArray[np.float32]:
     """[N, 2]: places of the rows of [N, D], which are brought to unit length first.
 
     The places depend on the seed. Perplexity is a third of the number of neighbours where that is
-    below 30. ValueError for fewer than five rows.
+    below 30. There must be ``FEWEST`` rows.
     """
     # Only here: seconds that no other command should pay.
     from sklearn.manifold import TSNE
 
     rows = unit_rows(features).astype(np.float32)
-    if len(rows) < FEWEST:
-        raise ValueError(f"features have {len(rows)} rows: t-SNE wants at least {FEWEST}")
     perplexity = min(_PERPLEXITY, (len(rows) - 1) / 3)
     start = "pca" if rows.shape[1] > 1 else "random"
     places: NDArray[np.float32] = TSNE(

@@ -1,16 +1,24 @@
-"""Image towers of timm and torchvision, for images of any size and number of channels.
+"""Image towers of timm and torchvision: their making, for images of any size, and their layouts.
 
-They are for training from random weights on small pictures, as in studies of SimCLR, MoCo and
+Backbones are for training from random weights on small pictures, as in studies of SimCLR, MoCo and
 SimLAP, where open_clip's own towers do not fit (four channels, 32 pixels, a ResNet-18). A model's
 configuration names one in its `vision_cfg`, in place of open_clip's fields:
 
     vision_cfg: {backbone: timm:resnet18, channels: 4, image_size: 32, stem: cifar}
+
+The layouts of timm's towers serve backbones and the towers that open_clip's `TimmModel` wraps.
+Transformers over tokens (ViT, SigLIP, EVA, PE-Core, ViTamin and others) have code of their own
+between the image and the first block, which their layouts call. Of all others, such as ConvNeXt,
+FastViT, Swin and ResNets, one forward pass on the "meta" device is recorded: if the output of each
+module is the unchanged input of the next, the tower is a chain of these modules. timm's
+`group_matcher`, its grouping for layer-wise decay, says which of them form one block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -23,12 +31,28 @@ import mclclip.torchvision_fix  # noqa: F401
 
 # isort: split
 import timm
+from timm.models import group_parameters
+from timm.models.eva import Eva
+from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 from torchvision import models as torchvision_models
 
 from mclclip.models import config_check, transforms
-from mclclip.models.timm_towers import timm_layout
-from mclclip.models.towers import ImageLayout, convolution_layout
-from mclclip.options import STRICT, first_problem, nearest, shown
+from mclclip.models.towers import (
+    ImageLayout,
+    Names,
+    Step,
+    belongs,
+    layout_or_reason,
+    numbered,
+    present,
+)
+from mclclip.options import STRICT, brief, first_problem, nearest
+
+_EMBEDDING_OF_TIMM = (
+    *("patch_embed", "cls_token", "reg_token", "dist_token", "pos_embed", "pos_drop"),
+    *("patch_drop", "norm_pre", "rope", "shared_rel_pos"),
+)
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -89,7 +113,7 @@ def parse(vision_cfg: Mapping[str, Any], where: str) -> Backbone:
         near = nearest(name, listed)
         known = f"nearest: {', '.join(near)}" if near else "libraries: timm, torchvision, mclclip"
         raise ValueError(
-            f"vision_cfg.backbone of {where} is {shown(chosen.backbone)}, which is no listed model "
+            f"vision_cfg.backbone of {where} is {brief(chosen.backbone)}, which is no listed model "
             f"({known}): give timm:NAME, or torchvision:NAME of a ResNet"
         )
     return chosen
@@ -105,9 +129,8 @@ class BackboneTower(nn.Module):
         super().__init__()
         self.image_size = (config.image_size, config.image_size)
         self.num_channels = config.channels
-        library, _, name = config.backbone.partition(":")
         try:
-            self.trunk: Any = _MAKERS[library](name, config)
+            self.trunk: Any = _library_model(config)
         except Exception as error:  # the libraries raise any kind for options that they do not know
             cause = " ".join(str(error).split())[:200]
             raise ValueError(f"{config.backbone} of {where} cannot be built ({cause})") from error
@@ -135,15 +158,7 @@ class BackboneTower(nn.Module):
 
     def layout(self) -> ImageLayout | str:
         """The tower's layout, or the reason why it cannot be split or locked by block."""
-        try:
-            if isinstance(self.trunk, torchvision_models.ResNet):
-                stem = [f"trunk.{name}" for name in ("conv1", "bn1", "relu", "maxpool")]
-                return convolution_layout(self, stem, [f"trunk.layer{i}" for i in range(1, 5)])
-            if isinstance(self.trunk, SmallConv):
-                return convolution_layout(self, ["trunk.layers.0"], ["trunk.layers"])
-            return timm_layout(self)
-        except ValueError as error:
-            return str(error)
+        return layout_or_reason(self, _layout_of)
 
     def forward(self, images: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, D]."""
@@ -151,30 +166,46 @@ class BackboneTower(nn.Module):
         return features
 
 
-def _timm_model(name: str, config: Backbone) -> Any:
-    options: dict[str, Any] = {"in_chans": config.channels, "num_classes": 0} | config.options
-    try:
-        return timm.create_model(name, pretrained=False, img_size=config.image_size, **options)
-    except TypeError:  # convolutional models have no argument img_size
-        return timm.create_model(name, pretrained=False, **options)
+def _layout_of(tower: Any) -> ImageLayout:
+    """The layout of a backbone. Of a network of convolutions every module in a layer that is no
+    part of the stem is a block, and an average pooling follows the last one."""
+    if isinstance(tower.trunk, torchvision_models.ResNet):
+        stem: Names = tuple(f"trunk.{name}" for name in ("conv1", "bn1", "relu", "maxpool"))
+        layers = [f"trunk.layer{i}" for i in range(1, 5)]
+    elif isinstance(tower.trunk, SmallConv):
+        stem, layers = ("trunk.layers.0",), ["trunk.layers"]
+    else:
+        return timm_layout(tower)
+    blocks = [block for layer in layers for block in numbered(tower, layer)]
+    return ImageLayout(
+        embedding=stem,
+        blocks=tuple(block for block in blocks if block[0] not in stem),
+        norm=(),
+        projection=(),
+        finish=lambda tower, hidden, _: torch.flatten(tower.trunk.avgpool(hidden), 1),
+        pooled_dim=int(tower.embed_dim),
+    )
 
 
-def _torchvision_model(name: str, config: Backbone) -> Any:
-    model: Any = torchvision_models.get_model(name, weights=None, **config.options)
+def _library_model(config: Backbone) -> Any:
+    """The library's model, without its classifier and with random weights."""
+    library, _, name = config.backbone.partition(":")
+    options: dict[str, Any] = dict(config.options)
+    if library == "mclclip":
+        return SmallConv(config.channels, **options)
+    if library == "timm":
+        options = {"in_chans": config.channels, "num_classes": 0} | options
+        try:
+            return timm.create_model(name, pretrained=False, img_size=config.image_size, **options)
+        except TypeError:  # convolutional models have no argument img_size
+            return timm.create_model(name, pretrained=False, **options)
+    model: Any = torchvision_models.get_model(name, weights=None, **options)
     first = model.conv1
     if config.channels != first.in_channels:
         model.conv1 = _convolution(config.channels, first, first.kernel_size, first.stride)
     model.num_features = model.fc.in_features
     model.fc = nn.Identity()
     return model
-
-
-def _small_conv(name: str, config: Backbone) -> Any:
-    options: dict[str, Any] = dict(config.options)
-    return SmallConv(config.channels, **options)
-
-
-_MAKERS = {"timm": _timm_model, "torchvision": _torchvision_model, "mclclip": _small_conv}
 
 
 def _convolution(channels: int, first: nn.Conv2d, size: Any, stride: Any) -> nn.Conv2d:
@@ -221,3 +252,235 @@ class SmallConv(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, D]."""
         return torch.flatten(self.avgpool(self.layers(images)), 1)
+
+
+# --- layouts of timm's towers ------------------------------------------------------------------
+
+
+def timm_layout(tower: Any) -> ImageLayout:
+    """The layout of an open_clip `TimmModel`, or of another tower with its `trunk` and `head`.
+
+    Raises ValueError, naming timm's class, for a tower whose blocks do not form a chain.
+    """
+
+    def finish(tower: Any, hidden: Tensor, project: bool) -> Tensor:
+        pooled: Tensor = tower.trunk.forward_head(hidden, pre_logits=not project)
+        return tower.head(pooled) if project else pooled
+
+    trunk = tower.trunk
+    start: Callable[[Any, Tensor], tuple[Tensor, Any]] | None = None
+    steps: Callable[[Any, Any], Sequence[Step]] | None = None
+    after: Names = ("trunk.norm",)
+    forward = getattr(type(trunk), "forward_features", None)
+    if forward is VisionTransformer.forward_features:
+        start = _start_vit
+    elif forward is Eva.forward_features:
+        if getattr(trunk, "dynamic_img_size", False):
+            raise ValueError(
+                "the image tower is a timm Eva for images of any size, which cannot be split or "
+                "locked"
+            )
+        start, steps = _start_eva, _steps_of_eva
+    elif forward is VisionTransformerRelPos.forward_features:
+        start, steps = _start_relpos, _steps_of_relpos
+    if start is not None:
+        embedding = tuple(f"trunk.{name}" for name in present(trunk, *_EMBEDDING_OF_TIMM))
+        blocks = numbered(tower, "trunk.blocks")
+    else:
+        embedding, blocks, after = _chain_of_modules(tower)
+    # timm's features before its classifier; there are none where open_clip's head pools them, and
+    # none are known where the tower does not say their width.
+    pooled_dim = None if hasattr(tower.head, "pool") else getattr(trunk, "head_hidden_size", None)
+    tops = _top(tower, embedding, blocks)
+    return ImageLayout(embedding, blocks, *tops, finish, pooled_dim, after, start, steps)
+
+
+def _start_vit(tower: Any, images: Tensor) -> tuple[Tensor, None]:
+    """The convolutions of a hybrid are part of its embedding."""
+    trunk = tower.trunk
+    return trunk.norm_pre(trunk.patch_drop(trunk._pos_embed(trunk.patch_embed(images)))), None
+
+
+def _start_eva(tower: Any, images: Tensor) -> tuple[Tensor, Any]:
+    trunk = tower.trunk
+    hidden, rope = trunk._pos_embed(trunk.patch_embed(images))  # patch dropout thins out both
+    return trunk.norm_pre(hidden), rope
+
+
+def _steps_of_eva(tower: Any, rope: Tensor | None) -> Sequence[Step]:
+    """Eva's blocks take the rotary embedding of the positions too: one for all, or one each."""
+    trunk = tower.trunk
+    if rope is None and trunk.rope is not None:
+        fixed = hasattr(trunk.rope, "feat_shape")
+        rope = trunk.rope.get_embed(**({} if fixed else {"shape": trunk.patch_embed.grid_size}))
+    if rope is not None and getattr(trunk, "rope_mixed", False):
+        return [partial(block, rope=own) for block, own in zip(trunk.blocks, rope, strict=False)]
+    return [partial(block, rope=rope) for block in trunk.blocks]
+
+
+def _start_relpos(tower: Any, images: Tensor) -> tuple[Tensor, None]:
+    hidden, token = tower.trunk.patch_embed(images), tower.trunk.cls_token
+    if token is not None:
+        hidden = torch.cat((token.expand(len(hidden), -1, -1), hidden), dim=1)
+    return hidden, None
+
+
+def _steps_of_relpos(tower: Any, _: Any) -> Sequence[Step]:
+    """The blocks may share a bias of relative positions."""
+    shared = tower.trunk.shared_rel_pos
+    bias = None if shared is None else shared.get_bias()
+    return [partial(block, shared_rel_pos=bias) for block in tower.trunk.blocks]
+
+
+def _top(tower: nn.Module, embedding: Names, blocks: tuple[Names, ...]) -> tuple[Names, Names]:
+    """Names of the final norms, and of everything else that is not in or before a block."""
+    known = embedding + tuple(name for block in blocks for name in block)
+    norms = tuple(
+        name
+        for name, module in tower.named_modules()
+        if "Norm" in type(module).__name__
+        and not any(True for child in module.children() for _ in child.parameters())
+        and name.count(".") <= (2 if name.startswith("trunk.head.") else 1)
+        and name.startswith("trunk.")
+        and not belongs(name, known)
+    )
+    rest = [n for n in tower.state_dict() if not belongs(n, known + norms)]
+    return norms, tuple(dict.fromkeys(".".join(name.split(".")[:2]) for name in rest))
+
+
+def _chain_of_modules(tower: Any) -> tuple[Names, tuple[Names, ...], Names]:
+    """The embedding, the blocks, and what comes after them, of a tower that is a chain."""
+    trunk = tower.trunk
+    try:
+        groups = group_parameters(trunk, trunk.group_matcher(coarse=False), reverse=True)
+        calls = _recorded(trunk, getattr(tower, "num_channels", 3), tower.image_size)
+        chain = _chain(calls[0], calls, groups)
+        if not chain:
+            raise ValueError("its modules do not follow one another")
+    except Exception as error:  # a pass of any of timm's towers may fail in any way
+        cause = " ".join(str(error).split())[:120]
+        raise ValueError(
+            f"the image tower is a timm {type(trunk).__name__}, which is no chain of blocks that "
+            f"can be split or locked ({cause}): use another model"
+        ) from error
+    embedding: list[str] = []
+    blocks: list[list[str]] = []
+    last = 0
+    for name in chain:
+        # Groups never fall along the chain; a module without parameters is of the one before it.
+        group = max([last, *_groups_of(name, groups)])
+        if group > last:
+            blocks.append([])
+        (blocks[-1] if blocks else embedding).append(f"trunk.{name}")
+        last = group
+    # Modules after the last block (final norms, convolutions) are known by their depth: they are
+    # direct children of the tower, blocks are not.
+    deep = any(name.count(".") > 1 for block in blocks for name in block)
+    after: list[str] = []
+    while deep and blocks[-1][-1].count(".") == 1:
+        after.insert(0, blocks[-1].pop())
+        if not blocks[-1]:
+            blocks.pop()
+    return tuple(embedding), tuple(map(tuple, blocks)), tuple(after)
+
+
+@dataclass
+class _Call:
+    """One call of a module: its only argument and its result, each with its version.
+
+    The version of a tensor counts changes in place, which leave the tensor the same object.
+    """
+
+    name: str
+    given: Tensor | None
+    given_version: int
+    result: Any = None
+    result_version: int = 0
+
+
+def _recorded(trunk: Any, channels: int, image_size: tuple[int, int]) -> list[_Call]:
+    """The calls of one training pass on the "meta" device, in the order in which they begin.
+
+    The first is the tower's own, up to its pooling.
+    """
+    images = torch.empty(2, channels, *image_size, device="meta")
+    calls = [_Call("", images, 0)]
+    open_calls: list[_Call] = []
+
+    def begin(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        plain = len(args) == 1 and isinstance(args[0], Tensor) and not kwargs
+        given = args[0] if plain else None
+        open_calls.append(_Call(name, given, given._version if given is not None else 0))
+        calls.append(open_calls[-1])
+
+    def end(_: nn.Module, args: Any, result: Any) -> None:
+        call = open_calls.pop()
+        call.result = result
+        call.result_version = result._version if isinstance(result, Tensor) else 0
+
+    def pool(features: Tensor) -> Tensor:
+        calls[0].result = features
+        return features
+
+    tensors = dict(trunk.named_parameters()) | dict(trunk.named_buffers())
+    shapes = {name: torch.empty_like(t, device="meta") for name, t in tensors.items()}
+    training = {module: module.training for module in trunk.modules()}
+    hooks = []
+    for name, module in trunk.named_modules():
+        if name:
+            hooks.append(module.register_forward_pre_hook(partial(begin, name), with_kwargs=True))
+            hooks.append(module.register_forward_hook(end))
+    trunk.forward_head = pool
+    try:
+        trunk.train()  # where a dropout that is no module would break the chain
+        with torch.no_grad():
+            torch.func.functional_call(trunk, shapes, (images,))
+    finally:
+        del trunk.forward_head
+        for hook in hooks:
+            hook.remove()
+        for module, mode in training.items():
+            module.training = mode
+    return calls
+
+
+def _chain(whole: _Call, calls: Sequence[_Call], groups: dict[str, int]) -> list[str]:
+    """The modules within a call that make its result of its argument; empty for no chain.
+
+    A module that timm puts into several groups is replaced by the chain inside of it, if any.
+    `groups`: by parameter name.
+    """
+    prefix = f"{whole.name}." if whole.name else ""
+    chain: list[str] = []
+    hidden, version, skipped = whole.given, whole.given_version, ""
+    for call in calls:
+        inside = call.name.startswith(prefix) and call.name != whole.name
+        nested = skipped and call.name.startswith(f"{skipped}.")
+        if not inside or nested or call.given is not hidden or call.given_version != version:
+            continue
+        skipped = call.name
+        parts = _chain(call, calls, groups) if len(_groups_of(call.name, groups)) > 1 else []
+        chain += parts or [call.name]
+        hidden, version = call.result, call.result_version
+    return chain if hidden is whole.result and len(set(chain)) == len(chain) else []
+
+
+def _groups_of(name: str, groups: dict[str, int]) -> set[int]:
+    return {group for parameter, group in groups.items() if belongs(parameter, (name,))}
+
+
+def check_image_size(visual: Any) -> None:
+    """Raises ValueError if a timm tower, which is built for the size of its name, has another."""
+    trunk = getattr(visual, "trunk", None)
+    patches = getattr(trunk, "patch_embed", None)
+    own = getattr(patches, "img_size", None)
+    if own is None or getattr(trunk, "dynamic_img_size", False):
+        return
+    # Below a transformer, convolutions take any size; positions that are learned do not.
+    strict = getattr(patches, "strict_img_size", True) and not hasattr(patches, "backbone")
+    positions = getattr(trunk, "pos_embed", None) is not None
+    if (strict or positions) and tuple(own) != tuple(visual.image_size):
+        raise ValueError(
+            f"image_size is {visual.image_size[0]}, but timm's tower of this name takes {own[0]} "
+            "pixels only: leave image_size out, or name the tower of that size"
+        )

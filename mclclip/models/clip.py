@@ -29,9 +29,8 @@ from open_clip.tokenizer import DEFAULT_CONTEXT_LENGTH, HFTokenizer, SimpleToken
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from open_clip.transformer import VisionTransformer
 
-from mclclip.models import config_check, tokenizer, towers, transforms, weights
-from mclclip.models.hub import fetched, one_line, quiet
-from mclclip.models.timm_towers import check_image_size, timm_layout
+from mclclip.models import backbones, config_check, tokenizer, towers, transforms, weights
+from mclclip.models.weights import fetched, one_line, quiet
 from mclclip.options import nearest
 
 IMAGENET_NAMES: tuple[str, ...] = tuple(open_clip.IMAGENET_CLASSNAMES)
@@ -45,17 +44,35 @@ RECOMMENDED_TEMPLATES = tuple(str(prompt("{}")) for prompt in open_clip.SIMPLE_I
 def find(
     name: str | Path | Mapping[str, Any],
     pretrained: str | None = None,
-    quick_gelu: bool | None = None,
     load_weights: bool = True,
 ) -> tuple[dict[str, Any], Path | None, Path | None]:
     """The checked configuration, the weights file, and the directory of a tokenizer's files.
 
     Raises the errors of `loading.load_towers` that concern them.
     """
-    config, file, directory = _find(name, pretrained, quick_gelu, load_weights)
-    where = "the model config" if isinstance(name, Mapping) else str(name)
+    label, directory = str(name).removeprefix("local-dir:"), None
+    if isinstance(name, Mapping) or str(name).endswith(".json"):
+        config = weights.read_model_config(name)
+        file = _weights_file(pretrained, str(name))
+    elif str(name).startswith("local-dir:") or os.path.isdir(label):
+        _refuse_pretrained(str(name), pretrained)
+        directory = Path(label)
+        weights.check_recorded(directory, load_weights=load_weights)
+        config = weights.read_config(directory)
+        file = weights.find_weights(directory) if load_weights else None
+    elif label.startswith("hf-hub:"):
+        _refuse_pretrained(label, pretrained)
+        where, fetch = label.removeprefix("hf-hub:"), download_pretrained_from_hf
+        path = fetched(f"the config of {label!r}", lambda: fetch(where, weights.CONFIG))
+        file = Path(fetched(f"the weights of {label!r}", lambda: fetch(where)))
+        config = weights.read_config(Path(path).parent)
+    elif not os.path.exists(label) and (label.startswith((".", "/", "~")) or label.count("/") > 1):
+        raise FileNotFoundError(f"no model at {label}: give an exported directory or a name")
+    else:
+        config, file = _of_open_clip(label.replace("/", "-"), str(name), pretrained)
+    whose = "the model config" if isinstance(name, Mapping) else str(name)
     kinds = (CLIPVisionCfg, CLIPTextCfg, PreprocessCfg)
-    config_check.check(config, file, _published(), kinds, where)
+    config_check.check(config, file, _published(), kinds, whose)
     return config, file, directory
 
 
@@ -65,52 +82,31 @@ def _published() -> list[dict[str, Any]]:
     return [open_clip.get_model_config(name) for name in open_clip.list_models()]
 
 
-def _find(
-    name: str | Path | Mapping[str, Any],
-    pretrained: str | None,
-    quick_gelu: bool | None,
-    load_weights: bool,
-) -> tuple[dict[str, Any], Path | None, Path | None]:
-    if isinstance(name, Mapping) or str(name).endswith(".json"):
-        config = weights.read_model_config(name)
-        return config, _weights_file(pretrained, str(name)) if pretrained else None, None
-    label = str(name).removeprefix("local-dir:")
-    if str(name).startswith("local-dir:") or os.path.isdir(label):
-        _refuse_pretrained(str(name), pretrained)
-        weights.check_recorded(Path(label), load_weights=load_weights)
-        config = weights.read_config(Path(label))
-        file = weights.find_weights(Path(label)) if load_weights else None
-        return config, file, Path(label)
-    if label.startswith("hf-hub:"):
-        _refuse_pretrained(label, pretrained)
-        return _find_on_hub(label)
-    if not os.path.exists(label) and (label.startswith((".", "/", "~")) or label.count("/") > 1):
-        raise FileNotFoundError(f"no model at {label}: give an exported directory or a name")
-    label = label.replace("/", "-")
+def _of_open_clip(
+    label: str, name: str, pretrained: str | None
+) -> tuple[dict[str, Any], Path | None]:
+    """The configuration and the weights file of a name of open_clip's own."""
     if (model_cfg := open_clip.get_model_config(label)) is None:
         near = nearest(label, open_clip.list_models())
         raise ValueError(
-            f"{str(name)!r} is neither a directory nor an open_clip model (nearest: "
+            f"{name!r} is neither a directory nor an open_clip model (nearest: "
             f"{', '.join(near)}): give one of these, local-dir:PATH or a JSON model config"
         )
     tag = open_clip.get_pretrained_cfg(label, pretrained) if pretrained else {}
     if not tag:
-        file = _weights_file(pretrained, label) if pretrained else None
-        return {"model_cfg": model_cfg}, file, None
-    if quick_gelu is None:
-        _check_activation(label, str(pretrained), tag, model_cfg)
+        return {"model_cfg": model_cfg}, _weights_file(pretrained, label)
+    # open_clip only warns of another activation, and every feature would be slightly wrong.
+    wanted, got = bool(tag.get("quick_gelu")), bool(model_cfg.get("quick_gelu"))
+    of_timm = model_cfg["vision_cfg"].get("timm_model_name")
+    if wanted != got and not of_timm:
+        other = f"{label}-quickgelu" if wanted else label.removesuffix("-quickgelu")
+        raise ValueError(
+            f"the weights {pretrained!r} were trained with quick_gelu={wanted}, but {label!r} has "
+            f"quick_gelu={got}: use the model {other!r}"
+        )
     what = f"the weights {pretrained!r} of {label!r}"
     file = fetched(what, lambda: open_clip.download_pretrained(tag))
-    return {"model_cfg": model_cfg, "preprocess_cfg": dict(tag)}, Path(file), None
-
-
-def _find_on_hub(label: str) -> tuple[dict[str, Any], Path | None, Path | None]:
-    identifier = label.removeprefix("hf-hub:")
-    path = fetched(
-        f"the config of {label!r}", lambda: download_pretrained_from_hf(identifier, weights.CONFIG)
-    )
-    file = fetched(f"the weights of {label!r}", lambda: download_pretrained_from_hf(identifier))
-    return weights.read_config(Path(path).parent), Path(file), None
+    return {"model_cfg": model_cfg, "preprocess_cfg": dict(tag)}, Path(file)
 
 
 def _refuse_pretrained(name: str, pretrained: str | None) -> None:
@@ -120,7 +116,9 @@ def _refuse_pretrained(name: str, pretrained: str | None) -> None:
         )
 
 
-def _weights_file(pretrained: str, name: str) -> Path:
+def _weights_file(pretrained: str | None, name: str) -> Path | None:
+    if not pretrained:
+        return None
     if not Path(pretrained).is_file():
         raise ValueError(
             f"pretrained is {pretrained!r}, which is neither a file nor a tag of {name!r} "
@@ -140,23 +138,6 @@ def is_without_weights(name: str | Path | Mapping[str, Any]) -> bool:
     if isinstance(name, Mapping) or str(name).endswith(".json"):
         return True
     return not os.path.isdir(name) and str(name).replace("/", "-") in open_clip.list_models()
-
-
-def _check_activation(
-    label: str, pretrained: str, tag: Mapping[str, Any], model_cfg: Mapping[str, Any]
-) -> None:
-    """Raises ValueError for another activation than that of the weights.
-
-    open_clip only warns here, and every feature would be slightly wrong.
-    """
-    wanted, got = bool(tag.get("quick_gelu")), bool(model_cfg.get("quick_gelu"))
-    if wanted == got or model_cfg["vision_cfg"].get("timm_model_name"):
-        return
-    other = f"{label}-quickgelu" if wanted else label.removesuffix("-quickgelu")
-    raise ValueError(
-        f"the weights {pretrained!r} were trained with quick_gelu={wanted}, but {label!r} has "
-        f"quick_gelu={got}: use the model {other!r}"
-    )
 
 
 class _ProvenTokenizer(HFTokenizer):  # type: ignore[misc]  # open_clip has no types
@@ -244,7 +225,7 @@ def build(config: Mapping[str, Any], seed: int, random_text: bool) -> Any:
             )
         except Exception as error:  # of any kind: the config is the cause
             raise ValueError(f"open_clip cannot build the model ({one_line(error)})") from error
-    check_image_size(clip.visual)
+    backbones.check_image_size(clip.visual)
     return clip
 
 
@@ -267,16 +248,13 @@ def fill(clip: Any, file: Path) -> None:
 
 
 def layout_of(visual: nn.Module) -> towers.ImageLayout | str:
-    """Returns the layout of the image tower, or the reason why it cannot be split or locked."""
-    try:
-        if isinstance(visual, VisionTransformer):
-            return towers.vision_transformer_layout(visual)
-        if isinstance(visual, ModifiedResNet):
-            return towers.resnet_layout(visual)
-        if isinstance(visual, TimmModel):
-            return timm_layout(visual)
-    except ValueError as error:
-        return str(error)
+    """The layout of the image tower, or the reason why it cannot be split or locked."""
+    if isinstance(visual, VisionTransformer):
+        return towers.layout_or_reason(visual, towers.vision_transformer_layout)
+    if isinstance(visual, ModifiedResNet):
+        return towers.layout_or_reason(visual, towers.resnet_layout)
+    if isinstance(visual, TimmModel):
+        return towers.layout_or_reason(visual, backbones.timm_layout)
     return (
         f"the image tower is a {type(visual).__name__}, which cannot be split or locked: use "
         "another model"

@@ -39,7 +39,7 @@ import mclclip.torchvision_fix  # noqa: F401
 import timm
 
 from mclclip import files
-from mclclip.options import first_problem, nearest, shown
+from mclclip.options import brief, first_problem, nearest
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 BACKBONE = "backbone"
@@ -66,7 +66,8 @@ _TOP = {
     "init_logit_scale": float, "nonscalar_logit_scale": bool, "output_dict": bool,
 }  # fmt: skip
 _PARTS = ("vision_cfg", "text_cfg", "multimodal_cfg")
-_MODES = {
+_MODES: dict[str, tuple[str, ...]] = {
+    "mode": ("RGB",),
     "interpolation": ("bicubic", "bilinear", "nearest", "random"),
     "resize_mode": ("shortest", "longest", "squash"),
 }
@@ -97,7 +98,7 @@ def check(
     listed = isinstance(name, str) and timm.is_model(name) and not set(name) & set(":/\\")
     if name and not listed:
         raise ValueError(
-            f"vision_cfg.timm_model_name of {where} is {shown(name)}, which timm does not list: "
+            f"vision_cfg.timm_model_name of {where} is {brief(name)}, which timm does not list: "
             "use one of timm.list_models()"
         )
     texts = [other["text_cfg"] for other in published]
@@ -106,7 +107,7 @@ def check(
         if text.get(key) and not (isinstance(text[key], str) and text[key] in allowed):
             near = nearest(str(text[key]), allowed)
             raise ValueError(
-                f"text_cfg.{key} of {where} is {shown(text[key])}, which no model of open_clip's "
+                f"text_cfg.{key} of {where} is {brief(text[key])}, which no model of open_clip's "
                 f"own has (nearest: {', '.join(near)}): use one of theirs, any other could bring "
                 "code"
             )
@@ -160,7 +161,7 @@ def _check_model(config: Mapping[str, Any], vision: type, text: type, where: str
         if name in _PARTS:
             continue
         if name not in _TOP:
-            what = shown(name)
+            what = brief(name)
             raise ValueError(f"{where} has {what}, which open_clip does not know: take it out")
         _check_type(_TOP[name], value, name, where)
         check_numbers(value, name, where)
@@ -179,7 +180,7 @@ def _check_model(config: Mapping[str, Any], vision: type, text: type, where: str
 def _check_part(part: Mapping[str, Any], kind: type, where: str) -> None:
     known = [item.name for item in fields(kind)]
     if strange := sorted(set(map(str, part)) - set(known)):
-        what = shown(strange[0])
+        what = brief(strange[0])
         raise ValueError(f"{where} has {what}, which open_clip does not know: take it out")
     # Without a value open_clip takes its own, or has none (patch_size of ResNets).
     given = {name: value for name, value in part.items() if value is not None}
@@ -192,20 +193,15 @@ def _check_preprocessing(config: object, kind: type, where: str) -> None:
     """Raises ValueError for a `preprocess_cfg` that cannot be applied; `kind` is open_clip's
     dataclass. Other fields than its own are ignored, as open_clip ignores them."""
     what = f"preprocess_cfg of {where}"
-    if not isinstance(config, Mapping):
-        raise ValueError(f"{what} is {type(config).__name__}, wanted a mapping: export it again")
     known = [item.name for item in fields(kind)]
-    given = {n: value for n, value in config.items() if n in known and value is not None}
-    if given.get("mode", "RGB") != "RGB":
-        raise ValueError(f"mode in {what} is {shown(given['mode'])}, wanted 'RGB'")
-    for name, modes in _MODES.items():
-        if given.get(name, modes[0]) not in modes:
-            raise ValueError(f"{name} in {what} is {shown(given[name])}, wanted one of {modes}")
-    _check_type(kind, given, "", what)
-    for name, value in given.items():
-        check_numbers(value, name, what)
-        if name in ("mean", "std") and len(value) != 3:
-            raise ValueError(f"{name} in {what} has {len(value)} values, wanted 3")
+    given = {n: value for n, value in _mapping(config, what).items() if n in known}
+    for name, modes in _MODES.items():  # before open_clip's own assertion, which says nothing
+        if (mode := given.get(name)) is not None and mode not in modes:
+            raise ValueError(f"{name} in {what} is {brief(mode)}, wanted one of {modes}")
+    _check_part(given, kind, what)
+    for name in ("mean", "std"):
+        if given.get(name) is not None and len(given[name]) != 3:
+            raise ValueError(f"{name} in {what} has {len(given[name])} values, wanted 3")
 
 
 def check_options(options: Mapping[str, Any], where: str) -> None:
@@ -244,22 +240,19 @@ def _items(value: object) -> list[Any]:
 
 def _check_type(kind: Any, value: object, name: str, where: str) -> None:
     if isinstance(value, str | bool) and kind in (int, float):
-        raise ValueError(f"{name} of {where} is {shown(value)}, wanted a number")
-    for inner in value.items() if isinstance(value, Mapping) and is_dataclass(kind) else ():
-        # pydantic would take true for 1, and a number in text for the number.
-        if isinstance(inner[1], str | bool) and _is_number(kind, inner[0]):
-            raise ValueError(f"{inner[0]} in {where} is {shown(inner[1])}, wanted a number")
+        raise ValueError(f"{name} of {where} is {brief(value)}, wanted a number")
+    if isinstance(value, Mapping) and is_dataclass(kind):
+        types = {item.name: str(item.type) for item in fields(kind)}
+        for inner, given in value.items():
+            # pydantic would take true for 1, and a number in text for the number.
+            numeric = any(number in types[inner] for number in ("int", "float"))
+            if numeric and isinstance(given, str | bool):
+                raise ValueError(f"{inner} in {where} is {brief(given)}, wanted a number")
     try:
         TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
         option, problem = first_problem(error)
         raise ValueError(f"{option or name} in {where}: {problem[:200]}") from None
-
-
-def _is_number(kind: Any, name: str) -> bool:
-    """Whether the field of a dataclass takes numbers alone."""
-    types = {item.name: str(item.type) for item in fields(kind)}
-    return "int" in (kinds := types.get(name, "")) or "float" in kinds
 
 
 def num_parameters(config: Mapping[str, Any]) -> int:
@@ -282,16 +275,13 @@ def num_parameters(config: Mapping[str, Any]) -> int:
 
 def check_memory(config: Mapping[str, Any]) -> None:
     """Raises ValueError where the parameters alone do not fit into this machine's memory."""
-    needed, there = 4 * num_parameters(config), _memory_bytes()
+    needed = 4 * num_parameters(config)
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > there:
         raise ValueError(
             f"the model needs at least {needed / 2**30:,.0f} GiB for its parameters, this machine "
             f"has {there / 2**30:,.0f} GiB of memory: take a smaller model or a larger machine"
         )
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 # --- tokenizers --------------------------------------------------------------------------------
@@ -323,23 +313,15 @@ def check_tokenizer_files(directory: Path) -> None:
             f"{path} has auto_map, which names Python that comes with the model: mclclip never "
             "runs it, save the tokenizer without code of its own"
         )
-    name = record.get("tokenizer_class")
-    if not isinstance(name, str) or not _is_fast(name):
+    # A tokenizer's files may name the slow class; transformers then loads the fast one.
+    name, transformers = record.get("tokenizer_class"), library()
+    kinds = [getattr(transformers, f"{name}{suffix}", None) for suffix in ("", "Fast")]
+    fast = transformers.PreTrainedTokenizerFast
+    if not any(inspect.isclass(kind) and issubclass(kind, fast) for kind in kinds):
         raise ValueError(
-            f"tokenizer_class in {path} is {shown(name)}, wanted a fast tokenizer of transformers "
+            f"tokenizer_class in {path} is {brief(name)}, wanted a fast tokenizer of transformers "
             "(such as PreTrainedTokenizerFast): save the tokenizer as one"
         )
-
-
-def _is_fast(name: str) -> bool:
-    """Whether transformers has a fast tokenizer of this name, or of this name with "Fast" added.
-
-    A tokenizer's files may name the slow class; transformers then loads the fast one.
-    """
-    transformers = library()
-    known = (getattr(transformers, name + suffix, None) for suffix in ("", "Fast"))
-    fast = transformers.PreTrainedTokenizerFast
-    return any(inspect.isclass(kind) and issubclass(kind, fast) for kind in known)
 
 
 def library() -> Any:

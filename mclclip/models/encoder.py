@@ -26,8 +26,9 @@ from mclclip import files
 from mclclip.models import clip, transformers_encoder, weights
 from mclclip.models.loading import common_config, load_towers, refuse_without_weights
 from mclclip.models.model import Model, unit
-from mclclip.models.stage_weights import StageWeights, Variant, check_weights
-from mclclip.options import first_problem, shown
+from mclclip.models.options import Variant
+from mclclip.models.stage_weights import StageWeights, check_weights
+from mclclip.options import brief, first_problem
 
 RANDOM = "random"
 """Stands for random weights in the place of open_clip's tag."""
@@ -50,6 +51,8 @@ class Encoder(nn.Module):
     model, which must equal the others there; with 0 blocks every stage runs completely. The logit
     scale is the first stage's, or the one that was learned with the weights.
     """
+
+    stages: Any
 
     def __init__(
         self,
@@ -75,11 +78,6 @@ class Encoder(nn.Module):
         self.eval()
 
     @property
-    def models(self) -> list[Any]:
-        """The models of the stages: one where nothing is joined."""
-        return list(self.stages)
-
-    @property
     def device(self) -> torch.device:
         """Device of the models."""
         return next(self.parameters()).device
@@ -89,17 +87,17 @@ class Encoder(nn.Module):
         """[B, 3, H, W] -> the raw features [B, D] of every stage; the trunk runs once."""
         images, number = images.to(self.device), self.num_trunk_blocks
         if not number:
-            return [model.encode_image(images) for model in self.models]
-        hidden = self.models[0].encode_trunk(images, number)
-        return [model.encode_tail(hidden, number) for model in self.models]
+            return [model.encode_image(images) for model in self.stages]
+        hidden = self.stages[0].encode_trunk(images, number)
+        return [model.encode_tail(hidden, number) for model in self.stages]
 
     @torch.no_grad()
     def stage_text_features(self, tokens: Tensor) -> list[Tensor]:
         """[B, context] int64 -> the raw text features [B, D] of every stage."""
         tokens = tokens.to(self.device)
         if self.shared_text:
-            return [self.models[0].encode_text(tokens)] * len(self.models)
-        return [model.encode_text(tokens) for model in self.models]
+            return [self.stages[0].encode_text(tokens)] * len(self.stages)
+        return [model.encode_text(tokens) for model in self.stages]
 
     @torch.no_grad()
     def encode_image(self, images: Tensor) -> Tensor:
@@ -126,7 +124,7 @@ class Encoder(nn.Module):
         """
         if self.variant is not None:
             raise ValueError("a joined encoder has no pooled features: use feature=projected")
-        return unit(self.models[0].encode_pooled(images.to(self.device)))
+        return unit(self.stages[0].encode_pooled(images.to(self.device)))
 
     def query_text(self, tokens: Tensor, stage_weights: Sequence[float] | None = None) -> Tensor:
         """[B, context] int64 -> queries [B, S*D] of an index [z_s] / sqrt(S) (`--to clip_retrieval`
@@ -212,7 +210,7 @@ def _scaled(parts: Sequence[Tensor], stage_weights: Sequence[float]) -> list[Ten
 def _check_variant(variant: object, learned: StageWeights | None, stages: int) -> None:
     """Raises ValueError unless it is a variant, and `weighted` alone has weights of its stages."""
     if variant not in get_args(Variant):
-        raise ValueError(f"variant is {shown(variant)}: give one of {', '.join(get_args(Variant))}")
+        raise ValueError(f"variant is {brief(variant)}: give one of {', '.join(get_args(Variant))}")
     if (variant == "weighted") != (learned is not None):
         raise ValueError(
             f"the variant {variant} has {'no ' if learned is None else ''}weights of its stages: "
@@ -223,7 +221,7 @@ def _check_variant(variant: object, learned: StageWeights | None, stages: int) -
     check_weights(learned.weights, stages)
     if not 0 <= learned.logit_scale < math.inf:
         raise ValueError(
-            f"the logit scale of weights of stages is {shown(learned.logit_scale)}: wanted a "
+            f"the logit scale of weights of stages is {brief(learned.logit_scale)}: wanted a "
             "number from 0 on"
         )
 
@@ -269,7 +267,7 @@ def save_concat(
         "schema_version": _SCHEMAS[-1] if learned else _SCHEMAS[0],
         "variant": variant,
         "num_trunk_blocks": layout.count_without(differing),
-        "num_blocks": layout.num_blocks,
+        "num_blocks": len(layout.blocks),
         "shared_text": text <= shared,
         "stages": [
             {"name": name, "embed_dim": dim, "digest": files.digest_file(file)}
@@ -314,28 +312,18 @@ def load_concat(directory: Path) -> Encoder:
             f"{path} names {number:,} stages (at most {_MOST_STAGES} are read), its weights hold "
             f"{sorted(held)[:5]}: export it again"
         )
-    learned = _learned(record, path)
-    first = load_towers(directory, load_weights=False)
-    own = {name.partition(".")[2] for name in tensors if not name.startswith("shared.")}
-    images = {name.removeprefix("visual.") for name in own if name.startswith("visual.")}
-    shared_text = all(name.startswith(("visual.", "logit_")) for name in own)
-    wanted = {"num_trunk_blocks": first.layout.count_without(images), "shared_text": shared_text}
-    for name, value in wanted.items():
-        if record.get(name) != value:
-            raise ValueError(
-                f"{name} in {path} is {shown(record.get(name))}, its weights say {value}: export "
-                "it again"
-            )
-    shared = _below(tensors, "shared.")
-    parameters = dict(first.exported.named_parameters())
-    kept = [parameters[name] for name in shared if name in parameters]
-    kept += [first.tokenizer, first.preprocess_train, first.preprocess_val]
-    stages = [first]
-    for _ in range(number - 1):
-        # A copy that keeps these very objects instead of copying them.
-        stages.append(copy.deepcopy(first, {id(item): item for item in kept}))
-    for n, stage in enumerate(stages):
-        weights.fill(stage.exported, shared | _below(tensors, f"stage_{n}."), f"of {directory}")
+    if record.get("variant") not in get_args(Variant):
+        _check_variant(record.get("variant"), None, number)
+    given = record.get("learned")
+    try:
+        learned = None if given is None else TypeAdapter(StageWeights).validate_python(given)
+        _check_variant(record.get("variant"), learned, number)
+    except ValueError as error:  # pydantic's is one too
+        name, problem = first_problem(error) if isinstance(error, ValidationError) else ("", error)
+        raise ValueError(
+            f"'learned' in {path} is damaged: {name} {problem}; export it again"
+        ) from None
+    stages = _filled_stages(directory, tensors, number, record)
     return Encoder(
         stages,
         record["variant"],
@@ -345,24 +333,34 @@ def load_concat(directory: Path) -> Encoder:
     )
 
 
-def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+def _filled_stages(
+    directory: Path, tensors: Mapping[str, Tensor], number: int, record: Mapping[str, Any]
+) -> list[Model]:
+    """The models of so many stages; ValueError where the record describes other weights."""
 
+    def below(prefix: str) -> dict[str, Tensor]:
+        return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
-def _learned(record: Mapping[str, Any], path: Path) -> StageWeights | None:
-    """The weights of the stages in concat.json; ValueError where they are not what was written."""
-    if record.get("variant") not in get_args(Variant):
-        _check_variant(record.get("variant"), None, 0)
-    given = record.get("learned")
-    try:
-        learned = None if given is None else TypeAdapter(StageWeights).validate_python(given)
-        _check_variant(record["variant"], learned, len(record["stages"]))
-    except ValueError as error:  # pydantic's is one too
-        name, problem = first_problem(error) if isinstance(error, ValidationError) else ("", error)
-        raise ValueError(
-            f"'learned' in {path} is damaged: {name} {problem}; export it again"
-        ) from None
-    return learned
+    shared = below("shared.")
+    own = {name.partition(".")[2] for name in tensors if not name.startswith("shared.")}
+    images = {name.removeprefix("visual.") for name in own if name.startswith("visual.")}
+    shared_text = all(name.startswith(("visual.", "logit_")) for name in own)
+    first = load_towers(directory, load_weights=False)
+    wanted = {"num_trunk_blocks": first.layout.count_without(images), "shared_text": shared_text}
+    for name, value in wanted.items():
+        if record.get(name) != value:
+            raise ValueError(
+                f"{name} in {directory / weights.CONCAT} is {brief(record.get(name))}, its weights "
+                f"say {value}: export it again"
+            )
+    parameters = dict(first.exported.named_parameters())
+    kept = [parameters[name] for name in shared if name in parameters]
+    kept += [first.tokenizer, first.preprocess_train, first.preprocess_val]
+    # Copies that keep these very objects instead of copying them.
+    others = [copy.deepcopy(first, {id(item): item for item in kept}) for _ in range(number - 1)]
+    for n, stage in enumerate((first, *others)):
+        weights.fill(stage.exported, shared | below(f"stage_{n}."), f"of {directory}")
+    return [first, *others]
 
 
 # --- the loader ------------------------------------------------------------------------------

@@ -13,15 +13,12 @@ from torch import nn
 
 from mclclip import files
 from mclclip.models import backbones, clip, config_check, weights
-from mclclip.models.hub import one_line
 from mclclip.models.lora import add_lora
 from mclclip.models.model import Model
-from mclclip.models.patch_dropout import drop_patches
 from mclclip.models.tokenizer import fetched
-from mclclip.models.towers import ImageLayout
 from mclclip.models.transformers_encoder import PREFIX
-from mclclip.models.transforms import Pair
-from mclclip.options import shown
+from mclclip.models.weights import one_line
+from mclclip.options import brief
 
 Name = str | Path | Mapping[str, Any]
 _SMALLEST_TEXT = {"context_length": 1, "vocab_size": 1, "width": 8, "heads": 1, "layers": 1}
@@ -35,10 +32,6 @@ def load_towers(
     projector: Sequence[int] = (),
     seed: int = 0,
     augmentation: Mapping[str, Any] | None = None,
-    image_size: int | None = None,
-    context_length: int | None = None,
-    quick_gelu: bool | None = None,
-    patch_dropout: float | None = None,
     load_weights: bool = True,
 ) -> Model:
     """Loads a model on the CPU in fp32, in eval mode, with nothing locked.
@@ -55,19 +48,15 @@ def load_towers(
         load_weights: False leaves a directory's model random, for a caller that fills it.
         augmentation: fields of open_clip's `AugmentationCfg`, such as `{"scale": (0.4, 1.0)}`, or
             a `kind` of `transforms` with its options.
-        image_size, context_length, quick_gelu, patch_dropout: replace the config's values.
 
     Raises ValueError for an unknown name or config, one that could bring code (`config_check`),
-    weights that do not fit, another activation than the weights were trained with (unless
-    `quick_gelu` says so), and a projector on a model with a text tower; FileNotFoundError where a
-    directory, its config, weights or tokenizer are missing, or neither cached nor reachable.
+    weights that do not fit, another activation than the weights were trained with, and a projector
+    on a model with a text tower; FileNotFoundError where a directory, its config, weights or
+    tokenizer are missing, or neither cached nor reachable.
     The global generators are neither used nor changed.
     """
     _refuse_transformers(name)
-    config, file, directory = clip.find(name, pretrained, quick_gelu, load_weights)
-    _change(config["model_cfg"], "vision_cfg", image_size=image_size, patch_dropout=patch_dropout)
-    _change(config["model_cfg"], "text_cfg", context_length=context_length)
-    config["model_cfg"] |= {} if quick_gelu is None else {"quick_gelu": quick_gelu}
+    config, file, directory = clip.find(name, pretrained, load_weights)
     model_cfg, tokenizer = config["model_cfg"], None
     if text and "text_cfg" in model_cfg:
         _check_clip(name, model_cfg, projector)
@@ -78,16 +67,15 @@ def load_towers(
             clip.fill(exported, file)
     else:
         exported, model_cfg = _image_tower(config, file, seed, _where(name))
-    layout, transforms = _layout_and_transforms(exported.visual, augmentation)
-    whole = {"model_cfg": model_cfg, "preprocess_cfg": dict(exported.visual.preprocess_cfg)}
+    visual = exported.visual
+    if isinstance(visual, backbones.BackboneTower):
+        layout, transforms = visual.layout(), visual.transforms(augmentation)
+    else:
+        layout, transforms = clip.layout_of(visual), clip.transforms_of(visual, augmentation)
+    whole = {"model_cfg": model_cfg, "preprocess_cfg": dict(visual.preprocess_cfg)}
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return Model(exported, whole, layout, transforms, tokenizer, projector).eval()
-
-
-def _change(model_cfg: dict[str, Any], part: str, **fields: Any) -> None:
-    if part in model_cfg:
-        model_cfg[part] |= {key: value for key, value in fields.items() if value is not None}
 
 
 def _check_clip(name: Name, model_cfg: Mapping[str, Any], projector: Sequence[int] = ()) -> None:
@@ -108,14 +96,24 @@ def _image_tower(
     model_cfg, module = config["model_cfg"], nn.Module()
     visual: Any
     if config_check.BACKBONE in model_cfg["vision_cfg"]:
-        visual, kept = _backbone(model_cfg, seed, where)
+        chosen = backbones.parse(model_cfg["vision_cfg"], where)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            visual = backbones.BackboneTower(chosen, where)
+        if model_cfg.get("embed_dim", visual.embed_dim) != visual.embed_dim:
+            raise ValueError(
+                f"embed_dim of {where} is {model_cfg['embed_dim']}, but {chosen.backbone} gives "
+                f"{visual.embed_dim}: leave it out"
+            )
+        kept = {"embed_dim": visual.embed_dim, "vision_cfg": asdict(chosen)}
     else:
         names = ("embed_dim", "vision_cfg", "quick_gelu")
         kept = {key: model_cfg[key] for key in names if key in model_cfg}
-        if file is None or "text_cfg" not in model_cfg:
+        of_clip = file is not None and "text_cfg" in model_cfg
+        if not of_clip:
             config = {**config, "model_cfg": kept | {"text_cfg": dict(_SMALLEST_TEXT)}}
         whole = clip.build(config, seed, random_text=True)
-        if file is not None and "text_cfg" in model_cfg:
+        if file is not None and of_clip:
             clip.fill(whole, file)
             file = None
         visual = whole.visual
@@ -123,22 +121,6 @@ def _image_tower(
         _fill_image_tower(visual, file)
     module.visual = visual
     return module, kept
-
-
-def _backbone(
-    model_cfg: Mapping[str, Any], seed: int, where: str
-) -> tuple[nn.Module, dict[str, Any]]:
-    """A tower of timm or torchvision with random weights, and its model config."""
-    chosen = backbones.parse(model_cfg["vision_cfg"], where)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        visual = backbones.BackboneTower(chosen, where)
-    if model_cfg.get("embed_dim", visual.embed_dim) != visual.embed_dim:
-        raise ValueError(
-            f"embed_dim of {where} is {model_cfg['embed_dim']}, but {chosen.backbone} gives "
-            f"{visual.embed_dim}: leave it out"
-        )
-    return visual, {"embed_dim": visual.embed_dim, "vision_cfg": asdict(chosen)}
 
 
 def _fill_image_tower(visual: nn.Module, file: Path) -> None:
@@ -153,14 +135,6 @@ def _fill_image_tower(visual: nn.Module, file: Path) -> None:
     except RuntimeError as error:
         raise ValueError(f"the weights {file} do not load ({one_line(error)})") from error
     weights.refuse_not_finite(visual, str(file))
-
-
-def _layout_and_transforms(
-    visual: Any, augmentation: Mapping[str, Any] | None
-) -> tuple[ImageLayout | str, Pair]:
-    if isinstance(visual, backbones.BackboneTower):
-        return visual.layout(), visual.transforms(augmentation)
-    return clip.layout_of(visual), clip.transforms_of(visual, augmentation)
 
 
 # --- what a name stands for ------------------------------------------------------------------
@@ -236,7 +210,7 @@ def prepare_model(
     model.lock(**lock)
     if lora is not None:
         add_lora(model, **lora, seed=seed)
-    drop_patches(model, patch_dropout)
+    model.drop_patches(patch_dropout)
     if precision == "float64" and next(model.parameters()).dtype != torch.float64:
         model.double()  # tensors without values cannot be converted here, and come so (`plan`)
     model.train()
@@ -279,7 +253,7 @@ def _difference(first: Any, other: Any, name: str) -> str:
     """The first field in which two configurations differ, in words; empty where there is none."""
     first, other = files.as_json(first), files.as_json(other)
     if not isinstance(first, dict) or not isinstance(other, dict):
-        return "" if first == other else f"{name} is {shown(first)} and not {shown(other)}"
+        return "" if first == other else f"{name} is {brief(first)} and not {brief(other)}"
     keys = sorted(first.keys() | other.keys())
     return next(
         filter(None, (_difference(first.get(k), other.get(k), f"{name}.{k}") for k in keys)), ""

@@ -15,9 +15,11 @@ As in peft, query, key and value share one A where their weights are one tensor,
 counts as a matrix [out, in * height * width]; grouped convolutions get no adapter.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +28,6 @@ from torch.nn.utils import parametrize
 
 from mclclip.models import towers
 from mclclip.models.model import Model
-from mclclip.models.options import Targets
 
 _ATTENTION, _MLP = ("attn", "attention"), ("mlp", "ffn", "feedforward")
 
@@ -65,7 +66,7 @@ def add_lora(
     rank: int,
     alpha: float,
     dropout: float = 0.0,
-    targets: Targets = "all",
+    targets: str = "all",
     text: bool = False,
     seed: int = 0,
 ) -> list[str]:
@@ -79,10 +80,14 @@ def add_lora(
     is drawn by `seed`; the global generators are neither used nor changed.
 
     Raises ValueError where no block is unlocked, where the blocks have no weights of the kind
-    `targets`, for a model that has adapters, and for numbers out of range.
+    `targets`, and for a model that has adapters. `LoraConfig` holds the ranges of the numbers
+    and the kinds of targets.
     """
-    _check(model, rank, alpha, dropout, targets)
-    adapted = model.tower_layouts(text)
+    if any(_adapted(model)):
+        raise ValueError("the model has LoRA adapters already: merge them first")
+    adapted: list[tuple[nn.Module, towers.Layout]] = [(model.visual, model.layout)]
+    if text and model.reads_texts:
+        adapted.append((model.text_tower, model.text_layout))
     unlocked = [
         tower.get_submodule(name)
         for tower, layout in adapted
@@ -100,7 +105,7 @@ def add_lora(
         )
     for tower, layout in adapted:
         for name, parameter in tower.named_parameters():
-            if towers.belongs(name, layout.trunk(layout.num_blocks)):
+            if towers.belongs(name, layout.trunk(len(layout.blocks))):
                 parameter.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     classes: dict[tuple[type, str], type] = {}
@@ -113,7 +118,7 @@ def add_lora(
     return model.update_frozen()
 
 
-def _weights(block: nn.Module, targets: Targets) -> Iterator[tuple[nn.Module, str]]:
+def _weights(block: nn.Module, targets: str) -> Iterator[tuple[nn.Module, str]]:
     """Modules within a block, each with the name of its weight."""
     inside = dict(block.named_modules())
     for path, module in inside.items():
@@ -163,15 +168,3 @@ def merge_lora(model: Model) -> None:
 
 def _adapted(model: Model) -> Iterator[nn.Module]:
     return (m for m in model.exported.modules() if parametrize.is_parametrized(m))
-
-
-def _check(model: Model, rank: int, alpha: float, dropout: float, targets: str) -> None:
-    if any(_adapted(model)):
-        raise ValueError("the model has LoRA adapters already: merge them first")
-    if targets not in get_args(Targets):
-        raise ValueError(f"targets is {targets!r}: give {', '.join(get_args(Targets))}")
-    if rank < 1 or alpha <= 0.0 or not 0.0 <= dropout < 1.0:
-        raise ValueError(
-            f"rank is {rank}, alpha {alpha}, dropout {dropout}: wanted a rank of 1 or more, a "
-            "positive alpha, and a dropout from 0 to below 1"
-        )

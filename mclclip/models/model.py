@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -69,6 +70,10 @@ class Model(nn.Module):
     ) -> None:
         super().__init__()
         self.reads_texts = tokenizer is not None
+        # Upper bounds of parameters by name, which the optimizer enforces.
+        self.upper_bounds = (
+            {"clip.logit_scale": math.log(MAX_LOGIT_SCALE)} if self.reads_texts else {}
+        )
         self.part = "clip" if self.reads_texts else "tower"
         setattr(self, self.part, exported)
         self.tokenizer = tokenizer if self.reads_texts else _refuse_texts
@@ -137,19 +142,7 @@ class Model(nn.Module):
     @property
     def num_blocks(self) -> int:
         """Blocks of the image tower, as its layout counts them."""
-        return self.layout.num_blocks
-
-    @property
-    def pooled_dim(self) -> int | None:
-        """Width of the features before the projection; None where there are none."""
-        return self.layout.pooled_dim(self.visual)
-
-    def tower_layouts(self, text: bool) -> list[tuple[nn.Module, towers.Layout]]:
-        """The image tower with its layout, and the text tower if `text` and there is one."""
-        layouts: list[tuple[nn.Module, towers.Layout]] = [(self.visual, self.layout)]
-        if text and self.reads_texts:
-            layouts.append((self.text_tower, self.text_layout))
-        return layouts
+        return len(self.layout.blocks)
 
     def layers_above(self, name: str) -> int:
         """Number of layers above the parameter `name` in its tower; 0 at the top.
@@ -161,11 +154,7 @@ class Model(nn.Module):
             return 0
         if inside.startswith("visual."):
             return self.layout.layers_above(inside.removeprefix("visual."))
-        return self.text_layout.layers_above(self._in_text(inside))
-
-    def _in_text(self, name: str) -> str:
-        """A parameter's name in the text tower, by its name in the CLIP module."""
-        return name if self.text_tower is self.clip else name.removeprefix("text.")
+        return self.text_layout.layers_above(inside.removeprefix("text."))
 
     def blocks(self) -> list[nn.Module]:
         """The modules of all towers' blocks, which are sharded or compiled one by one.
@@ -173,13 +162,10 @@ class Model(nn.Module):
         Towers without a layout have none.
         """
         modules: list[nn.Module] = []
-        if not isinstance(self._layout, str):
-            modules += self._layout.block_modules(self.visual)
-        if self.reads_texts:
-            try:
-                modules += self.text_layout.block_modules(self.text_tower)
-            except ValueError:
-                return modules
+        with suppress(ValueError):
+            modules += self.layout.block_modules(self.visual)
+        with suppress(ValueError):
+            modules += self.text_layout.block_modules(self.text_tower) if self.reads_texts else []
         return modules
 
     # --- features ----------------------------------------------------------------------------
@@ -240,7 +226,6 @@ class Model(nn.Module):
 
     def encode_trunk(self, images: Tensor, num_trunk_blocks: int) -> Tensor:
         """[B, C, H, W] -> output of the first `num_trunk_blocks` blocks (0: the images)."""
-        self._check_split(num_trunk_blocks)
         return self.layout.run_trunk(self.visual, images, num_trunk_blocks)
 
     def encode_tail(self, hidden: Tensor, num_trunk_blocks: int, project: bool = True) -> Tensor:
@@ -249,24 +234,16 @@ class Model(nn.Module):
         With `project=False`: [B, width], pooled and normed but not projected; ValueError for towers
         whose attention pool is their projection.
         """
-        self._check_split(num_trunk_blocks)
         return self.layout.run_tail(self.visual, hidden, num_trunk_blocks, project, self._recompute)
 
     def encode_pooled(self, images: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, width], features before the projection; ValueError as above."""
         return self.encode_tail(images, 0, project=False)
 
-    def _check_split(self, num_trunk_blocks: int) -> None:
-        if not 0 <= num_trunk_blocks <= self.num_blocks:
-            raise ValueError(
-                f"num_trunk_blocks is {num_trunk_blocks}, but the image tower has "
-                f"{self.layout.counted}: give 0 to {self.num_blocks}"
-            )
-
     def trunk_digest(self, num_trunk_blocks: int) -> str:
         """Digest of all that the output of `encode_trunk` depends on beside the images: the tensors
         of these blocks, in fp32, the image tower's architecture, and how pixels are made."""
-        self._check_split(num_trunk_blocks)
+        self.layout.check_number(num_trunk_blocks, "num_trunk_blocks", "image")
         parts, digest = self.layout.trunk(num_trunk_blocks), hashlib.sha256()
         model = {k: v for k, v in self.config["model_cfg"].items() if k != "text_cfg"}
         digest.update(files.digest_json([model, self.config["preprocess_cfg"]]).encode())
@@ -292,11 +269,6 @@ class Model(nn.Module):
     def has_logit_bias(self) -> bool:
         """Whether there is a logit bias: the configuration names `init_logit_bias`."""
         return getattr(self.exported, "logit_bias", None) is not None
-
-    @property
-    def upper_bounds(self) -> dict[str, float]:
-        """Upper bounds of parameters, which the optimizer enforces: the logit scale is <= 100."""
-        return {"clip.logit_scale": math.log(MAX_LOGIT_SCALE)} if self.reads_texts else {}
 
     # --- training ----------------------------------------------------------------------------
 
@@ -344,7 +316,8 @@ class Model(nn.Module):
             elif name.startswith("logit_"):
                 trained = logit_bias if name == "logit_bias" else logit_scale
             else:
-                trained = text and (whole_text or towers.belongs(self._in_text(name), text_parts))
+                inside = towers.belongs(name.removeprefix("text."), text_parts)
+                trained = text and (whole_text or inside)
             parameter.requires_grad_(trained and name not in fixed)
         return self.update_frozen()
 
@@ -372,6 +345,29 @@ class Model(nn.Module):
                     if towers.belongs(name, trunk):
                         module.eval()
         return self
+
+    def drop_patches(self, share: float) -> None:
+        """Has the image tower drop this share of the patches in training; 0 leaves it as it is.
+
+        Its module has no weights and is in no configuration, so exports know nothing of it. Call it
+        after locks and adapters. Raises ValueError for a tower other than open_clip's own vision
+        transformer, and where frozen blocks, which run as in evaluation, come before all trained
+        ones.
+        """
+        if not share:
+            return
+        if not hasattr(self.visual, "patch_dropout"):
+            raise ValueError(
+                f"patch_dropout is {share}, and the image tower is a {type(self.visual).__name__}: "
+                "patches are dropped in open_clip's own vision transformers alone; leave it out"
+            )
+        if self.num_frozen_blocks:
+            raise ValueError(
+                f"patch_dropout is {share}, but the first {self.num_frozen_blocks} of "
+                f"{self.num_blocks} blocks of the image tower are locked and see whole pictures: "
+                "set lock.image_blocks=all, or leave patch_dropout out"
+            )
+        self.visual.patch_dropout = PatchDropout(share).train(self.visual.training)
 
     def set_grad_checkpointing(self, enabled: bool = True) -> None:
         """Recomputes the blocks of all towers in the backward pass instead of keeping activations.
@@ -421,6 +417,34 @@ class Model(nn.Module):
             self.tokenizer.save_pretrained(str(directory))
         base = {"base_digest": base_digest or weights.digest_tensors(tensors)}
         weights.write_model(directory, self.config | base, tensors)
+
+
+class PatchDropout(nn.Module):
+    """Tokens [b, 1 + n, D] -> [b, 1 + k, D], k = max(1, int(n (1 - share))); as they are in eval.
+
+    Source: Li et al., "Scaling Language-Image Pre-training via Masking" (FLIP, 2022), section 3.
+    The class token and the positions of the patches that stay are kept, as in open_clip's
+    PatchDropout, whose draws these are on a CPU; its indices lie in main memory, and a GPU would
+    wait for them at every step.
+
+    The first token is the class token. Patches are drawn for each picture from torch's global
+    generator of the device, which every training step seeds, and gradient caching replays.
+    """
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens with their positions added -> those that are kept, in the order of their draws."""
+        if not self.training:
+            return tokens
+        first, patches = tokens[:, :1], tokens[:, 1:]
+        batch, num = patches.shape[:2]
+        keys = torch.randn(batch, num, device=tokens.device)
+        kept = keys.topk(max(1, int(num * (1 - self.share))), dim=1).indices
+        rows = torch.arange(batch, device=tokens.device)[:, None]
+        return torch.cat([first, patches[rows, kept]], dim=1)
 
 
 def _refuse_texts(texts: object) -> Tensor:

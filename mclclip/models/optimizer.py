@@ -100,11 +100,9 @@ def build_optimizer(
         lr: the peak learning rate. A caller that sets the rate at every step needs to give it only
             for timm's optimizers, some of which store it at the start.
 
-    Raises ValueError for an unknown name, for options out of range, for an optimizer that cannot
-    be resumed or is not available, and where nothing is trainable.
+    Raises ValueError for an unknown name, for an optimizer that cannot be resumed or is not
+    available, and where nothing is trainable.
     """
-    if layer_decay is not None and not 0.0 < layer_decay <= 1.0:
-        raise ValueError(f"layer_decay is {layer_decay}: wanted more than 0 and at most 1")
     bounds, layers_above = _declared(module)
     scale = None if layer_decay is None else lambda name: float(layer_decay ** layers_above(name))
     groups = parameter_groups(
@@ -223,8 +221,6 @@ def learning_rate(
         raise ValueError(f"step is {step}, outside the {total_steps} steps of the run")
     if not 0 <= warmup_steps <= total_steps:
         raise ValueError(f"warmup_steps is {warmup_steps}, the run has {total_steps} steps")
-    if schedule not in ("cosine", "constant"):
-        raise ValueError(f"schedule is {schedule!r}: give 'cosine' or 'constant'")
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps
     if schedule == "constant":

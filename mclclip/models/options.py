@@ -1,15 +1,28 @@
-"""Options of models: the encoder that stages start from, what of it is trained or exported."""
+"""Options of models: the encoder that stages start from, what of it is trained or exported.
+
+Options that contradict a model's architecture are refused when they are read, not at the first
+training step after hours of embedding: by the configurations that open_clip ships, which are read
+as files, or by a tower of timm or a backbone, which is built without values and counted.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
+from collections.abc import Mapping
 from dataclasses import field
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeInt, PositiveFloat, PositiveInt
 
-from mclclip.models.stage_weights import StageWeightsConfig, Variant
+from mclclip import files
 from mclclip.options import STRICT, BelowOne
+
+Variant = Literal["raw", "stage_norm", "weighted"]
+"""How a concat joins the features of its stages (see ``encoder.join_image_features``)."""
 
 Targets = Literal["attention", "mlp", "all"]
 """Weights within attention, all others, or both."""
@@ -81,6 +94,19 @@ class LoraConfig:
 
 
 @checked_dataclass(frozen=True, config=STRICT)
+class StageWeightsConfig:
+    """Held-out pairs that the weights of the concat ``weighted`` are fitted on."""
+
+    held_out: str | None = None
+    """Folder of shards with captions, which neither a training nor a benchmark of the run reads;
+    those of its own sources and suite are refused, copies of them are not noticed."""
+    captions: str = "txt"
+    """``txt`` or ``json:FIELD``; the first caption of a sample counts."""
+    max_samples: PositiveInt = 4096
+    """Most samples that are read, spread evenly over the shards."""
+
+
+@checked_dataclass(frozen=True, config=STRICT)
 class ExportConfig:
     """Encoders that ``export`` makes of all stages at the end."""
 
@@ -101,3 +127,114 @@ class ExportConfig:
                 "export.weights.held_out=FOLDER, with shards that neither a training nor a "
                 "benchmark reads"
             )
+
+
+# --- the architecture that a configuration describes ---------------------------------------------
+
+# Fields of an augmentation that do more than to crop: `kind` is one of `models.transforms`, the
+# others are of open_clip's AugmentationCfg.
+_MORE_THAN_CROPS = ("kind", "use_timm", "color_jitter_prob", "gray_scale_prob")
+
+
+def _parts_of(model: ModelConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The configuration of the architecture, and its ``vision_cfg``.
+
+    They are empty where they are not at hand (a model of the hub, a directory yet to be written) or
+    no mapping; the loader of models reports errors.
+    """
+    config: Any = model.name
+    if isinstance(config, str):
+        path = Path(config.removeprefix("local-dir:"))
+        try:
+            if path.is_dir():
+                path = path / "open_clip_config.json"
+            elif path.suffix != ".json":
+                package = find_spec("open_clip")
+                folders = package.submodule_search_locations if package else None
+                path = Path(next(iter(folders or []), "")) / "model_configs"
+                path = path / f"{config.replace('/', '-')}.json"
+            config = files.read_model_json(path)
+        except (OSError, ValueError):
+            config = None
+    config = config.get("model_cfg", config) if isinstance(config, Mapping) else {}
+    config = config if isinstance(config, Mapping) else {}
+    vision = config.get("vision_cfg")
+    return config, vision if isinstance(vision, Mapping) else {}
+
+
+def num_blocks(model: ModelConfig) -> int | None:
+    """Blocks of the image tower, of a ResNet the stem and the residual blocks; None where they
+    are not known from the configuration, or where the tower cannot be locked."""
+    config, vision = _parts_of(model)
+    if not vision:
+        return None
+    if vision.get("timm_model_name") or vision.get("backbone"):
+        return _num_built_blocks(json.dumps(config, sort_keys=True))
+    layers = vision.get("layers", 12)  # open_clip's default
+    counts = [1, *layers] if isinstance(layers, list) else [layers]
+    return sum(counts) if all(type(count) is int for count in counts) else None
+
+
+@functools.cache
+def _num_built_blocks(model_cfg: str) -> int | None:
+    """Blocks of a tower of timm or a backbone, built without values; None where it cannot be built
+    or locked, as the loader will say."""
+    from mclclip.models.memory import load_shapes  # seconds to import
+
+    try:
+        return load_shapes(files.parse_json(model_cfg, "the model"), text=False).num_blocks
+    except (ValueError, OSError):
+        return None
+
+
+def check_image_blocks(model: ModelConfig, option: str, number: int | str) -> None:
+    """Raises ValueError where the dotted ``option`` asks for more blocks than there are.
+
+    Where ``num_blocks`` is None it passes; such a lock is refused when the model is built.
+    """
+    if not isinstance(number, int) or not number or (blocks := num_blocks(model)) is None:
+        return
+    if number > blocks:
+        layers = _parts_of(model)[1].get("layers")
+        of = f" (the stem and {blocks - 1} residual blocks)" if isinstance(layers, list) else ""
+        name = repr(model.name) if isinstance(model.name, str) else "the model"
+        raise ValueError(
+            f"{option} is {number}, but the image tower of {name} has {blocks} blocks{of}: "
+            f"give 0 to {blocks}, or 'all'"
+        )
+
+
+def check_patch_dropout(
+    model: ModelConfig, training: str, share: float, image_blocks: int | str
+) -> None:
+    """Raises ValueError where ``training`` (``base``, ``train``) cannot drop patches.
+
+    The image tower is then no vision transformer of open_clip's own, or its first blocks are
+    locked, which run as in evaluation. A model whose configuration is not at hand passes.
+    """
+    vision = _parts_of(model)[1]
+    if not share or not vision:
+        return
+    layers = vision.get("layers", 12)
+    other = vision.get("timm_model_name") or vision.get("backbone")
+    if other or isinstance(layers, list):
+        raise ValueError(
+            f"{training}.patch_dropout is {share}, and the image tower is "
+            f"{other or 'an open_clip ResNet'}: patches are dropped in open_clip's own vision "
+            "transformers alone; leave it out"
+        )
+    if isinstance(image_blocks, int) and isinstance(layers, int) and image_blocks < layers:
+        raise ValueError(
+            f"{training}.patch_dropout is {share}, but {training}.lock.image_blocks="
+            f"{image_blocks} locks the first {layers - image_blocks} of {layers} blocks, which "
+            f"see whole pictures: set {training}.lock.image_blocks=all, or leave patch_dropout "
+            "out"
+        )
+
+
+def more_than_crops(model: ModelConfig) -> list[str]:
+    """Fields of the augmentation, as set or by default, that do more than to crop."""
+    asked = [name for name in _MORE_THAN_CROPS if model.augmentation.get(name)]
+    if not asked and "backbone" in _parts_of(model)[1]:
+        return ["kind (simclr, the default of backbones)"]
+    return asked

@@ -67,10 +67,6 @@ def check_ingredients(
 
 def _safetensors(directory: Path) -> Path:
     """The weights of an ingredient; see ``check_ingredients`` for the errors."""
-    if (Path(directory) / weights.CONCAT).is_file():
-        raise ValueError(
-            f"{directory} is a concat, which a soup cannot average: give its stages instead"
-        )
     weights.read_config(directory)
     file = weights.find_weights(directory)
     if file.suffix != ".safetensors":

@@ -14,37 +14,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic.dataclasses import dataclass as checked_dataclass
-from pydantic.types import PositiveInt
 
-from mclclip.options import STRICT, shown
-
-Variant = Literal["raw", "stage_norm", "weighted"]
-"""How a concat joins the features of its stages (see ``concat.join_image_features``)."""
+from mclclip.options import brief
 
 LARGEST = 100.0
 """Bound of each v_s, which is CLIP's bound of a logit scale: pairs that are told apart without an
 error would push it without end."""
-
-_BATCH = 1024  # pairs that are each other's wrong answers
+_BATCH = 1024  # held-out pairs that are each other's wrong answers
 Rows = NDArray[np.floating[Any]]
-
-
-@checked_dataclass(frozen=True, config=STRICT)
-class StageWeightsConfig:
-    """Held-out pairs that the weights of the concat ``weighted`` are fitted on."""
-
-    held_out: str | None = None
-    """Folder of shards with captions, which neither a training nor a benchmark of the run reads;
-    those of its own sources and suite are refused, copies of them are not noticed."""
-    captions: str = "txt"
-    """``txt`` or ``json:FIELD``; the first caption of a sample counts."""
-    max_samples: PositiveInt = 4096
-    """Most samples that are read, spread evenly over the shards."""
+Batch = tuple[NDArray[np.float64], NDArray[np.bool_]]
+"""Cosines [S, b, b] of images and texts, and [b, b] where a text is an answer that counts."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +48,10 @@ class StageWeights:
 def check_weights(given: Sequence[float], stages: int) -> None:
     """Raises ValueError unless these are weights of so many stages: none negative, their sum 1."""
     if len(given) != stages or not all(map(math.isfinite, given)):
-        raise ValueError(f"weights of stages are {shown(given)}: wanted {stages} numbers")
+        raise ValueError(f"weights of stages are {brief(given)}: wanted {stages} numbers")
     if min(given) < 0 or abs(sum(given) - 1) > 1e-6:
         raise ValueError(
-            f"weights of stages are {shown(given)}: wanted none below 0, and weights that sum to 1"
+            f"weights of stages are {brief(given)}: wanted none below 0, and weights that sum to 1"
         )
 
 
@@ -94,10 +77,14 @@ def fit(images: Sequence[Rows], texts: Sequence[Rows], captions: Sequence[str]) 
     best = minimize(
         _loss, start, (batches,), method="L-BFGS-B", jac=True, bounds=bounds * stages, options=exact
     )
+
+    def equal_loss(scale: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+        loss, gradient = _loss(np.repeat(scale, stages), batches)
+        return loss, gradient.sum(keepdims=True)
+
     equal = minimize(
-        _equal_loss, start[:1], (batches, stages), method="L-BFGS-B", jac=True, bounds=bounds,
-        options=exact,
-    )  # fmt: skip
+        equal_loss, start[:1], method="L-BFGS-B", jac=True, bounds=bounds, options=exact
+    )
     total = float(best.x.sum())
     if not np.isfinite(best.fun) or total < 1e-6:
         raise ValueError(
@@ -106,10 +93,6 @@ def fit(images: Sequence[Rows], texts: Sequence[Rows], captions: Sequence[str]) 
         )
     weights = tuple(float(value) / total for value in best.x)
     return StageWeights(weights, total, float(best.fun), float(equal.fun), len(captions))
-
-
-Batch = tuple[NDArray[np.float64], NDArray[np.bool_]]
-"""Cosines [S, b, b] of images and texts, and [b, b] where a text is an answer that counts."""
 
 
 def _batches(images: Sequence[Rows], texts: Sequence[Rows], captions: Sequence[str]) -> list[Batch]:
@@ -142,11 +125,3 @@ def _loss(
             pull += shares / total / 2
         gradient += (cosines * pull).sum(axis=(1, 2)) / pairs
     return loss, gradient
-
-
-def _equal_loss(
-    scale: NDArray[np.float64], batches: Sequence[Batch], stages: int
-) -> tuple[float, NDArray[np.float64]]:
-    """``_loss`` of one number for all stages."""
-    loss, gradient = _loss(np.repeat(scale, stages), batches)
-    return loss, gradient.sum(keepdims=True)

@@ -165,7 +165,7 @@ def prove(directory: Path, context_length: int, kind: str = "AutoTokenizer") -> 
 
 def _refusal(directory: Path, reason: str) -> ValueError:
     return ValueError(
-        f"the tokenizer in {directory} cannot be used ({files.shown(reason)[:300]}): save the "
+        f"the tokenizer in {directory} cannot be used ({files.clean(reason)[:300]}): save the "
         "model's own tokenizer there again (save_pretrained)"
     )
 
@@ -192,7 +192,7 @@ def tokens_of(
             raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ValueError(
-            f"the tokenizer {where} fails on a text ({files.shown(reason)[:300]})"
+            f"the tokenizer {where} fails on a text ({files.clean(reason)[:300]})"
         ) from error
     if tuple(tokens.shape) != (num_texts, context_length):
         raise ValueError(

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from mclclip import files
 from mclclip.models import config_check, weights
-from mclclip.models.hub import fetched, one_line, quiet
 from mclclip.models.tokenizer import PROBES, prove, tokens_of
-from mclclip.options import shown
+from mclclip.models.weights import fetched, one_line, quiet
+from mclclip.options import brief
 
 PREFIX = "hf:"
 """Begins the name of such a model: ``hf:FOLDER`` or ``hf:ORG/NAME`` on the hub."""
@@ -225,7 +225,7 @@ def _check_config(config: object, directory: Path) -> str:
         raise ValueError(f"{where} is no mapping: it is no model of transformers")
     if config.get("model_type") not in _KINDS:
         raise ValueError(
-            f"model_type in {where} is {shown(config.get('model_type'))}, wanted one of "
+            f"model_type in {where} is {brief(config.get('model_type'))}, wanted one of "
             f"{', '.join(_KINDS)}: other models need an export of their own"
         )
     for name in ("vision_config", "text_config"):

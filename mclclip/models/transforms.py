@@ -126,13 +126,6 @@ class SimCLROptions:
             raise ValueError(f"scale is {self.scale}: wanted two shares, such as [0.2, 1.0]")
 
 
-@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
-class PlainOptions:
-    """No augmentation: every view is the picture itself."""
-
-    kind: Literal["none"] = "none"
-
-
 @dataclass(frozen=True)
 class SimCLRTransform:
     """A random crop, perhaps mirrored, with other colours; see `SimCLROptions`."""
@@ -172,46 +165,44 @@ def _jittered(colours: Tensor, strength: float) -> Tensor:
     """Brightness, contrast, saturation and hue in a random order, as SimCLR's code draws them."""
     most = 0.8 * strength
     low, high = max(0.0, 1.0 - most), 1.0 + most
+
+    def between(low: float, high: float) -> float:
+        return low + (high - low) * float(torch.rand(()))
+
     changes: list[Callable[[Tensor], Tensor]] = [
-        lambda x: ops.adjust_brightness(x, _between(low, high)),
-        lambda x: ops.adjust_contrast(x, _between(low, high)),
+        lambda x: ops.adjust_brightness(x, between(low, high)),
+        lambda x: ops.adjust_contrast(x, between(low, high)),
     ]
     if len(colours) == 3:
         hue = min(0.2 * strength, 0.5)
         changes += [
-            lambda x: ops.adjust_saturation(x, _between(low, high)),
-            lambda x: ops.adjust_hue(x, _between(-hue, hue)),
+            lambda x: ops.adjust_saturation(x, between(low, high)),
+            lambda x: ops.adjust_hue(x, between(-hue, hue)),
         ]
     for number in torch.randperm(len(changes)).tolist():
         colours = changes[number](colours)
     return colours
 
 
-def _between(low: float, high: float) -> float:
-    return low + (high - low) * float(torch.rand(()))
-
-
-_KINDS: dict[str, tuple[type[Any], Callable[[PixelFormat, Any], Transform]]] = {
-    "simclr": (SimCLROptions, SimCLRTransform),
-    "none": (PlainOptions, lambda format, _: PlainTransform(format)),
-}
-
-
 def training(format: PixelFormat, augmentation: Mapping[str, Any]) -> Transform:
     """The training transform of an augmentation with a `kind`; ValueError for a wrong option."""
     kind = augmentation.get(KIND)
-    if not isinstance(kind, str) or kind not in _KINDS:
+    if kind == "none" and len(augmentation) == 1:  # every view is the picture itself
+        return PlainTransform(format)
+    if kind == "none":
+        odd = next(name for name in augmentation if name != KIND)
+        raise ValueError(f"augmentation {odd}: there are no options of kind none")
+    if kind != "simclr":
         raise ValueError(
-            f"there is no augmentation of kind {kind!r}: take {' or '.join(_KINDS)}, or leave kind "
-            "out for open_clip's own"
+            f"there is no augmentation of kind {kind!r}: take simclr or none, or leave kind out "
+            "for open_clip's own"
         )
-    options_class, make = _KINDS[kind]
     try:
-        options = TypeAdapter(options_class).validate_python(dict(augmentation))
+        options = TypeAdapter(SimCLROptions).validate_python(dict(augmentation))
     except ValidationError as error:
         name, problem = first_problem(error)
         raise ValueError(f"{f'augmentation {name}'.strip()}: {problem}") from None
-    return make(format, options)
+    return SimCLRTransform(format, options)
 
 
 # --- open_clip's training transform on uint8 arrays ---------------------------------------------
@@ -241,8 +232,11 @@ class FastTransform:
         crop = torch.from_numpy(pixels[top : top + high, left : left + wide])
         images = crop.permute(2, 0, 1)[None]
         if rows_first((high, wide), self.size, self.rows):
-            images = _resized(images, (self.size[0], wide))
-        return _resized(images, self.size)[0]
+            images = functional.interpolate(
+                images, (self.size[0], wide), mode="bicubic", antialias=True
+            )
+        # torch resizes the width first.
+        return functional.interpolate(images, self.size, mode="bicubic", antialias=True)[0]
 
 
 def choose_rows_first(pillow: str) -> RowsFirst:
@@ -258,11 +252,6 @@ def rows_first(have: tuple[int, int], wanted: tuple[int, int], rule: RowsFirst) 
     """Whether Pillow resizes the height first, from (height, width) to (height, width)."""
     lost = have[0] - wanted[0]
     return rule == "shrunk" and lost > 0 and lost > 2 * (have[1] - wanted[1])
-
-
-def _resized(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """uint8 [b, 3, H, W] -> uint8 [b, 3, *size]; torch resizes the width first."""
-    return functional.interpolate(images, size, mode="bicubic", antialias=True)
 
 
 def crop_box(height: int, width: int, scale: Sequence[float], ratio: Sequence[float]) -> Box:

@@ -7,19 +7,24 @@
              model.safetensors            the image tower's part of open_clip's state dict
 
 `base_digest` names the weights that a model was fine-tuned from (its own, for a base model).
-Averages make sense only among models of one base.
+Averages make sense only among models of one base. At the end stands how files of public models are
+fetched, while libraries are kept from the terminal.
 """
 
 import copy
 import hashlib
+import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+import socket
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import torch
+from huggingface_hub import constants as hub
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -36,9 +41,8 @@ CONCAT_WEIGHTS = "concat_model.safetensors"
 TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "sentence")
 _MOST_HEADER_BYTES = 1 << 24  # 10,000 tensors, more than published models have, take 2 MB
 _TOKENIZER_DATA = (".json", ".txt", ".model")
-
-
 _KINDS = ("export", "concat", "soup")
+T = TypeVar("T")
 
 
 def files_of(directory: Path) -> list[str]:
@@ -185,31 +189,22 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     plain = {name: tensors[name].detach().cpu().contiguous() for name in sorted(tensors)}
     try:
         with files.naming(path):
-            _save(plain, temporary)
+            try:
+                save_file(plain, temporary, metadata={"format": "pt"})
+            except SafetensorError as error:  # it has the system's error in its text alone
+                if (number := re.search(r"os error (\d+)", str(error))) is None:
+                    raise
+                raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
-        # safetensors makes files that only the owner can read; use the default permissions.
-        temporary.chmod(_default_mode())
+        # safetensors makes files that only the owner can read; open() gives those of the umask.
+        mask = os.umask(0)
+        os.umask(mask)
+        temporary.chmod(0o666 & ~mask)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     files.fsync_directory(path.parent)
-
-
-def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
-    try:
-        save_file(dict(tensors), path, metadata={"format": "pt"})
-    except SafetensorError as error:  # it has the system's error in its text alone
-        if (number := re.search(r"os error (\d+)", str(error))) is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
-
-
-def _default_mode() -> int:
-    """The permissions that open() gives a new file under this process's umask."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -261,8 +256,9 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
     try:
         model.load_state_dict(state, strict=True)
     except RuntimeError as error:
-        cause = " ".join(str(error).split())[:200]
-        raise ValueError(f"the weights {where} do not fit its config ({cause})") from error
+        raise ValueError(
+            f"the weights {where} do not fit its config ({one_line(error)})"
+        ) from error
     refuse_not_finite(model, where)
 
 
@@ -301,3 +297,63 @@ def same_bits(first: Tensor, *others: Tensor) -> bool:
         and torch.equal(other.contiguous().reshape(-1).view(torch.uint8), bits)
         for other in others
     )
+
+
+# --- fetching ----------------------------------------------------------------------------------
+
+
+def fetched(what: str, fetch: Callable[[], T]) -> T:
+    """Calls ``fetch`` quietly and returns its result.
+
+    Raises FileNotFoundError, one line about ``what``, where it fails.
+    """
+    try:
+        with quiet(), _offline_where_unreachable():
+            return fetch()
+    except Exception as error:  # the hub client raises dozens of kinds of errors
+        raise FileNotFoundError(
+            f"{what} are neither cached nor reachable ({one_line(error)}): fetch them once on a "
+            "machine with a network, or give the path of a copy"
+        ) from error
+
+
+@contextmanager
+def _offline_where_unreachable() -> Iterator[None]:
+    """Makes the hub client use its cache only, if the hub's host name does not resolve.
+
+    Otherwise it would retry for most of a minute and print a line for every attempt.
+    """
+    before = hub.HF_HUB_OFFLINE
+    proxies = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")  # these resolve names
+    if not any(os.environ.get(name) for name in proxies):
+        try:
+            socket.getaddrinfo(urlsplit(hub.ENDPOINT).hostname, 443)
+        except OSError:
+            hub.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        hub.HF_HUB_OFFLINE = before
+
+
+def one_line(error: Exception) -> str:
+    """The kind and the beginning of an error's message."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Drops what open_clip logs through the root logger, which would set up a handler on it."""
+    root, null = logging.getLogger(), logging.NullHandler()
+
+    def drop(record: logging.LogRecord) -> bool:
+        return False
+
+    root.addHandler(null)
+    root.addFilter(drop)
+    try:
+        yield
+    finally:
+        root.removeFilter(drop)
+        root.removeHandler(null)

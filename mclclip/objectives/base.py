@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Annotated, Any, ClassVar, Protocol
@@ -23,25 +23,23 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic_core import PydanticCustomError
 from torch import Tensor, nn
 
-from mclclip.objectives.label_filter import Subspaces
+from mclclip.objectives.gated_pairs import LabelFilter
 from mclclip.options import STRICT, nearest
-from mclclip.ranks import collectives
-from mclclip.ranks.outside import OutsideParameters
+from mclclip.ranks.collectives import OutsideParameters
 from mclclip.ranks.process_group import Context
 
 ENTRY_POINTS = "mclclip.objectives"
-# Kinds that share a module with another one.
-SHARED = {"mlc": "mlcd", "single_label": "mlcd"}
+# Kinds whose options are not the class ``Options`` of the module of their own name.
+_ELSEWHERE = {
+    "mlc": "mlcd:Options",
+    "single_label": "mlcd:Options",
+    "nt_xent": "info_nce:ViewOptions",
+    "ifm": "info_nce:ModifiedOptions",
+    "hcl": "info_nce:HardOptions",
+    "supcon": "info_nce:SupervisedOptions",
+}
 # Modules of this folder that hold parts of objectives.
-_PARTS = (
-    "base",
-    "class_centers",
-    "contrast",
-    "class_pairs",
-    "label_filter",
-    "row_losses",
-    "temperature",
-)
+_PARTS = ("base", "class_centers", "contrast", "gated_pairs", "row_losses")
 
 
 @dataclass(frozen=True)
@@ -173,7 +171,29 @@ class Batch(Protocol):
     text_features: Tensor | None
 
 
-class Objective(nn.Module):
+class Stepping(nn.Module):
+    """A module that hears of every step, with all modules of this kind in it."""
+
+    def begin(self, step: int, total: int, epoch: float) -> None:
+        """Called before every step, of which there are ``total``, after ``epoch`` epochs."""
+        for part in _steppings(self):
+            part.begin(step, total, epoch)
+
+    def stepped(self, model: nn.Module) -> None:
+        """Called after every step, with the model as the optimizer has left it."""
+        for part in _steppings(self):
+            part.stepped(model)
+
+
+def _steppings(module: nn.Module) -> Iterator[Stepping]:
+    for child in module.children():
+        if isinstance(child, Stepping):
+            yield child
+        elif isinstance(child, nn.ModuleList):
+            yield from _steppings(child)
+
+
+class Objective(Stepping):
     """A loss of named features, with the parameters and buffers it owns.
 
     ``forward`` takes features by name, ``labels`` [b, 1] (groups), ``sample_id`` [b], and
@@ -183,12 +203,6 @@ class Objective(nn.Module):
     Its parameters are trained by the engine's optimizer and its buffers are saved with them. A
     frozen copy of the model, such as a momentum encoder, is a submodule without gradients.
     """
-
-    gathers_images: ClassVar[bool] = False
-    """Whether ``forward`` gives ``image_features``, as they are, to ``gather_with_grad``."""
-    loss_follows: bool = False
-    """Whether ``forward`` will be called with the next ``features``. False in gradient caching and
-    where the whole step is compiled."""
 
     def outside(self) -> Sequence[OutsideParameters]:
         """Parameters that engines do not wrap; none by default."""
@@ -203,22 +217,12 @@ class Objective(nn.Module):
         the model.
         """
         first, *others = batch.views
-        features: dict[str, Tensor] = model(image=first)
-        if self.gathers_images and self.loss_follows and (batch.text is not None or others):
-            # Messages are sent while the text tower, or the other views, run.
-            collectives.begin_gather(features["image_features"])
-        if batch.text is not None or batch.text_features is not None:
-            texts = model(text=batch.text, text_features=batch.text_features)
-            features |= {name: value for name, value in texts.items() if name not in features}
+        features: dict[str, Tensor] = dict(
+            model(image=first, text=batch.text, text_features=batch.text_features)
+        )
         for number, view in enumerate(others, 1):
             features[f"image_features_{number}"] = model(image=view)["image_features"]
         return features
-
-    def begin(self, step: int, total: int, epoch: float) -> None:
-        """Called before every step, of which there are ``total``, after ``epoch`` epochs."""
-
-    def stepped(self, model: nn.Module) -> None:
-        """Called after every step, with the model as the optimizer has left it."""
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -268,9 +272,10 @@ class ObjectiveOptions:
         """
         return Objective()
 
-    def subspaces(self, state: Mapping[str, Tensor]) -> Subspaces:
-        """The gates of classes in a saved state (names to tensors) of the objective; called only
-        where it ``has_gates``."""
+    def subspaces(self, state: Mapping[str, Tensor]) -> tuple[LabelFilter, nn.Module | None]:
+        """The label filter in a saved state (names to tensors) of the objective, and the norm of
+        the features that it gates: on the CPU, in evaluation mode and without gradients. Called
+        only where it ``has_gates``."""
         raise NotImplementedError(f"{type(self).__name__} has no gates")
 
     def cost(self, sizes: Sizes) -> Cost:
@@ -292,22 +297,20 @@ def kinds() -> list[str]:
     here = importlib.import_module(__package__)
     own = [module.name for module in pkgutil.iter_modules(here.__path__)]
     others = [point.name for point in entry_points(group=ENTRY_POINTS)]
-    return sorted({*own, *SHARED, *others} - {*_PARTS})
+    return sorted({*own, *_ELSEWHERE, *others} - {*_PARTS})
 
 
 def options_class(kind: str) -> type[ObjectiveOptions]:
     """The options of a kind. ValueError, with the nearest kinds, where there is none."""
-    loaded: Any = None
-    if kind in kinds():
-        points = entry_points(group=ENTRY_POINTS, name=kind)
-        if points:
-            loaded = next(iter(points)).load()
-        else:
-            loaded = importlib.import_module(f"{__package__}.{SHARED.get(kind, kind)}")
-    options = getattr(loaded, "Options", loaded)
-    if options is None:
+    if kind not in kinds():
         near = ", ".join(nearest(kind, kinds()))
         raise ValueError(f"there is no objective {kind!r} (nearest: {near})")
+    if points := entry_points(group=ENTRY_POINTS, name=kind):
+        loaded = next(iter(points)).load()
+        options = getattr(loaded, "Options", loaded)
+    else:
+        module, _, name = _ELSEWHERE.get(kind, f"{kind}:Options").partition(":")
+        options = getattr(importlib.import_module(f"{__package__}.{module}"), name)
     if not (isinstance(options, type) and issubclass(options, ObjectiveOptions)):
         raise ValueError(f"objective {kind!r} has no class Options that is an ObjectiveOptions")
     return options

@@ -5,33 +5,168 @@ against the captions of the batch, and captions against its images (CLIP; Radfor
 Between views they are each view against both views of all images, itself excluded: 2B - 2 negatives
 of a global batch of B (NT-Xent, SimCLR; Chen et al., 2020). The mask is that of MCL's Eq. 3: a
 column is a negative of a row where its group is the row's and its sample is not.
+
+A loss multiplies cosines by the logit scale, which is one over the temperature: fixed, on a
+schedule, trained, or the model's own. References for the schedule: Kukleva et al., "Temperature
+Schedules for Self-Supervised Contrastive Methods on Long-Tail Data" (2023), whose code counts
+epochs from 1; here the first one is 0.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from pydantic import Field, PlainValidator, SerializeAsAny, TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
-from torch import Tensor
+from pydantic.types import PositiveFloat
+from torch import Tensor, nn
 
-from mclclip.objectives.base import Cost, Objective, ObjectiveOptions, Reads, Setting, Sizes
-from mclclip.objectives.row_losses import Pairs, log_sums
-from mclclip.objectives.temperature import AnyTemperature, Temperature
+from mclclip.objectives.base import (
+    Cost,
+    Objective,
+    ObjectiveOptions,
+    Reads,
+    Setting,
+    Sizes,
+    Stepping,
+)
+from mclclip.objectives.row_losses import TILE, Pairs, wide
 from mclclip.options import STRICT
 from mclclip.ranks import collectives
-from mclclip.ranks.transfer import to_device
+from mclclip.ranks.process_group import to_device
 
 Between = Literal["captions", "views"]
 Direction = Literal["both", "images", "texts"]
-TILE = 2048
 _NAMES = {
     "captions": ("image_features", "text_features"),
     "views": ("image_features", "image_features_1"),
 }
 _SIDES: dict[Direction, tuple[int, ...]] = {"both": (0, 1), "images": (0,), "texts": (1,)}
+
+
+# --- temperature --------------------------------------------------------------------------------
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
+class CosineSchedule:
+    """The temperature falls from ``max`` to ``min`` and rises again, along a cosine."""
+
+    schedule: Literal["cosine"] = "cosine"
+    """Which schedule."""
+    min: PositiveFloat = 0.1
+    """Lowest temperature."""
+    max: PositiveFloat = 1.0
+    """Highest temperature, that of the start."""
+    half_period: PositiveFloat = 200.0
+    """Epochs from the highest to the lowest."""
+    per: Literal["epoch", "step"] = "epoch"
+    """Whether it moves once per epoch or at every step."""
+
+    def __post_init__(self) -> None:
+        if self.min > self.max:
+            raise ValueError(f"min={self.min} is above max={self.max}: exchange them")
+
+    def at(self, epoch: float) -> float:
+        """The temperature after ``epoch`` epochs."""
+        passed = epoch if self.per == "step" else math.floor(epoch)
+        share = (1.0 + math.cos(math.pi * passed / self.half_period)) / 2.0
+        return self.min + (self.max - self.min) * share
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
+class Learnable:
+    """The logarithm of the logit scale is a parameter of the objective."""
+
+    learnable: Literal[True] = True
+    """The temperature is trained."""
+    start: PositiveFloat = 0.07
+    """Temperature at the start."""
+    max_scale: PositiveFloat = 100.0
+    """Largest logit scale: the temperature never falls below one over it."""
+
+    def __post_init__(self) -> None:
+        if self.start * self.max_scale < 1.0:
+            raise ValueError(
+                f"start={self.start} is below 1 / max_scale={1.0 / self.max_scale:g}: raise one"
+            )
+
+
+_Fixed = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+
+
+def parse(value: Any) -> float | CosineSchedule | Learnable | None:
+    """A temperature as it is written in a configuration, or ready options, checked."""
+    if value is None or isinstance(value, CosineSchedule | Learnable):
+        return value
+    if isinstance(value, Mapping):
+        if "schedule" in value:
+            return TypeAdapter(CosineSchedule).validate_python(value)
+        if "learnable" in value:
+            return TypeAdapter(Learnable).validate_python(value)
+    if isinstance(value, bool | Mapping):
+        raise ValueError(
+            "wanted a number such as 0.5, {schedule: cosine, min: 0.1, max: 1.0, "
+            "half_period: 200}, {learnable: true, start: 0.07}, or null"
+        )
+    return TypeAdapter(_Fixed).validate_python(value)
+
+
+AnyTemperature = SerializeAsAny[
+    Annotated[float | CosineSchedule | Learnable | None, PlainValidator(parse)]
+]
+"""The type of an option that is a temperature."""
+
+
+class Temperature(Stepping):
+    """One over the logit scale of a loss: a part of an objective.
+
+    ``options`` are those of ``AnyTemperature``; None: the model's logit scale. ``dtype`` is that of
+    the trained parameter. The parameter has shape [1], because FSDP and DeepSpeed refuse
+    0-dimensional ones; the optimizer keeps it below ``max_scale`` (``upper_bounds``).
+    """
+
+    def __init__(
+        self,
+        options: float | CosineSchedule | Learnable | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.options = options
+        self.now = options.at(0.0) if isinstance(options, CosineSchedule) else options
+        self.upper_bounds: dict[str, float] = {}
+        if isinstance(options, Learnable):
+            start = torch.full((1,), -math.log(options.start), dtype=dtype)
+            self.log_scale = nn.Parameter(start)
+            self.upper_bounds["log_scale"] = math.log(options.max_scale)
+
+    def begin(self, step: int, total: int, epoch: float) -> None:
+        """Moves a scheduled temperature to its value after ``epoch`` epochs."""
+        if isinstance(self.options, CosineSchedule):
+            self.now = self.options.at(epoch)
+
+    # A compiler would compile again whenever the number moves.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def scale(self, features: Tensor, logit_scale: Tensor | None) -> Tensor:
+        """The logit scale, 0-dimensional, with the type and device of ``features``.
+
+        ``logit_scale`` is the model's; ValueError where that is wanted and there is none.
+        """
+        if isinstance(self.now, float):
+            return features.new_full((), 1.0 / self.now)
+        if isinstance(self.now, Learnable):
+            return self.log_scale.exp().reshape(()).to(features.dtype)
+        if logit_scale is None:
+            raise ValueError(
+                "temperature=null takes the logit scale of the model, which gives none: set "
+                "temperature to a number, such as 0.5"
+            )
+        return logit_scale.to(features.dtype)
+
+
+# --- the loss -----------------------------------------------------------------------------------
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -82,11 +217,13 @@ class ContrastOptions(ObjectiveOptions):
             return [torch.empty(shape, dtype=sizes.dtype, requires_grad=True) for _ in loss.names]
 
         def run() -> None:
-            marks = [[torch.zeros(n, dtype=torch.int64)] * 3 for n in (local, everywhere)]
-            contrasts = loss.contrasts(
-                empty(local), empty(everywhere), marks[0], marks[1], torch.ones(())
+            scale = torch.ones(())
+            marks, all_marks = (
+                [torch.zeros(n, dtype=torch.int64)] * 3 for n in (local, everywhere)
             )
-            losses = [loss.rows(contrast)[0].mean() for contrast in contrasts]
+            own, every = empty(local), empty(everywhere)
+            directions = loss.directions(own, every, marks, all_marks, scale)
+            losses = [loss.rows(*direction, scale)[0].mean() for direction in directions]
             torch.autograd.backward(torch.stack(losses).sum())
 
         # The parts of a gather are there for a moment beside what they are joined to.
@@ -94,45 +231,15 @@ class ContrastOptions(ObjectiveOptions):
         return Cost(step=sizes.peak_bytes(run) + gathered)
 
 
-@dataclass(frozen=True)
-class Contrasted:
-    """This rank's queries of one direction, and the keys of all ranks that they are held against.
-
-    queries   [b, D], multiplied by ``scale`` [], the logit scale
-    keys      [n, D], unit length, with gradient
-    pairs     which keys are a query's own pair and its negatives
-    classes   of the queries [b] and the keys [n], where the loss reads them
-    """
-
-    queries: Tensor
-    keys: Tensor
-    pairs: Pairs
-    scale: Tensor
-    tile: int
-    classes: tuple[Tensor, Tensor] | None = None
-
-    def positives(self) -> Tensor:
-        """Logits of the own pairs, [b]."""
-        return (self.queries * self.pairs.own(self.keys)).sum(dim=1)
-
-    def log_sums(self, *factors: float) -> tuple[Tensor, ...]:
-        """Log of the sum of exp(factor * logit) over each query's negatives, [b], by factor.
-
-        -inf where it has none.
-        """
-        return tuple(log_sums(self.queries, self.keys, self.pairs, self.tile, factors).unbind())
-
-
 class Contrast(Objective):
     """A contrastive loss over all ranks: ``rows`` says what is lost of a row.
 
     The similarity matrix is computed in tiles of at most ``tile`` rows and columns, so that memory
     is linear in the batch; the result does not depend on ``tile``. ``direction`` leaves out one of
-    the directions between captions. Raises ValueError for a tile below 1.
+    the directions between captions.
     """
 
     reads_classes: ClassVar[bool] = False
-    gathers_images = True
 
     def __init__(
         self,
@@ -143,19 +250,19 @@ class Contrast(Objective):
         tile: int = TILE,
     ) -> None:
         super().__init__()
-        if tile < 1:
-            raise ValueError(f"tile is {tile}: wanted at least 1 row and column of the matrix")
         self.between, self.direction, self.tile = between, direction, tile
         self.names: tuple[str, ...] = _NAMES[between]
         self.temperature = temperature or Temperature()
 
-    def rows(self, contrasted: Contrasted) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of every query [b], and rows to be counted, bool [b] by the part's name."""
-        raise NotImplementedError(f"{type(self).__name__} has no loss of a row")
+    def rows(
+        self, queries: Tensor, keys: Tensor, pairs: Pairs, scale: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of every query [b], and rows to be counted, bool [b] by the part's name.
 
-    def begin(self, step: int, total: int, epoch: float) -> None:
-        """Moves the temperature."""
-        self.temperature.begin(step, total, epoch)
+        ``queries`` [b, D] of this rank are multiplied by ``scale`` [], the logit scale; ``keys``
+        [n, D] of all ranks have unit length; ``pairs`` are the own pairs and the negatives.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no loss of a row")
 
     def forward(self, **features: Any) -> dict[str, Tensor]:
         """Computes this rank's rows of the loss over the global batch.
@@ -181,21 +288,15 @@ class Contrast(Objective):
         for shapes that do not fit, and for features that are not there.
         """
         _check(self.names, features, self.reads_classes)
-        own = [_wide(features[name]) for name in self.names]
+        own = [wide(features[name]) for name in self.names]
         scale = self.temperature.scale(own[0], features.get("logit_scale"))
         marks = [features["labels"][:, 0], features["sample_id"]]
         if self.reads_classes:
             marks.append(to_device(features["classes"][:, 0], own[0].device))
-        by_direction = [
-            self.rows(contrasted)
-            for contrasted in self.contrasts(
-                own,
-                [collectives.gather_with_grad(side) for side in own],
-                marks,
-                [collectives.gather(mark) for mark in marks],
-                scale,
-            )
-        ]
+        every = [collectives.gather_with_grad(side) for side in own]
+        all_marks = [collectives.gather(mark) for mark in marks]
+        directions = self.directions(own, every, marks, all_marks, scale)
+        by_direction = [self.rows(*direction, scale) for direction in directions]
         counted = {n: collectives.all_reduce_sum(r.sum()) for n, r in by_direction[0][1].items()}
         means = [losses.mean() for losses, _ in by_direction]
         return {
@@ -205,15 +306,16 @@ class Contrast(Objective):
             "temperature": 1.0 / scale.detach(),
         }
 
-    def contrasts(
+    def directions(
         self,
         own: Sequence[Tensor],
         every: Sequence[Tensor],
         marks: Sequence[Tensor],
         all_marks: Sequence[Tensor],
         scale: Tensor,
-    ) -> list[Contrasted]:
-        """The directions of the loss.
+    ) -> list[tuple[Tensor, Tensor, Pairs]]:
+        """The queries [b, D], which are features times ``scale``, the keys [n, D] that they are
+        held against, and the pairs of both, for each direction of the loss.
 
         ``own`` and ``every`` are features by name, of this rank [b, D] and of all [B, D]; ``marks``
         and ``all_marks`` their groups, sample ids and, where they are read, classes.
@@ -227,28 +329,13 @@ class Contrast(Objective):
             # The own pair is the next view, and with one view the query itself.
             starts = [first + (view + 1) % num * len(every[0]) for view in range(num)]
             sides = [(view, keys, start) for view, start in enumerate(starts)]
-        classes = (marks[2], all_marks[2]) if self.reads_classes else None
-        return [
-            Contrasted(
-                scale * own[side],
-                keys,
-                Pairs(marks[0], marks[1], all_marks[0], all_marks[1], first),
-                scale,
-                self.tile,
-                classes,
-            )
-            for side, keys, first in sides
-        ]
-
-
-def excess(log_sums: Tensor, positives: Tensor) -> Tensor:
-    """log(1 + exp(log_sums - positives)), exact for large differences too.
-
-    It is the loss of rows with these log-sum-exps of negatives and logits of own pairs, [b]; 0,
-    with gradient 0, for rows without negatives.
-    """
-    difference = log_sums - positives
-    return torch.logaddexp(difference, torch.zeros_like(difference))
+        (groups, ids, *classes), (all_groups, all_ids, *all_classes) = marks, all_marks
+        read = (classes[0], all_classes[0]) if self.reads_classes else (None, None)
+        directions = []
+        for side, keys, start in sides:
+            pairs = Pairs(groups, ids, all_groups, all_ids, start, self.tile, *read)
+            directions.append((scale * own[side], keys, pairs))
+        return directions
 
 
 def _check(names: Sequence[str], features: Mapping[str, Any], reads_classes: bool) -> None:
@@ -269,7 +356,3 @@ def _check(names: Sequence[str], features: Mapping[str, Any], reads_classes: boo
         )
     if reads_classes and (features["classes"].ndim != 2 or len(features["classes"]) != rows):
         raise ValueError(f"classes {tuple(features['classes'].shape)} must be [{rows}, l]")
-
-
-def _wide(features: Tensor) -> Tensor:
-    return features if features.dtype == torch.float64 else features.float()

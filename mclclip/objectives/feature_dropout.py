@@ -33,13 +33,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mclclip.objectives.base import Batch, Cost, Facts, Objective, Setting, Sizes
-from mclclip.objectives.contrast import Between, Contrast, ContrastOptions
+from mclclip.objectives.contrast import (
+    AnyTemperature,
+    Between,
+    Contrast,
+    ContrastOptions,
+    Temperature,
+)
 from mclclip.objectives.info_nce import InfoNCE
-from mclclip.objectives.temperature import AnyTemperature, Temperature
 from mclclip.options import STRICT
 from mclclip.randomness import mix_tensors
 from mclclip.ranks import collectives
-from mclclip.ranks.outside import OutsideParameters
+from mclclip.ranks.collectives import OutsideParameters
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SMALLEST_SIDE = 5  # of an image, in pixels: the first layer mirrors four at each border
@@ -223,10 +228,6 @@ class FeatureDropout(Objective):
     def outside(self) -> Sequence[OutsideParameters]:
         """The adversary."""
         return [self.adversary]
-
-    def begin(self, step: int, total: int, epoch: float) -> None:
-        """Moves the temperature."""
-        self.loss.begin(step, total, epoch)
 
     def features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """The model's features of the changed views, and ``view_change``: [b], the mean change of

@@ -21,18 +21,30 @@ from pydantic.types import NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from mclclip.objectives.base import Cost, Facts, Objective, ObjectiveOptions, Reads, Setting, Sizes
-from mclclip.objectives.class_centers import cost
-from mclclip.objectives.class_centers.rows import HeadOptimizer, ShardedClassCenters, normal_rows
-from mclclip.objectives.class_centers.sums import Margin, class_sums
+from mclclip.objectives.class_centers import (
+    Margin,
+    Rule,
+    ShardedClassCenters,
+    class_sums,
+    normal_rows,
+)
+from mclclip.objectives.row_losses import excess, wide
 from mclclip.options import STRICT, Cosine, Share
 from mclclip.randomness import mix, permute
-from mclclip.ranks.outside import OutsideParameters
+from mclclip.ranks.collectives import OutsideParameters
 
 Kind = Literal["mlcd", "mlc", "single_label"]
 _ASSUMED_CLASSES = 1000  # values of an attribute in a plan: ImageNet's
 _SATURATED = 0.01  # of the largest pull
 _LARGE = 65_536  # classes from which on four rounds mix a permutation well
 _LARGEST_SCALE = 256.0  # exp(scale * (1 + pi / 2)), with the widest margin, is a float64
+
+# What the expected time assumes of a GPU: an A100's fp32 products at two thirds of their peak, its
+# memory, and a network of 200 Gbit/s per GPU. Others scale with their own figures.
+PRODUCTS_PER_S, MEMORY_BYTES_PER_S, NETWORK_BYTES_PER_S = 13e12, 1.5e12, 20e9
+_PASSES = 8  # over a tile of scores, forward and backward: products, maximum, exponential, sums
+_FLOAT, _DOUBLE, _INT = 4, 8, 4
+_TILE = 8192
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -138,9 +150,11 @@ class Options(ObjectiveOptions):
             context=setting.context,
             draw=None if rate == 1.0 else NegativeDraw(classes.num_classes, rate, seed),
             rule=self.negatives,
-            optimizer=HeadOptimizer(
-                self.lr_scale, self.weight_decay, setting.betas, setting.eps, self.lazy
-            ),
+            lr_scale=self.lr_scale,
+            weight_decay=self.weight_decay,
+            betas=setting.betas,
+            eps=setting.eps,
+            lazy=self.lazy,
             dtype=setting.dtype,
         )
         margin = Margin(self.margin, self.margin_size, self.margin_gradient)
@@ -154,7 +168,7 @@ class Options(ObjectiveOptions):
         # The values of an attribute are counted by the index, which may not be there yet.
         classes = sizes.num_classes if self.attribute is None else _ASSUMED_CLASSES
         one_label = self.kind == "single_label" or self.attribute is not None
-        measured = cost.measure(
+        measured = measure_cost(
             sizes.local_batch * sizes.num_ranks,
             sizes.dim,
             classes,
@@ -246,10 +260,8 @@ class ClassCenterLoss(Objective):
         """
         if self.kind == "single_label":
             classes = classes[:, :1]
-        if image_features.dtype != torch.float64:
-            image_features = image_features.float()
         sums: tuple[Tensor, Tensor, Tensor, dict[str, Tensor]] = class_sums(
-            image_features,
+            wide(image_features),
             classes,
             self.centers,
             scale=self.scale,
@@ -263,18 +275,79 @@ class ClassCenterLoss(Objective):
             kept: Tensor = torch.where(has_label, terms, torch.zeros_like(terms))
             return kept.sum() / num_rows
 
-        def softplus(x: Tensor) -> Tensor:  # torch's is not exact for large x, in float64
-            result: Tensor = torch.logaddexp(x, torch.zeros_like(x))
-            return result
-
         terms: dict[str, Tensor] = {}
         if self.kind == "mlcd":
-            positive, negative = mean(softplus(log_p)), mean(softplus(log_n))
+            positive, negative = mean(excess(log_p)), mean(excess(log_n))
             loss, pull = positive + negative, log_p
             terms = {"positive_loss": positive.detach(), "negative_loss": negative.detach()}
         else:
             pull = log_p + log_n
-            loss = mean(softplus(pull))
+            loss = mean(excess(pull))
         saturated = torch.sigmoid(pull.detach()) < _SATURATED
         terms["saturated_share"] = mean(saturated.to(loss.dtype)).detach()
         return {"loss": loss} | terms | figures
+
+
+# --- cost ----------------------------------------------------------------------------------------
+
+
+def measure_cost(
+    batch: int,
+    dim: int,
+    num_classes: int,
+    ranks: int,
+    *,
+    labels_per_sample: int,
+    sample_rate: float,
+    rule: Rule,
+) -> dict[str, Any]:
+    """Sizes in bytes, counts and seconds of one rank's share of a step over ``batch`` samples.
+
+    Arithmetic only, so that a million classes over eighty GPUs are counted on any machine.
+    """
+    labels = labels_per_sample
+    rows = math.ceil(num_classes / ranks)
+    positives = math.ceil(batch * labels / ranks)
+    # Of k classes, B rows with l different ones each leave k (1 - l / k)^B out.
+    distinct = num_classes * -math.expm1(batch * math.log1p(-min(labels / num_classes, 0.999999)))
+    # Negatives and touched classes of this rank, by the rules of ShardedClassCenters.
+    own, drawn = distinct / ranks, rows * sample_rate
+    touched = min(rows, math.ceil(drawn + own * (1.0 - sample_rate)))
+    if rule == "exclude_positives":
+        drawn -= own * sample_rate
+    negatives = math.ceil(drawn)
+    if rule == "partial_fc":
+        negatives = touched = min(rows, math.ceil(max(drawn, own)))
+    features = batch * dim * _FLOAT
+    tile = min(_TILE, batch) * min(_TILE, max(negatives, 1)) * _FLOAT
+    collectives = {
+        "all-gather of features": features,
+        "all-gather of labels": batch * labels * _INT,
+        "all-reduce of P and N": batch * 2 * _DOUBLE,
+        "reduce-scatter of gradients": features,
+    }
+    products = 4 * 2 * batch * negatives * dim + 6 * 2 * positives * dim
+    scores = batch * negatives * _FLOAT * _PASSES + touched * dim * _FLOAT * _PASSES
+    seconds = {
+        "products": products / PRODUCTS_PER_S,
+        "memory": scores / MEMORY_BYTES_PER_S,
+        "network": sum(collectives.values()) / NETWORK_BYTES_PER_S if ranks > 1 else 0.0,
+    }
+    return {
+        "num_classes": num_classes,
+        "rows": rows,
+        "negatives": negatives,
+        "positives": positives,
+        "distinct_positives": round(distinct),
+        "parts": {
+            "rows": rows * dim * _FLOAT,
+            "moments": 2 * rows * dim * _FLOAT + rows * _INT,
+            "gradient": touched * dim * _FLOAT,
+            # Features whole, scaled, and their gradient; one tile; the labels and their places.
+            "step": 3 * features + tile + 3 * batch * labels * 8,
+        },
+        "checkpoint": 3 * num_classes * dim * _FLOAT + num_classes * _INT,
+        "collectives": collectives,
+        "operations": products,
+        "seconds": seconds,
+    }

@@ -47,13 +47,13 @@ from mclclip.objectives.base import (
     Reads,
     Setting,
     Sizes,
+    Stepping,
 )
-from mclclip.objectives.ifm import Term, modified_losses, weights_of
-from mclclip.objectives.row_losses import Pairs, log_sums, row_losses
+from mclclip.objectives.info_nce import Term, modified_losses, weights_of
+from mclclip.objectives.row_losses import TILE, Pairs, log_sums, row_losses
 from mclclip.options import STRICT, Share
 from mclclip.ranks import collectives
 
-_TILE = 2048
 _QUEUE_SIZE = 65_536
 Schedule = Literal["constant", "cosine"]
 _NO_GROUP = torch.iinfo(torch.int64).min  # the group of keys that are no row's negative
@@ -181,12 +181,12 @@ def check_engine(facts: Facts) -> None:
         )
 
 
-class MomentumCopy(nn.Module):
+class MomentumCopy(Stepping):
     """A copy of ``model`` (an encoder with its projector) that no gradient reaches.
 
     Its weights follow those of the model as a moving average (MoCo, section 3.2, "Momentum
     update"). It is a submodule of an objective, so that checkpoints hold it. The objective calls
-    ``begin`` before a step, the copy itself for features, and ``follow`` once the optimizer has
+    ``begin`` before a step, the copy itself for features, and ``stepped`` once the optimizer has
     moved the model: ``weight <- m * weight + (1 - m) * model's weight``, for every trained
     parameter.
 
@@ -225,7 +225,7 @@ class MomentumCopy(nn.Module):
         first, second = views
         return {"keys": self(first), "keys_1": self(second)}
 
-    def begin(self, step: int, total: int) -> None:
+    def begin(self, step: int, total: int, epoch: float = 0.0) -> None:
         """Sets the momentum of the update after ``step``, of which there are ``total``.
 
         ``constant``: ``base``; ``cosine``: 1 - (1 - base) (1 + cos(pi done / total)) / 2, which
@@ -238,7 +238,7 @@ class MomentumCopy(nn.Module):
             self.momentum = 1.0 - (1.0 - self.base) * left
 
     @torch.no_grad()
-    def follow(self, model: nn.Module) -> None:
+    def stepped(self, model: nn.Module) -> None:
         """Moves the copy towards the weights of ``model``, from which it was copied."""
         both = zip(self.model.parameters(), model.parameters(), strict=True)
         moved = [(old, new) for old, new in both if new.requires_grad]
@@ -248,7 +248,7 @@ class MomentumCopy(nn.Module):
 
 
 class _WithCopy(Objective):
-    """Base of both versions: holds the momentum copy, moves it with the model, compares with keys.
+    """Base of both versions: holds the momentum copy, and compares with keys.
 
     ``temperature`` divides cosines; ``epsilon`` and ``term`` are those of ``Options``; ``tile`` is
     how many rows and columns of the similarities are computed at a time.
@@ -260,29 +260,20 @@ class _WithCopy(Objective):
         temperature: float,
         epsilon: float = 0.0,
         term: Term = "both",
-        tile: int = _TILE,
+        tile: int = TILE,
     ) -> None:
         super().__init__()
         self.copy, self.temperature, self.epsilon, self.tile = copy, temperature, epsilon, tile
         self.term: Term = term
-
-    def begin(self, step: int, total: int, epoch: float) -> None:
-        """Sets the momentum of this step."""
-        self.copy.begin(step, total)
-
-    def stepped(self, model: nn.Module) -> None:
-        """Moves the copy towards the model."""
-        self.copy.follow(model)
 
     def _row_losses(self, features: Tensor, keys: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
         """The cross-entropies [b] of the own keys of features [b, D] among keys [B, D], or those of
         modified keys; and which rows have no negatives."""
         queries = features / self.temperature
         if not self.epsilon:
-            losses, alone = row_losses(queries, keys, pairs, self.tile)
-            return losses, alone
-        (negatives,) = log_sums(queries, keys, pairs, self.tile).unbind()
-        positives = (queries * pairs.own(keys)).sum(dim=1)
+            losses: tuple[Tensor, Tensor] = row_losses(queries, keys, pairs)
+            return losses
+        (negatives,), positives = log_sums(queries, keys, pairs), pairs.own_logits(queries, keys)
         shift, weights = self.epsilon / self.temperature, weights_of(self.term)
         return modified_losses(negatives, positives, shift, weights), negatives == float("-inf")
 
@@ -352,7 +343,8 @@ class QueuedKeys(_WithCopy):
             sample_id,
             torch.cat([torch.full_like(groups, _NO_GROUP), queued]),
             torch.cat([sample_id, self.queue_sample_ids]),
-            first=0,
+            0,
+            self.tile,
         )
         columns = torch.cat([keys, self.queue])
         losses, alone = self._row_losses(image_features, columns, pairs)
@@ -414,7 +406,7 @@ class BatchKeys(_WithCopy):
         """
         groups = labels[:, 0]
         every = collectives.gather(groups), collectives.gather(sample_id)
-        pairs = Pairs(groups, sample_id, *every, first=collectives.rank() * len(groups))
+        pairs = Pairs(groups, sample_id, *every, collectives.rank() * len(groups), self.tile)
         total = torch.zeros_like(image_features[0, 0])
         alone = torch.zeros(())
         for view, others in ((image_features, keys_1), (image_features_1, keys)):

@@ -15,8 +15,9 @@ Losses that weigh their negatives otherwise are made of the negatives' log-sum-e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,13 +29,17 @@ def choose_no_autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, enabled=False)
 
 
+TILE = 2048
+
+
 @dataclass(frozen=True)
 class Pairs:
     """Rows among the columns: row i's own pair is column ``first`` + i; a column is a negative of
     a row where its group is the row's and its sample is not.
 
     ``groups`` and ``sample_id`` are [b] int64 of the rows, ``all_groups`` and ``all_sample_ids``
-    [B] int64 of the columns.
+    [B] int64 of the columns; so are ``classes`` and ``all_classes``, where a loss reads them.
+    ``tile`` is how many rows and columns are computed at a time.
     """
 
     groups: Tensor
@@ -42,10 +47,27 @@ class Pairs:
     all_groups: Tensor
     all_sample_ids: Tensor
     first: int
+    tile: int = TILE
+    classes: Tensor | None = None
+    all_classes: Tensor | None = None
 
     def own(self, keys: Tensor) -> Tensor:
         """[b, D]: of the columns' keys [B, D], those of the rows' own pairs."""
         return keys[self.first : self.first + len(self.groups)]
+
+    def own_logits(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """[b]: the products of the rows' queries and their own keys."""
+        return (queries * self.own(keys)).sum(dim=1)
+
+    def same_class(self) -> Pairs:
+        """The pairs whose "negatives" are the columns of a row's class but for its own sample."""
+        assert self.classes is not None and self.all_classes is not None
+        num = self.all_classes.max() + 1
+        groups, all_groups = (
+            self.groups * num + self.classes,
+            self.all_groups * num + self.all_classes,
+        )
+        return replace(self, groups=groups, all_groups=all_groups)
 
     def masked(self, rows: slice, columns: slice) -> Tensor:
         """Bool [r, c]: the column is no negative of the row."""
@@ -53,65 +75,65 @@ class Pairs:
         excluded |= self.sample_id[rows, None] == self.all_sample_ids[columns]
         return excluded
 
+    def tiles(self) -> Iterator[tuple[slice, slice]]:
+        """Rows and columns of each tile, row by row."""
+        every = blocks(len(self.all_groups), self.tile)
+        return itertools.product(blocks(len(self.groups), self.tile), every)
+
 
 # A compiler would unroll the loop over tiles.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def row_losses(queries: Tensor, keys: Tensor, pairs: Pairs, tile: int) -> tuple[Tensor, Tensor]:
+def row_losses(queries: Tensor, keys: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
     """Each row's -L_pp + log of the sum of exp L_pq over its own pair p and its negatives q.
 
     Args:
         queries: [b, D], already multiplied by the logit scale: L = queries @ keys.T.
         keys: [B, D], of the queries' dtype, float32 or float64.
         pairs: which columns count.
-        tile: rows and columns of L that are computed at a time.
 
     Returns:
         losses [b], differentiable once in queries and keys, and bool [b]: the row has no negative.
         The arithmetic is in the dtype given, under autocast too. Raises RuntimeError where a second
         derivative is prepared (create_graph=True).
     """
-    losses, alone = _RowLosses.apply(queries, keys, pairs, tile)  # type: ignore[no-untyped-call]
+    losses, alone = _RowLosses.apply(queries, keys, pairs)  # type: ignore[no-untyped-call]
     return losses, alone
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def log_sums(
-    queries: Tensor, keys: Tensor, pairs: Pairs, tile: int, factors: Sequence[float] = (1.0,)
+    queries: Tensor, keys: Tensor, pairs: Pairs, factors: tuple[float, ...] = (1.0,)
 ) -> Tensor:
     """Each row's log of the sum of exp(f * L_pq) over its negatives q, for every factor f > 0.
 
     [len(factors), b], -inf where a row has no negatives, with gradient 0. Other arguments,
     arithmetic and errors are those of ``row_losses``. All factors share the products.
     """
-    factors = tuple(factors)
-    sums: Tensor = _LogSums.apply(queries, keys, pairs, tile, factors)  # type: ignore[no-untyped-call]
+    sums: Tensor = _LogSums.apply(queries, keys, pairs, factors)  # type: ignore[no-untyped-call]
     return sums
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def sum_negatives(keys: Tensor, pairs: Pairs, tile: int) -> Tensor:
+def sum_negatives(keys: Tensor, pairs: Pairs) -> Tensor:
     """The sum of the keys of each row's negatives, [b, D], differentiable once in ``keys``."""
-    sums: Tensor = _Sums.apply(keys, pairs, tile)  # type: ignore[no-untyped-call]
+    sums: Tensor = _Sums.apply(keys, pairs)  # type: ignore[no-untyped-call]
     return sums
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def count_negatives(pairs: Pairs, tile: int) -> Tensor:
+def count_negatives(pairs: Pairs) -> Tensor:
     """How many negatives each row has, int64 [b]."""
     counts = torch.zeros_like(pairs.sample_id)
-    for rows in blocks(len(pairs.groups), tile):
-        for columns in blocks(len(pairs.all_groups), tile):
-            counts[rows] += (~pairs.masked(rows, columns)).sum(dim=1)
+    for rows, columns in pairs.tiles():
+        counts[rows] += (~pairs.masked(rows, columns)).sum(dim=1)
     return counts
 
 
 class Tiles:
     """The tiles of one matrix, written into the same memory one after the other."""
 
-    def __init__(self, queries: Tensor, keys: Tensor, pairs: Pairs, tile: int) -> None:
-        self.queries, self.keys, self.pairs = queries, keys, pairs
-        self.row_blocks = blocks(len(queries), tile)
-        self.column_blocks = blocks(len(keys), tile)
+    def __init__(self, queries: Tensor, keys: Tensor, pairs: Pairs) -> None:
+        self.queries, self.keys, self.pairs, tile = queries, keys, pairs, pairs.tile
         self._memory = queries.new_empty(min(tile, len(queries)) * min(tile, len(keys)))
 
     def logits(self, rows: slice, columns: slice) -> Tensor:
@@ -136,12 +158,12 @@ def _stream(
     the rows without a negative.
     """
     streamed = []
-    for rows in tiles.row_blocks:
+    for rows in blocks(len(tiles.queries), tiles.pairs.tile):
         first = start[rows]
         hardest = torch.full_like(first, float("-inf"))  # highest logit of a negative so far
         maximum = first
         totals = [torch.full_like(first, weight) for _ in factors]
-        for columns in tiles.column_blocks:
+        for columns in blocks(len(tiles.keys), tiles.pairs.tile):
             logits = tiles.logits(rows, columns)
             hardest = torch.maximum(hardest, logits.amax(dim=1))
             previous, maximum = maximum, torch.maximum(first, hardest)
@@ -163,14 +185,29 @@ def _pull(
     grad_keys: Tensor | None,
 ) -> None:
     """Adds the products of ``shares`` [r, c] with keys and ``queries`` to the gradients wanted."""
-    for rows in tiles.row_blocks:
-        for columns in tiles.column_blocks:
-            share = shares(rows, columns)
-            if grad_queries is not None:
-                grad_queries[rows].addmm_(share, tiles.keys[columns])
-            if grad_keys is not None:
-                grad_keys[columns].addmm_(share.T, queries[rows])
-            del share  # before the next one is made
+    for rows, columns in tiles.pairs.tiles():
+        share = shares(rows, columns)
+        if grad_queries is not None:
+            grad_queries[rows].addmm_(share, tiles.keys[columns])
+        if grad_keys is not None:
+            grad_keys[columns].addmm_(share.T, queries[rows])
+        del share  # before the next one is made
+
+
+def wide(features: Tensor) -> Tensor:
+    """The features in fp32, or in float64 where they are."""
+    return features if features.dtype == torch.float64 else features.float()
+
+
+def excess(log_sums: Tensor, positives: Tensor | float = 0.0) -> Tensor:
+    """log(1 + exp(log_sums - positives)), exact for large differences too, where torch's softplus
+    is not.
+
+    It is the loss of rows with these log-sum-exps of negatives and logits of own pairs, [b]; 0,
+    with gradient 0, for rows without negatives.
+    """
+    difference = log_sums - positives
+    return torch.logaddexp(difference, torch.zeros_like(difference))
 
 
 def refuse_second_derivative(loss: str = "the contrastive loss") -> None:
@@ -189,30 +226,28 @@ class _RowLosses(torch.autograd.Function):
     """See ``row_losses``."""
 
     @staticmethod
-    def forward(
-        ctx: Any, queries: Tensor, keys: Tensor, pairs: Pairs, tile: int
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, queries: Tensor, keys: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
         with choose_no_autocast(queries.device):
-            tiles = Tiles(queries, keys, pairs, tile)
+            tiles = Tiles(queries, keys, pairs)
             positive = torch.linalg.vecdot(queries, pairs.own(keys))
             maximum, log_totals, alone = _stream(tiles, positive, 1.0)
             log_total = log_totals[:, 0]
         losses = maximum - positive + log_total
         ctx.save_for_backward(queries, keys, losses, maximum + log_total)
-        ctx.pairs, ctx.tile = pairs, tile
+        ctx.pairs = pairs
         ctx.mark_non_differentiable(alone)
         return losses, alone
 
     @staticmethod
     def backward(
         ctx: Any, grad: Tensor, _: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None]:
         refuse_second_derivative()
         queries, keys, losses, normalizers = ctx.saved_tensors
         grad_queries = torch.zeros_like(queries) if ctx.needs_input_grad[0] else None
         grad_keys = torch.zeros_like(keys) if ctx.needs_input_grad[1] else None
         with choose_no_autocast(queries.device):
-            tiles = Tiles(queries, keys, ctx.pairs, ctx.tile)
+            tiles = Tiles(queries, keys, ctx.pairs)
 
             def shares(rows: slice, columns: slice) -> Tensor:
                 return tiles.logits(rows, columns).sub_(normalizers[rows, None]).exp_()
@@ -224,7 +259,7 @@ class _RowLosses(torch.autograd.Function):
                 grad_queries.addcmul_(own, ctx.pairs.own(keys)).mul_(grad[:, None])
             if grad_keys is not None:
                 ctx.pairs.own(grad_keys).addcmul_(own, weighted)
-        return grad_queries, grad_keys, None, None
+        return grad_queries, grad_keys, None
 
 
 class _LogSums(torch.autograd.Function):
@@ -232,25 +267,25 @@ class _LogSums(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, queries: Tensor, keys: Tensor, pairs: Pairs, tile: int, factors: tuple[float, ...]
+        ctx: Any, queries: Tensor, keys: Tensor, pairs: Pairs, factors: tuple[float, ...]
     ) -> Tensor:
         with choose_no_autocast(queries.device):
-            tiles = Tiles(queries, keys, pairs, tile)
+            tiles = Tiles(queries, keys, pairs)
             lowest = queries.new_full((len(queries),), torch.finfo(queries.dtype).min)
             maximum, log_totals, _ = _stream(tiles, lowest, 0.0, factors)
         sums = torch.stack([f * maximum + log_totals[:, i] for i, f in enumerate(factors)])
         ctx.save_for_backward(queries, keys, sums)
-        ctx.pairs, ctx.tile, ctx.factors = pairs, tile, factors
+        ctx.pairs, ctx.factors = pairs, factors
         return sums
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         refuse_second_derivative()
         queries, keys, sums = ctx.saved_tensors
         grad_queries = torch.zeros_like(queries) if ctx.needs_input_grad[0] else None
         grad_keys = torch.zeros_like(keys) if ctx.needs_input_grad[1] else None
         with choose_no_autocast(queries.device):
-            tiles = Tiles(queries, keys, ctx.pairs, ctx.tile)
+            tiles = Tiles(queries, keys, ctx.pairs)
             normalizers = sums.masked_fill(sums == float("-inf"), 0.0)  # of no negative: shares 0
 
             def shares(rows: slice, columns: slice) -> Tensor:
@@ -262,29 +297,28 @@ class _LogSums(torch.autograd.Function):
                 return total
 
             _pull(tiles, shares, queries, grad_queries, grad_keys)
-        return grad_queries, grad_keys, None, None, None
+        return grad_queries, grad_keys, None, None
 
 
 class _Sums(torch.autograd.Function):
     """See ``sum_negatives``."""
 
     @staticmethod
-    def forward(ctx: Any, keys: Tensor, pairs: Pairs, tile: int) -> Tensor:
-        ctx.pairs, ctx.tile, ctx.num_keys = pairs, tile, len(keys)
+    def forward(ctx: Any, keys: Tensor, pairs: Pairs) -> Tensor:
+        ctx.pairs = pairs
         sums = keys.new_zeros(len(pairs.groups), keys.shape[1])
         with choose_no_autocast(keys.device):
-            for rows in blocks(len(sums), tile):
-                for columns in blocks(len(keys), tile):
-                    sums[rows].addmm_((~pairs.masked(rows, columns)).to(keys), keys[columns])
+            for rows, columns in pairs.tiles():
+                sums[rows].addmm_((~pairs.masked(rows, columns)).to(keys), keys[columns])
         return sums
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         refuse_second_derivative()
-        pairs, grad_keys = ctx.pairs, grad.new_zeros(ctx.num_keys, grad.shape[1])
+        pairs = ctx.pairs
+        grad_keys = grad.new_zeros(len(pairs.all_groups), grad.shape[1])
         with choose_no_autocast(grad.device):
-            for rows in blocks(len(grad), ctx.tile):
-                for columns in blocks(len(grad_keys), ctx.tile):
-                    kept = (~pairs.masked(rows, columns)).to(grad)
-                    grad_keys[columns].addmm_(kept.T, grad[rows])
-        return grad_keys, None, None
+            for rows, columns in pairs.tiles():
+                kept = (~pairs.masked(rows, columns)).to(grad)
+                grad_keys[columns].addmm_(kept.T, grad[rows])
+        return grad_keys, None

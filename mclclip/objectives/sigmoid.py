@@ -19,6 +19,7 @@ computed in tiles, so that memory is linear in the local batch.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -28,6 +29,7 @@ from torch.nn import functional
 
 from mclclip.objectives.base import Cost, Objective, ObjectiveOptions, Reads, Setting, Sizes
 from mclclip.objectives.row_losses import (
+    TILE,
     Pairs,
     Tiles,
     choose_no_autocast,
@@ -36,7 +38,6 @@ from mclclip.objectives.row_losses import (
 from mclclip.options import STRICT
 from mclclip.ranks import collectives
 
-_TILE = 2048
 _START_SCALE, _START_BIAS = 10.0, -10.0
 
 
@@ -83,7 +84,7 @@ class Options(ObjectiveOptions):
             scale = torch.ones((), dtype=sizes.dtype)
             ids = torch.zeros(sizes.local_batch, dtype=torch.int64)
             pairs = Pairs(ids, ids, ids, ids, first=0)
-            sigmoid_sums(rows * 1.0, columns * 1.0, scale, scale, pairs, _TILE)[0].backward()
+            sigmoid_sums(rows * 1.0, columns * 1.0, scale, scale, pairs)[0].backward()
 
         # Texts and their gradient arrive while those before them leave.
         chunk = 2 * sizes.local_batch * sizes.dim * sizes.dtype.itemsize
@@ -94,7 +95,7 @@ class Sigmoid(Objective):
     """The sigmoid loss of image features against those named ``other``.
 
     ``own_scale`` and ``own_bias``: parameters of its own, [1] each, instead of the model's.
-    ``tile`` bounds the scores that exist at a time. Raises ValueError for a tile below 1.
+    ``tile`` bounds the scores that exist at a time.
     """
 
     def __init__(
@@ -103,11 +104,9 @@ class Sigmoid(Objective):
         *,
         own_scale: bool = False,
         own_bias: bool = False,
-        tile: int = _TILE,
+        tile: int = TILE,
     ) -> None:
         super().__init__()
-        if tile < 1:
-            raise ValueError(f"tile is {tile}: wanted at least 1 row and column of the matrix")
         self.other, self.tile = other, tile
         start_scale = torch.full((1,), math.log(_START_SCALE))
         self.log_scale = nn.Parameter(start_scale) if own_scale else None
@@ -142,8 +141,8 @@ class Sigmoid(Objective):
         bias = features["logit_bias"] if self.bias is None else self.bias[0]
         groups, first = labels[:, 0], collectives.rank() * len(labels)
         every = collectives.gather(groups), collectives.gather(sample_id)
-        pairs = Pairs(groups, sample_id, *every, first=first)
-        total, alone = sigmoid_sums(image_features, others, scale, bias, pairs, self.tile)
+        pairs = Pairs(groups, sample_id, *every, first, self.tile)
+        total, alone = sigmoid_sums(image_features, others, scale, bias, pairs)
         return {
             "loss": total / len(labels),
             "rows_without_negatives": collectives.all_reduce_sum(alone.sum()),
@@ -155,7 +154,7 @@ class Sigmoid(Objective):
 # A compiler would unroll the loop over tiles.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def sigmoid_sums(
-    queries: Tensor, keys: Tensor, scale: Tensor, bias: Tensor, pairs: Pairs, tile: int
+    queries: Tensor, keys: Tensor, scale: Tensor, bias: Tensor, pairs: Pairs
 ) -> tuple[Tensor, Tensor]:
     """Sum of log(1 + exp(-z (scale * cosine + bias))) over this rank's rows and all ranks' keys.
 
@@ -163,22 +162,21 @@ def sigmoid_sums(
         queries, keys: [b, D] of this rank, of one dtype, float32 or float64.
         scale, bias: 0-dimensional, the same on all ranks.
         pairs: rows among the columns of all ranks.
-        tile: rows and columns that are computed at a time.
 
     Returns:
         The sum, differentiable once in all but ``pairs``, and bool [b]: the row has no negative.
         The gradient is found in the same pass, in the dtype given. All ranks' sums must enter the
         loss with the same factor, which is how the mean over ranks takes them.
     """
-    total, alone = _SigmoidSums.apply(queries, keys, scale, bias, pairs, tile)  # type: ignore[no-untyped-call]
+    total, alone = _SigmoidSums.apply(queries, keys, scale, bias, pairs)  # type: ignore[no-untyped-call]
     return total, alone
 
 
 class _Sums:
     """The sum over pairs, and its gradients, as chunks of keys come by."""
 
-    def __init__(self, queries: Tensor, scale: Tensor, bias: Tensor, tile: int) -> None:
-        self.queries, self.scale, self.bias, self.tile = queries, scale, bias, tile
+    def __init__(self, queries: Tensor, scale: Tensor, bias: Tensor) -> None:
+        self.queries, self.scale, self.bias = queries, scale, bias
         self.total, self.slope = torch.zeros_like(scale), torch.zeros_like(scale)
         # Of the logits' gradient A: A @ keys, which gives the gradients of queries and scale.
         self.products = torch.zeros_like(queries)
@@ -196,17 +194,16 @@ class _Sums:
 
     def add_negatives(self, keys: Tensor, grad_keys: Tensor | None, pairs: Pairs) -> None:
         """Adds the pairs of all rows and these keys that are negatives."""
-        tiles = Tiles(self.scale * self.queries, keys, pairs, self.tile)
-        for rows in tiles.row_blocks:
-            for columns in tiles.column_blocks:
-                logits = tiles.logits(rows, columns).add_(self.bias)  # -inf where masked
-                self.alone[rows] &= logits.amax(dim=1) == float("-inf")
-                pushes = torch.sigmoid(logits)
-                self.total -= functional.logsigmoid(logits.neg_()).sum()
-                self.slope += pushes.sum()
-                self.products[rows].addmm_(pushes, keys[columns])
-                if grad_keys is not None:
-                    grad_keys[columns].addmm_(pushes.T, self.queries[rows])
+        tiles = Tiles(self.scale * self.queries, keys, pairs)
+        for rows, columns in pairs.tiles():
+            logits = tiles.logits(rows, columns).add_(self.bias)  # -inf where masked
+            self.alone[rows] &= logits.amax(dim=1) == float("-inf")
+            pushes = torch.sigmoid(logits)
+            self.total -= functional.logsigmoid(logits.neg_()).sum()
+            self.slope += pushes.sum()
+            self.products[rows].addmm_(pushes, keys[columns])
+            if grad_keys is not None:
+                grad_keys[columns].addmm_(pushes.T, self.queries[rows])
 
 
 def _around_the_ring(sums: _Sums, keys: Tensor, pairs: Pairs, need_grad: bool) -> Tensor | None:
@@ -223,14 +220,8 @@ def _around_the_ring(sums: _Sums, keys: Tensor, pairs: Pairs, need_grad: bool) -
             sums.add_own(*here)
         owner = (collectives.rank() - hop) % world
         columns = slice(owner * count, (owner + 1) * count)
-        chunk = Pairs(
-            pairs.groups,
-            pairs.sample_id,
-            pairs.all_groups[columns],
-            pairs.all_sample_ids[columns],
-            first=0,
-        )
-        sums.add_negatives(*here, chunk)
+        groups, sample_ids = pairs.all_groups[columns], pairs.all_sample_ids[columns]
+        sums.add_negatives(*here, replace(pairs, all_groups=groups, all_sample_ids=sample_ids))
         if need_grad or hop < world - 1:
             travelling = collectives.shift(travelling)
     return travelling[1] if need_grad else None
@@ -247,10 +238,9 @@ class _SigmoidSums(torch.autograd.Function):
         scale: Tensor,
         bias: Tensor,
         pairs: Pairs,
-        tile: int,
     ) -> tuple[Tensor, Tensor]:
         with choose_no_autocast(queries.device):
-            sums = _Sums(queries, scale.to(queries.dtype), bias.to(queries.dtype), tile)
+            sums = _Sums(queries, scale.to(queries.dtype), bias.to(queries.dtype))
             by_keys = _around_the_ring(sums, keys, pairs, ctx.needs_input_grad[1])
             by_scale = (sums.products * queries).sum()
             by_keys = None if by_keys is None else by_keys * sums.scale
@@ -269,6 +259,5 @@ class _SigmoidSums(torch.autograd.Function):
             None if by_keys is None else grad * by_keys,
             (grad * by_scale).to(of_scale),
             (grad * by_bias).to(of_bias),
-            None,
             None,
         )

@@ -45,28 +45,26 @@ from mclclip.objectives.base import (
     Sizes,
     with_prefix,
 )
-from mclclip.objectives.class_pairs import (
+from mclclip.objectives.contrast import AnyTemperature, Temperature
+from mclclip.objectives.gated_pairs import (
     ClassPairs,
-    Pairing,
-    closest_classes,
-    draw_partners,
-    gated_queries,
-    pair_losses,
-)
-from mclclip.objectives.label_filter import (
     LabelFilter,
     OpenGates,
+    Pairing,
     Penalty,
-    Subspaces,
+    closest_classes,
+    draw_partners,
     gate_penalty,
+    gated_queries,
     normed,
+    pair_losses,
 )
 from mclclip.objectives.moco import MomentumCopy, check_engine
-from mclclip.objectives.temperature import AnyTemperature, Temperature
+from mclclip.objectives.row_losses import wide
 from mclclip.options import STRICT, Share
 from mclclip.randomness import Integers, mix
 from mclclip.ranks import collectives
-from mclclip.ranks.transfer import to_device
+from mclclip.ranks.process_group import to_device
 
 _TILE = 1024
 Score = Literal["exact", "code"]
@@ -208,7 +206,7 @@ class Options(ObjectiveOptions):
             dtype=dtype,
         )
 
-    def subspaces(self, state: Mapping[str, Tensor]) -> Subspaces:
+    def subspaces(self, state: Mapping[str, Tensor]) -> tuple[LabelFilter, nn.Module | None]:
         """The label filter and the layer norm of a saved state of the objective."""
         labels, last = state["filter.labels.weight"], state["filter.layers.5.weight"]
         label_filter = LabelFilter(
@@ -220,7 +218,7 @@ class Options(ObjectiveOptions):
             norm = nn.LayerNorm(len(last))
             norm.load_state_dict(with_prefix(state, "norm."))
             norm.eval().requires_grad_(False)
-        return Subspaces(label_filter.eval().requires_grad_(False), norm)
+        return label_filter.eval().requires_grad_(False), norm
 
     def _means(self, setting: Setting) -> Tensor | None:
         """[K, E], where closeness is theirs."""
@@ -313,7 +311,7 @@ class SimLAP(Objective):
     def begin(self, step: int, total: int, epoch: float) -> None:
         """Takes note of the step, on which the draw of pairs depends; moves the temperature."""
         self.step = step
-        self.temperature.begin(step, total, epoch)
+        super().begin(step, total, epoch)
 
     def forward(
         self,
@@ -384,18 +382,13 @@ class SimLAP(Objective):
         if second is None and (keys is None or keys_1 is not None):
             raise ValueError("simlap compares two views of an image, and image_features_1 is none")
 
-        def wide(features: Tensor) -> Tensor:
-            if features.dtype != torch.float64:
-                features = features.float()
-            return normed(features, self.norm)
-
-        rows = [wide(view) for view in (first, second) if view is not None]
+        rows = [normed(wide(view), self.norm) for view in (first, second) if view is not None]
         if keys is None:
             every = [collectives.gather_with_grad(view) for view in rows]
             return [(rows[0], every[1]), (rows[1], every[0])]
         # The first view's rows are compared with the copy's second view, and the other way round.
         copies = [view for view in (keys_1, keys) if view is not None]
-        candidates = [collectives.gather(wide(view)) for view in copies]
+        candidates = [collectives.gather(normed(wide(view), self.norm)) for view in copies]
         return list(zip(rows, candidates, strict=False))
 
     def _pairs(self, own: Tensor, groups: Tensor, ids: Tensor) -> ClassPairs:
@@ -456,12 +449,3 @@ class MomentumSimLAP(SimLAP):
     def features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """The model's features of both views, and the copy's as ``keys`` and ``keys_1``."""
         return super().features(model, batch) | self.copy.keys(batch.views)
-
-    def begin(self, step: int, total: int, epoch: float) -> None:
-        """As ``SimLAP``; sets the momentum of this step."""
-        super().begin(step, total, epoch)
-        self.copy.begin(step, total)
-
-    def stepped(self, model: nn.Module) -> None:
-        """Moves the copy towards the model."""
-        self.copy.follow(model)

@@ -23,9 +23,9 @@ from mclclip.objectives.base import (
     Sizes,
     with_prefix,
 )
-from mclclip.objectives.label_filter import Subspaces
+from mclclip.objectives.gated_pairs import LabelFilter
 from mclclip.options import STRICT
-from mclclip.ranks.outside import OutsideParameters
+from mclclip.ranks.collectives import OutsideParameters
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -86,7 +86,7 @@ class Options(ObjectiveOptions):
         """True where a term has gates."""
         return any(term.objective.has_gates for term in self.terms)
 
-    def subspaces(self, state: Mapping[str, Tensor]) -> Subspaces:
+    def subspaces(self, state: Mapping[str, Tensor]) -> tuple[LabelFilter, nn.Module | None]:
         """The gates of the first term that has some."""
         number = [term.objective.has_gates for term in self.terms].index(True)
         return self.terms[number].objective.subspaces(with_prefix(state, f"terms.{number}."))
@@ -184,13 +184,3 @@ class WeightedSum(Objective):
             losses.append(weight * own["loss"])
             parts |= {f"{name}/{part}": value for part, value in own.items()}
         return {"loss": torch.stack(losses).sum()} | parts
-
-    def begin(self, step: int, total: int, epoch: float) -> None:
-        """Begins a step of every term."""
-        for term in self.terms:
-            term.begin(step, total, epoch)
-
-    def stepped(self, model: nn.Module) -> None:
-        """Ends a step of every term."""
-        for term in self.terms:
-            term.stepped(model)

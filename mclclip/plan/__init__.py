@@ -1,9 +1,9 @@
 """Verb: what a configuration will do on N nodes, and whether it fits, without doing any of it.
 
 Reads the run directory where there is one and writes nothing. Steps are counted from the index and
-the pseudo labels, or from a number of samples (``steps``); memory is measured on tensors without
-values (``memory``), and so are operations, of which ``hours`` makes times; it adds up messages
-too, and ``disk`` files; ``table`` prints.
+the pseudo labels, or from a number of samples (``steps``); memory and operations are measured on
+tensors without values (``memory``); hours, messages and files follow from these (``costs``);
+``table`` prints.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 from mclclip.config import Config
 from mclclip.data.epoch_plan import check_ranks
-from mclclip.files import shown_lines
-from mclclip.plan import disk, hours, memory, steps, table
+from mclclip.files import clean_lines
+from mclclip.plan import costs, memory, steps, table
 from mclclip.plan.machine import GIB, Machine, Speed
 from mclclip.ranks.process_group import pick_device
 
@@ -44,10 +44,10 @@ def run(
             "plan: this machine has no GPU, and the plan is for one: describe it with "
             "--gpus-per-node, --gpu-memory-gib and --peak-tflops, or plan for a CPU with device=cpu"
         )
-    print(json.dumps(plan, indent=2) if as_json else shown_lines(table.text(plan)))
+    print(json.dumps(plan, indent=2) if as_json else clean_lines(table.text(plan)))
     for name, options in config.trainings.items():
         memory.check(plan["memory"][name], name, options, machine)
-    if warning := disk.check(plan["disk"], config, machine):
+    if warning := costs.check_disk(plan["disk"], config, machine):
         log.warning("%s", warning)
 
 
@@ -77,8 +77,8 @@ def make(
         "trainings": counted["trainings"],
         "memory": measured,
         "network": {
-            name: hours.messages(options[name], measured[name], machine) for name in options
+            name: costs.messages(options[name], measured[name], machine) for name in options
         },
-        "hours": hours.count(config, counted, measured, machine, speed or Speed()),
-        "disk": disk.count(config, counted, measured),
+        "hours": costs.hours(config, counted, measured, machine, speed or Speed()),
+        "disk": costs.disk(config, counted, measured),
     }

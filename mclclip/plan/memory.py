@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip.config import Config, TrainConfig
 from mclclip.data.batches import Batch
-from mclclip.engines import gradient_cache
+from mclclip.engines import Sizes, gradient_cache, per_rank
 from mclclip.engines.engine import HALF
-from mclclip.engines.memory import Sizes, per_rank
 from mclclip.models import memory
 from mclclip.models.loading import prepare_model
 from mclclip.models.model import Model
@@ -51,9 +50,8 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
 
     Raises ValueError where the training would refuse its options.
     """
-    local, how = options.global_batch // machine.ranks, options.engine
+    local, how, gpu = options.global_batch // machine.ranks, options.engine, config.device != "cpu"
     micro = min(how.micro_batch or local, local)
-    gpu = config.device != "cpu"
     named = config.model_of(name)
     model = memory.load_shapes(named.name, text=named.text, projector=named.projector)
     if options.precision == "float64":
@@ -66,7 +64,7 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
         trainee = Trainee(model, options.objective.outline(setting), options.precision)
         batch = _batch(model, options, local, name == "train" and options.reads_text_embeddings)
         sizes = _sizes(model, options)
-        cost = _cost(config, options, model, local, machine, sizes.parameters)
+        cost = _cost(config, options, model, machine.ranks, sizes)
         gradients = _allocate_gradients(trainee)  # they are there before a micro-batch runs
         existing = [*trainee.parameters(), *trainee.buffers(), *gradients, *batch.tensors()]
         parts = per_rank(
@@ -78,13 +76,14 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
             half=options.precision in HALF,
             caching=micro < local,
         ) | {
-            "activations": memory.peak_bytes(_step(trainee, batch.rows(0, micro)), existing),
+            "activations": memory.peak_bytes(
+                partial(_step, trainee, batch.rows(0, micro)), existing
+            ),
             "objective": sum(cost.lasting.values()),
             "loss": cost.step,
             "batch": memory.size_bytes(batch.tensors()),
             "context": (_CONTEXT + (_NCCL if machine.ranks > 1 else 0)) if gpu else 0,
         }
-        counted = _training_operations(trainee, batch, twice=micro < local)
         workers = config.data.num_workers
         return {
             "global_batch": options.global_batch,
@@ -94,7 +93,7 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
             "engine": how.name if machine.ranks > 1 else "one process",
             "counts": _counts(model),
             "embed_dim": model.embed_dim,
-            "width": model.pooled_dim,  # of a feature before the projection
+            "width": model.layout.pooled_dim,  # of a feature before the projection
             "parts": parts,
             "sum": sum(parts.values()),
             # Two batches per loader worker, and two in pinned memory.
@@ -103,7 +102,7 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
             "checkpoint": sizes.parameters + sizes.moments + sizes.average + cost.checkpoint,
             "export": sizes.parameters,
             "trained": sizes.trained,
-            "operations": encoder | counted,
+            "operations": encoder | _training_operations(trainee, batch, twice=micro < local),
             "notes": _notes(model, name, options, machine, sizes),
         }
 
@@ -127,7 +126,10 @@ def _remedy(
 ) -> str:
     how = options.engine
     if most == "activations":
-        ways = [f"{name}.engine.micro_batch={_fitting(measured, room)}"]
+        # The largest power of two whose activations, which grow with it, fill at most the room.
+        per_sample = measured["parts"][most] / measured["micro_batch"]
+        largest = max(min(room / per_sample, measured["micro_batch"] / 2), 1)
+        ways = [f"{name}.engine.micro_batch={2 ** math.floor(math.log2(largest))}"]
         if not how.grad_checkpointing:
             ways.append(f"{name}.engine.grad_checkpointing=true")
         return f"set {' or '.join(ways)}, or use more GPUs"
@@ -143,13 +145,6 @@ def _remedy(
     if how.name == "deepspeed" and how.zero_stage < 3:
         return f"set {name}.engine.zero_stage=3, or use more GPUs"
     return f"use more GPUs, or train less of the model ({name}.lock, {name}.lora)"
-
-
-def _fitting(measured: dict[str, Any], room: float) -> int:
-    """The largest power of two whose activations fill at most ``room``; they grow with it."""
-    per_sample = measured["parts"]["activations"] / measured["micro_batch"]
-    largest = min(room / per_sample, measured["micro_batch"] / 2)
-    return int(2 ** math.floor(math.log2(max(largest, 1))))
 
 
 # --- the training ------------------------------------------------------------------------------
@@ -178,7 +173,7 @@ def _check_engine(model: Model, name: str, options: TrainConfig, machine: Machin
 
 def _batch(model: Model, options: TrainConfig, local: int, cached_text: bool) -> Batch:
     """A rank's batch, without values."""
-    dtype = _dtype(options)
+    dtype = next(model.parameters()).dtype
     context = int(getattr(model.tokenizer, "context_length", 77))
     objective = options.objective
     reads, tokens = objective.reads, objective.reads.captions and not cached_text
@@ -203,15 +198,11 @@ def _allocate_gradients(module: nn.Module) -> list[Tensor]:
     return [p.grad for p in trained if p.grad is not None]
 
 
-def _step(trainee: Trainee, batch: Batch) -> Callable[[], None]:
+def _step(trainee: Trainee, batch: Batch) -> None:
     """Forward and backward of one micro-batch."""
-
-    def run() -> None:
-        features = trainee(batch, only_features=True)
-        sums = [value.sum() for value in features.values() if value.requires_grad]
-        torch.autograd.backward(torch.stack(sums).sum())
-
-    return run
+    features = trainee(batch, dict)
+    sums = [value.sum() for value in features.values() if value.requires_grad]
+    torch.autograd.backward(torch.stack(sums).sum())
 
 
 # --- operations --------------------------------------------------------------------------------
@@ -256,10 +247,10 @@ def _training_operations(trainee: Trainee, batch: Batch, *, twice: bool) -> dict
         forward = 0
         if twice:
             with torch.no_grad():
-                forward = memory.operations(lambda: trainee(batch, only_features=True))
-        return (forward + memory.operations(_step(trainee, batch))) // rows
+                forward = memory.operations(lambda: trainee(batch, dict))
+        return (forward + memory.operations(partial(_step, trainee, batch))) // rows
 
-    features = [f for f in trainee(batch, only_features=True).values() if f.ndim]
+    features = [f for f in trainee(batch, dict).values() if f.ndim]
     trained = [feature for feature in features if feature.requires_grad]
     sizes = [memory.size_bytes(each) // rows for each in (features, trained)]
     found: dict[str, Any] = dict(zip(("features", "features_trained"), sizes, strict=True))
@@ -286,30 +277,21 @@ def _training_operations(trainee: Trainee, batch: Batch, *, twice: bool) -> dict
 
 
 def _cost(
-    config: Config,
-    options: TrainConfig,
-    model: Model,
-    local: int,
-    machine: Machine,
-    model_bytes: int,
+    config: Config, options: TrainConfig, model: Model, ranks: int, sizes: Sizes
 ) -> objectives.Cost:
     """Cost of the objective, with as many classes as the largest of the stages has."""
     return options.objective.cost(
         objectives.Sizes(
-            local_batch=local,
-            num_ranks=machine.ranks,
+            local_batch=options.global_batch // ranks,
+            num_ranks=ranks,
             dim=model.feature_dim,
             num_classes=max(config.clusters, default=config.cluster.clusters_of(0)),
-            dtype=_dtype(options),
+            dtype=next(model.parameters()).dtype,
             peak_bytes=memory.peak_bytes,
-            model_bytes=model_bytes,
+            model_bytes=sizes.parameters,
             num_channels=model.num_channels,
         )
     )
-
-
-def _dtype(options: TrainConfig) -> torch.dtype:
-    return torch.float64 if options.precision == "float64" else torch.float32
 
 
 def _sizes(model: Model, options: TrainConfig) -> Sizes:

@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from mclclip.config import Config, TrainConfig
+from mclclip.config import Config
 from mclclip.data.coverage import Coverage, coverage_report
 from mclclip.data.epoch_plan import (
     ALONE,
-    build_levels,
     check_samples,
     require_steps,
     steps_per_epoch,
@@ -83,23 +82,26 @@ def _training(
 ) -> dict[str, Any]:
     name = "train" if stage else "base"
     options = config.trainings[name]
-    usable, batch, policy = samples["usable"], options.global_batch, options.plan.policy
+    known = usable = samples["usable"]
+    batch, policy = options.global_batch, options.plan.policy
     radices = _radices(config, stage, variant)
-    left_out = _left_out(index, name, options)
-    known = usable
-    if index is not None:
-        usable = len(index) - len(left_out)
     most = label_space(radices)
     groups, epoch, coverage = (1, most), None, []
-    weights = None
+    drawn, on_disk = options.plan.samples_per_epoch or usable, None
     if index is not None:
+        reads = options.objective.reads
+        lacking = index.left_out(
+            options.reader(name), captions=reads.captions, attribute=reads.attribute
+        )
+        left_out = np.union1d(index.bad_ids(), lacking)
+        usable = len(index) - len(left_out)
         weights = SampleWeights.open(index, config.data, options.plan, f"{name}.plan")
-    drawn = _drawn(options, weights, usable)
+        drawn = options.plan.samples_per_epoch or usable if weights is None else weights.num_draws
     if usable is not None:
-        draws = None if drawn == usable else drawn
-        _check_samples(config, name, options, known, usable, stage, most, draws)
+        _check_samples(config, name, known, usable, drawn, stage, most)
         groups = 1, min(most, usable)
-    on_disk = _on_disk(config, index, stage, variant, options, left_out, weights)
+    if index is not None:
+        on_disk = _on_disk(config, index, stage, variant, left_out, weights)
     if on_disk is not None:
         found = int(on_disk.groups["num_groups"])
         groups, epoch = (found, found), (on_disk.steps, on_disk.steps)
@@ -124,22 +126,6 @@ def _training(
     }
 
 
-def _drawn(options: TrainConfig, weights: SampleWeights | None, usable: int | None) -> int | None:
-    """Draws of an epoch, as far as they are known without labels."""
-    if weights is not None:
-        return weights.num_draws
-    return options.plan.samples_per_epoch or usable
-
-
-def _left_out(index: SampleIndex | None, name: str, options: TrainConfig) -> np.ndarray:
-    """Ids of the samples that are in no batch of a training; none where there is no index yet."""
-    if index is None:
-        return np.zeros(0, np.int64)
-    reads, reader = options.objective.reads, options.reader(name)
-    lacking = index.left_out(reader, captions=reads.captions, attribute=reads.attribute)
-    return np.union1d(index.bad_ids(), lacking)
-
-
 def _radices(config: Config, stage: int, variant: str) -> tuple[int, ...]:
     """The number of clusters of each stage whose labels make up the training's pseudo labels; ()
     without groups."""
@@ -150,38 +136,30 @@ def _radices(config: Config, stage: int, variant: str) -> tuple[int, ...]:
 
 
 def _check_samples(
-    config: Config,
-    name: str,
-    options: TrainConfig,
-    known: int,
-    usable: int,
-    stage: int,
-    labels: int,
-    draws: int | None,
+    config: Config, name: str, known: int, usable: int, drawn: int, stage: int, labels: int
 ) -> None:
     """Refuses what the run would refuse once it has its index, or its labels.
 
-    ``known`` samples are clustered, and ``usable`` ones of them are trained on; ``draws`` of an
-    epoch, where these are not as many.
+    ``known`` samples are clustered, ``usable`` ones of them are trained on, and ``drawn`` an epoch.
     """
+    options = config.trainings[name]
     batch, policy = options.global_batch, options.plan.policy
     most = max(config.clusters[:stage], default=1)
+    draws = None if drawn == usable else drawn
     check_samples(name, batch, policy, most, known, known - usable, draws)
-    if policy in ALONE and labels * batch > (usable if draws is None else draws):
+    if policy in ALONE and labels * batch > drawn:
         raise ValueError(
             f"{labels:,} possible labels x {name}.global_batch={batch:,} are more than the "
-            f"{usable if draws is None else draws:,} samples of an epoch, which "
-            f"{name}.plan.policy=drop does not allow: use policy backoff, fewer clusters or a "
-            "smaller global batch"
+            f"{drawn:,} samples of an epoch, which {name}.plan.policy=drop does not allow: use "
+            "policy backoff, fewer clusters or a smaller global batch"
         )
 
 
 def _on_disk(
     config: Config,
-    index: SampleIndex | None,
+    index: SampleIndex,
     stage: int,
     variant: str,
-    options: TrainConfig,
     left_out: np.ndarray,
     weights: SampleWeights | None,
 ) -> Coverage | None:
@@ -189,8 +167,7 @@ def _on_disk(
 
     Raises ValueError where its groups fill no batch.
     """
-    if index is None:
-        return None
+    options = config.trainings["train" if stage else "base"]
     layout = Layout.of(config, variant)
     bad, inputs = index.bad_ids(), {"index": index.digest}
     labels, radices = np.broadcast_to(np.int64(0), len(index)), tuple[int, ...]()
@@ -210,8 +187,9 @@ def _on_disk(
     else:
         grouped = LabelBlocks(labels, radices, left_out, weights=weights).sizes()
     batch, policy = options.global_batch, options.plan.policy
-    require_steps(build_levels(grouped, batch, policy), batch, policy)
-    return coverage_report(grouped, batch, policy)
+    report = coverage_report(grouped, batch, policy)
+    require_steps(report.steps, grouped.sizes, batch, policy)
+    return report
 
 
 # --- what an epoch makes of its groups ----------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from mclclip.objectives.class_centers.cost import (
+from mclclip.objectives.mlcd import (
     MEMORY_BYTES_PER_S,
     NETWORK_BYTES_PER_S,
     PRODUCTS_PER_S,

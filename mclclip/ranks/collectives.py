@@ -1,15 +1,17 @@
-"""The few collectives the project needs; each is the identity where there is one process."""
+"""The few collectives the project needs; each is the identity where there is one process.
+
+And the interface of parameters that engines do not reduce (``OutsideParameters``)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mclclip.ranks import lost
+from mclclip.ranks import failures
 from mclclip.ranks.process_group import TIMEOUT
 
 T = TypeVar("T")
@@ -46,17 +48,15 @@ def sum_to_owner(x: Tensor) -> Tensor:
 
     Overwrites ``x``.
     """
-    return x if world_size() == 1 else _sum_to_owner(x, async_op=False)[0]
-
-
-def _sum_to_owner(x: Tensor, async_op: bool) -> tuple[Tensor, Any]:
-    """This rank's slice of the sum, and the work to wait for before it is read, if ``async_op``."""
+    if world_size() == 1:
+        return x
     if x.device.type == "cuda":
         own = torch.empty_like(x[: len(x) // world_size()])
-        return own, _reduce_scatter(own, x, async_op=async_op)
+        _reduce_scatter(own, x)
+        return own
     # all_reduce, then take the own slice: gloo has no reduce_scatter for every dtype.
-    work = dist.all_reduce(x, async_op=async_op)
-    return x.chunk(world_size())[rank()], work
+    dist.all_reduce(x)
+    return x.chunk(world_size())[rank()]
 
 
 def gather_with_grad(x: Tensor) -> Tensor:
@@ -64,88 +64,12 @@ def gather_with_grad(x: Tensor) -> Tensor:
 
     The backward sums over ranks: with each rank's loss a mean over its own rows and DDP averaging
     parameter gradients, the result is the gradient of the mean over the global batch. All ranks
-    must pass the same shape. A gather that ``begin_gather`` has begun is waited for.
+    must pass the same shape.
     """
-    global _begun
     if world_size() == 1:
         return x
-    if _begun is not None and _begun.x is x:
-        begun, _begun = _begun, None
-        return begun.end()
     gathered: Tensor = _GatherWithGrad.apply(x)  # type: ignore[no-untyped-call]
     return gathered
-
-
-def begin_gather(x: Tensor) -> None:
-    """Begins ``gather_with_grad`` of ``x``, which the next call for the same tensor ends.
-
-    What is computed between the two overlaps with the messages, in the backward pass too: the
-    gradients' sum begins where the forward pass waited, and is waited for where it began. Values,
-    gradients and the order of collectives on all ranks are those of a gather at once. One gather is
-    under way at a time.
-    """
-    global _begun
-    if _begun is not None:  # an error came before its end
-        _begun.work.wait()
-    _begun = _Begun(x) if world_size() > 1 else None
-
-
-class _Begun:
-    """A gather of ``x`` under way; in the backward pass, a sum of its gradients under way."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-        self.parts: list[Tensor]
-        self.work: Any
-        self.summing: tuple[Tensor, Any]
-        # Without values: it ties the end to the beginning in autograd's graph.
-        self.token: Tensor = _Begin.apply(x, self)  # type: ignore[no-untyped-call]
-
-    def end(self) -> Tensor:
-        """The gathered rows of all ranks, with gradient."""
-        gathered: Tensor = _End.apply(self.token, self)  # type: ignore[no-untyped-call]
-        # The graph holds this object, which must not hold the graph.
-        del self.x, self.token
-        return gathered
-
-
-class _Begin(torch.autograd.Function):
-    """Begins the all-gather; its backward waits for the sum of the gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, begun: _Begun) -> Tensor:
-        ctx.begun = begun
-        begun.parts = [torch.empty_like(x) for _ in range(world_size())]
-        begun.work = dist.all_gather(begun.parts, x.detach().contiguous(), async_op=True)
-        return x.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
-        own, work = ctx.begun.summing
-        work.wait()
-        del ctx.begun.summing
-        return own, None
-
-
-class _End(torch.autograd.Function):
-    """Waits for the all-gather; its backward begins the sum of the gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, begun: _Begun) -> Tensor:
-        ctx.begun = begun
-        begun.work.wait()
-        gathered = torch.cat(begun.parts)
-        del begun.work, begun.parts
-        return gathered
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        summed = grad_outputs[0].clone(memory_format=torch.contiguous_format)
-        ctx.begun.summing = _sum_to_owner(summed, async_op=True)
-        return summed.new_empty(0), None
-
-
-_begun: _Begun | None = None  # the gather that is under way
 
 
 class _SumWithGrad(torch.autograd.Function):
@@ -266,22 +190,16 @@ def together(work: Callable[[], T], what: str = "") -> T:
     try:
         result = work()
     except Exception as caught:
-        error = lost.named(caught)
-    failures = gather_objects(None if error is None else (_kind(error), str(error)))
+        error = failures.as_lost(caught)
+    kind = failures.Lost if isinstance(error, failures.Lost) else type(error)
+    kind = kind if kind in (ValueError, FileNotFoundError, failures.Lost) else RuntimeError
+    reports = gather_objects(None if error is None else (kind, str(error)))
     if error is not None:
         raise error
-    for number, failure in enumerate(failures):
-        if failure is not None:
-            raise failure[0](f"rank {number}{' ' + what if what else ''}: {failure[1]}")
+    for number, report in enumerate(reports):
+        if report is not None:
+            raise report[0](f"rank {number}{' ' + what if what else ''}: {report[1]}")
     return result  # type: ignore[return-value]
-
-
-def _kind(error: Exception) -> type[Exception]:
-    """The kind of error that the other ranks raise."""
-    if isinstance(error, lost.Lost):
-        return lost.Lost
-    known = type(error) in (ValueError, FileNotFoundError)
-    return type(error) if known else RuntimeError
 
 
 def on_main(work: Callable[[], T]) -> T:
@@ -290,3 +208,29 @@ def on_main(work: Callable[[], T]) -> T:
         return work()
     result = together(lambda: work() if rank() == 0 else None)
     return broadcast_object(result)  # type: ignore[return-value]
+
+
+class OutsideParameters(Protocol):
+    """Parameters that are trained together with a module that an engine wraps, but not wrapped.
+
+    Their gradients are not averaged over the ranks, and they have their own optimizer. Sharded
+    class centers are an example.
+    """
+
+    def begin(self, step: int, loss_scale: Tensor | float = 1.0) -> None:
+        """Prepares a step whose loss is multiplied by ``loss_scale`` before the backward pass."""
+
+    def zero_grad(self) -> None:
+        """Drops the gradient."""
+
+    def grad_square(self) -> Tensor:
+        """The sum of squares of the gradient over all ranks, float64, 0-dimensional."""
+
+    def step(self, lr: float, factor: Tensor | float = 1.0) -> None:
+        """One optimizer step along ``factor`` times the gradient at the learning rate ``lr``."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Tensors that a resumed training needs; no other part uses their names."""
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Loads the entries that ``state_dict`` names; ignores all others in ``state``."""

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mclclip.ranks import signals
-from mclclip.ranks.lost import GOES_ON, LostWorker
+from mclclip.ranks.failures import GOES_ON, LostWorker
 from mclclip.ranks.signals import Preempted
 
 T = TypeVar("T")
@@ -51,33 +51,28 @@ class _Wait:
     note: Callable[[int], str]  # of the sample that is being decoded
     place: Place
     request: Request | None = None
+    own: Place = np.full(3, -1, np.int64)  # of this process, in memory that its parent may see
     error: tuple[float, LostWorker | Preempted] | None = None  # for the wait that began then
-
-
-class _Own:
-    """The place of this process, in memory that its parent may see."""
-
-    place: Place = np.full(3, -1, np.int64)
 
 
 def note_place(number: int) -> None:
     """Says which file this process begins to read, as a number that the waiting process knows."""
-    _Own.place[0] = number
+    _Wait.own[0] = number
 
 
 @contextmanager
 def decoding(sample_id: int) -> Iterator[None]:
     """While the block runs, this process decodes that sample."""
-    _Own.place[1:] = sample_id, time.monotonic_ns()
+    _Wait.own[1:] = sample_id, time.monotonic_ns()
     try:
         yield
     finally:
-        _Own.place[1] = -1
+        _Wait.own[1] = -1
 
 
 def share_place(place: Place) -> None:
     """From now on ``note_place`` and ``decoding`` write to this array."""
-    _Own.place = place
+    _Wait.own = place
 
 
 def nothing(sample_id: int) -> str:
@@ -101,7 +96,7 @@ def wait_for(
     """
     if threading.current_thread() is not threading.main_thread():
         return take()
-    _Wait.note, _Wait.place = note, _Own.place if place is None else place
+    _Wait.note, _Wait.place = note, _Wait.own if place is None else place
     _Wait.what, _Wait.since = what, time.monotonic()
     try:
         return take()

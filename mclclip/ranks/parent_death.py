@@ -54,21 +54,16 @@ def start_pool_worker() -> None:
     was starting, before this call, is noticed too.
     """
     die_with_parent()
-    signals.ignore_in_child()
-    if _owner_is_gone():
-        os._exit(1)
-
-
-def _owner_is_gone() -> bool:
-    """Whether the process that started this one through multiprocessing has ended."""
+    signals.set_action(signal.SIG_IGN)
     owner = multiprocessing.parent_process()
     if owner is None:
-        return False
+        return
     # A forked worker may hold the pipe by which its older sibling would notice that the owner has
     # ended. Under forkserver the parent is the server, which has the pipe to itself.
     adopted = os.getppid() != owner.pid
     by_server = multiprocessing.get_start_method(allow_none=True) == "forkserver"
-    return not owner.is_alive() or (adopted and not by_server)
+    if not owner.is_alive() or (adopted and not by_server):
+        os._exit(1)
 
 
 def map_in_pool(

@@ -25,11 +25,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from mclclip.ranks import collectives, data_wait, signals
-from mclclip.ranks.lost import Lost
+from mclclip.ranks.failures import Lost, is_lost_peer
 from mclclip.ranks.process_group import Context
 from mclclip.ranks.signals import Preempted
 
@@ -44,18 +43,6 @@ _LAST_WORD = "last word "  # what begins a rank's last report
 _REPORT_S = 5.0  # for a busy machine to take this rank's last word; nobody learns it afterwards
 _FOLLOW_S = 3.0  # for the main thread to find out by itself that another rank has left
 _MISSED = 3  # this many periods without a report: the rank's last report is out of date
-_LOST = ("closed by peer", "reset by peer", "Broken pipe", "recv error", "Connection refused")
-
-
-def is_lost_peer(error: BaseException) -> bool:
-    """Whether a collective failed because another process is gone (see ``LostPeer``)."""
-    if isinstance(error, (LostPeer, dist.DistBackendError, dist.DistNetworkError)):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST)
-
-
-class LostPeer(Lost):
-    """A collective failed because the named ranks are gone."""
 
 
 class _Progress:
@@ -95,8 +82,8 @@ def pausing() -> Iterator[None]:
 class PeerWatch:
     """Context manager that watches the other ranks; does nothing where there is one process.
 
-    When a rank is lost, ends the process by ``signals.end_now`` with LostPeer and exit code 1.
-    Leaving the block by an error of a collective whose peer is gone raises LostPeer instead, or
+    When a rank is lost, ends the process by ``signals.end_now`` with Lost and exit code 1.
+    Leaving the block by an error of a collective whose peer is gone raises Lost instead, or
     Preempted where that peer or this rank was asked to leave (KeyboardInterrupt: interrupted).
     """
 
@@ -149,14 +136,14 @@ class PeerWatch:
         self._wake.set()
         self._reported.wait(_REPORT_S)
 
-    def _last_error(self) -> LostPeer | Preempted | None:
+    def _last_error(self) -> Lost | Preempted | None:
         """The error that another rank's last word stands for, if there is one."""
         for rank, (report, _) in self._reports.items():
             if rank != self.context.rank and report.startswith(_LAST_WORD):
                 word = json.loads(report.removeprefix(_LAST_WORD))
                 if "failed" not in word:
                     return Preempted(word["reason"], word["requeue"])
-                return LostPeer(f"{self._names[rank]} has ended: {word['failed']}")
+                return Lost(f"{self._names[rank]} has ended: {word['failed']}")
         return None
 
     def _why_gone(self) -> BaseException:
@@ -170,7 +157,7 @@ class PeerWatch:
         asked = signals.asked_within(0.0) if self._last_error() is None else None
         return asked or found
 
-    def _gone(self) -> LostPeer | Preempted:
+    def _gone(self) -> Lost | Preempted:
         """The error of a rank whose peer is gone: what the peer reported, or who it is.
 
         Waits a few periods to find those that stopped reporting.
@@ -281,8 +268,8 @@ class PeerWatch:
         return ", ".join(f"rank {rank} at {' '.join(place) or '?'}" for rank, place in places)
 
 
-def _lost(problem: str) -> LostPeer:
-    return LostPeer(f"{problem}: {_GOES_ON}")
+def _lost(problem: str) -> Lost:
+    return Lost(f"{problem}: {_GOES_ON}")
 
 
 def _place() -> str:

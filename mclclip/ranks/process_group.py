@@ -1,4 +1,4 @@
-"""Opening and leaving the process group, this process's rank and device, and global seeds."""
+"""Opening and leaving the process group; this process's rank, device, copies to it, and seeds."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mclclip.ranks.parent_death import die_with_parent, start_pool_worker
 
 log = logging.getLogger("mclclip")
+
+Memory = Literal["pinned", "pageable"]
 
 
 @dataclass(frozen=True)
@@ -40,13 +43,8 @@ class Context:
 
 
 SINGLE = Context()
-_STARTED = time.monotonic()
+STARTED = time.monotonic()  # of this process
 TIMEOUT = datetime.timedelta(days=1)
-
-
-def process_start() -> float:
-    """Start of this process on the clock of ``time.monotonic()``."""
-    return _STARTED
 
 
 def under_torchrun() -> bool:
@@ -72,22 +70,36 @@ def pick_device(name: str, local_rank: int = 0, *, deterministic: bool = False) 
                 f"{count} GPU(s) here: start one process for each GPU, or set device=cpu"
             )
         torch.cuda.set_device(local_rank)
-        _settle_arithmetic(deterministic)
+        # TF32, on by default, rounds the inputs of convolutions.
+        torch.backends.cudnn.allow_tf32 = False
+        if deterministic:
+            # Otherwise the backward passes of attention and some convolutions add in any order.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+            # On by default here; it would spend time on memory that is overwritten anyway.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         return torch.device("cuda", local_rank)
     if name != "cpu":
         raise ValueError(f"device={name!r} is not known: use auto, cpu or cuda")
     return torch.device("cpu")
 
 
-def _settle_arithmetic(deterministic: bool) -> None:
-    """Sets how GPUs compute in the rest of this process; call it before any matrix product."""
-    torch.backends.cudnn.allow_tf32 = False  # on by default: it rounds the inputs of convolutions
-    if deterministic:
-        # Otherwise the backward passes of attention and some convolutions add in any order.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        # On by default here; it would spend time on memory that is overwritten before it is read.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+def choose_memory(device: torch.device) -> Memory:
+    """Which main memory copies to this device begin in; ``pinned`` is page-locked."""
+    return "pinned" if device.type == "cuda" else "pageable"
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def to_device(tensor: Tensor, device: torch.device, memory: Memory | None = None) -> Tensor:
+    """``tensor``, of main memory, on ``device`` (memory None: the device's own choice).
+
+    A copy to a GPU runs beside the host only where it is asked for (``non_blocking``) and begins in
+    page-locked memory; otherwise the host waits until the GPU has done all that was queued before
+    it. torch keeps the page-locked copy until the transfer is over.
+    """
+    if (memory or choose_memory(device)) == "pinned":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def init(

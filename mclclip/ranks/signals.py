@@ -29,7 +29,6 @@ GRACE_S = 5.0  # from a request, outside of a training loop, to the end of the p
 AGAIN_S = 0.5  # from the second interrupt: the first one's cleaning up may be almost done
 RECORD_S = 1.0  # for recording how the process ends: the disk may be what hangs
 _REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-_ALL = (*_REQUESTS, signal.SIGINT)
 
 
 class Preempted(BaseException):
@@ -45,23 +44,19 @@ class Preempted(BaseException):
         self.reason, self.requeue, self.agreed = reason, requeue, agreed
 
 
-class _Requests:
-    """The last request that this process received, and how it is handled."""
+class _State:
+    """The last request that this process received, and how and when it ends."""
 
-    name: str | None = None
-    deferred: bool = False
-    interrupted: bool = False
-    ending: bool = False  # the process ends anyway: requests are not raised any more
-
-
-class _Clock:
-    """When the process is ended if it does not end by itself, and how."""
-
-    due: float | None = None  # time.monotonic()
-    interrupts: int = 0
-    wake: int | None = None  # writing a byte here wakes the thread
+    name: str | None = None  # of the request's signal
+    deferred = False  # a request is only recorded
+    interrupted = False
+    ending = False  # the process ends anyway: requests are not raised any more
+    # When the process is ended if it does not end by itself (time.monotonic()).
+    due: float | None = None
+    interrupts = 0
+    wake: int | None = None  # writing a byte here wakes the thread that watches the clock
     code: int | None = None  # the exit code that has been chosen, once one has
-    # Records (state, exit code, reason) where the run's state is kept.
+    # Records (error, exit code) where the run's state is kept.
     record: Callable[[BaseException, int], object] | None = None
 
 
@@ -72,8 +67,8 @@ def install_handlers() -> None:
     """
     if threading.current_thread() is not threading.main_thread():
         return
-    _Requests.ending = False
-    if _Clock.wake is None:
+    _State.ending = False
+    if _State.wake is None:
         _start_clock()
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _on_request)
@@ -89,43 +84,36 @@ def ignore() -> None:
     A second interrupt still ends it at once. The death of a loader worker, for which torch raises
     an error wherever the main thread is, does not matter any more.
     """
-    _Requests.ending = True
+    _State.ending = True
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def restore() -> None:
-    """Restores the signals' default action, for a failed process: it may be ended at any moment."""
-    _set_all(signal.SIG_DFL)
+def set_action(action: signal.Handlers) -> None:
+    """Gives all four signals an action of the system.
 
-
-def ignore_in_child() -> None:
-    """Ignores the signals, for loader and pool workers: they end with their parent.
-
-    A signal to the whole job must not end them before their parent has saved.
+    SIG_DFL serves a failed process, which may be ended at any moment; SIG_IGN loader and pool
+    workers: a signal to the whole job must not end a worker before its parent has saved, with which
+    it ends.
     """
-    _set_all(signal.SIG_IGN)
-
-
-def _set_all(action: signal.Handlers) -> None:
     if threading.current_thread() is threading.main_thread():
-        for number in _ALL:
+        for number in (*_REQUESTS, signal.SIGINT):
             signal.signal(number, action)
 
 
 def received() -> str | None:
     """Name of the signal that asked this process to leave, or None."""
-    return _Requests.name
+    return _State.name
 
 
 def asked_within(seconds: float) -> BaseException | None:
     """The error of a signal that has come or comes within ``seconds``; None where there is none."""
     deadline = time.monotonic() + seconds
-    while not (_Requests.interrupted or _Requests.name) and time.monotonic() < deadline:
+    while not (_State.interrupted or _State.name) and time.monotonic() < deadline:
         time.sleep(0.02)
-    if _Requests.interrupted:
+    if _State.interrupted:
         return KeyboardInterrupt()
-    return Preempted(_Requests.name) if _Requests.name is not None else None
+    return Preempted(_State.name) if _State.name is not None else None
 
 
 @contextmanager
@@ -134,46 +122,46 @@ def deferred() -> Iterator[None]:
 
     Leaving the outermost block without an error raises Preempted if a signal was recorded.
     """
-    before, _Requests.deferred = _Requests.deferred, True
+    before, _State.deferred = _State.deferred, True
     try:
         yield
     finally:
-        _Requests.deferred = before
-    if _Requests.name is not None and not before:
+        _State.deferred = before
+    if _State.name is not None and not before:
         end_within(GRACE_S)
-        raise Preempted(_Requests.name)
+        raise Preempted(_State.name)
 
 
 @contextmanager
 def recording(record: Callable[[BaseException, int], object]) -> Iterator[None]:
     """While the block runs, ``record(error, exit_code)`` is how an end by the clock is recorded."""
-    before, _Clock.record = _Clock.record, record
+    before, _State.record = _State.record, record
     try:
         yield
     finally:
-        _Clock.record = before
+        _State.record = before
 
 
 def choose_code(code: int) -> None:
     """Settles the exit code of a process that is ending; an end by the clock gives it too."""
-    _Clock.code = code
+    _State.code = code
 
 
 # --- handlers, which run in the main thread ------------------------------------------------------
 
 
 def _on_request(number: int, frame: FrameType | None) -> None:
-    if _Requests.ending:
+    if _State.ending:
         return
-    first = _Requests.name is None
-    _Requests.name = signal.Signals(number).name
-    if first and not _Requests.deferred:
-        _raise(Preempted(_Requests.name), frame)
+    first = _State.name is None
+    _State.name = signal.Signals(number).name
+    if first and not _State.deferred:
+        _raise(Preempted(_State.name), frame)
 
 
 def _on_interrupt(number: int, frame: FrameType | None) -> None:
-    if not (_Requests.ending or _Requests.interrupted):
-        _Requests.interrupted = True
+    if not (_State.ending or _State.interrupted):
+        _State.interrupted = True
         _raise(KeyboardInterrupt(), frame)
 
 
@@ -194,22 +182,22 @@ def _raise(error: BaseException, frame: FrameType | None) -> None:
 def end_within(seconds: float) -> None:
     """The process ends within so many seconds, by itself or by the clock."""
     due = time.monotonic() + seconds
-    _Clock.due = due if _Clock.due is None else min(_Clock.due, due)
-    if _Clock.wake is not None:
+    _State.due = due if _State.due is None else min(_State.due, due)
+    if _State.wake is not None:
         with suppress(OSError):
-            os.write(_Clock.wake, b"\0")
+            os.write(_State.wake, b"\0")
 
 
 def end_now(error: BaseException, code: int) -> NoReturn:
     """Records the error, says its line, and ends the process, from any thread."""
-    code = code if _Clock.code is None else _Clock.code
-    if _Clock.code is None and _Clock.record is not None:
-        recording = threading.Thread(target=_Clock.record, args=(error, code), daemon=True)
+    code = code if _State.code is None else _State.code
+    if _State.code is None and _State.record is not None:
+        recording = threading.Thread(target=_State.record, args=(error, code), daemon=True)
         recording.start()
         recording.join(RECORD_S)
-    if _Clock.code is None and (isinstance(error, Exception) or os.environ.get("RANK", "0") == "0"):
+    if _State.code is None and (isinstance(error, Exception) or os.environ.get("RANK", "0") == "0"):
         with suppress(OSError):
-            os.write(2, f"mclclip: {_line(error)}\n".encode())
+            os.write(2, f"mclclip: {line_of(error)}\n".encode())
     if code == EXIT_PREEMPTED and "TORCHELASTIC_RUN_ID" in os.environ:
         code = 0
     os._exit(code)
@@ -222,7 +210,8 @@ def code_of(error: BaseException) -> int:
     return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
 
 
-def _line(error: BaseException) -> str:
+def line_of(error: BaseException) -> str:
+    """The line that is printed of a request, or of another error."""
     if isinstance(error, Preempted):
         return f"asked to leave ({error}): the same command goes on"
     return "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
@@ -233,39 +222,35 @@ def _start_clock() -> None:
     thread does; a thread reads it."""
     read, write = os.pipe()
     os.set_blocking(write, False)
-    _Clock.wake = write
+    _State.wake = write
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=_forget)
-    sys.unraisablehook = _Unraisable(sys.unraisablehook)
-    sys.excepthook = _OfThreads(sys.excepthook)
+    _quiet_hooks()
     threading.Thread(target=_watch, args=(read,), name="signals", daemon=True).start()
 
 
 def _forget() -> None:
     """A forked child does not report its signals to its parent's clock, nor answers them itself: a
-    signal to the whole job may reach it before it has called ``ignore_in_child``."""
+    signal to the whole job may reach it before it has called ``set_action(SIG_IGN)``."""
     if threading.current_thread() is threading.main_thread():
         signal.set_wakeup_fd(-1)
-    _Clock.wake = _Clock.due = _Clock.record = None
-    _Requests.ending = True
+    _State.wake = _State.due = _State.record = None
+    _State.ending = True
 
 
 def _watch(read: int) -> None:
     while True:
-        left = None if _Clock.due is None else max(_Clock.due - time.monotonic(), 0.0)
+        left = None if _State.due is None else max(_State.due - time.monotonic(), 0.0)
         if select.select([read], [], [], left)[0]:
             for number in os.read(read, 64):
-                _count_request(number)
-        elif _Clock.due is not None and time.monotonic() >= _Clock.due:
-            _end_overdue()
-
-
-def _count_request(number: int) -> None:
-    if number == signal.SIGINT:
-        _Clock.interrupts += 1
-        end_within(GRACE_S if _Clock.interrupts == 1 else AGAIN_S)
-    elif number in _REQUESTS and not (_Requests.deferred or _Requests.ending):
-        end_within(GRACE_S)
+                if number == signal.SIGINT:
+                    _State.interrupts += 1
+                    end_within(GRACE_S if _State.interrupts == 1 else AGAIN_S)
+                elif number in _REQUESTS and not (_State.deferred or _State.ending):
+                    end_within(GRACE_S)
+        elif _State.due is not None and time.monotonic() >= _State.due:
+            if (error := counted_for()) is not None:
+                end_now(error, code_of(error))
 
 
 def counted_for() -> BaseException | None:
@@ -273,40 +258,29 @@ def counted_for() -> BaseException | None:
 
     A request that a training has recorded (``deferred``) is not counted for.
     """
-    if _Clock.due is None:
+    if _State.due is None:
         return None
-    return KeyboardInterrupt() if _Clock.interrupts else Preempted(_Requests.name or "a signal")
+    return KeyboardInterrupt() if _State.interrupts else Preempted(_State.name or "a signal")
 
 
-def _end_overdue() -> None:
-    if (error := counted_for()) is not None:
-        end_now(error, code_of(error))
+def _quiet_hooks() -> None:
+    """Wraps Python's reports of errors that nobody catches.
 
+    A request that was raised in a destructor, and so lost, ends the process without a traceback.
+    Errors of a library's thread are not reported while the process ends by request, such as one at
+    the pipe of a loader worker that has ended.
+    """
+    report_unraisable, report = sys.unraisablehook, sys.excepthook
 
-class _Unraisable:
-    """``sys.unraisablehook``: a request that was raised in a destructor, and so lost, ends the
-    process without a traceback; other errors are reported as ``before`` does."""
-
-    def __init__(self, before: Callable[[Any], object]) -> None:
-        self.before = before
-
-    def __call__(self, unraisable: Any) -> None:
+    def on_unraisable(unraisable: Any) -> None:
         if isinstance(unraisable.exc_value, Preempted | KeyboardInterrupt):
             end_within(0.0)
         else:
-            self.before(unraisable)
+            report_unraisable(unraisable)
 
-
-class _OfThreads:
-    """``sys.excepthook``: what a thread of a library fails at while the process ends by request,
-    such as the pipe of a loader worker that has ended, is not reported; other errors go to
-    ``before``.
-    """
-
-    def __init__(self, before: Callable[[type[BaseException], BaseException, Any], object]) -> None:
-        self.before = before
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    def on_uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         of_thread = threading.current_thread() is not threading.main_thread()
-        if not (of_thread and (_Requests.ending or counted_for() is not None)):
-            self.before(kind, error, trace)
+        if not (of_thread and (_State.ending or counted_for() is not None)):
+            report(kind, error, trace)
+
+    sys.unraisablehook, sys.excepthook = on_unraisable, on_uncaught

@@ -69,7 +69,14 @@ class StepBoundary:
     def decide(self) -> Decision:
         """Returns the decision that the last call started, and starts the next one."""
         decision = self.finish()
-        self._ask()
+        if self.context.is_main and time.monotonic() - self._read_at >= self.poll_s:
+            self._read_requests()
+        request = torch.tensor([self._reason(), int(self._save)])
+        self._save = False
+        work = None
+        if self._group is not None:
+            work = dist.all_reduce(request, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._pending = (request, work)
         return decision
 
     def finish(self) -> Decision:
@@ -100,16 +107,6 @@ class StepBoundary:
             self._reader = threading.Thread(target=self._read_requests, name="stop", daemon=True)
             self._reader.start()
         return Decision(leave=_REASONS[reason]).preempted(agreed=False) if reason else None
-
-    def _ask(self) -> None:
-        if self.context.is_main and time.monotonic() - self._read_at >= self.poll_s:
-            self._read_requests()
-        request = torch.tensor([self._reason(), int(self._save)])
-        self._save = False
-        work = None
-        if self._group is not None:
-            work = dist.all_reduce(request, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._pending = (request, work)
 
     def _reason(self) -> int:
         """The strongest reason this rank knows, as its index in ``_REASONS``."""

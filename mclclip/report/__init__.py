@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +23,13 @@ from markupsafe import Markup
 from mclclip import __version__, files
 from mclclip import config as configuration
 from mclclip.opened_run import Run
-from mclclip.report import clusters, pairs, samples, scores, story, training
+from mclclip.report import clusters, pictures, scores, story
+from mclclip.report.pictures import Thumbnails
 from mclclip.report.scores import Comparisons
-from mclclip.report.thumbnails import Thumbnails
 
 log = logging.getLogger("mclclip")
 
 NAME = "report.html"
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of the page: its content, or the reason why it is missing."""
-
-    content: Any
-    missing: str = ""
 
 
 def run(run_dir: str | None = None, *, config: str | None = None, out: Path | None = None) -> Path:
@@ -78,25 +69,25 @@ def render(run: Run) -> str:
         lstrip_blocks=True,
         finalize=_printable,
     )
-    environment.filters["duration"] = training.duration
+    environment.filters["duration"] = story.duration
     environment.filters["breakable"] = _breakable
     return environment.get_template("page.html").render(_content(run))
 
 
 def _printable(value: Any) -> Any:
     """Strangers' text without characters that do not print; autoescape does the rest."""
-    return files.shown(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+    return files.clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _breakable(name: str) -> Markup:
     """A name that a line may break behind an underscore or a slash."""
-    parts = re.split(r"(?<=[_/])", files.shown(name))
+    parts = re.split(r"(?<=[_/])", files.clean(name))
     return Markup("<wbr>").join(parts)
 
 
 def _content(run: Run) -> dict[str, Any]:
     """All variables of the template."""
-    thumbnails, trainings = Thumbnails(run), training.trainings(run)
+    thumbnails, trainings = Thumbnails(run), story.trainings(run)
     comparisons = scores.comparisons(run)
     clustered = _section(
         lambda: clusters.clustered(run, thumbnails),
@@ -115,7 +106,7 @@ def _content(run: Run) -> dict[str, Any]:
         "comparisons": comparisons,
         "first_of_each": scores.first_of_each,
         "exchanges": _section(
-            lambda: pairs.exchanges(run, thumbnails),
+            lambda: pictures.exchanges(run, thumbnails),
             "No benchmark of minimal pairs was measured for two encoders.",
         ),
         "clusters": clustered,
@@ -127,28 +118,28 @@ def _content(run: Run) -> dict[str, Any]:
             samples_of=run,
         ),
         "anchors": _section(
-            lambda: samples.anchors(run, thumbnails),
+            lambda: pictures.anchors(run, thumbnails),
             "There are no embeddings of more than a few samples: 'mclclip embed --stage 0' makes "
             "them.",
             samples_of=run,
         ),
-        "feature_rows": samples.FEATURE_ROWS,
+        "feature_rows": pictures.FEATURE_ROWS,
         "blindspots": _section(
-            lambda: samples.blindspots(run, thumbnails),
+            lambda: pictures.blindspots(run, thumbnails),
             "None were looked for: 'mclclip blindspots' finds them.",
             samples_of=run,
         ),
         "filters": _section(
-            lambda: samples.filters(run),
+            lambda: pictures.filters(run),
             "No samples were chosen by their embeddings: 'mclclip filter' does it.",
         ),
-        "curves": _section(lambda: training.curves(run), "No training has records."),
+        "curves": _section(lambda: story.curves(run), "No training has records."),
         "trainings": trainings,
-        "seconds": training.total(trainings, lambda one: one.seconds),
-        "rank_hours": training.total(trainings, lambda one: one.rank_hours),
-        "colours": training.COLOURS,
+        "seconds": story.total([one["seconds"] for one in trainings]),
+        "rank_hours": story.total([one["rank_hours"] for one in trainings]),
+        "colours": story.COLOURS,
         "chapters": _section(
-            lambda: story.chapters(run, trainings, clustered.content or (), comparisons),
+            lambda: story.chapters(run, trainings, clustered["content"] or (), comparisons),
             "The run has no stages.",
         ),
         "summary": _summary(run, trainings, comparisons),
@@ -158,26 +149,26 @@ def _content(run: Run) -> dict[str, Any]:
 
 def _section(
     make: Callable[[], Sequence[Any]], needs: str, *, samples_of: Run | None = None
-) -> Section:
-    """A section with what ``make`` returns. Where that is empty, it has ``needs`` as the reason
-    instead; and where files are missing or damaged, or the samples of a run that it shows cannot be
-    read, the error."""
+) -> dict[str, Any]:
+    """A part of the page: its ``content``, which ``make`` returns, or None and why it is
+    ``missing``: ``needs`` where there is nothing to show, or the error where files are missing or
+    damaged, or the samples of a run that it shows cannot be read."""
     try:
         if samples_of is not None:
             _ = samples_of.dataset
         content = make()
     except (FileNotFoundError, RuntimeError, ValueError) as error:
         log.warning("report: a part is left out: %s", error)
-        return Section(None, f"{error}.")
-    return Section(content) if content else Section(None, needs)
+        return {"content": None, "missing": f"{error}."}
+    return {"content": content, "missing": ""} if content else {"content": None, "missing": needs}
 
 
 def _summary(
-    run: Run, trainings: Sequence[training.Training], comparisons: Comparisons
+    run: Run, trainings: Sequence[Mapping[str, Any]], comparisons: Comparisons
 ) -> list[tuple[str, str, str]]:
     """The most important figures: value, what it is, more about it."""
     tiles = []
-    best = pairs.best_of([row.model for row in run.result_rows])
+    best = scores.best_of([row.model for row in run.result_rows])
     if best is not None and (own := comparisons.of(best)):
         first = own[0]
         (value, base, change, *_), unit = first.texts(), first.row.unit
@@ -190,11 +181,10 @@ def _summary(
         more = f"{first.against.model} has {base} {unit.name}: {first.verdict}"
         tiles.append((change, what, more))
     if run.layout.index.is_dir():
-        section = _section(lambda: [len(run.index)], "")
-        if section.content:
-            tiles.append((f"{section.content[0]:,}", "samples", ""))
-    if (seconds := training.total(trainings, lambda one: one.seconds)) is not None:
-        steps = sum(one.steps for one in trainings)
+        if samples := _section(lambda: [len(run.index)], "")["content"]:
+            tiles.append((f"{samples[0]:,}", "samples", ""))
+    if (seconds := story.total([one["seconds"] for one in trainings])) is not None:
+        steps = sum(one["steps"] for one in trainings)
         more = f"{steps:,} steps in {len(trainings)} trainings"
-        tiles.append((training.duration(seconds), "of training", more))
+        tiles.append((story.duration(seconds), "of training", more))
     return tiles

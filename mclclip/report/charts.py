@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from numpy.typing import ArrayLike
 
-from mclclip.files import shown
+from mclclip.files import clean
 
 WIDTH, HEIGHT = 340, 180
 MOST_SIZES = 200
@@ -39,13 +39,12 @@ def lines(
     across = _Scale(min(xs), max(xs), _LEFT, WIDTH - _RIGHT)
     room = 0.05 * (max(ys) - min(ys))
     up = _Scale(min(ys) - room, max(ys) + room, HEIGHT - _BOTTOM, _TOP)
-    body = [_axes(across, up, x)]
+    body = _axes(across, up, x)
     for colour, points in kept:
         # A line of one point would not be seen; one from it to itself is a dot.
         drawn = points * 2 if len(points) == 1 else points
         path = " ".join(f"{across(a):.1f},{up(b):.1f}" for a, b in drawn)
-        line = Markup('<polyline class="line" style="stroke:var(--{})" points="{}"/>')
-        body.append(line.format(colour, path))
+        body += f'<polyline class="line" style="stroke:var(--{colour})" points="{path}"/>'
     return _svg(title, body)
 
 
@@ -65,8 +64,8 @@ def sizes(title: str, x: str, numbers: ArrayLike, colour: str) -> Markup:
         f"H{across(number + 1) - gap / 2:.1f}V{up(0):.1f}Z"
         for number, height in enumerate(heights.tolist())
     )
-    filled = Markup('<path style="fill:var(--{})" d="{}"/>').format(colour, bars)
-    return _svg(title, [_axes(across, up, x), filled])
+    filled = f'<path style="fill:var(--{colour})" d="{bars}"/>'
+    return _svg(title, _axes(across, up, x) + filled)
 
 
 def strip(
@@ -81,26 +80,27 @@ def strip(
     first, last = ends
     value, low, high = (100 * (v - first) / (last - first) if last > first else 50 for v in figure)
     read_out = "{}, from {} to {}".format(*(f"{v:.{digits}f}" for v in figure))
-    grid = Markup("").join(
-        Markup('<line class="grid" x1="{0}%" x2="{0}%" y1="0" y2="18"/>').format(mark)
-        for mark in (25, 50, 75)
+    grid = "".join(
+        f'<line class="grid" x1="{mark}%" x2="{mark}%" y1="0" y2="18"/>' for mark in (25, 50, 75)
     )
     return Markup(
-        '<svg class="strip" role="img" aria-label="{}">{}'
-        '<line class="range" style="stroke:var(--{})" x1="{:.1f}%" x2="{:.1f}%" y1="9" y2="9"/>'
-        '<circle style="fill:var(--{})" cx="{:.1f}%" cy="9" r="4.5"/></svg>'
-    ).format(read_out, grid, colour, low, high, colour, value)
+        f'<svg class="strip" role="img" aria-label="{read_out}">{grid}'
+        f'<line class="range" style="stroke:var(--{colour})" x1="{low:.1f}%" x2="{high:.1f}%" '
+        f'y1="9" y2="9"/><circle style="fill:var(--{colour})" cx="{value:.1f}%" cy="9" r="4.5"/>'
+        "</svg>"
+    )
 
 
 def balance(won: int, lost: int, most: int) -> Markup:
     """Items won as a bar to the right of the middle, and lost to its left; ``most``: of a side."""
     share = 50.0 / max(most, 1)
     return Markup(
-        '<svg class="strip" role="img" aria-label="{0} won, {1} lost">'
-        '<rect style="fill:var(--worse)" x="{2:.1f}%" width="{3:.1f}%" y="3" height="12"/>'
-        '<rect style="fill:var(--better)" x="50%" width="{4:.1f}%" y="3" height="12"/>'
+        f'<svg class="strip" role="img" aria-label="{won} won, {lost} lost">'
+        f'<rect style="fill:var(--worse)" x="{50 - lost * share:.1f}%" width="{lost * share:.1f}%" '
+        'y="3" height="12"/>'
+        f'<rect style="fill:var(--better)" x="50%" width="{won * share:.1f}%" y="3" height="12"/>'
         '<line class="axis" x1="50%" x2="50%" y1="0" y2="18"/></svg>'
-    ).format(won, lost, 50 - lost * share, lost * share, won * share)
+    )
 
 
 # --- axes ----------------------------------------------------------------------------------------
@@ -135,30 +135,26 @@ class _Scale:
         return [n * step for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
 
-def _axes(across: _Scale, up: _Scale, x: str) -> Markup:
+def _axes(across: _Scale, up: _Scale, x: str) -> str:
     """Grid lines with their numbers, and the name of the lower axis."""
-    parts = []
-    for tick in up.ticks():
-        height = f"{up(tick):.1f}"
-        parts.append(
-            Markup(
-                '<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>'
-                '<text class="tick" x="{}" y="{:.1f}" text-anchor="end">{}</text>'
-            ).format(_LEFT, WIDTH - _RIGHT, height, height, _LEFT - 5, up(tick) + 3.5, number(tick))
-        )
-    for tick in across.ticks():
-        parts.append(
-            Markup('<text class="tick" x="{:.1f}" y="{}" text-anchor="middle">{}</text>').format(
-                across(tick), HEIGHT - _BOTTOM + 14, number(tick)
-            )
-        )
+    right, bottom = WIDTH - _RIGHT, HEIGHT - _BOTTOM
+    parts = [
+        f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{up(tick):.1f}" y2="{up(tick):.1f}"/>'
+        f'<text class="tick" x="{_LEFT - 5}" y="{up(tick) + 3.5:.1f}" text-anchor="end">'
+        f"{number(tick)}</text>"
+        for tick in up.ticks()
+    ]
+    parts += [
+        f'<text class="tick" x="{across(tick):.1f}" y="{bottom + 14}" text-anchor="middle">'
+        f"{number(tick)}</text>"
+        for tick in across.ticks()
+    ]
     parts.append(
-        Markup(
-            '<line class="axis" x1="{0}" x2="{1}" y1="{2}" y2="{2}"/>'
-            '<text class="name" x="{1}" y="{3}" text-anchor="end">{4}</text>'
-        ).format(_LEFT, WIDTH - _RIGHT, HEIGHT - _BOTTOM, HEIGHT - 4, shown(x))
+        f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>'
+        f'<text class="name" x="{right}" y="{HEIGHT - 4}" text-anchor="end">'
+        f"{escape(clean(x))}</text>"
     )
-    return Markup("").join(parts)
+    return "".join(parts)
 
 
 def number(value: float) -> str:
@@ -169,7 +165,9 @@ def number(value: float) -> str:
     return f"{value:.2g}" if abs(value) < 1e-3 else f"{value:.4g}"
 
 
-def _svg(title: str, body: Sequence[Markup]) -> Markup:
+def _svg(title: str, body: str) -> Markup:
+    """A chart whose ``body`` holds markup of this file alone, in which names are escaped."""
     return Markup(
-        '<svg class="chart" viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>'
-    ).format(WIDTH, HEIGHT, shown(title), Markup("").join(body))
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="{escape(clean(title))}">{body}</svg>'
+    )

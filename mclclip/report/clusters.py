@@ -1,21 +1,27 @@
-"""Shows by what each stage clustered: pictures and words of some clusters, sizes, agreement."""
+"""By what each stage clustered: pictures and words of some clusters, their sizes, their agreement.
+
+The words of a cluster are those that tell its captions from others. A word's weight is
+p log(p / q), its part of the Kullback-Leibler divergence between the shares of captions that hold
+it: p in the group, q outside. This is tf-idf's idea, with a group in the place of a document:
+common everywhere counts nothing, and rare everywhere counts little.
+"""
 
 from __future__ import annotations
 
+import math
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 from numpy.typing import NDArray
 
 from mclclip import files
 from mclclip.data.labels import ami
-from mclclip.opened_run import Run, numbers_in, spread
+from mclclip.opened_run import Run, spread
 from mclclip.report import charts
-from mclclip.report.caption_words import dominant_words
-from mclclip.report.thumbnails import Thumbnails
+from mclclip.report.pictures import Thumbnails
 
 Integers = NDArray[np.int64]
 
@@ -44,25 +50,19 @@ _FEWEST = 4  # samples of a cluster that is shown
 _MOST_TERMS = 50_000_000  # samples times labels, to which the time of AMI is proportional
 
 
-@dataclass(frozen=True)
-class Clustered:
-    """The clusters of a stage.
-
-    counts, options  of their manifest
-    galleries        of some clusters: ``cluster``, its ``share`` of the rows that were read, its
-                     ``words``, and some ``pictures``
-    sizes            a chart of the samples by cluster
-    """
-
-    stage: int
-    counts: Mapping[str, Any]
-    options: Mapping[str, Any]
-    galleries: Sequence[Mapping[str, Any]]
-    sizes: Markup
-
-    def words(self) -> list[str]:
-        """The first word of every gallery, each once."""
-        return list(dict.fromkeys(one["words"][0].text for one in self.galleries if one["words"]))
+_WORD = re.compile(r"[^\W\d_](?:[\w'-]*\w)?|\d+")
+# Function words of English alone. Numbers and places ("two", "left", "behind"), which usual lists
+# hold, are kept: they are what an encoder may have been blind to.
+STOP_WORDS = frozenset(
+    "a an and are as at be been being but by can could did do does for from had has have he her "
+    "his how i if in into is it its may me my of on or our she should so some such than that the "
+    "their them then there these they this those to was we were what when where which while who "
+    "will with would you your".split()
+)
+_LONGEST = 40  # characters of a word; longer ones are none
+_FEWEST_CAPTIONS = 3  # of a group that hold a word
+_ERRORS = 3.0  # standard errors by which the shares inside and outside differ: hundreds are tried
+_UNSEEN = 0.5  # captions that stand for none outside, so that the ratio is finite
 
 
 def _labels(run: Run, ids: Integers) -> dict[int, Integers]:
@@ -74,8 +74,16 @@ def _labels(run: Run, ids: Integers) -> dict[int, Integers]:
     }
 
 
-def clustered(run: Run, thumbnails: Thumbnails) -> list[Clustered]:
-    """The clusters of every stage that is clustered. Raises RuntimeError where they are damaged."""
+def clustered(run: Run, thumbnails: Thumbnails) -> list[dict[str, Any]]:
+    """The clusters of every ``stage`` that is clustered.
+
+    counts, options  of their manifest
+    galleries        of some clusters: ``cluster``, its ``share`` of the rows that were read, its
+                     ``words`` (``dominant_words``), and some ``pictures``
+    sizes            a chart of the samples by cluster
+
+    Raises RuntimeError where they are damaged.
+    """
     stages, ids = [], run.spread_ids(LABEL_ROWS)
     for stage, labels in _labels(run, ids).items():
         manifest = run.stage(stage).manifest("clusters")
@@ -84,10 +92,16 @@ def clustered(run: Run, thumbnails: Thumbnails) -> list[Clustered]:
         if sizes is None:
             sizes = np.unique(labels[labels >= 0], return_counts=True)[1]
         title = f"stage {stage}: samples by cluster"
-        chart = charts.sizes(title, "clusters, largest first", sizes, "stage")
         random = np.random.default_rng([run.seed, stage, 11])
-        galleries = _galleries(ids, labels, thumbnails, random)
-        stages.append(Clustered(stage, manifest.counts, manifest.config, galleries, chart))
+        stages.append(
+            {
+                "stage": stage,
+                "counts": manifest.counts,
+                "options": manifest.config,
+                "galleries": _galleries(ids, labels, thumbnails, random),
+                "sizes": charts.sizes(title, "clusters, largest first", sizes, "stage"),
+            }
+        )
     return stages
 
 
@@ -125,6 +139,49 @@ def some_clusters(labels: Integers, count: int) -> list[int]:
     return chosen
 
 
+# --- words ---------------------------------------------------------------------------------------
+
+
+def words_of(caption: str) -> set[str]:
+    """The words of a caption in lower case, without stop words and what is too long for a word."""
+    words = _WORD.findall(caption.lower())
+    return {word for word in words if word not in STOP_WORDS and len(word) <= _LONGEST}
+
+
+def dominant_words(
+    groups: Mapping[int, Sequence[str]], count: int
+) -> dict[int, list[tuple[str, float, float]]]:
+    """For each group of captions at most ``count`` words that tell it from the others, best first,
+    each with the share of the captions that hold it inside the group, and outside.
+
+    A word is held by at least three captions of its group, and more often there than outside by
+    three standard errors, so that groups drawn at random have hardly any. Empty captions do not
+    count. Of equal weights the word that comes first in the alphabet goes first.
+    """
+    held = {
+        name: Counter(word for text in captions for word in words_of(text))
+        for name, captions in groups.items()
+    }
+    sizes = {name: sum(1 for text in captions if text) for name, captions in groups.items()}
+    every: Counter[str] = sum(held.values(), Counter())
+    total = sum(sizes.values())
+    dominant = {}
+    for name, counts in held.items():
+        size, others = sizes[name], max(total - sizes[name], 1)
+        weighed = []
+        for word, number in counts.items():
+            inside, outside = number / size, (every[word] - number) / others
+            # By the normal approximation of two shares.
+            share = (inside * size + outside * others) / (size + others)
+            error = math.sqrt(share * (1 - share) * (1 / size + 1 / others))
+            if number >= _FEWEST_CAPTIONS and inside - outside > _ERRORS * error:
+                weight = inside * math.log(inside / max(outside, _UNSEEN / others))
+                weighed.append((-weight, word, inside, outside))
+        best = sorted(weighed)[:count]
+        dominant[name] = [(word, inside, outside) for _, word, inside, outside in best]
+    return dominant
+
+
 # --- agreement -----------------------------------------------------------------------------------
 
 
@@ -147,7 +204,7 @@ def agreement(run: Run) -> list[dict[str, Any]]:
         note = "From 'mclclip analyse', of all samples."
         return [{"rows": rows, "columns": columns, "table": table, "note": note}]
     ids = run.spread_ids(LABEL_ROWS)
-    labels, rows_read = _labels(run, ids), numbers_in(spread(len(ids), AMI_ROWS))
+    labels, rows_read = _labels(run, ids), spread(len(ids), AMI_ROWS)
     attributes = sorted({name for shard in run.index.shards for name in shard.attributes})
     if len(labels) + len(attributes) < 2 or not labels:
         return []

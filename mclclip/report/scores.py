@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from markupsafe import Markup
 
 from mclclip import compare
 from mclclip.compare import Comparison
 from mclclip.config.plain_yaml import read_yaml
-from mclclip.eval import paired, results
+from mclclip.eval import outcomes, results
 from mclclip.eval.outcomes import PERCENT
 from mclclip.eval.results import Reference, Result
 from mclclip.opened_run import Run
@@ -21,6 +22,7 @@ MINIMAL_PAIRS = "mmvp_vlm"
 """The protocol whose metrics are Types of minimal pairs."""
 
 _UNGROUPED = "control_ungrouped_"
+_BEST = ("concat_stage_norm", "concat_raw", "concat_weighted")
 
 
 def colour_of(model: str) -> str:
@@ -37,37 +39,16 @@ def colour_of(model: str) -> str:
 # --- tables --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A figure as text, and its interval where it is ours; ``percent``: its value in percent."""
-
-    text: str
-    interval: str = ""
-    percent: float | None = None
-
-
-@dataclass(frozen=True)
-class Table:
-    """The figures of a benchmark.
+def tables(rows: Sequence[Result], references: Sequence[Reference]) -> list[dict[str, Any]]:
+    """The figures of each ``benchmark``, without metrics of the level ``detail``.
 
     metrics     the columns, each with its number of trials, and its unit unless it is percent
-    figures     by model and source (of published ones, else empty) the figures by metric
+    figures     by model and source (of published ones, else empty) the figures by metric: a
+                ``text``, the ``interval`` of ours, and the value in ``percent`` or None
     is_pairs    whether metrics are Types of minimal pairs, shown as a heat map
     headline    the metric of the strips, and for each of our models its strip
     notes       what a reader must know, as the table of ``eval`` has it
     """
-
-    benchmark: str
-    metrics: Mapping[str, str]
-    figures: Mapping[tuple[str, str], Mapping[str, Cell]]
-    is_pairs: bool
-    headline: str
-    strips: Mapping[str, Markup]
-    notes: Sequence[str] = ()
-
-
-def tables(rows: Sequence[Result], references: Sequence[Reference]) -> list[Table]:
-    """A table per benchmark, without metrics of the level ``detail``."""
     main = [row for row in rows if row.protocol.get("level") != "detail"]
     return [
         _table(benchmark, [row for row in main if row.benchmark == benchmark], references)
@@ -75,42 +56,42 @@ def tables(rows: Sequence[Result], references: Sequence[Reference]) -> list[Tabl
     ]
 
 
-def _table(benchmark: str, rows: Sequence[Result], references: Sequence[Reference]) -> Table:
+def _table(
+    benchmark: str, rows: Sequence[Result], references: Sequence[Reference]
+) -> dict[str, Any]:
     columns: dict[str, list[Result]] = {}
     for row in rows:
         columns.setdefault(row.metric, []).append(row)
-    models: dict[tuple[str, str], dict[str, Cell]] = {}
-    for own in columns.values():
-        digits = own[0].unit.decimals(row.value for row in own)
+    figures: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    trials = {}
+    for metric, own in columns.items():
+        unit, counts = own[0].unit, "/".join(map(str, sorted({row.count for row in own})))
+        note = unit.note.replace("\n", " ")
+        trials[metric] = f"{counts} {own[0].protocol.get('trials', '')}{note}"
+        digits = unit.decimals(row.value for row in own)
         for row in own:
-            models.setdefault((row.model, ""), {})[row.metric] = _cell(row, digits)
+            percent = row.unit == PERCENT
+            of_value, of_bounds = (1, 0) if percent else (digits, digits)
+            figures.setdefault((row.model, ""), {})[metric] = {
+                "text": f"{row.value:.{of_value}f}",
+                "interval": f"{row.ci_low:.{of_bounds}f}-{row.ci_high:.{of_bounds}f}",
+                "percent": row.value if percent else None,
+            }
     for one in references:
         if one.benchmark == benchmark and one.metric in columns:
-            cell = Cell(f"{one.value:.1f}", percent=one.value)
-            models.setdefault((one.model, one.source), {})[one.metric] = cell
-    trials = {
-        metric: "/".join(map(str, sorted({row.count for row in own})))
-        + f" {own[0].protocol.get('trials', '')}"
-        + own[0].unit.note.replace("\n", " ")
-        for metric, own in columns.items()
+            cell = {"text": f"{one.value:.1f}", "interval": "", "percent": one.value}
+            figures.setdefault((one.model, one.source), {})[one.metric] = cell
+    headlines = [row.metric for row in rows if row.protocol.get("level") == "headline"]
+    headline = (headlines or [rows[0].metric])[0]
+    return {
+        "benchmark": benchmark,
+        "metrics": trials,
+        "figures": figures,
+        "is_pairs": any(row.protocol.get("name") == MINIMAL_PAIRS for row in rows),
+        "headline": headline,
+        "strips": _strips(columns[headline]),
+        "notes": results.notes(rows),
     }
-    head = headline_of(rows)
-    strips = _strips(columns[head])
-    return Table(
-        benchmark,
-        trials,
-        models,
-        any(row.protocol.get("name") == MINIMAL_PAIRS for row in rows),
-        head,
-        strips,
-        results.notes(rows),
-    )
-
-
-def _cell(row: Result, digits: int) -> Cell:
-    if row.unit != PERCENT:
-        return Cell(f"{row.value:.{digits}f}", f"{row.ci_low:.{digits}f}-{row.ci_high:.{digits}f}")
-    return Cell(f"{row.value:.1f}", f"{row.ci_low:.0f}-{row.ci_high:.0f}", row.value)
 
 
 def _strips(rows: Sequence[Result]) -> dict[str, Markup]:
@@ -128,10 +109,16 @@ def _strips(rows: Sequence[Result]) -> dict[str, Markup]:
     }
 
 
-def headline_of(rows: Sequence[Result]) -> str:
-    """The first metric of the level ``headline``, or the first of all."""
-    first = [row.metric for row in rows if row.protocol.get("level") == "headline"]
-    return (first or [rows[0].metric])[0]
+def best_of(models: Sequence[str]) -> str | None:
+    """The encoder that stands for the run: its concat, or its last stage; None without stages."""
+    for name in _BEST:
+        if name in models:
+            return name
+    stages = sorted(
+        (name for name in models if name.startswith("stage_")),
+        key=lambda name: int(number) if (number := name[len("stage_") :]).isdecimal() else -1,
+    )
+    return stages[-1] if stages and stages[-1] != "stage_0" else None
 
 
 def references() -> list[Reference]:
@@ -184,7 +171,7 @@ def comparisons(run: Run) -> Comparisons:
     except (ValueError, FileNotFoundError) as error:
         control, no_control = [], f"{error}."
     # Those with controls were compared one by one: here they are corrected for their number.
-    corrected = paired.holm([one.difference.p_value for one in control])
+    corrected = outcomes.holm([one.difference.p_value for one in control])
     control = [replace(c, corrected=p) for c, p in zip(control, corrected, strict=True)]
     return Comparisons(base, control, no_base, no_control)
 

@@ -1,22 +1,31 @@
-"""The method's story in plain sentences: what each stage clustered, trained and gained."""
+"""What was done: curves of the trainings, what they cost, and the method's story in plain sentences
+of what each stage clustered, trained and gained."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from mclclip.compare import Comparison
+import numpy as np
+from markupsafe import Markup
+
 from mclclip.opened_run import Run, Stage
-from mclclip.report.clusters import Clustered
+from mclclip.report import charts
 from mclclip.report.scores import Comparisons
-from mclclip.report.training import Training, duration
 from mclclip.run.artifacts import read_manifest
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+COLOURS = {"mcl": "stage", "ungrouped": "control"}
+"""Colours of the variants, variables of the page's style; of others ``other``."""
 
 _STARTS = {
     "base": "It started again from the base's weights",
     "random": "It started from random weights",
     "previous": "It went on from the weights of the stage before",
 }
-
 
 _CONTROLS = {
     "ungrouped": "The control “ungrouped” repeated every training from the same weights, for "
@@ -33,15 +42,120 @@ _JOINED = {
 }
 
 
+def trainings(run: Run) -> list[dict[str, Any]]:
+    """Every training that has records, stage 0 first, then MCL's stages, then the controls'.
+
+    variant, stage, finished  which training it is, and whether it has ended
+    steps, samples            done and seen so far
+    seconds, ranks            its time and processes
+    rank_hours                hours times ranks, which are GPUs where there are some
+    memory_gib                the peak of its fullest rank
+    first_loss, last_loss     the first and the last that are recorded
+    made_of                   the options of a finished training
+
+    What was not recorded is None.
+    """
+    trainings = []
+    for variant, own in {"mcl": run, **run.controls}.items():
+        for number in range(len(run.stages)):
+            if number == 0 and variant != "mcl":
+                continue  # it is shared
+            stage = own.stage(number)
+            if len(rows := stage.metrics):
+                trainings.append({"variant": variant, "stage": number} | _training(stage, rows))
+    return trainings
+
+
+def _training(stage: Stage, rows: DataFrame) -> dict[str, Any]:
+    manifest = stage.manifest("train") if stage.has("train") else None
+    epochs, whole = stage.records("epochs")
+    durations = _numbers([row.get("seconds") for row in epochs]) if whole else []
+    seconds = sum(durations) if durations else None
+    last, losses = rows.iloc[-1].to_dict(), _numbers(rows.get("loss", ()))
+    every, each, seen = (
+        sum(_numbers([last.get(name)]))
+        for name in ("samples_per_s", "samples_per_s_per_rank", "samples_seen")
+    )
+    ranks = round(every / each) if every and each else None
+    return {
+        "finished": manifest is not None,
+        "steps": int(last["step"]),
+        "samples": int(seen),
+        "seconds": seconds,
+        "ranks": ranks,
+        "rank_hours": None if seconds is None or ranks is None else seconds * ranks / 3600,
+        "memory_gib": max(_numbers(rows.get("memory_gib", ())), default=None),
+        "first_loss": losses[0] if losses else None,
+        "last_loss": losses[-1] if losses else None,
+        "made_of": {} if manifest is None else manifest.config,
+    }
+
+
+def curves(run: Run) -> list[dict[str, Any]]:
+    """Charts of the ``loss`` and the ``lr`` of each ``stage`` that was trained, with a line per
+    variant."""
+    curves = []
+    for number in range(len(run.stages)):
+        variants = {"mcl": run, **(run.controls if number else {})}
+        recorded = {name: own.stage(number).metrics for name, own in variants.items()}
+        if any(map(len, recorded.values())):
+            loss = _chart(f"stage {number}: loss", "loss", recorded)
+            rate = _chart(f"stage {number}: learning rate", "lr", recorded)
+            curves.append({"stage": number, "loss": loss, "lr": rate})
+    return curves
+
+
+def _chart(title: str, name: str, recorded: Mapping[str, DataFrame]) -> Markup:
+    """A line per variant; MCL's is drawn last, above the others."""
+    series = []
+    for variant, rows in reversed([*recorded.items()]):
+        values = zip(rows["step"], rows[name], strict=True) if name in rows else ()
+        points = [(float(step), y) for step, value in values for y in _numbers([value])]
+        series.append((COLOURS.get(variant, "other"), points))
+    return charts.lines(title, "step", series)
+
+
+def _numbers(values: Iterable[Any]) -> list[float]:
+    """The finite numbers among values of any type, as records may hold."""
+    return [
+        float(value)
+        for value in values
+        if isinstance(value, int | float | np.number)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+    ]
+
+
+def total(values: Sequence[float | None]) -> float | None:
+    """The sum of a figure of several trainings; None where one lacks it, or there are none."""
+    known = [value for value in values if value is not None]
+    return sum(known) if values and len(known) == len(values) else None
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds in words, such as ``3 h 12 min``."""
+    if seconds is None:
+        return "not recorded"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 120:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+# --- the story -----------------------------------------------------------------------------------
+
+
 def chapters(
     run: Run,
-    trainings: Sequence[Training],
-    clusters: Sequence[Clustered],
+    trainings: Sequence[Mapping[str, Any]],
+    clusters: Sequence[Mapping[str, Any]],
     comparisons: Comparisons,
 ) -> list[tuple[str, list[str]]]:
     """A title and sentences for every stage, for the joined encoders and for the controls."""
-    trained = {one.stage: one for one in trainings if one.variant == "mcl"}
-    of_stage = {one.stage: one for one in clusters}
+    trained = {one["stage"]: one for one in trainings if one["variant"] == "mcl"}
+    of_stage = {one["stage"]: one for one in clusters}
     parts: list[tuple[str, list[str]]] = []
     for stage in run.stages:
         sentences = _trained(stage, trained.get(stage.number))
@@ -61,38 +175,32 @@ def chapters(
     return parts
 
 
-def _trained(stage: Stage, training: Training | None) -> list[str]:
+def _trained(stage: Stage, training: Mapping[str, Any] | None) -> list[str]:
     if training is None:
-        return ["It is not trained yet."] if stage.number else [_given(stage.run)]
-    options = training.made_of.get("train", {})
+        if stage.number:
+            return ["It is not trained yet."]
+        if stage.run.config is None:
+            return ["It is the given encoder."]
+        model = stage.run.config.model
+        name = model.name if isinstance(model.name, str) else "a model of its own configuration"
+        weights = f"with the weights “{model.pretrained}”" if model.pretrained else "as given"
+        return [f"It is {name}, {weights}; it was not trained here."]
+    options = training["made_of"].get("train", {})
     objective = options.get("objective", {}).get("kind")
-    start = (
-        "It was trained from scratch"
-        if stage.number == 0
-        else _STARTS.get(options.get("start"), "")
-    )
+    start = _STARTS.get(options.get("start"), "") if stage.number else "It was trained from scratch"
     batches = f" of {options['global_batch']:,} samples" if "global_batch" in options else ""
     by = f" by {objective}" if objective else ""
     begun = f"{start} and was trained" if stage.number and start else start or "It was trained"
-    done = "" if training.finished else " so far (it is not finished)"
-    sentences = [f"{begun}{by} for {training.steps:,} steps{batches}{done}."]
+    done = "" if training["finished"] else " so far (it is not finished)"
+    sentences = [f"{begun}{by} for {training['steps']:,} steps{batches}{done}."]
     if stage.number:
         sentences.append(_groups(stage))
-    first, last = training.first_loss, training.last_loss
+    first, last = training["first_loss"], training["last_loss"]
     if first is not None and last is not None and first != last:
         sentences.append(f"Its recorded loss went from {first:.3f} to {last:.3f}.")
-    if training.seconds is not None:
-        sentences.append(f"That took {duration(training.seconds)}.")
+    if training["seconds"] is not None:
+        sentences.append(f"That took {duration(training['seconds'])}.")
     return sentences
-
-
-def _given(run: Run) -> str:
-    if run.config is None:
-        return "It is the given encoder."
-    model = run.config.model
-    name = model.name if isinstance(model.name, str) else "a model of its own configuration"
-    weights = f"with the weights “{model.pretrained}”" if model.pretrained else "as given"
-    return f"It is {name}, {weights}; it was not trained here."
 
 
 def _groups(stage: Stage) -> str:
@@ -112,29 +220,32 @@ def _groups(stage: Stage) -> str:
     )
 
 
-def _clustered(clustered: Clustered) -> list[str]:
-    sizes, algorithm = clustered.counts["sizes"], clustered.options.get("algorithm", "")
-    sentence = (
-        f"Its embeddings of {clustered.counts['samples']:,} samples were clustered into "
-        f"{clustered.options['num_clusters']:,} clusters ({algorithm} k-means) of "
-        f"{sizes['smallest']:,} to {sizes['largest']:,} samples"
-    )
-    sentences = [f"{sentence}, half of them larger than {sizes['median']:,.0f}."]
-    if bad := clustered.counts.get("bad_samples"):
+def _clustered(clustered: Mapping[str, Any]) -> list[str]:
+    counts, options = clustered["counts"], clustered["options"]
+    sizes, algorithm = counts["sizes"], options.get("algorithm", "")
+    sentences = [
+        f"Its embeddings of {counts['samples']:,} samples were clustered into "
+        f"{options['num_clusters']:,} clusters ({algorithm} k-means) of "
+        f"{sizes['smallest']:,} to {sizes['largest']:,} samples, half of them larger than "
+        f"{sizes['median']:,.0f}."
+    ]
+    if bad := counts.get("bad_samples"):
         sentences.append(f"{bad:,} samples could not be used.")
-    if words := clustered.words():
-        sentences.append(f"Words that tell their captions apart: {', '.join(words)}.")
+    words = [one["words"][0][0] for one in clustered["galleries"] if one["words"]]
+    if words:
+        apart = ", ".join(dict.fromkeys(words))
+        sentences.append(f"Words that tell their captions apart: {apart}.")
     return sentences
 
 
 def _gained(comparisons: Comparisons, model: str) -> list[str]:
     """A sentence per benchmark, of its first metric."""
-    first: dict[str, Comparison] = {}
+    sentences: dict[str, str] = {}
     for one in comparisons.of(model):
-        first.setdefault(one.row.benchmark, one)
-    return [
-        f"On {one.row.benchmark} ({one.row.metric}) it has {own} {one.row.unit.name}, which "
-        f"is {change} {one.row.unit.difference} against stage 0: {one.verdict}."
-        for one in first.values()
-        for own, _, change, *_ in [one.texts()]
-    ]
+        (own, _, change, *_), unit = one.texts(), one.row.unit
+        sentences.setdefault(
+            one.row.benchmark,
+            f"On {one.row.benchmark} ({one.row.metric}) it has {own} {unit.name}, which is "
+            f"{change} {unit.difference} against stage 0: {one.verdict}.",
+        )
+    return [*sentences.values()]

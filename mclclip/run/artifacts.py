@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mclclip import __version__, files
-from mclclip.options import shown
+from mclclip.options import brief
 
 MANIFEST = "manifest.json"
 INTENT = "in_progress.json"
@@ -119,7 +119,7 @@ def read_manifest(directory: Path, kind: str) -> Manifest:
         )
     plain = _unsealed(fields, path)
     if plain["kind"] != kind:
-        raise ValueError(f"{directory} holds {shown(plain['kind'])}, expected {kind!r}")
+        raise ValueError(f"{directory} holds {brief(plain['kind'])}, expected {kind!r}")
     try:
         return Manifest(**plain)
     except TypeError as error:  # a field too many, or one too few

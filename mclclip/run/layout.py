@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -25,16 +24,31 @@ class HasRunDir(Protocol):
         """The run directory."""
 
 
-@dataclass(frozen=True)
 class Layout:
     """Paths of a run (drawn in artifacts.py).
 
-    ``variant``: ``mcl``, the name of a control, or one of ``PILOTS``, which lie in a folder of
-    their own and share index, stage 0 and pseudo labels with the run.
+    variant          ``mcl``, the name of a control, or one of ``PILOTS``, which lie in a folder of
+                     their own and share index, stage 0 and pseudo labels with the run
+    is_pilot         whether the variant is trained on a share of the samples
+    method           ``mcl`` or the name of a control, of a pilot too
+    index            the sample index
+    pilot            folder of the pilot: its stages, its controls, its results and its verdict
+    root             folder of the stages of this variant
+    results          results.jsonl, one row per figure; a pilot has its own
+    text_embeddings  text embeddings of the frozen text tower (stage 0's)
+    trunk_cache      what the frozen blocks of stage 0's encoder make of every image
     """
 
-    run_dir: Path
-    variant: str = "mcl"
+    def __init__(self, run_dir: Path, variant: str = "mcl") -> None:
+        self.run_dir, self.variant = run_dir, variant
+        self.is_pilot, self.method = variant in PILOTS, PILOTS.get(variant, variant)
+        self.index = run_dir / "index"
+        self.pilot = run_dir / "pilot"
+        own = self.pilot if self.is_pilot else run_dir
+        self.root = own if self.method == "mcl" else own / "controls" / self.method
+        self.results = own / "results.jsonl"
+        self.text_embeddings = run_dir / "stage_0" / "text_embeddings"
+        self.trunk_cache = run_dir / "stage_0" / "trunk_cache"
 
     @classmethod
     def of(cls, config: HasRunDir, variant: str = "mcl") -> Layout:
@@ -42,40 +56,9 @@ class Layout:
         return cls(Path(config.run_dir), variant)
 
     @property
-    def index(self) -> Path:
-        """The sample index."""
-        return self.run_dir / "index"
-
-    @property
-    def is_pilot(self) -> bool:
-        """Whether the variant is trained on a share of the samples."""
-        return self.variant in PILOTS
-
-    @property
-    def method(self) -> str:
-        """``mcl`` or the name of a control, of a pilot too."""
-        return PILOTS.get(self.variant, self.variant)
-
-    @property
-    def pilot(self) -> Path:
-        """Folder of the pilot: its stages, its controls, its results and its verdict."""
-        return self.run_dir / "pilot"
-
-    @property
-    def results(self) -> Path:
-        """results.jsonl, one row per figure; a pilot has its own."""
-        return (self.pilot if self.is_pilot else self.run_dir) / "results.jsonl"
-
-    @property
-    def root(self) -> Path:
-        """Folder of the stages of this variant."""
-        whole = self.pilot if self.is_pilot else self.run_dir
-        return whole if self.method == "mcl" else whole / "controls" / self.method
-
-    @property
     def controlled(self) -> Layout:
         """The layout of what this variant is a control of; of MCL, its own."""
-        return replace(self, variant="pilot" if self.is_pilot else "mcl")
+        return Layout(self.run_dir, "pilot" if self.is_pilot else "mcl")
 
     def stage(self, stage: int) -> Path:
         """A stage's directory; stage 0 is shared by all variants."""
@@ -84,16 +67,6 @@ class Layout:
     def embeddings(self, stage: int) -> Path:
         """Image embeddings of a stage."""
         return self.stage(stage) / "embeddings"
-
-    @property
-    def text_embeddings(self) -> Path:
-        """Text embeddings of the frozen text tower (stage 0's)."""
-        return self.run_dir / "stage_0" / "text_embeddings"
-
-    @property
-    def trunk_cache(self) -> Path:
-        """The cache of what the frozen blocks of stage 0's encoder make of every image."""
-        return self.run_dir / "stage_0" / "trunk_cache"
 
     def trunk_rows(self, folder: str | None, identity: str) -> Path:
         """Where its rows lie; in a folder elsewhere below the run's name and a part of the cache's
@@ -125,14 +98,6 @@ class Layout:
     def export(self, stage: int) -> Path:
         """A stage's encoder as an open_clip directory."""
         return self.stage(stage) / "export"
-
-    def blindspots(self, name: str) -> Path:
-        """Pairs that one encoder confuses and another tells apart; ``stage_0-stage_2``."""
-        return self.run_dir / "blindspots" / name
-
-    def filters(self, name: str) -> Path:
-        """Which samples to train on, by filters of embeddings; ``filter``."""
-        return self.run_dir / "filters" / name
 
     def joined(self, name: str) -> Path:
         """A joined encoder: ``concat_raw``, ``concat_stage_norm``, ``soup_uniform`` and so on."""

@@ -1,4 +1,16 @@
-"""The lock that lets only one process write to a run directory."""
+"""Who writes to a run directory (``run.lock``: one process), and how the last writer ended
+(``run_state.json``).
+
+torchrun turns every exit code into 1 or 0, so a script that restarts runs reads this line instead::
+
+    {"state": "preempted", "exit_code": 85, "requeue": true, "reason": "SIGUSR1", ...}
+
+``state`` is ``running``, ``preempted``, ``finished`` or ``failed``; a run that still says
+``running`` when its processes are gone was killed. The line is also in the file that the
+environment variable MCLCLIP_STATE_FILE names, which the first rank of each node writes. Any rank
+may write a failure there. The line is written by rename and padded to a fixed size: where the disk
+is full it is written over the one before, and so is true there too.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +27,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mclclip.files import naming, now, open_own, parse_json
+from mclclip.files import naming, now, open_own, parse_json, write_bytes
 
 log = logging.getLogger("mclclip")
 _LONGEST = 10_000  # characters of a record
-_PAUSE_S = 0.2  # pause between two looks at a lock that another process holds
+_PAUSE_S = 0.2  # between two readings of a lock that another process holds
 _FIELDS = {"host", "pid", "process_start", "started"}
-_MAX_SILENCE_S = 1.0  # at most this much time counts as silence between two looks
+_MAX_SILENCE_S = 1.0  # at most this much time counts as silence between two readings
+
+RUN_STATE = "run_state.json"
+_STATE_BYTES, _REASON = 2048, 1000  # of the file; characters of a reason
 
 
 def start_of_process(pid: int) -> str | None:
@@ -32,41 +47,17 @@ def start_of_process(pid: int) -> str | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return None if Path("/proc/self/stat").exists() else _answers(pid)
+        if Path("/proc/self/stat").exists():
+            return None
+        try:
+            os.kill(pid, 0)
+        except PermissionError:  # it runs, as another user
+            return "running"
+        except OSError:
+            return None
+        return "running"
     state, *rest = text.rsplit(")", 1)[1].split()
     return None if state in "ZX" else rest[18]
-
-
-def _answers(pid: int) -> str | None:
-    try:
-        os.kill(pid, 0)
-    except OSError as error:  # not permitted: it runs, as another user
-        return "running" if isinstance(error, PermissionError) else None
-    return "running"
-
-
-class _Watch:
-    """How long a lock whose owner runs on another host has shown no heartbeat.
-
-    The clocks of two hosts may be minutes apart, so only a change of the heartbeat's time shows
-    that the owner lives. ``silent_s`` counts the seconds without one, by our own clock. A look adds
-    at most ``_MAX_SILENCE_S``: if it hangs on the disk, the owner may hang there too. ``beats``: a
-    change was seen.
-    """
-
-    def __init__(self) -> None:
-        self._seen: tuple[dict[str, Any], int] | None = None
-        self._last_read_at: float | None = None
-        self.silent_s, self.beats = 0.0, False
-
-    def look(self, owner: dict[str, Any], beat: int) -> None:
-        """Records the lock's owner and the time of its heartbeat (any unit)."""
-        now = time.monotonic()
-        if self._seen == (owner, beat) and self._last_read_at is not None:
-            self.silent_s += min(now - self._last_read_at, _MAX_SILENCE_S)
-        else:
-            self.silent_s, self.beats = 0.0, self._seen is not None
-        self._seen, self._last_read_at = (owner, beat), now
 
 
 class RunLock:
@@ -74,8 +65,9 @@ class RunLock:
 
     If the owner was a process of this host that no longer runs, the lock is taken over at once. If
     it is a process of another host, it may have died with its node: the lock is taken over when we
-    have seen no heartbeat for ``stale_s`` seconds (one is due every ``beat_s``). A writer whose
-    lock was taken over while it slept kills itself.
+    have seen no heartbeat for ``stale_s`` seconds (one is due every ``beat_s``). The clocks of two
+    hosts may be minutes apart, so only a change of the heartbeat's time shows that the owner lives.
+    A writer whose lock was taken over while it slept kills itself.
 
     Entering raises RuntimeError, one line, where a living writer keeps the lock for longer than
     ``wait_s`` or the directory cannot be written. A writer on another host counts as living once
@@ -88,6 +80,9 @@ class RunLock:
         self.path = Path(run_dir) / "run.lock"
         self.wait_s, self.beat_s, self.stale_s = wait_s, beat_s, stale_s
         self._record: dict[str, Any] | None = None
+        self._seen: tuple[dict[str, Any], int] | None = None  # another host's owner, its heartbeat
+        self._seen_at = 0.0
+        self._beats, self._silent_s = False, 0.0  # a change was seen; seconds without one
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -109,15 +104,24 @@ class RunLock:
         heartbeat = self._read_heartbeat()
         return heartbeat[0] if heartbeat else None
 
-    def _is_living(self, owner: dict[str, Any], beat: int, watch: _Watch) -> bool | None:
-        """Whether the owner of the lock lives; None while that is not known yet."""
+    def _is_living(self, owner: dict[str, Any], beat: int) -> bool | None:
+        """Whether the owner of the lock lives; None while that is not known yet.
+
+        ``beat`` is the time of its heartbeat, in any unit. A reading adds at most _MAX_SILENCE_S to
+        the silence: if it hangs on the disk, the owner may hang there too.
+        """
         if owner["host"] == socket.gethostname():
             start = start_of_process(owner["pid"])
             return start is not None and start == owner["process_start"]
-        watch.look(owner, beat)
-        if watch.silent_s >= self.stale_s:
+        read_at = time.monotonic()
+        if self._seen == (owner, beat):
+            self._silent_s += min(read_at - self._seen_at, _MAX_SILENCE_S)
+        else:
+            self._silent_s, self._beats = 0.0, self._seen is not None
+        self._seen, self._seen_at = (owner, beat), read_at
+        if self._silent_s >= self.stale_s:
             return False
-        return True if watch.beats else None
+        return True if self._beats else None
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
@@ -138,11 +142,11 @@ class RunLock:
                 ) from error
             yield
 
-    def _try(self, watch: _Watch) -> tuple[str, bool] | None:
+    def _try(self) -> tuple[str, bool] | None:
         """Takes the lock; returns None on success, else its owner and whether that surely lives."""
         with self._guard():
             if (heartbeat := self._read_heartbeat()) is not None:
-                owner, living = heartbeat[0], self._is_living(*heartbeat, watch)
+                owner, living = heartbeat[0], self._is_living(*heartbeat)
                 if living is not False:
                     who = f"process {owner['pid']} on {owner['host']}, started {owner['started']}"
                     return who, living is True
@@ -168,21 +172,18 @@ class RunLock:
                 # A shared disk may fail for a moment; the next beat may work.
                 log.warning("%s: no heartbeat: %s", self.path, error)
                 continue
-            if owner is not None and owner != self._record:
-                self._lost(owner)
+            if owner is not None and owner != self._record:  # there must be one writer
+                log.error(
+                    "%s was taken over by process %s on %s: this process was not heard of for "
+                    "%.0f s and ends now", self.path, owner["pid"], owner["host"], self.stale_s,
+                )  # fmt: skip
+                os.kill(os.getpid(), signal.SIGKILL)  # not SIGTERM, on which it would save
                 return
 
-    def _lost(self, owner: dict[str, Any]) -> None:
-        """Ends this process, because another host took its lock: there must be one writer."""
-        log.error(
-            "%s was taken over by process %s on %s: this process was not heard of for %.0f s and "
-            "ends now", self.path, owner["pid"], owner["host"], self.stale_s,
-        )  # fmt: skip
-        os.kill(os.getpid(), signal.SIGKILL)  # not SIGTERM, on which it would save
-
     def __enter__(self) -> RunLock:
-        deadline, watch, warned = time.monotonic() + self.wait_s, _Watch(), False
-        while (held := self._try(watch)) is not None:
+        deadline, warned = time.monotonic() + self.wait_s, False
+        self._seen, self._beats, self._silent_s = None, False, 0.0
+        while (held := self._try()) is not None:
             owner, lives = held
             if lives and time.monotonic() > deadline:
                 raise RuntimeError(
@@ -196,7 +197,7 @@ class RunLock:
                     "%g s the lock is taken over", self.path.parent, owner, self.stale_s,
                 )  # fmt: skip
             time.sleep(_PAUSE_S)
-        if watch.silent_s >= self.stale_s:
+        if self._silent_s >= self.stale_s:
             log.warning("%s is taken over: there was no sign of life", self.path)
         self._stop.clear()
         self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
@@ -210,3 +211,58 @@ class RunLock:
         with self._guard():
             if self._read() == self._record:  # neither taken over meanwhile nor removed by hand
                 self.path.unlink(missing_ok=True)
+
+
+def write_state(
+    run_dir: Path | None, state: str, *, verb: str, exit_code: int, requeue: bool, reason: str
+) -> None:
+    """Writes the state to ``run_dir`` (None: not there) and to the file that MCLCLIP_STATE_FILE
+    names.
+
+    A recorded failure that a restart would not mend is only overwritten by ``running``: what other
+    ranks report after it is a consequence of it.
+    """
+    record = {
+        "state": state,
+        "exit_code": exit_code,
+        "requeue": requeue,
+        "reason": reason[:_REASON],
+        "verb": verb,
+        "time": now(),
+    }
+    line = json.dumps(record).encode().ljust(_STATE_BYTES - 1) + b"\n"
+    paths = [] if run_dir is None else [Path(run_dir) / RUN_STATE]
+    writes = state == "failed" or os.environ.get("LOCAL_RANK", "0") == "0"
+    if (named := os.environ.get("MCLCLIP_STATE_FILE")) and writes:
+        paths.append(Path(named))
+    for path in paths:
+        if state == "running" or not _is_final(path):
+            _write_over(path, line)
+
+
+def _write_over(path: Path, line: bytes) -> None:
+    """Replaces the file, or its content where there is no room for a second file."""
+    try:
+        write_bytes(path, line)
+    except OSError:
+        try:
+            file = os.open(path, os.O_WRONLY)
+        except OSError:
+            file = None
+        if file is None:
+            raise
+        try:
+            with naming(path):
+                os.pwrite(file, line, 0)
+        finally:
+            os.close(file)
+
+
+def _is_final(path: Path) -> bool:
+    """Whether ``path`` holds a failure that starting again would not mend."""
+    try:
+        record = parse_json(path.read_text(), str(path))
+    except (OSError, ValueError):  # none yet, or not ours
+        return False
+    failed = isinstance(record, dict) and record.get("state") == "failed"
+    return failed and not record.get("requeue")

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from mclclip.ranks import collectives
-from mclclip.ranks.finiteness import StepWatch
 from mclclip.ranks.process_group import Context
 from mclclip.run import runlog
-from mclclip.run.profiling import PeakMemory
+from mclclip.run.measures import Meter, PeakMemory, StepWatch
 
 log = logging.getLogger("mclclip")
 
@@ -54,7 +53,7 @@ class Recorder:
                      epochs.jsonl (a row per epoch, or the part of it that ran) and the sinks
     start, total     steps done before, and in the whole training
     share_bad        makes this rank's replaced samples known to all ranks and returns how many are
-                     known (data.bad_samples.BadSamples.share); called by all ranks at every row
+                     known (data.sample_index.BadSamples.share); called by all ranks at every row
     track, config    names of the sinks, and the configuration that they store with the run
     peaks            this rank's peak memory, in its phase "start"; rows hold the ranks' maximum
     evaluates        whether there will be evaluations, whose rows go to evaluations.jsonl
@@ -79,8 +78,8 @@ class Recorder:
     evaluates: bool = False
 
     def __post_init__(self) -> None:
-        self.row = runlog.Meter(self.global_batch, self.context.world_size)
-        self.epoch = runlog.Meter(self.global_batch, self.context.world_size)
+        self.row = Meter(self.global_batch, self.context.world_size)
+        self.epoch = Meter(self.global_batch, self.context.world_size)
         self.replaced: dict[int, str] = {}
         self.group_size = 0
         self.loss_sum: Tensor | float = 0.0
@@ -130,7 +129,7 @@ class Recorder:
 
     def judge(self, done: int) -> None:
         """Raises NotFinite if the training has diverged within ``done`` steps; a collective."""
-        every = self._gather(self.watch.counts())
+        every = self._gather(self.watch.counts)
         self.watch.judge(done, **{name: int(max(values)) for name, values in every.items()})
 
     def end_epoch(self, done: int, leaving: bool = False) -> None:
@@ -138,8 +137,21 @@ class Recorder:
 
         ``leaving``: the run ends here, and the row covers the part of the epoch that ran.
         """
-        if self.epoch.steps and (leaving or done % self.steps_per_epoch == 0 or done == self.total):
-            self._write_epoch(done)
+        steps = self.epoch.steps
+        if not steps or not (leaving or done % self.steps_per_epoch == 0 or done == self.total):
+            return
+        mean, self.loss_sum = self.loss_sum / steps, 0.0
+        row = self._figures(done, self.epoch, {"loss": mean})
+        if self.metrics is None:
+            return
+        self.metrics.write(done, row | {"first_step": done - steps, "steps": steps}, "epochs")
+        log.info(
+            "%s epoch %d of %d (%d steps): loss %.4f, %.0f samples/s, waiting %.0f %%, "
+            "%d bad sample(s), peak memory %.2f GiB, %.1f s",
+            self.name, math.ceil(row["epoch"]), math.ceil(self.total / self.steps_per_epoch),
+            steps, row["loss"], row["samples_per_s"], 100 * row["data_wait_share"],
+            row["bad_samples"], row["memory_gib"], row["seconds"],
+        )  # fmt: skip
 
     def evaluated(self, done: int, figures: Mapping[str, float], seconds: float) -> None:
         """Writes the figures of the state after ``done`` steps. The ``seconds`` that it took to
@@ -152,9 +164,10 @@ class Recorder:
             "epoch": round(done / self.steps_per_epoch, 6),
             "samples_seen": done * self.global_batch,
         }
-        self.metrics.write_evaluation(done, progress | {"eval_seconds": seconds} | dict(figures))
-        shown = ", ".join(f"{name} {value:.1f}" for name, value in figures.items())
-        log.info("%s step %d: %s", self.name, done, shown)
+        row = progress | {"eval_seconds": seconds} | dict(figures)
+        self.metrics.write(done, row, "evaluations")
+        listed = ", ".join(f"{name} {value:.1f}" for name, value in figures.items())
+        log.info("%s step %d: %s", self.name, done, listed)
 
     def close(self) -> None:
         """Closes the files and the sinks, each sink within ``runlog.CLOSE_S`` seconds."""
@@ -165,8 +178,8 @@ class Recorder:
         return done % self.log_every == 0 or done == self.total
 
     def _write(self, done: int, parts: Mapping[str, Tensor], lr: float) -> None:
-        row = self._figures(done, self.row, {**parts, **self.watch.counts()})
-        counts = {name: int(row.pop(name)) for name in self.watch.counts()}
+        row = self._figures(done, self.row, {**parts, **self.watch.counts})
+        counts = {name: int(row.pop(name)) for name in self.watch.counts}
         if self.metrics is not None:
             row |= {"lr": lr, "group_size": self.group_size}
             self.metrics.write(done, row)
@@ -178,35 +191,24 @@ class Recorder:
             )  # fmt: skip
         self.watch.judge(done, **counts)
 
-    def _write_epoch(self, done: int) -> None:
-        steps = self.epoch.steps
-        mean = self.loss_sum / steps
-        self.loss_sum = 0.0
-        row = self._figures(done, self.epoch, {"loss": mean})
-        if self.metrics is None:
-            return
-        self.metrics.write_epoch(done, row | {"first_step": done - steps, "steps": steps})
-        log.info(
-            "%s epoch %d of %d (%d steps): loss %.4f, %.0f samples/s, waiting %.0f %%, "
-            "%d bad sample(s), peak memory %.2f GiB, %.1f s",
-            self.name, math.ceil(row["epoch"]), math.ceil(self.total / self.steps_per_epoch),
-            steps, row["loss"], row["samples_per_s"], 100 * row["data_wait_share"],
-            row["bad_samples"], row["memory_gib"], row["seconds"],
-        )  # fmt: skip
-
     def _figures(
-        self, done: int, meter: runlog.Meter, parts: Mapping[str, Tensor | float]
+        self, done: int, meter: Meter, parts: Mapping[str, Tensor | float]
     ) -> dict[str, Any]:
-        """Fields of every row: ``parts`` over the ranks, progress, speed and memory."""
+        """Fields of every row: ``parts`` over the ranks (``max_``: the maximum, else the mean),
+        progress, speed and memory."""
         num_bad = self.share_bad(self.replaced)
         self.replaced = {}
         memory = self.peaks.figures()
         every = self._gather({**parts, **memory, "wait_s": meter.wait_s})
+        ranks = self.context.world_size
         # Maxima: the slowest reader holds up all ranks, and the fullest rank is the first to fail.
         return {
             "epoch": round(done / self.steps_per_epoch, 6),
             "samples_seen": done * self.global_batch,
-            **{name: _over_ranks(name, every[name]) for name in parts},
+            **{
+                name: max(every[name]) if name.startswith("max_") else sum(every[name]) / ranks
+                for name in parts
+            },
             "bad_samples": num_bad,
             **meter.read(max(every["wait_s"])),
             **{name: max(every[name]) for name in memory if max(every[name])},
@@ -220,8 +222,3 @@ class Recorder:
         ]
         every = collectives.gather(torch.stack(mine)[None])
         return dict(zip(values, every.T.tolist(), strict=True))
-
-
-def _over_ranks(name: str, values: list[float]) -> float:
-    """One figure from all ranks' values: the maximum for ``max_`` names, else the mean."""
-    return max(values) if name.startswith("max_") else sum(values) / len(values)

@@ -19,10 +19,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from mclclip.files import shown, shown_lines, write_bytes
-from mclclip.run.failures import line_of
+from mclclip.files import clean, clean_lines, write_bytes
+from mclclip.ranks.failures import line_of
 
 T = TypeVar("T")
 log = logging.getLogger("mclclip")
@@ -32,13 +32,13 @@ CLOSE_S = 20.0  # time that a sink gets to flush; a pre-empted process has littl
 
 class _Formatter(logging.Formatter):
     """One record is one line, whatever a stranger's key, caption or file name holds (see
-    ``shown``); the traceback of an error has lines of its own."""
+    ``clean``); the traceback of an error has lines of its own."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        return shown(super().formatMessage(record))
+        return clean(super().formatMessage(record))
 
     def formatException(self, ei: Any) -> str:  # noqa: N802
-        return shown_lines(super().formatException(ei))
+        return clean_lines(super().formatException(ei))
 
 
 def setup(rank: int = 0, level: str = "INFO") -> None:
@@ -76,113 +76,29 @@ def progress(
             log.info("%s: %d of %s", description, done, "?" if total is None else total)
 
 
-class Meter:
-    """Speed since the last reading: steps, samples per second, share of time waiting for data."""
-
-    def __init__(self, global_batch: int, world_size: int) -> None:
-        self.global_batch, self.world_size = global_batch, world_size
-        self.steps, self.wait_s, self.since = 0, 0.0, time.perf_counter()
-
-    def read(self, wait_s: float | None = None) -> dict[str, float]:
-        """The figures since the last reading; begins the next period.
-
-        ``wait_s`` replaces this process's own seconds of waiting for data.
-        """
-        seconds = max(time.perf_counter() - self.since, 1e-9)
-        waited_s = self.wait_s if wait_s is None else wait_s
-        per_s = self.steps * self.global_batch / seconds
-        figures = {
-            "samples_per_s": round(per_s, 1),
-            "samples_per_s_per_rank": round(per_s / self.world_size, 1),
-            "data_wait_share": round(min(waited_s / seconds, 1.0), 4),
-            "seconds": round(seconds, 3),
-        }
-        self.steps, self.wait_s, self.since = 0, 0.0, time.perf_counter()
-        return figures
-
-
-class MetricSink(Protocol):
+class Sink(NamedTuple):
     """A place besides metrics.jsonl to which rows of training metrics go."""
 
-    def write(self, step: int, row: Mapping[str, Any]) -> None:
-        """Takes one row."""
-
-    def close(self) -> None:
-        """Flushes and closes."""
-
-
-class TensorboardSink:
-    """Scalars for tensorboard under ``directory`` (needs the extra ``track``).
-
-    Points after ``resume_step``, which an earlier process left, are hidden.
-    """
-
-    def __init__(self, directory: Path, *, resume_step: int) -> None:
-        from torch.utils import tensorboard
-
-        writer: Any = tensorboard.SummaryWriter
-        self._writer = writer(str(directory), purge_step=resume_step + 1)
-
-    def write(self, step: int, row: Mapping[str, Any]) -> None:
-        """Writes every number of the row as a scalar; it is on disk afterwards."""
-        for name, value in row.items():
-            if isinstance(value, int | float):
-                self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Flushes and closes the event file."""
-        self._writer.close()
-
-
-class WandbSink:
-    """Rows for Weights & Biases under ``directory`` (needs the extra ``track``).
-
-    Environment variables of wandb apply, such as WANDB_MODE=offline. wandb ignores the rows that a
-    resumed training repeats, because it has those steps already.
-    """
-
-    def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
-        import wandb  # type: ignore[import-not-found, unused-ignore]
-
-        run_id, where = _run_id(directory), str(directory)
-        without_secrets = json.loads(shown(json.dumps(config)))  # such as those of signed urls
-        self._run: Any = wandb.init(
-            project="mclclip", id=run_id, resume="allow", dir=where, config=without_secrets
-        )
-
-    def write(self, step: int, row: Mapping[str, Any]) -> None:
-        """Logs the row at its step."""
-        self._run.log(dict(row), step=step)
-
-    def close(self) -> None:
-        """Finishes the wandb run."""
-        self._run.finish()
-
-
-def _run_id(directory: Path) -> str:
-    """One id per training, kept on disk: a resumed training goes on in the same wandb run."""
-    path = directory / "run_id"
-    if not path.exists():
-        write_bytes(path, secrets.token_hex(4).encode())
-    return path.read_text().strip()
+    write: Callable[[int, Mapping[str, Any]], object]
+    """Takes the row of a step."""
+    close: Callable[[], object]
 
 
 def open_sinks(
     names: Iterable[str], directory: Path, *, config: Mapping[str, Any], resume_step: int
-) -> dict[str, MetricSink]:
+) -> dict[str, Sink]:
     """The sinks ``tensorboard`` and ``wandb`` by name, each in a folder of its own.
 
     A sink that does not start (no network, no key, a full disk) is left out with a warning. Raises
-    ValueError where its package is not installed.
+    ValueError where its package (of the extra ``track``) is not installed.
     """
-    sinks: dict[str, MetricSink] = {}
+    sinks: dict[str, Sink] = {}
     for name in names:
         try:
             if name == "tensorboard":
-                sinks[name] = TensorboardSink(directory / name, resume_step=resume_step)
+                sinks[name] = _open_tensorboard(directory / name, resume_step)
             else:
-                sinks[name] = WandbSink(directory / name, config)
+                sinks[name] = _open_wandb(directory / name, config)
         except ImportError as error:
             raise ValueError(
                 f"track: {name} is not installed: pip install 'mclclip[track]'"
@@ -192,6 +108,41 @@ def open_sinks(
                 "%s does not start (%s): the training goes on without", name, line_of(error)
             )
     return sinks
+
+
+def _open_tensorboard(directory: Path, resume_step: int) -> Sink:
+    """Every number of a row as a scalar, which is on disk at once. Points after ``resume_step``,
+    which an earlier process left, are hidden."""
+    from torch.utils import tensorboard
+
+    module: Any = tensorboard
+    writer = module.SummaryWriter(str(directory), purge_step=resume_step + 1)
+
+    def write(step: int, row: Mapping[str, Any]) -> None:
+        for name, value in row.items():
+            if isinstance(value, int | float):
+                writer.add_scalar(name, value, step)
+        writer.flush()
+
+    return Sink(write, writer.close)
+
+
+def _open_wandb(directory: Path, config: Mapping[str, Any]) -> Sink:
+    """Rows for Weights & Biases. Environment variables of wandb apply, such as WANDB_MODE=offline.
+    wandb ignores the rows that a resumed training repeats, because it has those steps already."""
+    import wandb  # type: ignore[import-not-found, unused-ignore]
+
+    path = directory / "run_id"  # one for each training, which goes on in the same wandb run
+    if not path.exists():
+        write_bytes(path, secrets.token_hex(4).encode())
+    run: Any = wandb.init(
+        project="mclclip",
+        id=path.read_text().strip(),
+        resume="allow",
+        dir=str(directory),
+        config=json.loads(clean(json.dumps(config))),  # without secrets, as of signed urls
+    )
+    return Sink(lambda step, row: run.log(dict(row), step=step), run.finish)
 
 
 class JsonLines:
@@ -258,7 +209,7 @@ class MetricsLog:
         directory: Path,
         *,
         resume_step: int,
-        sinks: Mapping[str, MetricSink] | None = None,
+        sinks: Mapping[str, Sink] | None = None,
         evaluates: bool = False,
     ) -> None:
         self.sinks = dict(sinks or {})
@@ -271,26 +222,14 @@ class MetricsLog:
             path = Path(directory) / "evaluations.jsonl"
             self._files[path.name] = JsonLines(path, resume_step=resume_step - 1)
 
-    def write(self, step: int, row: Mapping[str, Any]) -> None:
-        """Appends one row to metrics.jsonl and passes it to the sinks."""
-        self._append("metrics.jsonl", step, row)
-        self._pass_on(step, row)
-
-    def write_epoch(self, step: int, row: Mapping[str, Any]) -> None:
-        """Appends the row of an epoch, which ended after ``step``."""
-        self._append("epochs.jsonl", step, row)
-
-    def write_evaluation(self, step: int, row: Mapping[str, Any]) -> None:
-        """Appends the figures after ``step`` to evaluations.jsonl and passes them to the sinks."""
-        self._append("evaluations.jsonl", step, row)
-        self._pass_on(step, row)
-
-    def _pass_on(self, step: int, row: Mapping[str, Any]) -> None:
-        for name, sink in self.sinks.items():
-            self._try(name, partial(sink.write, step, row))
-
-    def _append(self, name: str, step: int, row: Mapping[str, Any]) -> None:
+    def write(self, step: int, row: Mapping[str, Any], kind: str = "metrics") -> None:
+        """Appends a row to KIND.jsonl: of a step (``metrics``), of an epoch that ended after it
+        (``epochs``) or of the figures after it (``evaluations``). Sinks get the first and last."""
+        name = f"{kind}.jsonl"
         self._try(name, partial(self._files[name].write, {"step": step, **row}))
+        if kind != "epochs":
+            for sink_name, sink in self.sinks.items():
+                self._try(sink_name, partial(sink.write, step, row))
 
     def close(self) -> None:
         """Closes files and sinks, each within CLOSE_S seconds, and says how much was lost."""

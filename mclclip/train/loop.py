@@ -1,6 +1,11 @@
-"""The training loop, one for every method: read a step, update, record, save, or leave.
+"""The training loop, one for every method: read a step, update, record, save, evaluate, or leave.
 
 Everything at step t is a function of t, so a run that resumes at t repeats an uninterrupted one.
+
+At a step that is evaluated the state is saved first, and the evaluation reads that checkpoint; it
+changes nothing of the training. A checkpoint of step t holds the figures of the evaluations before
+t. So a training that resumes at a step that is evaluated evaluates it again, with the same figures,
+and goes on or ends as an undisturbed one does.
 """
 
 from __future__ import annotations
@@ -8,29 +13,28 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mclclip.checkpoint import Checkpoints
+from mclclip.checkpoint import Checkpoints, Stateful
 from mclclip.data.batches import Batch
 from mclclip.engines.engine import HALF, Engine
-from mclclip.engines.gradient_cache import Pullback
 from mclclip.models.model import Model
+from mclclip.models.transforms import normalized
 from mclclip.objectives.base import Objective
 from mclclip.ranks import data_wait, peer_watch, signals
-from mclclip.ranks.finiteness import NotFinite
 from mclclip.ranks.process_group import seed_everything
 from mclclip.ranks.signals import Preempted
 from mclclip.ranks.step_boundary import StepBoundary
 from mclclip.run import runlog
-from mclclip.run.profiling import StepProfiler
+from mclclip.run.measures import NotFinite, StepProfiler
 from mclclip.run.recorder import Recorder
-from mclclip.train.judging import Judging, Together
+from mclclip.train.options import EvaluateConfig
 
 log = logging.getLogger("mclclip")
 
@@ -38,40 +42,43 @@ MIRROR_S = 60.0  # time for the mirror when the run must leave; the next start c
 MODEL = "model"  # name of the model within a Trainee, and so in checkpoints
 
 
+Evaluate = Callable[[int], Mapping[str, float]]
+"""Figures by name of the checkpoint of a step, the same on all ranks; all ranks call it."""
+
+
 class Trainee(nn.Module):
     """Model and objective as one module, so that engine and optimizer see both's parameters.
 
-    It can be trained in micro-batches (``engines.gradient_cache``). ``precision``:
-    ``bf16`` and ``fp16`` are autocast around the model.
+    precision     ``bf16`` and ``fp16`` are autocast around the model
+    trunk_blocks  number of the model's first blocks whose output stands for images; 0: none
     """
 
-    def __init__(self, model: Model, objective: Objective, precision: str = "fp32") -> None:
+    def __init__(
+        self, model: Model, objective: Objective, precision: str = "fp32", trunk_blocks: int = 0
+    ) -> None:
         super().__init__()
         self.model = model
         self.objective = objective
         self.precision = precision
+        # Number format of the output of the first blocks in this precision.
+        self.trunk_dtype: torch.dtype | None = None
+        self._normalization: tuple[Tensor, Tensor] | None = None  # on the device
+        if trunk_blocks:
+            weight = next(model.parameters())
+            image = torch.zeros(1, *model.image_shape, dtype=weight.dtype, device=weight.device)
+            with torch.no_grad(), self._autocast(weight.device):
+                self.trunk_dtype = model.encode_trunk(image, trunk_blocks).dtype
 
     def forward(
-        self, batch: Batch, only_features: bool = False, pullback: Pullback | None = None
+        self,
+        batch: Batch,
+        finish: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
     ) -> dict[str, Tensor]:
-        """This rank's loss and parts by name; or features; or the pulled-back loss.
-
-        ``only_features`` returns the features by name; ``pullback`` the sum of products with it.
-        """
-        if not torch.compiler.is_compiling():  # a compiler would break its graph between the towers
-            self.objective.loss_follows = not only_features and pullback is None
+        """This rank's loss and parts by name; or what ``finish`` makes of the features by name, in
+        the place of the loss (``engines.gradient_cache``)."""
         with self._autocast(batch.views[0].device):
             features = self.objective.features(self.model, batch)
-        if only_features:
-            return features
-        if pullback is None:
-            return self.loss(features, batch)
-        products = [(features[name] * g).sum() for name, g in pullback.features.items()]
-        own = [p for p in self.objective.parameters() if p.requires_grad]
-        products += [
-            (p * g).sum() for p, g in zip(own, pullback.parameters, strict=False) if g is not None
-        ]
-        return {"loss": torch.stack(products).sum()}
+        return self.loss(features, batch) if finish is None else finish(features)
 
     def loss(self, features: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         """Features of the local batch -> {"loss": ..., parts}."""
@@ -80,17 +87,104 @@ class Trainee(nn.Module):
         )
         return parts
 
-    def trunk_dtype(self, device: torch.device, num_blocks: int) -> torch.dtype:
-        """Number format of the output of the model's first blocks in this precision."""
-        shape = 1, *self.model.image_shape
-        kind = next(self.model.parameters()).dtype
-        image = torch.zeros(shape, dtype=kind, device=device)
-        with torch.no_grad(), self._autocast(device):
-            return self.model.encode_trunk(image, num_blocks).dtype
+    def on_device(self, batch: Batch, device: torch.device) -> Batch:
+        """The batch on ``device``, in this precision's number format; views of uint8 normalised."""
+        if self._normalization is None:
+            mean, deviation = self.model.normalization
+            self._normalization = mean.to(device), deviation.to(device)
+        batch = batch.to(device)
+        views = []
+        for view in batch.views:
+            if self.trunk_dtype is not None:  # it is a row of the trunk's cache
+                view = view.to(self.trunk_dtype)
+            if view.dtype == torch.uint8:
+                view = normalized(view, *self._normalization)
+            views.append(view.double() if self.precision == "float64" else view)
+        batch.views = views
+        if self.precision == "float64" and batch.text_features is not None:
+            batch.text_features = batch.text_features.double()
+        return batch
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         dtype = HALF.get(self.precision)
         return torch.autocast(device.type, dtype=dtype) if dtype else contextlib.nullcontext()
+
+
+@dataclass
+class Judging:
+    """The evaluations of one training of ``total`` steps, every ``every`` steps and after the last.
+
+    ``options`` name the figure that decides, ``metric``; without one, figures are only recorded.
+    An equal figure is not a better one. Checkpoints hold the figures beside the state of
+    ``engine``.
+    """
+
+    engine: Stateful
+    evaluate: Evaluate
+    options: EvaluateConfig
+    every: int
+    total: int
+    values: list[float] = field(default_factory=list)
+
+    def due(self, done: int) -> bool:
+        """Whether the checkpoint of ``done`` steps is evaluated."""
+        return done > 0 and (done % self.every == 0 or done == self.total)
+
+    def judge(self, done: int) -> Mapping[str, float]:
+        """Evaluates the checkpoint of ``done`` steps.
+
+        Raises ValueError where ``metric`` is not measured.
+        """
+        figures, metric = self.evaluate(done), self.options.metric
+        if metric is None:
+            return figures
+        if metric not in figures:
+            raise ValueError(
+                f"evaluate.metric={metric!r} is not measured: name one of {', '.join(figures)}"
+            )
+        # A resumed training evaluates its first step again.
+        before = (done - 1) // self.every
+        self.values = [*self.values[:before], float(figures[metric])]
+        return figures
+
+    @property
+    def best_step(self) -> int | None:
+        """The first step with the best figure so far; None without a metric or a figure."""
+        if not self.values:
+            return None
+        best = max(self.values) if self.options.mode == "max" else min(self.values)
+        return min((self.values.index(best) + 1) * self.every, self.total)
+
+    @property
+    def kept_step(self) -> int | None:
+        """The step whose checkpoint is kept and exported; None for the last one."""
+        return self.best_step if self.options.best else None
+
+    @property
+    def patience_is_over(self) -> bool:
+        """Whether ``patience`` evaluations in a row have brought nothing better."""
+        if self.options.patience is None or (best := self.best_step) is None:
+            return False
+        return len(self.values) - -(-best // self.every) >= self.options.patience
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The engine's state and the figures so far, in tensors whose shapes do not depend on their
+        number; a collective."""
+        state = self.engine.state_dict()
+        if self.options.metric is None:
+            return state
+        values = torch.zeros(-(-self.total // self.every), dtype=torch.float64)
+        values[: len(self.values)] = torch.tensor(self.values, dtype=torch.float64)
+        count = torch.tensor(len(self.values))
+        return {**state, "evaluation.values": values, "evaluation.count": count}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Loads what ``state_dict`` returned; a collective."""
+        state = dict(state)
+        if self.options.metric is not None:
+            count = int(state.pop("evaluation.count"))
+            self.values = state.pop("evaluation.values")[:count].tolist()
+        self.engine.load_state_dict(state)
 
 
 @dataclass(kw_only=True)
@@ -99,7 +193,6 @@ class Trainer:
 
     trainee            model and objective, which the engine runs
     learning_rate      step -> learning rate
-    prepare            moves a batch to the device, in the training's number format
     seed_words         integers that, with the step and the rank, seed dropout
     checkpoint_every   steps between checkpoints
     steps_per_epoch    steps in one pass over the plan
@@ -113,16 +206,11 @@ class Trainer:
     recorder: Recorder
     boundary: StepBoundary
     learning_rate: Callable[[int], float]
-    prepare: Callable[[Batch], Batch]
     seed_words: tuple[int, ...]
     checkpoint_every: int
     steps_per_epoch: int
     profiler: StepProfiler
     judging: Judging | None = None
-
-    def __post_init__(self) -> None:
-        self.engine.phase_ended = self.recorder.peaks.ended
-        self.recorder.watch.leaves_out = self.engine.leaves_out
 
     def run(self, batches: Iterable[Batch], start: int, total: int, description: str) -> int:
         """Trains on ``batches``, those of the steps ``start`` to ``total`` in order; returns the
@@ -132,6 +220,8 @@ class Trainer:
         RuntimeError, one line and on all ranks, where the training has diverged; then the state
         that is not finite is not saved.
         """
+        self.engine.phase_ended = self.recorder.peaks.ended
+        self.recorder.watch.leaves_out = self.engine.leaves_out
         reading = self.recorder.reading(batches)
         progress = runlog.progress(reading, total=total - start, description=description)
         # The recorder is closed after the peer watch: slow sinks must not count as a hanging rank.
@@ -148,14 +238,20 @@ class Trainer:
             ended = self._evaluate(start)
             for batch in () if ended else batches:
                 if batch.step == start:
-                    self.engine.settle(self.prepare(batch))
+                    device = self.engine.context.device
+                    self.engine.settle(self.trainee.on_device(batch, device))
                 self._step(batch, total)
                 done = batch.step + 1
                 if self._evaluate(done):
                     self.recorder.end_epoch(done, leaving=True)
                     break
-                if done < total:
-                    self._obey(done)
+                if done < total:  # all ranks decide the same
+                    decision = self.boundary.decide()
+                    if decision.leave is not None:
+                        self._leave(done)
+                        raise decision.preempted()
+                    if decision.save:
+                        self._save(done)
         except Preempted as request:
             # Raised while this rank waited for data. One rank is between two steps and can save;
             # the others of several may be in the midst of one.
@@ -192,7 +288,7 @@ class Trainer:
         peer_watch.note()
         lr = self.learning_rate(batch.step)
         with self.profiler.step(batch.step):
-            batch = self.prepare(batch)
+            batch = self.trainee.on_device(batch, self.engine.context.device)
             seed_everything(*self.seed_words, batch.step, self.engine.context.rank)
             self.recorder.peaks.restart()
             epoch = batch.step / self.steps_per_epoch
@@ -207,15 +303,6 @@ class Trainer:
         self.recorder.end_epoch(done)
         peer_watch.note()
 
-    def _obey(self, done: int) -> None:
-        """Saves or leaves after ``done`` steps if all ranks have agreed on it."""
-        decision = self.boundary.decide()
-        if decision.leave is not None:
-            self._leave(done)
-            raise decision.preempted()
-        if decision.save:
-            self._save(done)
-
     def _leave(self, done: int) -> None:
         """Saves what ``done`` steps have made."""
         self._save(done)
@@ -227,8 +314,7 @@ class Trainer:
         """Saves what ``done`` steps have made, unless it is saved already."""
         with self.recorder.peaks.phase("checkpoint"):
             try:
-                saved = Together(self.engine, self.judging) if self.judging else self.engine
-                self.checkpoints.save(done, saved)
+                self.checkpoints.save(done, self.judging or self.engine)
             except NotFinite:
                 self.recorder.judge(done)  # raises the first bad step since the last row, if any
                 raise

@@ -9,51 +9,54 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip.checkpoint import Checkpoints
 from mclclip.config import Config, TrainConfig, to_tree
-from mclclip.data.bad_samples import BadSamples
-from mclclip.data.batches import Batch, TrainingBatches
-from mclclip.data.captions import TextFeatures
+from mclclip.data.batches import Batch, Loader, TrainingBatches
 from mclclip.data.decode import Pixels, jpeg_library
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.labels import AttributeClasses, ClassLabels, outside_of_share
-from mclclip.data.loader import Loader
 from mclclip.data.locations import Resharded
-from mclclip.data.sample_index import SampleIndex
+from mclclip.data.sample_index import BadSamples, SampleIndex
 from mclclip.data.sample_weights import SampleWeights
-from mclclip.data.samples import TarDataset
+from mclclip.data.samples import TarDataset, TextFeatures
 from mclclip.data.trunk_rows import TrunkRows
 from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
-from mclclip.files import shown
+from mclclip.files import clean
 from mclclip.models.loading import load_towers, prepare_model
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer, is_elementwise, learning_rate
 from mclclip.models.tokenizer import fetched
-from mclclip.models.transforms import fast_transform, normalized
+from mclclip.models.transforms import fast_transform
 from mclclip.objectives.base import Objective, Setting
 from mclclip.randomness import mix
-from mclclip.ranks.process_group import Context, process_start
+from mclclip.ranks.process_group import STARTED, Context, choose_memory
 from mclclip.ranks.step_boundary import StepBoundary
-from mclclip.ranks.transfer import choose_memory
 from mclclip.run.artifacts import made_of
 from mclclip.run.layout import Layout
-from mclclip.run.profiling import PeakMemory, StepProfiler
+from mclclip.run.measures import PeakMemory, StepProfiler
 from mclclip.run.recorder import Recorder
-from mclclip.train.judging import Judging
-from mclclip.train.loop import Trainee, Trainer
+from mclclip.train.loop import Judging, Trainee, Trainer
 
 _WEIGHTS = 5  # purpose of a random number: initial weights of a stage with train.start=random
 
 
-@dataclass
+@dataclass(frozen=True)
 class Job:
-    """Everything that is fixed for one training before its first step."""
+    """One training, as its options decide it.
+
+    name          its option, ``base`` or ``train``
+    directory     of its artifact
+    method        name in log lines: the variant if it has groups or is their control, else the kind
+                  of the objective
+    share         share of the samples that a pilot draws from; None for other trainings
+    reads_groups  whether batches are made of groups of pseudo labels
+    reads_trunk   whether views are what the frozen blocks made of images once, not images
+    cached_text   whether captions come as embeddings from disk
+    """
 
     config: Config
     options: TrainConfig
@@ -61,22 +64,37 @@ class Job:
     layout: Layout
     stage: int
     index: SampleIndex
+    name: str
     directory: Path
-    peaks: PeakMemory
-    trunk: TrunkRows | None = None  # the rows that stand for images, where they do
-    trunk_dtype: torch.dtype | None = None  # of the trunk's output in this training's precision
+    method: str
+    share: float | None
+    reads_groups: bool
+    reads_trunk: bool
+    cached_text: bool
 
-    @property
-    def method(self) -> str:
-        """Name in log lines: the variant if it has groups or is their control, else the kind of
-        the objective."""
-        objective = self.options.objective
-        return self.layout.variant if objective.reads.groups and self.stage else objective.kind
-
-    @property
-    def share(self) -> float | None:
-        """Share of the samples that a pilot draws from; None for other trainings."""
-        return self.config.pilot.share if self.layout.is_pilot else None
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        options: TrainConfig,
+        context: Context,
+        layout: Layout,
+        stage: int,
+        index: SampleIndex,
+    ) -> Job:
+        """Training of a stage, whose ``options`` are those of ``config`` or of a pilot."""
+        objective = options.objective
+        groups = objective.reads.groups and stage > 0
+        return cls(
+            config, options, context, layout, stage, index,
+            name="train" if stage else "base",
+            directory=layout.train(stage),
+            method=layout.variant if groups else objective.kind,
+            share=config.pilot.share if layout.is_pilot else None,
+            reads_groups=groups and layout.method != "ungrouped",
+            reads_trunk=stage > 0 and config.trunk_cache.enabled,
+            cached_text=stage > 0 and options.reads_text_embeddings,
+        )  # fmt: skip
 
     @cached_property
     def left_out(self) -> dict[str, np.ndarray]:
@@ -102,10 +120,17 @@ class Job:
         plan, option = self.options.plan, f"{self.name}.plan"
         return SampleWeights.open(self.index, self.config.data, plan, option, self.share or 1.0)
 
-    @property
-    def name(self) -> str:
-        """The training's option."""
-        return "train" if self.stage else "base"
+    @cached_property
+    def classes(self) -> ClassLabels | AttributeClasses | None:
+        """Clusters of the stage before, or values of an attribute, by sample, for objectives that
+        read them; else None. Reads and compares their files."""
+        reads = self.options.objective.reads
+        if reads.attribute is not None:
+            return AttributeClasses(self.index, reads.attribute)
+        if not reads.clusters:
+            return None
+        directory = self.layout.clusters(self.stage - 1)
+        return ClassLabels(directory, self.index, reads.clusters, reads.threshold)
 
     @cached_property
     def pixels(self) -> Pixels:
@@ -115,34 +140,12 @@ class Job:
             for layout in (self.layout.controlled, self.layout):
                 try:
                     made = made_of(layout.train(self.stage))
-                except ValueError:  # it is damaged, which is told, or mended, when it is opened
+                except ValueError:  # damaged: opening the artifact says so, or mends it
                     continue
                 if made:
                     begun: Pixels = made["config"].get("data", {}).get("pixels", "exact")
                     return begun
         return self.config.pixels_of(self.name)
-
-    @property
-    def uses_cached_text(self) -> bool:
-        return self.stage > 0 and self.options.reads_text_embeddings
-
-    @cached_property
-    def class_labels(self) -> ClassLabels | AttributeClasses | None:
-        """Clusters of the stage before, or values of an attribute, by sample, for objectives that
-        read them; else None."""
-        reads = self.options.objective.reads
-        if reads.attribute is not None:
-            return AttributeClasses(self.index, reads.attribute)
-        if not reads.clusters:
-            return None
-        directory = self.layout.clusters(self.stage - 1)
-        return ClassLabels(directory, self.index, reads.clusters, reads.threshold)
-
-    @property
-    def reads_groups(self) -> bool:
-        """Whether batches are made of groups of pseudo labels."""
-        reads = self.options.objective.reads.groups
-        return reads and self.stage > 0 and self.layout.method != "ungrouped"
 
     def plan(self, grouped: GroupedIndex) -> EpochPlan:
         """The plan of the first epoch.
@@ -152,55 +155,53 @@ class Job:
         """
         options, how = self.options, self.options.plan
         return EpochPlan(
-            grouped,
-            options.global_batch,
-            how.policy,
-            how.order,
-            self.config.seed,
-            self.stage,
-            epoch=0,
-            block=how.block if self.reads_groups else 1,
+            grouped, options.global_batch, how.policy, how.order, self.config.seed, self.stage,
+            epoch=0, block=how.block if self.reads_groups else 1,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a training reads beside the samples of its index; checked by rank 0, for all ranks."""
+
+    classes: ClassLabels | AttributeClasses | None
+    resharded: Resharded | None
+    trunk: TrunkRows | None
+
+
+def resharded_of(job: Job) -> Resharded | None:
+    """Copies of the samples in the order of this training's groups; None where it reads them from
+    the shards of the index. Raises the errors of ``Resharded.open``."""
+    how, layout = job.config.reshard, job.layout
+    if not how.enabled or not job.reads_groups or layout.variant != "mcl":
+        return None
+    directory = layout.resharded(job.stage, how.folder)
+    url = how.url and f"{how.url.rstrip('/')}/stage_{job.stage}"
+    labels, remote = layout.pseudo_labels(job.stage), job.config.data.remote
+    return Resharded.open(directory, labels, job.index, url, remote)
+
+
+def start_from_trunk(model: Model, trunk: TrunkRows | None) -> None:
+    """Has the model start from the rows that stand for images, where they do.
+
+    Raises RuntimeError where they are of other weights, and ValueError where blocks would be left
+    out that are trained.
+    """
+    if trunk is None:
+        return
+    if trunk.num_blocks > model.num_frozen_blocks:
+        raise ValueError(
+            f"the trunk's cache has passed {trunk.num_blocks} blocks, and train.lock freezes "
+            f"{model.num_frozen_blocks}: lower train.lock.image_blocks, or run 'mclclip embed "
+            "--stage 0 --trunk-cache --force'"
         )
-
-    @cached_property
-    def resharded(self) -> Resharded | None:
-        """Copies of the samples in the order of this training's groups; None where it reads them
-        from the shards of the index. Raises the errors of ``Resharded.open``."""
-        how, layout = self.config.reshard, self.layout
-        if not how.enabled or not self.reads_groups or layout.variant != "mcl":
-            return None
-        directory = layout.resharded(self.stage, how.folder)
-        url = how.url and f"{how.url.rstrip('/')}/stage_{self.stage}"
-        labels, remote = layout.pseudo_labels(self.stage), self.config.data.remote
-        return Resharded.open(directory, labels, self.index, url, remote)
-
-    @property
-    def reads_trunk(self) -> bool:
-        """Whether views are what the frozen blocks made of images once, not images."""
-        return self.stage > 0 and self.config.trunk_cache.enabled
-
-    def start_from_trunk(self, model: Model) -> None:
-        """Has the model start from the rows that stand for images, where they do.
-
-        Raises RuntimeError where they are of other weights, and ValueError where blocks would be
-        left out that are trained.
-        """
-        if self.trunk is None:
-            return
-        if self.trunk.num_blocks > model.num_frozen_blocks:
-            raise ValueError(
-                f"the trunk's cache has passed {self.trunk.num_blocks} blocks, and "
-                f"train.lock freezes {model.num_frozen_blocks}: lower train.lock.image_blocks, or "
-                "run 'mclclip embed --stage 0 --trunk-cache --force'"
-            )
-        self.trunk.start(model)
+    trunk.start(model)
 
 
-def trainee_of(job: Job, model: Model, objective: Objective) -> Trainee:
+def trainee_of(job: Job, opened: Opened, model: Model, objective: Objective) -> Trainee:
     """Model and objective as one module, on the device."""
-    trainee = Trainee(model, objective, job.options.precision).to(job.context.device)
-    if job.trunk is not None:
-        job.trunk_dtype = trainee.trunk_dtype(job.context.device, job.trunk.num_blocks)
+    blocks = 0 if opened.trunk is None else opened.trunk.num_blocks
+    trainee = Trainee(model, objective, job.options.precision, blocks).to(job.context.device)
     if job.options.engine.compile == "step":
         trainee.compile()
     return trainee
@@ -226,7 +227,9 @@ def engine_of(job: Job, trainee: Trainee) -> Engine:
     )
 
 
-def objective_of(job: Job, model: Model) -> Objective:
+def objective_of(
+    job: Job, model: Model, classes: ClassLabels | AttributeClasses | None
+) -> Objective:
     """The objective, as its options build it.
 
     Raises ValueError for a batch of one sample where batch norms are trained.
@@ -240,7 +243,7 @@ def objective_of(job: Job, model: Model) -> Objective:
             precision=options.precision,
             betas=options.betas,
             eps=options.eps,
-            classes=job.class_labels,
+            classes=classes,
         )
     )
     modules = (*model.modules(), *objective.modules())
@@ -261,7 +264,9 @@ def trainer_of(
     start: int,
     total: int,
     judging: Judging | None,
+    peaks: PeakMemory,
 ) -> Trainer:
+    """The loop of the steps ``start`` to ``total``, with what it records and obeys."""
     options, context = job.options, job.context
     recorder = Recorder(
         job.directory,
@@ -275,11 +280,11 @@ def trainer_of(
         share_bad=BadSamples(job.index, job.config.data.max_bad_fraction).share,
         track=list(job.config.track),
         config=to_tree(job.config),
-        peaks=job.peaks,
+        peaks=peaks,
         evaluates=judging is not None,
     )
     limit = job.config.wall_time_s
-    deadline = None if limit is None else process_start() + limit
+    deadline = None if limit is None else STARTED + limit
     poll_s, folder = job.config.poll_s, job.directory / "profile"
     return Trainer(
         trainee=trainee,
@@ -293,13 +298,6 @@ def trainer_of(
             warmup_steps=round(options.warmup * total),
             lr=options.lr,
             schedule=options.schedule,
-        ),
-        prepare=partial(
-            prepared,
-            options=options,
-            context=context,
-            normalization=tuple(v.to(context.device) for v in trainee.model.normalization),
-            trunk_dtype=job.trunk_dtype,
         ),
         seed_words=(job.config.seed, job.stage),
         checkpoint_every=options.checkpoint.every,
@@ -354,11 +352,11 @@ def build_model(
 
 
 def loader_of(
-    job: Job, plan: EpochPlan, known_bad: np.ndarray, model: Model, steps: range
+    job: Job, opened: Opened, plan: EpochPlan, known_bad: np.ndarray, model: Model, steps: range
 ) -> Loader[Batch]:
     """This rank's batches of ``steps``, in order."""
     data, objective = job.config.data, job.options.objective
-    text = TextFeatures(job.layout.text_embeddings, job.index) if job.uses_cached_text else None
+    text = TextFeatures(job.layout.text_embeddings, job.index) if job.cached_text else None
     train = model.preprocess_train
     dataset = TarDataset(
         job.index,
@@ -366,8 +364,8 @@ def loader_of(
         fast_transform(train) if job.pixels == "fast" else train,
         tokenizer=fetched(model.tokenizer) if objective.reads.captions and text is None else None,
         text_features=text,
-        resharded=job.resharded,
-        trunk=job.trunk,
+        resharded=opened.resharded,
+        trunk=opened.trunk,
     )
     batches = TrainingBatches(
         dataset,
@@ -375,11 +373,11 @@ def loader_of(
         num_views=objective.num_views,
         rank=job.context.rank,
         world_size=job.context.world_size,
-        class_labels=job.class_labels,
+        class_labels=opened.classes,
         bad_ids=known_bad,
     )
     dataset.check()
-    paths = [shown(file.path) for file in dataset.locations.files]
+    paths = [clean(file.path) for file in dataset.locations.files]
 
     def describe(step: int, shard: int) -> str:
         where = f", at shard {paths[shard]}" if 0 <= shard < len(paths) else ""
@@ -400,26 +398,3 @@ def check_pixels(config: Config, trainings: Iterable[str]) -> None:
     package that is missing."""
     if any(config.pixels_of(name) == "fast" for name in trainings):
         jpeg_library()
-
-
-def prepared(
-    batch: Batch,
-    options: TrainConfig,
-    context: Context,
-    normalization: tuple[Tensor, ...],
-    trunk_dtype: torch.dtype | None,
-) -> Batch:
-    """The batch on the device, in the training's number format, normalised (mean and deviation in
-    ``normalization``) if its views are uint8. Rows of a cache get ``trunk_dtype``."""
-    batch = batch.to(context.device)
-    if trunk_dtype is not None:
-        batch.views = [view.to(trunk_dtype) for view in batch.views]
-    batch.views = [
-        normalized(view, *normalization) if view.dtype == torch.uint8 else view
-        for view in batch.views
-    ]
-    if options.precision == "float64":
-        batch.views = [view.double() for view in batch.views]
-        if batch.text_features is not None:
-            batch.text_features = batch.text_features.double()
-    return batch

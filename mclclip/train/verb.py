@@ -1,6 +1,6 @@
 """Verb: index + labels -> checkpoints. One loop for every method.
 
-This file opens the artifact, prepares labels and groups, and resumes; ``parts`` builds the objects
+This file opens the artifact, writes the grouped index, and resumes; ``parts`` builds the objects
 from the options, and ``loop`` runs the steps.
 """
 
@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import partial, reduce
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mclclip.checkpoint import path_of
 from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data import trunk_rows
-from mclclip.data.coverage import coverage_report, plan_groups
+from mclclip.data.coverage import check_coverage, coverage_report
 from mclclip.data.epoch_plan import check_ranks, total_steps
 from mclclip.data.groups import GroupSizes, LabelBlocks, StageGroups
+from mclclip.data.index_tables import check_shards
 from mclclip.data.labels import permute_labels, read_pseudo_labels
 from mclclip.data.locations import Resharded
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.shard_check import check_shards
 from mclclip.data.trunk_rows import TrunkRows
 from mclclip.files import move_aside
 from mclclip.ranks import collectives
@@ -30,16 +31,16 @@ from mclclip.ranks.process_group import Context
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact, Force
 from mclclip.run.layout import Layout
-from mclclip.run.profiling import PeakMemory
+from mclclip.run.measures import PeakMemory
 from mclclip.train import parts
-from mclclip.train.judging import Evaluate, Judging, Together
-from mclclip.train.loop import Trainee
-from mclclip.train.parts import Job
+from mclclip.train.loop import Evaluate, Judging, Trainee
+from mclclip.train.parts import Job, Opened
 
 log = logging.getLogger("mclclip")
 
 # Options of TrainConfig that change records or speed, not weights: a resumed run may change them.
 _RECORDS = ("checkpoint", "log_every", "profile_steps", "engine")
+_GROUPS = "grouped_index"  # folder of a training
 
 
 def run(
@@ -66,28 +67,30 @@ def run(
     """
     layout = Layout.of(config, variant)
     options = _options(config, layout, stage)
-    # Compared with its record once; what the other ranks are handed is the path, which they map.
+    # Rank 0 verifies the file; the others memory-map the path.
     index = collectives.on_main(lambda: SampleIndex.open(layout.index))
     check_ranks("train" if stage else "base", options.global_batch, context.world_size)
     peaks = PeakMemory(context.device)
-    job = Job(config, options, context, layout, stage, index, layout.train(stage), peaks)
-    if collectives.on_main(lambda: _prepare(job, force, write=False))[0].finished:
+    job = Job.of(config, options, context, layout, stage, index)
+    artifact = collectives.on_main(lambda: _on_disk(job, force))
+    if artifact.finished:
         log.info("%s is finished: skipped", job.directory)
         return job.directory
     collectives.together(lambda: parts.check_pixels(config, [job.name]))
-    # Read and checked by the first rank alone; each rank keeps what it hands over.
-    job.class_labels = collectives.on_main(lambda: job.class_labels)
-    given = collectives.on_main(lambda: job.resharded and job.resharded.arguments)
-    job.resharded = collectives.together(lambda: given and Resharded.mapped(*given))
+    classes = collectives.on_main(lambda: job.classes)
+    copies = collectives.on_main(lambda: (found := parts.resharded_of(job)) and found.arguments)
+    resharded = collectives.together(lambda: copies and Resharded.mapped(*copies))
+    trunk = None
     if job.reads_trunk:
-        job.trunk = TrunkRows.open_together(layout, config.trunk_cache.folder, index)
+        trunk = TrunkRows.open_together(layout, config.trunk_cache.folder, index)
+    opened = Opened(classes, resharded, trunk)
     collectives.on_main(lambda: check_shards(index.directory, index.shards, config.data))
     model = parts.build_model(config, layout, stage, options, context)
-    collectives.together(lambda: job.start_from_trunk(model))
-    objective = parts.objective_of(job, model)
-    artifact, groups = collectives.on_main(lambda: _prepare(job, force, write=True))
-    trainee = parts.trainee_of(job, model, objective)
-    steps, exported = _train(job, trainee, artifact.identity, groups, evaluate)
+    collectives.together(lambda: parts.start_from_trunk(model, trunk))
+    objective = parts.objective_of(job, model, classes)
+    artifact = collectives.on_main(lambda: _begin(job, opened, artifact, force))
+    trainee = parts.trainee_of(job, opened, model, objective)
+    steps, exported = _train(job, opened, trainee, artifact, evaluate, peaks)
     if context.is_main:
         counts = {"steps": steps, "samples_seen": steps * options.global_batch}
         if exported is not None:
@@ -125,22 +128,32 @@ def _options(config: Config, layout: Layout, stage: int) -> TrainConfig:
     return replace(options, steps=steps, epochs=epochs)
 
 
-def _prepare(job: Job, force: Force, write: bool) -> tuple[Artifact, StageGroups]:
-    """Opens the artifact and writes the grouped index; writes nothing if the groups do not fit.
+def _on_disk(job: Job, force: Force) -> Artifact:
+    """The artifact of a training as it lies on disk: finished, begun or neither. Writes nothing."""
+    return Artifact.open(
+        job.directory,
+        kind="train",
+        config=_settings(job),
+        inputs=_inputs(job),
+        force=force,
+        write=False,
+    )
 
-    With ``write=False`` it only checks whether the artifact is finished.
-    """
+
+def _settings(job: Job) -> dict[str, Any]:
+    """The options that the weights depend on, and the steps of a control. Options that came later
+    are left out where they have the value that all trainings had before."""
     options = {k: v for k, v in to_tree(job.options).items() if k not in _RECORDS}
     plan = options["plan"]
     del plan["weights"]  # their digest is among the inputs
     for name, default in (("samples_per_epoch", None), ("block", 1)):
-        if plan[name] == default:  # absent where draws and order are as they have ever been
+        if plan[name] == default:
             del plan[name]
-    if not job.options.patch_dropout:  # absent where training has ever been as it is
+    if not job.options.patch_dropout:
         del options["patch_dropout"]
     if job.options.evaluate.metric is None:  # figures that are only recorded
         del options["evaluate"]
-    config = {
+    settings = {
         "stage": job.stage,
         "variant": job.layout.variant,
         "seed": job.config.seed,
@@ -148,30 +161,31 @@ def _prepare(job: Job, force: Force, write: bool) -> tuple[Artifact, StageGroups
         "train": options,
     }
     if job.pixels != "exact" and not job.reads_trunk:
-        config["data"] = {"pixels": job.pixels}
+        settings["data"] = {"pixels": job.pixels}
     if job.layout.is_pilot:
-        config["share"] = job.share
-    if (steps := _controlled_steps(job)) is not None:
-        config["steps"] = steps
-    groups = StageGroups(job.directory / "grouped_index")
-    opened = partial(
-        Artifact.open, job.directory, kind="train", config=config, inputs=_inputs(job), force=force
-    )
-    artifact = opened(write=False)
-    if artifact.finished or not write:
-        return artifact, groups
-    bad_ids = job.index.bad_ids()
+        settings["share"] = job.share
+    if job.layout.method != "mcl" and job.options.steps is None:
+        settings["steps"] = _controlled_steps(job)
+    return settings
+
+
+def _begin(job: Job, opened: Opened, artifact: Artifact, force: Force) -> Artifact:
+    """Opens the artifact for writing, with the grouped index in it; writes nothing if the groups do
+    not fit."""
+    groups, bad_ids = StageGroups(job.directory / _GROUPS), job.index.bad_ids()
     planned = None if groups.written else _planned(job, bad_ids)
     if force and groups.damage() is not None:
         move_aside(job.directory)
-    artifact = opened(write=True)
-    _report_samples(job)
+    artifact = Artifact.open(
+        job.directory, kind="train", config=artifact.config, inputs=artifact.inputs, force=force
+    )
+    _report_samples(job, opened)
     if not groups.written:  # with --force the ones found before may have been moved aside
         groups.write(*(planned or _planned(job, bad_ids)), bad_ids)
-    return artifact, groups
+    return artifact
 
 
-def _report_samples(job: Job) -> None:
+def _report_samples(job: Job, opened: Opened) -> None:
     """Logs which samples a training draws, and where it reads them."""
     reasons = {
         "without_caption": "have no caption",
@@ -188,29 +202,26 @@ def _report_samples(job: Job) -> None:
         shares = job.weights.by_source(job.index)
         drawn = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items())
         log.info("stage %d: samples are drawn by weight, of all draws: %s", job.stage, drawn)
-    if job.trunk is not None:
+    if opened.trunk is not None:
         log.info(
             "stage %d: starts from what the first %d blocks made of every image, at %s",
-            job.stage, job.trunk.num_blocks, job.trunk.folder,
+            job.stage, opened.trunk.num_blocks, opened.trunk.folder,
         )  # fmt: skip
-    if job.resharded is not None:
-        log.info("stage %d: samples are read from copies at %s", job.stage, job.resharded.shown)
+    if opened.resharded is not None:
+        log.info("stage %d: samples are read from copies at %s", job.stage, opened.resharded.shown)
 
 
-def _controlled_steps(job: Job) -> int | None:
-    """Steps of the training that this one is a control of; None for MCL's own trainings, and where
-    the options give the number.
+def _controlled_steps(job: Job) -> int:
+    """Steps of the training that this one is a control of.
 
     An epoch over other groups can have another number of steps (policies drop and wrap), so the
     number comes from the groups that the controlled training draws from.
     """
     options = job.options
-    if job.layout.method == "mcl" or options.steps is not None:
-        return None
-    layout = job.layout.controlled
+    mcl = Job.of(job.config, options, job.context, job.layout.controlled, job.stage, job.index)
     # Raises where the controlled training was made with other options or labels than those of now.
-    mcl = replace(job, layout=layout, directory=layout.train(job.stage))
-    controlled = _prepare(mcl, force=False, write=False)[1]
+    _on_disk(mcl, force=False)
+    controlled = StageGroups(mcl.directory / _GROUPS)
     if not controlled.written:
         raise RuntimeError(
             f"a control takes as many steps as the training it controls, and {controlled.directory}"
@@ -221,13 +232,8 @@ def _controlled_steps(job: Job) -> int | None:
 
 
 def _planned(job: Job, bad_ids: np.ndarray) -> tuple[LabelBlocks, GroupSizes]:
-    """The labels of the samples that are trained on, and their groups, which fit the batch."""
-    labels = _labels(job, bad_ids)
-    return labels, plan_groups(labels, job.options.global_batch, job.options.plan.policy)
-
-
-def _labels(job: Job, bad_ids: np.ndarray) -> LabelBlocks:
-    """The labels of all samples, without those that this training leaves out."""
+    """The labels of all samples, without those that this training leaves out, and their groups;
+    logs the coverage. Raises ValueError where the groups do not fit the batch."""
     left_out = reduce(np.union1d, job.left_out.values(), np.zeros(0, np.int64))
     labels, radices = np.broadcast_to(np.int64(0), len(job.index)), tuple[int, ...]()
     if job.reads_groups:
@@ -239,56 +245,62 @@ def _labels(job: Job, bad_ids: np.ndarray) -> LabelBlocks:
         if job.weights is not None:  # so that groups keep their numbers of samples that are drawn
             labels[job.weights.units(np.arange(len(labels))) == 0] = -1
         labels = permute_labels(labels, job.config.seed, job.stage)
-    return LabelBlocks(labels, radices, np.union1d(left_out, bad_ids), weights=job.weights)
+    blocks = LabelBlocks(labels, radices, np.union1d(left_out, bad_ids), weights=job.weights)
+    sizes = blocks.sizes()
+    check_coverage(sizes, job.options.global_batch, job.options.plan.policy)
+    return blocks, sizes
 
 
 def _inputs(job: Job) -> dict[str, str]:
     """The digests of the artifacts that a training depends on."""
     _ = job.left_out  # its errors come first: no other verb makes what the samples lack
+    reads, layout = job.options.objective.reads, job.layout
     inputs = {"index": job.index.digest}
-    if job.options.objective.reads.attribute is not None and job.class_labels is not None:
-        inputs["attribute"] = job.class_labels.digest
+    if reads.attribute is not None and job.classes is not None:
+        inputs["attribute"] = job.classes.digest
     if job.weights is not None:
         inputs["weights"] = job.weights.digest
     if job.stage == 0:
         return inputs
-    inputs["base"] = artifacts.read_manifest(job.layout.export(0), "export").digest
+    inputs["base"] = artifacts.read_manifest(layout.export(0), "export").digest
     if job.reads_trunk:
-        inputs["trunk_cache"] = artifacts.read_manifest(
-            job.layout.trunk_cache, trunk_rows.KIND
-        ).digest
-    if job.uses_cached_text:
-        text = artifacts.read_manifest(job.layout.text_embeddings, "text_embeddings")
+        cache = artifacts.read_manifest(layout.trunk_cache, trunk_rows.KIND)
+        inputs["trunk_cache"] = cache.digest
+    if job.cached_text:
+        text = artifacts.read_manifest(layout.text_embeddings, "text_embeddings")
         inputs["text_embeddings"] = text.digest
-    if job.options.objective.reads.clusters and job.class_labels is not None:
-        inputs["clusters"] = job.class_labels.digest
+    if reads.clusters and job.classes is not None:
+        inputs["clusters"] = job.classes.digest
     if job.reads_groups:
-        directory = job.layout.pseudo_labels(job.stage)
-        inputs["pseudo_labels"] = artifacts.read_manifest(directory, "pseudo_labels").digest
+        labels = artifacts.read_manifest(layout.pseudo_labels(job.stage), "pseudo_labels")
+        inputs["pseudo_labels"] = labels.digest
     return inputs
 
 
 def _train(
-    job: Job, trainee: Trainee, identity: str, groups: StageGroups, evaluate: Evaluate | None
+    job: Job,
+    opened: Opened,
+    trainee: Trainee,
+    artifact: Artifact,
+    evaluate: Evaluate | None,
+    peaks: PeakMemory,
 ) -> tuple[int, int | None]:
     """Trains model and objective; returns the number of steps of the whole training, and the one
-    that is exported where it may be another than the last.
-
-    ``identity`` is the digest of all that the weights depend on.
-    """
-    options, context = job.options, job.context
+    that is exported where it may be another than the last."""
+    options = job.options
+    groups = StageGroups(job.directory / _GROUPS)
     grouped, known_bad = collectives.on_main(groups.read)
     engine = parts.engine_of(job, trainee)
     plan = job.plan(grouped)
-    total = collectives.on_main(lambda: _controlled_steps(job)) or total_steps(
+    total = artifact.config.get("steps") or total_steps(
         options.steps, options.epochs, plan.steps_per_epoch
     )
-    checkpoints, judging = parts.checkpoints_of(job, identity), None
+    checkpoints, judging = parts.checkpoints_of(job, artifact.identity), None
     if (when := options.evaluate).every is not None:
         assert evaluate is not None, "whoever asks for evaluations passes what makes them"
         every = when.every * (plan.steps_per_epoch if when.unit == "epochs" else 1)
-        judging = Judging(evaluate, when, every, total)
-    start = checkpoints.resume(Together(engine, judging) if judging else engine)
+        judging = Judging(engine, evaluate, when, every, total)
+    start = checkpoints.resume(judging or engine)
     if judging:
         checkpoints.best = judging.kept_step
     if start:
@@ -298,10 +310,13 @@ def _train(
         "global batch %d over %d rank(s)",
         job.stage, job.method, total, start, plan.steps_per_epoch, plan.scheduled,
         plan.scheduled + plan.remainder, grouped.num_groups, options.global_batch,
-        context.world_size,
+        job.context.world_size,
     )  # fmt: skip
     if start < total or judging:  # a resumed training evaluates its first step again
-        trainer = parts.trainer_of(job, trainee, engine, checkpoints, plan, start, total, judging)
-        loader = parts.loader_of(job, plan, known_bad, trainee.model, range(start, total))
+        trainer = parts.trainer_of(
+            job, trainee, engine, checkpoints, plan, start, total, judging, peaks
+        )
+        steps = range(start, total)
+        loader = parts.loader_of(job, opened, plan, known_bad, trainee.model, steps)
         total = trainer.run(loader, start, total, f"stage {job.stage}")
     return total, judging.kept_step if judging else None

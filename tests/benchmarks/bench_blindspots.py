@@ -18,8 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from mclclip import search
-from mclclip.curate.blindspots import ABOVE, BELOW
-from mclclip.curate.confusions import BlindSpots, find
+from mclclip.curate.blindspots import ABOVE, BELOW, BlindSpots, find
 from mclclip.data.row_store import RowStore, rows_path
 from mclclip.run.artifacts import Manifest
 from tests.benchmarks import memory, timing

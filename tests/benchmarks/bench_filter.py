@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from mclclip import search
-from mclclip.curate import clip_scores, near
+from mclclip.curate import inputs, near
 from mclclip.data.row_store import RowStore, rows_path
 from mclclip.run.artifacts import Manifest
 from tests.benchmarks import memory, timing
@@ -64,14 +64,14 @@ def reading(root: Path, num_rows: int) -> None:
     """Every row once, looked at for numbers that are not finite."""
     rows = stored(root / "images", num_rows)
     for cut in near.cuts(num_rows):
-        clip_scores.finite(rows, cut, "rows")
+        inputs.finite(rows, cut, "rows")
 
 
 def scores(root: Path, num_rows: int) -> np.ndarray:
     """The scores of samples with one caption each."""
     texts = stored(root / "texts", num_rows)
     captions = np.ones(num_rows, np.int32)
-    return clip_scores.clip_scores(stored(root / "images", num_rows), texts, captions)
+    return inputs.clip_scores(stored(root / "images", num_rows), texts, captions)
 
 
 def copies(root: Path, num_rows: int) -> tuple[float, float, int]:

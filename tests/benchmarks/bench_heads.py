@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mclclip.objectives.class_centers.rows import HeadOptimizer, ShardedClassCenters, normal_rows
+from mclclip.objectives.class_centers import ShardedClassCenters, normal_rows
 from mclclip.objectives.mlcd import ClassCenterLoss, NegativeDraw
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
@@ -101,7 +101,7 @@ class Steps:
 
     def optimize(self, lazy: bool) -> None:
         """A step of the class centers along the gradient they have, which leaves them in place."""
-        self.centers.optimizer = HeadOptimizer(lazy=lazy)
+        self.centers.lazy = lazy
         self.centers.step(0.0)
 
 

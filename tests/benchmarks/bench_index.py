@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from mclclip.data.sample_index import Shard, write_tables
-from mclclip.data.shard_check import join_rows
+from mclclip.data.index_tables import Shard, join_rows, write_tables
 from mclclip.data.shard_scan import ROW, TEXT_CRC, Findings
 from tests.benchmarks import memory, timing
 

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mclclip.clustering import kmeans, two_level
+from mclclip.clustering import kmeans
 from mclclip.clustering.centroids import hold
 from mclclip.clustering.rows import Rows
 from mclclip.data.arrays import cut_blocks
@@ -209,7 +209,7 @@ def two_levels_on_rank(paths: Sequence[Path]) -> tuple[float, float, float, int]
     collectives.barrier()
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     peak = memory.peak_mib(
-        lambda: found.append(two_level.fit(blocks, MILLION, context=context, **options))
+        lambda: found.append(kmeans.fit_two_level(blocks, MILLION, context=context, **options))
     )
     wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
     assert found[0].iterations == MILLION_UPDATES and len(found[0].held) < MILLION

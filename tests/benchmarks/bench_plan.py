@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from mclclip.data.arrays import write_npy_parts
-from mclclip.data.coverage import plan_groups
+from mclclip.data.coverage import check_coverage
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.groups import GroupedIndex, LabelBlocks, StageGroups
 from mclclip.data.options import Policy
@@ -61,7 +61,8 @@ def group(labels_path: Path, directory: Path) -> None:
     def work() -> None:
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
         blocks = LabelBlocks(labels, RADICES)
-        sizes = plan_groups(blocks, 8192, "backoff")
+        sizes = blocks.sizes()
+        check_coverage(sizes, 8192, "backoff")
         spent.append(time.perf_counter() - start_s)
         StageGroups(directory).write(blocks, sizes, np.zeros(0, np.int64))
         spent.extend([time.perf_counter() - start_s, time.process_time() - start_cpu_s])

@@ -21,7 +21,8 @@ import numpy as np
 import pyarrow as pa
 
 from mclclip.data.groups import GroupedIndex, LabelBlocks, StageGroups
-from mclclip.data.sample_index import SAMPLES, SCHEMA, SHARDS, SampleIndex, Shard
+from mclclip.data.index_tables import SAMPLES, SCHEMA, SHARDS, Shard
+from mclclip.data.sample_index import SampleIndex
 from mclclip.files import write_json
 from tests.batches import training_batches
 from tests.benchmarks import timing

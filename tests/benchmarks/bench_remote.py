@@ -26,9 +26,8 @@ from open_clip.transform import PreprocessCfg, image_transform_v2
 
 from mclclip import index, make_dataset
 from mclclip.config import from_tree
-from mclclip.data.batches import Batch, TrainingBatches
+from mclclip.data.batches import Batch, Loader, TrainingBatches
 from mclclip.data.groups import GroupedIndex
-from mclclip.data.loader import Loader
 from mclclip.data.options import DataConfig
 from mclclip.data.remote import RemoteOptions
 from mclclip.ranks.process_group import SINGLE

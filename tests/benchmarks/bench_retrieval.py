@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mclclip.eval import ranking
+from mclclip.eval.features import CHUNK_BYTES, rank_queries
 from tests.benchmarks import memory, timing
 
 Floats = npt.NDArray[np.float32]
@@ -40,7 +40,7 @@ def unit(rows: Floats) -> Floats:
 
 def bare(queries: Floats, candidates: Floats) -> None:
     """All products in float32, block by block; nothing is kept."""
-    step = max(1, ranking.CHUNK_BYTES // (4 * len(candidates)))
+    step = max(1, CHUNK_BYTES // (4 * len(candidates)))
     left, right = torch.from_numpy(queries), torch.from_numpy(candidates)
     block = torch.empty(min(step, len(left)), len(right))
     for start in range(0, len(left), step):
@@ -67,7 +67,7 @@ def first(side: tuple[Any, Any, Any, Any], num_queries: int) -> tuple[Any, Any, 
 def peak(num_images: int, num_texts: int, direction: str, num_queries: int) -> float:
     """MiB above the features in one direction."""
     side = first(sides(num_images, num_texts)[direction], num_queries)
-    return memory.peak_mib(lambda: ranking.rank_queries(*side))
+    return memory.peak_mib(lambda: rank_queries(*side))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         asked = first(side, args.queries)
         variants: dict[str, Callable[[], object]] = {
             "bare product": lambda asked=asked: bare(asked[0], asked[2]),  # type: ignore[misc]
-            "ranks": lambda asked=asked: ranking.rank_queries(*asked),  # type: ignore[misc]
+            "ranks": lambda asked=asked: rank_queries(*asked),  # type: ignore[misc]
         }
         found = timing.interleave(variants, args.rounds)
         mib = memory.in_fresh_process(peak, args.images, args.texts, direction, args.queries)

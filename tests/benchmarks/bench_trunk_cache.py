@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from mclclip import embed, plan
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.trunk_rows import TrunkRows
-from mclclip.embed import trunk
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.layout import Layout
 from tests.benchmarks import timing
@@ -48,7 +48,7 @@ def written(setting: Setting, run_dir: Path, dtype: str) -> list[str]:
     layout = Layout.of(config)
     index = SampleIndex.open(layout.index)
     start = time.perf_counter()
-    trunk.write(config, SINGLE, layout, index, force=True)
+    embed.write_trunk(config, SINGLE, layout, index, force=True)
     seconds = time.perf_counter() - start
     rows = TrunkRows.open(layout, None, index)
     size = len(index) * rows.bytes_per_row
@@ -67,9 +67,13 @@ def embedded(setting: Setting, run_dir: Path, *more: str) -> float:
     model = embed.load_towers(layout.export(0)).eval()
     if rows is not None:
         rows.start(model)
-    images = embed.images.ImagePass(config, SINGLE, index, model, rows)
+    source = embed.TarDataset(index, config.data, model.preprocess_val, trunk=rows)
+
+    def encode(pixels: torch.Tensor) -> np.ndarray:
+        return embed._unit(embed.forward(config, SINGLE, partial(model.encode_image, pixels)))
+
     start = time.perf_counter()
-    passes = images.by_shard(index.shards, partial(embed._features, images, model))
+    passes = embed.image_batches(config, SINGLE, source, model, index.shards, encode)
     assert sum(len(features) for batches in passes for features, _ in batches) == len(index)
     return len(index) / (time.perf_counter() - start)
 

@@ -24,12 +24,20 @@ from mclclip import files, index, make_dataset
 from mclclip.config import from_tree
 from mclclip.data.arrays import open_npy, save_npy
 from mclclip.data.groups import GroupedIndex, LabelBlocks, StageGroups
+from mclclip.data.index_tables import (
+    SAMPLES,
+    SHARDS,
+    Shard,
+    check_shards,
+    note_times,
+    times_of,
+    write_tables,
+)
 from mclclip.data.options import DataConfig
 from mclclip.data.remote import StoredFile
 from mclclip.data.row_store import RowBlocks, RowStore
-from mclclip.data.sample_index import KIND, SAMPLES, SHARDS, SampleIndex, Shard, write_tables
+from mclclip.data.sample_index import KIND, SampleIndex
 from mclclip.data.samples import TarDataset
-from mclclip.data.shard_check import check_shards, note_times, times_of
 from mclclip.data.shard_filter import UID, ShardFilter, digest_uids, parse_condition
 from mclclip.data.shard_scan import ROW, TEXT_CRC
 from mclclip.ranks.process_group import SINGLE

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mclclip.objectives.class_centers.rows import ShardedClassCenters
-from mclclip.objectives.class_centers.sums import Margin
+from mclclip.objectives.class_centers import Margin, ShardedClassCenters
 from mclclip.objectives.mlcd import Kind
 from mclclip.ranks import collectives
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mclclip.objectives.base import ObjectiveOptions, parse
-from mclclip.objectives.class_pairs import draw_partners
-from mclclip.objectives.label_filter import gate_penalty
+from mclclip.objectives.gated_pairs import draw_partners, gate_penalty
 from mclclip.randomness import mix
 from tests import contrast_loops as contrast
 from tests import toys

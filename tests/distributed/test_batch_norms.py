@@ -14,7 +14,7 @@ import mclclip.torchvision_fix  # noqa: F401
 # isort: split
 from timm.layers import BatchNormAct2d
 
-from mclclip.engines.batch_norm import synchronize_batch_norms
+from mclclip.engines.engine import synchronize_batch_norms
 from mclclip.ranks import collectives
 
 ROWS = 12

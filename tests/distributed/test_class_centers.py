@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from mclclip.checkpoint import CheckpointConfig, Checkpoints
-from mclclip.objectives.class_centers.rows import HeadOptimizer, ShardedClassCenters, normal_rows
-from mclclip.objectives.class_centers.sums import Margin
+from mclclip.objectives.class_centers import Margin, ShardedClassCenters, normal_rows
 from mclclip.objectives.mlcd import ClassCenterLoss, NegativeDraw
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
@@ -45,7 +44,8 @@ def make(lazy: bool = False) -> ClassCenterLoss:
         normal_rows(D, seed=3, deviation=1.0),
         context=Context(collectives.rank(), collectives.world_size()),
         draw=NegativeDraw(K, 0.5, seed=1),
-        optimizer=HeadOptimizer(weight_decay=0.1, lazy=lazy),
+        weight_decay=0.1,
+        lazy=lazy,
         dtype=torch.float64,
     )
     return ClassCenterLoss(centers, scale=8.0, margin=Margin("arc", 0.3), tile=5)

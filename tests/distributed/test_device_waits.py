@@ -27,10 +27,9 @@ from mclclip.objectives import base
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.ranks.step_boundary import StepBoundary
-from mclclip.run.profiling import PeakMemory, StepProfiler
+from mclclip.run.measures import PeakMemory, StepProfiler
 from mclclip.run.recorder import Recorder
 from mclclip.train.loop import Trainee, Trainer
-from mclclip.train.parts import prepared
 from tests import device_waits, tiny
 from tests.device_waits import DEVICE, DeviceWaits, following
 from tests.matrix import kept
@@ -135,7 +134,6 @@ def trainer_of(options: dict[str, Any], how: dict[str, Any], folder: Path) -> Tr
         steps_per_epoch=100, log_every=50, share_bad=len, track=[], config={},
         peaks=PeakMemory(DEVICE),
     )  # fmt: skip
-    normalization = tuple(value.to(DEVICE) for value in model.normalization)
     return Trainer(
         trainee=trainee,
         engine=engine,
@@ -143,13 +141,6 @@ def trainer_of(options: dict[str, Any], how: dict[str, Any], folder: Path) -> Tr
         recorder=recorder,
         boundary=StepBoundary(context, folder, poll_s=1.0),
         learning_rate=lambda step: 1e-3,
-        prepare=partial(
-            prepared,
-            options=cast(Any, SimpleNamespace(precision=precision)),
-            context=context,
-            normalization=cast(Any, normalization),
-            trunk_dtype=None,
-        ),
         seed_words=(0,),
         checkpoint_every=100,
         steps_per_epoch=100,
@@ -184,13 +175,13 @@ def waits_of(options: dict[str, Any], how: dict[str, Any], folder: Path) -> dict
     parsed = base.parse(options)
     with following() as waits:
         trainer = trainer_of(options, how, folder)
-        trainer.engine.settle(trainer.prepare(batch_of(0, parsed)))
+        trainer.engine.settle(trainer.trainee.on_device(batch_of(0, parsed), DEVICE))
         batches = trainer.recorder.reading(batch_of(n, parsed) for n in range(WARM_UP + STEPS))
         for batch in batches:
             trainer._step(batch, 100)
             claim(waits, trainer)
             waits.recording = batch.step + 1 >= WARM_UP
-            trainer._obey(batch.step + 1)
+            trainer.boundary.decide()
         waits.recording = False
         trainer.boundary.finish()
         trainer.recorder.close()

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from mclclip.checkpoint import CheckpointConfig, Checkpoints
-from mclclip.objectives.class_centers.rows import ShardedClassCenters, normal_rows
+from mclclip.objectives.class_centers import ShardedClassCenters, normal_rows
 from mclclip.ranks import collectives
-from mclclip.ranks.finiteness import NotFinite
 from mclclip.ranks.process_group import Context
-from mclclip.run.profiling import PeakMemory
+from mclclip.run.measures import NotFinite, PeakMemory
 from mclclip.run.recorder import Recorder
 
 Ranks = Callable[..., list[Any]]

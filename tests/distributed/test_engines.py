@@ -137,7 +137,8 @@ def test_gradient_caching_equals_the_whole_batch(ranks: Ranks, name: str, micro_
 
 def gradient_with_dropout(micro_batch: int | None, seed: int = 0) -> dict[str, np.ndarray]:
     """Gradient of one step of a model that drops patches at random."""
-    model = load_towers(tiny.MODEL, seed=1, patch_dropout=0.5).train()
+    vision = tiny.MODEL["vision_cfg"] | {"patch_dropout": 0.5}
+    model = load_towers(tiny.MODEL | {"vision_cfg": vision}, seed=1).train()
     context = Context(collectives.rank(), collectives.world_size())
     engine = build_engine(
         "ddp",
@@ -153,7 +154,7 @@ def gradient_with_dropout(micro_batch: int | None, seed: int = 0) -> dict[str, n
         gradient_cache.backward(engine, batch, micro_batch)
     else:  # the same draws, the whole graph kept
         pieces = [batch.rows(start, start + 4) for start in range(0, len(batch), 4)]
-        found = [engine.module(piece, only_features=True) for piece in pieces]
+        found = [engine.module(piece, dict) for piece in pieces]
         features = {
             n: torch.cat([piece[n] for piece in found]) if value.ndim else value
             for n, value in found[0].items()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mclclip import cluster as verb
-from mclclip.clustering import centroids, kmeans, two_level
+from mclclip.clustering import centroids, kmeans
 from mclclip.clustering.arithmetic import CHOSEN, Arithmetic
 from mclclip.clustering.centroids import Tally, assign_blocks
 from mclclip.config import from_tree
@@ -179,7 +179,7 @@ def test_each_rank_holds_its_part_and_no_more(ranks: Ranks, shards: list[Path]) 
 def two_levels(shards: list[Path], options: dict[str, Any]) -> dict[str, Any]:
     blocks = RowBlocks(RowStore(shards), BLOCK)
     common: dict[str, Any] = {"valid": mask(), "context": here()}
-    found = two_level.fit(blocks, seed=5, **common, **options)
+    found = kmeans.fit_two_level(blocks, seed=5, **common, **options)
     common["arithmetic"] = options["arithmetic"]
     return everything(found, blocks, {"labels_per_sample": 4, **common})
 
@@ -212,17 +212,6 @@ def tiny_cluster(shard: Path, options: dict[str, Any]) -> torch.Tensor:
 
 def run_the_verb(options: dict[str, Any]) -> str:
     return str(verb.run(from_tree(options), here(), stage=0))
-
-
-def test_the_verb_writes_the_same_files(ranks: Ranks, tmp_path: Path) -> None:
-    written = []
-    for world_size in (1, 3):
-        options = make_run(tmp_path / str(world_size), tmp_path / "shards")
-        directories = set(ranks(world_size, run_the_verb, options))
-        assert directories == {str(tmp_path / str(world_size) / "stage_0" / "clusters")}
-        written.append(contents(tmp_path / str(world_size)))
-    assert written[0] == written[1]
-    assert len(written[0]) == 6  # three arrays and two manifests, and the pseudo labels
 
 
 def test_the_verb_writes_sharded_centroids(ranks: Ranks, tmp_path: Path) -> None:

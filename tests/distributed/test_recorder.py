@@ -15,7 +15,7 @@ import torch
 
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
-from mclclip.run.profiling import PeakMemory
+from mclclip.run.measures import PeakMemory
 from mclclip.run.recorder import Recorder
 
 Ranks = Callable[..., list[Any]]
@@ -26,9 +26,8 @@ def record(directory: Path, track: list[str]) -> None:
     """Two steps, one epoch; a rank holds 1 GiB, the next one 2."""
     rank = collectives.rank()
     peaks = PeakMemory(torch.device("cpu"))
-    peaks._counter = SimpleNamespace(  # type: ignore[assignment]
-        can_reset=True, peak=lambda: (1 + rank) * 2**30, reset=lambda: None
-    )
+    peaks._whole = (1 + rank) * 2**30
+    peaks._take = lambda: peaks._whole  # type: ignore[method-assign]
     recorder = Recorder(
         directory, Context(rank, collectives.world_size()), name="stage 1", global_batch=8,
         start=0, total=2, steps_per_epoch=2, log_every=1, share_bad=len, track=track, config={},

@@ -14,12 +14,12 @@ import torch
 
 from mclclip import checkpoint, config, index
 from mclclip.config import Config
-from mclclip.models.patch_dropout import PatchDropout
+from mclclip.models.model import PatchDropout
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context, seed_everything
 from mclclip.train import verb as train
 from tests import tiny
-from tests.matrix import in_soak, kept
+from tests.matrix import kept
 
 Ranks = Callable[..., list[Any]]
 STEPS = 20
@@ -76,35 +76,6 @@ def test_float64_weights_agree_to_1e9(
         np.testing.assert_allclose(many["weights"][name], weights, atol=1e-9, rtol=0, err_msg=name)
 
 
-def test_fast_pixels_are_the_same_on_two_ranks(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    found = []
-    for world_size in (1, 2):
-        options = options_for(data, tmp_path / str(world_size), "float64", tiny.MODEL)
-        options["data"]["pixels"] = "fast"
-        found.append(run_on(ranks, world_size, options))
-    for name, weights in found[0]["weights"].items():
-        other = found[1]["weights"][name]
-        np.testing.assert_allclose(other, weights, atol=1e-9, rtol=0, err_msg=name)
-
-
-@in_soak
-def test_fp32_losses_and_weights_agree(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    one = run_on(ranks, 1, options_for(data, tmp_path / "one", "fp32", tiny.MODEL))
-    two = run_on(ranks, 2, options_for(data, tmp_path / "two", "fp32", tiny.MODEL))
-    np.testing.assert_allclose(two["losses"], one["losses"], rtol=1e-5)
-    compared = 0
-    for name, weights in one["weights"].items():
-        other = two["weights"][name]
-        if name.endswith("attn.in_proj_bias"):
-            # The key bias has a zero gradient; AdamW turns its rounding noise into steps.
-            third = len(weights) // 3
-            keep = np.r_[0:third, 2 * third : 3 * third]
-            weights, other = weights[keep], other[keep]
-        np.testing.assert_allclose(other, weights, atol=1e-5, rtol=0, err_msg=name)
-        compared += 1
-    assert compared > 40
-
-
 @pytest.mark.parametrize("world_size", kept([1, 2], 0))
 def test_dropped_patches_are_those_of_the_step(
     ranks: Ranks, data: Path, tmp_path: Path, world_size: int
@@ -136,12 +107,3 @@ def test_every_rank_and_step_drops_its_own_patches(ranks: Ranks) -> None:
     first, second = ranks(2, draws)
     assert len({tuple(kept) for kept in (*first, *second)}) == 4
     assert ranks(2, draws) == [first, second]
-
-
-def test_world_size_that_does_not_divide_the_batch_is_refused(
-    ranks: Ranks, data: Path, tmp_path: Path
-) -> None:
-    options = options_for(data, tmp_path, "fp32", tiny.MODEL)
-    options["base"]["global_batch"] = 25
-    with pytest.raises(Exception, match="global_batch=25 cannot be cut over 2 ranks"):
-        run_on(ranks, 2, options)

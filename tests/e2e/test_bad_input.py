@@ -70,8 +70,6 @@ FRESH: dict[str, tuple[str, tuple[str, ...]]] = {
         "run train.learning_rate=1",
         ("unknown option 'train.learning_rate'", "did you mean"),
     ),
-    "wrong_value": ("run train.lr=fast", ("'train.lr'", "'fast'")),
-    "no_equals_sign": ("run train.lr", ("'train.lr'", "key.path=value")),
     "no_config_file": ("run --config /nowhere.yaml", ("no configuration file at /nowhere.yaml",)),
     "missing_shard": (
         "run data.sources.patterns.shards=/nowhere/{00..03}.tar",
@@ -84,8 +82,8 @@ FRESH: dict[str, tuple[str, tuple[str, ...]]] = {
         ("'pairs'", "topk"),
     ),
     "num_clusters_too_short": ("run cluster.num_clusters=[3]", ("num_clusters has 1 entries",)),
+    "no_num_clusters": ("run cluster.num_clusters=[]", ("num_clusters has 0 entries",)),
     "base_null": ("train --stage 0 base=null", ("base is null", "nothing to train")),
-    "train_before_index": ("train --stage 0", ("mclclip index",)),
     "eval_without_exports": ("eval", ("mclclip export",)),
     "model_to_evaluate": ("eval --model nowhere/export", ("nowhere/export",)),
 }
@@ -166,13 +164,7 @@ BEGUN: dict[str, tuple[Prepare, str, tuple[str, ...]]] = {
         "cluster --stage 0 cluster.num_clusters=500",
         ("500", "96"),
     ),
-    "clusters_short_list": (
-        no_clusters,
-        "cluster --stage 0 cluster.num_clusters=[]",
-        ("num_clusters has 0 entries",),
-    ),
     "unlocked_blocks": (nothing, "train --stage 1 train.lock.image_blocks=9", ("9", "3")),
-    "ranks_for_batch": (nothing, "train --stage 1 train.global_batch=0", ("global_batch",)),
     "batch_for_data": (nothing, "train --stage 1 train.global_batch=500", ("500", "96")),
     "plan_beyond_bound": (
         nothing,
@@ -189,7 +181,6 @@ BEGUN: dict[str, tuple[Prepare, str, tuple[str, ...]]] = {
         "train --stage 1",
         ("stage_0/export", "safetensors"),
     ),
-    "changed_seed": (nothing, "cluster --stage 0 seed=1", ("seed was 0, now 1",)),
     "other_device": (nothing, "train --stage 1 device=cuda", ("device=cuda",)),
 }
 

@@ -18,10 +18,9 @@ from mclclip.plan import Machine
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run import artifacts
 from mclclip.run.layout import Layout
-from mclclip.run.profiling import PeakMemory
 from mclclip.train import parts
 from mclclip.train import verb as train
-from mclclip.train.parts import Job
+from mclclip.train.parts import Job, Opened
 from tests import tiny
 from tests.matrix import in_soak
 
@@ -102,14 +101,12 @@ def test_controls_see_the_same_views(labels: Path, tmp_path: Path) -> None:
 def first_epoch(options: Config, variant: str) -> dict[int, tuple[Tensor, Tensor]]:
     """Picture and caption of every sample as the training of a variant reads them in epoch 0."""
     layout = Layout.of(options, variant)
-    job = Job(
-        options, options.train, SINGLE, layout, 1, SampleIndex.open(layout.index),
-        layout.train(1), PeakMemory(SINGLE.device),
-    )  # fmt: skip
+    job = Job.of(options, options.train, SINGLE, layout, 1, SampleIndex.open(layout.index))
     grouped, bad = StageGroups(layout.train(1) / "grouped_index").read()
     model = parts.build_model(options, layout, 1, options.train, SINGLE)
     num_steps = grouped.num_samples // options.train.global_batch
-    loader = parts.loader_of(job, job.plan(grouped), bad, model, range(num_steps))
+    opened, plan = Opened(job.classes, None, None), job.plan(grouped)
+    loader = parts.loader_of(job, opened, plan, bad, model, range(num_steps))
     found = {}
     for batch in loader:
         assert batch.text is not None

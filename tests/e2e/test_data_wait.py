@@ -43,10 +43,11 @@ class Silence:
     after_s: float = 0.5
 
     def __call__(self) -> None:
-        from mclclip.ranks import data_wait, process_group
+        from mclclip.ranks import data_wait
+        from mclclip.train import parts
 
         setattr(data_wait, "PATIENCE_S", 0.5)  # noqa: B010
-        setattr(process_group, "_STARTED", time.monotonic())  # noqa: B010
+        setattr(parts, "STARTED", time.monotonic())  # noqa: B010
         if int(os.environ.get("RANK", "0")) != self.rank:
             return
         from torch.utils.data import dataloader

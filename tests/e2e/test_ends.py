@@ -50,7 +50,7 @@ ANSWERED_ELSEWHERE = (
     "ranks/parent_death.py:_end_patiently",
     "ranks/signals.py:_forget",
     "run/runlog.py:_Formatter.formatMessage",
-    "files.py:shown",
+    "files.py:clean",
 )
 PACKAGE = str(Path(mclclip.__file__).parent)
 EVAL = str(Path(mclclip.__file__).resolve().parents[1] / "eval")
@@ -412,12 +412,12 @@ PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
 from mclclip.data.options import DataConfig
-from mclclip.data.loader import Loader
+from mclclip.data.batches import Loader
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TarDataset
 
 data = TarDataset(SampleIndex.open(Path(sys.argv[1])), DataConfig())
-data.prepare = lambda raw, *_: raw
+data.decoded = lambda raw, *_: raw
 ids = [[n, n + 1] for n in range(0, 40, 2)]
 loader = Loader(data, ids, num_workers=2, batched=True, describe=lambda item, place: "it")
 for n, batch in enumerate(loader):
@@ -464,7 +464,9 @@ def test_a_program_that_uses_the_library_ends(
             if not numbers:
                 run.launcher.wait(60)
             run.gone_after_s()
-            wanted = codes.get(kind, -(numbers or (0,))[0])
-            assert run.launcher.returncode == wanted, log.read_text()
+            wanted = {codes.get(kind, -(numbers or (0,))[0])}
+            if kind.startswith("interrupt"):  # what torch runs at exit may make Python forget it
+                wanted.add(1)
+            assert run.launcher.returncode in wanted, log.read_text()
         finally:
             run.end()

@@ -4,6 +4,7 @@ as it would have been."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -83,26 +84,24 @@ def test_the_full_run_goes_on_from_what_the_pilot_used(
     assert state_of(tmp_path / "run")["reason"] == ""
 
 
-def test_another_share_is_refused_until_forced(shell: Shell, stopped: Path, tmp_path: Path) -> None:
-    shutil.copytree(stopped.parent / "run", tmp_path / "run")
-    command = ["run", "--config", stopped, f"run_dir={tmp_path / 'run'}", "--pilot", "0.4"]
-    refused = shell(*command)
-    assert refused.code == 2
-    (line,) = refused.complaints()
-    assert "pilot/stage_1/train was made with other settings" in line and "share was 0.5" in line
-
-
-def test_a_share_that_fills_no_batch_is_refused(
-    shell: Shell, stopped: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("share", "line"),
+    [
+        ("0.4", r"pilot/stage_1/train was made with other settings.*share was 0\.5"),
+        ("0.05", r"fewer than train\.global_batch=24: raise it to 0\.25 or more"),
+    ],
+)
+def test_another_share_and_one_that_fills_no_batch_are_refused(
+    shell: Shell, stopped: Path, tmp_path: Path, share: str, line: str
 ) -> None:
     shutil.copytree(stopped.parent / "run", tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "pilot")
-    command = ["run", "--config", stopped, f"run_dir={tmp_path / 'run'}", "--pilot", "0.05"]
+    if share == "0.05":
+        shutil.rmtree(tmp_path / "run" / "pilot")
+    command = ["run", "--config", stopped, f"run_dir={tmp_path / 'run'}", "--pilot", share]
     refused = shell(*command)
-    assert refused.code == 2
-    (line,) = refused.complaints()
-    assert "fewer than train.global_batch=24: raise it to 0.25 or more" in line
-    assert not (tmp_path / "run" / "pilot").exists()
+    (complaint,) = refused.complaints()
+    assert refused.code == 2 and re.search(line, complaint)
+    assert (tmp_path / "run" / "pilot").exists() == (share == "0.4")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

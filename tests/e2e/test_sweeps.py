@@ -81,7 +81,7 @@ def lines() -> list[tuple[str, int, str, str]]:
 
 LINES = lines()
 SHORT = LINES.index(("ifm_fig6", 5, "ifm-tau_0.2", "trifeature"))
-RECIPES = config.recipes.names()
+RECIPES = config.recipe_names()
 # A ResNet without its attention pool, and labels in two levels with adapters to another tower.
 SHORT_RECIPES = [RECIPES.index(name) for name in ("cc12m_rn50_paper", "mlcd_laion_vitl14")]
 

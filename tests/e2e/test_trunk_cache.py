@@ -28,9 +28,9 @@ class KillAtWrite:
     count: int
 
     def __call__(self) -> None:
-        from mclclip.embed import trunk
+        from mclclip import embed
 
-        original, calls = trunk._stored, []
+        original, calls = embed._stored, []
 
         def stored(*given: Any) -> Any:
             calls.append(given)
@@ -38,7 +38,7 @@ class KillAtWrite:
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(*given)
 
-        trunk._stored = stored
+        embed._stored = stored
 
 
 def prepared(prepared_run: Path, root: Path, *more: str) -> list[str]:

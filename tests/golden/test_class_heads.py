@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mclclip.objectives.class_centers.rows import ShardedClassCenters
-from mclclip.objectives.class_centers.sums import Margin
+from mclclip.objectives.class_centers import Margin, ShardedClassCenters
 from mclclip.objectives.mlcd import ClassCenterLoss
 
 K, D, B, L, SCALE = 50, 16, 32, 4, 30.0

@@ -13,8 +13,7 @@ from torch.nn import functional
 
 from mclclip.models.encoder import Encoder, load_model, save_concat
 from mclclip.models.loading import load_towers
-from mclclip.models.soup import save_uniform_soup
-from mclclip.models.stage_weights import Variant
+from mclclip.models.options import Variant
 from tests.matrix import kept
 from tests.unit.models.conftest import CONFIGS
 from tests.unit.models.stages import save_stages
@@ -77,15 +76,3 @@ def test_one_stage_is_the_ordinary_model(tmp_path: Path) -> None:
         image, text = (functional.normalize(f, dim=-1) for f in plain_features(stages[0]))
         similarity = encoder.encode_image(IMAGES) @ encoder.encode_text(encoder.tokenizer(TEXTS)).T
         torch.testing.assert_close(similarity, image @ text.T, atol=1e-6, rtol=0)
-
-
-def test_soup_is_the_model_with_averaged_weights(tmp_path: Path) -> None:
-    stages = save_stages(load_towers(CONFIGS / "tiny_vit.json", seed=2), tmp_path, 2)
-    save_uniform_soup(stages, tmp_path / "soup")
-    models = [open_clip.create_model(f"local-dir:{stage}") for stage in stages]
-    with torch.no_grad():
-        for own, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-            own.copy_((own.double() + other.double()) / 2)
-        expected = models[0].eval().encode_image(IMAGES)
-        soup = open_clip.create_model(f"local-dir:{tmp_path / 'soup'}").eval()
-        torch.testing.assert_close(soup.encode_image(IMAGES), expected, atol=1e-6, rtol=1e-5)

@@ -12,9 +12,8 @@ from torch import Tensor
 
 import mclclip.torchvision_fix  # noqa: F401  lightly imports torchvision
 from mclclip.objectives.base import Objective
-from mclclip.objectives.info_nce import InfoNCE
-from mclclip.objectives.supcon import SupervisedContrast
-from mclclip.objectives.temperature import Temperature
+from mclclip.objectives.contrast import Temperature
+from mclclip.objectives.info_nce import InfoNCE, SupervisedContrast
 from tests import contrast_loops as loops
 
 TEMPERATURES = [0.1, 0.5]
@@ -67,5 +66,5 @@ def test_supcon_is_that_of_pytorch_metric_learning(temperature: float, num_views
         found: Tensor = loss(torch.cat(views), classes.repeat(num_views))
         return found
 
-    objective = SupervisedContrast(Temperature(temperature), num_views, tile=5)
+    objective = SupervisedContrast(Temperature(temperature), num_views)
     agree(batch, objective, theirs)

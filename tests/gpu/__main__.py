@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = found.parse_args(arguments)
     if not options.list and (code := ready(options)) is not None:
         return code
-    jobs = jobs_of("tests.gpu.all_checks", options)
+    jobs = jobs_of("tests.gpu.checks", options)
     if options.list:
         print("\n".join(job.name for job in jobs))
         return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.gpu.verdicts import Skip
-
-__all__ = [
-    "CHECKS", "Check", "Skip", "Where", "check", "close", "no_faiss", "random", "same_bits", "unit",
-]  # fmt: skip
-
-DEVICE = "MCLCLIP_GPU_DEVICE"
-"""Environment variable: the device of all checks and figures (``auto``: the GPU)."""
+from mclclip.ranks.process_group import pick_device
 
 
 @dataclass(frozen=True)
@@ -63,14 +55,23 @@ def check(name: str, *arguments: Any, limit_s: float = 90.0) -> Callable[[Any], 
 
     def register(function: Any) -> Any:
         assert name not in CHECKS, name
-        CHECKS[name] = Check(partial(_call, function, arguments), limit_s)
+        CHECKS[name] = Check(lambda where: function(where, *arguments), limit_s)
         return function
 
     return register
 
 
-def _call(function: Any, arguments: tuple[Any, ...], where: Where) -> Any:
-    return function(where, *arguments)
+def entries() -> dict[str, Check]:
+    """Every check by its name."""
+    from tests.gpu import clusters, heads, runs, training
+
+    assert clusters and heads and runs and training  # importing them has registered theirs
+    return CHECKS
+
+
+def run(name: str, device: str, folder: Path) -> Any:
+    """Makes one check on ``device`` (cuda or cpu)."""
+    return entries()[name].work(Where(pick_device(device), folder))
 
 
 def no_faiss(where: Where) -> str | None:

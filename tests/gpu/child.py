@@ -7,12 +7,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+import textwrap
 import traceback
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.verdicts import Skip, one_line
+from tests.gpu import Skip
 
 
 def main(catalogue: str, name: str, device: str, folder: str, result: str) -> None:
@@ -24,7 +25,8 @@ def main(catalogue: str, name: str, device: str, folder: str, result: str) -> No
         verdict, note = "skip", str(reason)
     except BaseException as error:
         traceback.print_exc()
-        verdict, note = "FAIL", one_line(f"{type(error).__name__}: {error}")
+        verdict = "FAIL"
+        note = textwrap.shorten(f"{type(error).__name__}: {error}", 160, placeholder=" ...")
     outcome: dict[str, Any] = {"verdict": verdict, "note": note, "found": found}
     if isinstance(found, str):
         outcome |= {"note": found, "found": None}

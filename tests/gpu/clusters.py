@@ -11,16 +11,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mclclip.clustering import kmeans, two_level
+from mclclip.clustering import kmeans
 from mclclip.clustering.arithmetic import Arithmetic, sums_in_float32
 from mclclip.clustering.centroids import Assignment
 from mclclip.clustering.nearest import Search, half_squares
 from mclclip.clustering.options import Algorithm
 from mclclip.data.arrays import cut_blocks
-from mclclip.eval import ranking
+from mclclip.eval import features
 from mclclip.ranks.process_group import Context
 from mclclip.search import Pairs, choose_index, near_rows, nearest, nearest_to_few
-from tests.gpu.checks import Skip, Where, check, close, no_faiss, random, same_bits, unit
+from tests.gpu import Skip
+from tests.gpu.checks import Where, check, close, no_faiss, random, same_bits, unit
 from tests.nearest_checks import assign, check_nearest, every_arithmetic
 
 CPU = torch.device("cpu")
@@ -185,7 +186,9 @@ def levels(where: Where) -> str:
     found = {}
     for device in {CPU, where.device}:
         context = Context(device=device)
-        result = two_level.fit(cut_blocks([rows], 500), 90, num_splits=6, seed=1, context=context)
+        result = kmeans.fit_two_level(
+            cut_blocks([rows], 500), 90, num_splits=6, seed=1, context=context
+        )
         near = assign(cut_blocks([rows]), result.centroids, context=context)
         found[device] = float(near.distances.double().sum())
     cpu, here = found[CPU], found[where.device]
@@ -232,7 +235,7 @@ def neighbours(where: Where) -> str:
     train = unit(where.size(20_000, 900), 64).numpy()
     train[100:110] = train[5]
     queries = np.concatenate([unit(50, 64, seed=1).numpy(), train[5:6]])
-    near = ranking.similarity(queries, train, where.device)
+    near = features.similarity(queries, train, where.device)
     rows = np.argsort(-near, axis=1, kind="stable")[:, :10]
     values = np.take_along_axis(near, rows, axis=1)
     wanted_values, wanted_rows = nearest_to_few(queries, train, 10)

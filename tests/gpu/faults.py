@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.verdicts import Skip
+from tests.gpu import Skip
 
 
 def run(name: str, device: str, folder: Path) -> Any:

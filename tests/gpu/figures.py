@@ -27,15 +27,15 @@ from mclclip.data.arrays import cut_blocks
 from mclclip.engines.engine import Engine
 from mclclip.models.loading import load_towers
 from mclclip.models.optimizer import build_optimizer
-from mclclip.objectives.class_centers.rows import ShardedClassCenters, normal_rows
+from mclclip.objectives.class_centers import ShardedClassCenters, normal_rows
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.objectives.mlcd import ClassCenterLoss, NegativeDraw
 from mclclip.ranks.process_group import Context, pick_device
 from mclclip.train.loop import Trainee
 from tests import tiny
 from tests.benchmarks import synthetic
+from tests.gpu import Skip
 from tests.gpu.checks import Check, Where, Work, no_faiss
-from tests.gpu.verdicts import Skip
 
 PEAKS = {
     "H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "A10": 125.0,

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mclclip.objectives.class_centers.rows import (
-    HeadOptimizer,
+from mclclip.objectives.class_centers import (
+    Margin,
     Rule,
     ShardedClassCenters,
     normal_rows,
+    starts_of,
+    weighted_sums,
 )
-from mclclip.objectives.class_centers.sums import Margin, starts_of, weighted_sums
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.objectives.mlcd import ClassCenterLoss, Kind, NegativeDraw
 from mclclip.pair_products import pair_products
@@ -180,7 +181,8 @@ def head_optimizer(where: Where) -> str:
                 16,
                 normal_rows(16, 1, deviation=1.0),
                 context=Context(device=device),
-                optimizer=HeadOptimizer(weight_decay=0.1, lazy=lazy),
+                weight_decay=0.1,
+                lazy=lazy,
                 dtype=dtype,
             )
             for step in range(4):

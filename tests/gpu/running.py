@@ -149,12 +149,13 @@ class _Running:
         return self.late
 
     def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
+        """Ends the process and what it has started, or left behind, in its session."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def outcome(self) -> Outcome:
-        self.end_leftovers()
+        self.end()
         seconds = time.monotonic() - self.begun
         found: Mapping[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
@@ -173,8 +174,3 @@ class _Running:
         if verdict == "FAIL":
             note = f"{note} (log: {self.log})"
         return Outcome(self.job, verdict, seconds, note, rows)  # type: ignore[arg-type]
-
-    def end_leftovers(self) -> None:
-        """Ends what the process has left behind in its session."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)

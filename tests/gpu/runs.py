@@ -25,7 +25,8 @@ from mclclip.ranks.process_group import Context, start_loader_worker
 from mclclip.run.layout import Layout
 from tests import tiny
 from tests.batches import training_batches
-from tests.gpu.checks import Skip, Where, check, close, same_bits
+from tests.gpu import Skip
+from tests.gpu.checks import Where, check, close, same_bits
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,7 @@ import torch
 
 from tests.gpu import __main__ as checks_main
 from tests.gpu import bench, running
-from tests.gpu.all_checks import entries
-from tests.gpu.checks import Where
+from tests.gpu.checks import Where, entries
 from tests.gpu.running import Job
 from tests.matrix import SOAK
 

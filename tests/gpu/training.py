@@ -17,13 +17,12 @@ from torch.distributed.tensor import DTensor
 from mclclip.checkpoint import CheckpointConfig, Checkpoints
 from mclclip.data.batches import Batch
 from mclclip.engines import gradient_cache
-from mclclip.engines.engine import Engine
-from mclclip.engines.fsdp import FsdpEngine
+from mclclip.engines.engine import Engine, FsdpEngine
 from mclclip.models.loading import load_towers
 from mclclip.models.lora import add_lora
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
-from mclclip.objectives.class_centers.rows import ShardedClassCenters, normal_rows
+from mclclip.objectives.class_centers import ShardedClassCenters, normal_rows
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.objectives.mlcd import ClassCenterLoss
 from mclclip.ranks import collectives, process_group
@@ -32,7 +31,8 @@ from mclclip.ranks.process_group import Context
 from mclclip.ranks.step_boundary import StepBoundary
 from mclclip.train.loop import Trainee
 from tests import tiny
-from tests.gpu.checks import Skip, Where, check, close, make_repeatable, same_bits
+from tests.gpu import Skip
+from tests.gpu.checks import Where, check, close, make_repeatable, same_bits
 
 CPU = torch.device("cpu")
 BATCH, STEPS, LR = 24, 5, 1e-3
@@ -78,9 +78,11 @@ def make_engine(
     model: Model | None = None,
     objective: Any = None,
     optimizer: str = "adamw",
+    scale: float | None = None,
     **options: Any,
 ) -> Engine:
-    """An engine of one rank around a tiny ViT; all but ``plain`` want a process group.
+    """An engine of one rank around a tiny ViT; all but ``plain`` want a process group. ``scale`` is
+    the first loss scale under fp16.
 
     A configuration takes the plain engine wherever there is one rank, so the others are made here
     as they are for several: DDP is what the plain one becomes for a context of two ranks.
@@ -90,16 +92,21 @@ def make_engine(
     make = partial(build_optimizer, name=optimizer, weight_decay=0.1, lr=LR)
     options |= {"precision": precision}
     if name in ("plain", "ddp"):
-        return Engine(trainee, make, Context(0, 1 if name == "plain" else 2, 0, device), **options)
-    if name == "fsdp":
+        ranks = Context(0, 1 if name == "plain" else 2, 0, device)
+        engine = Engine(trainee, make, ranks, **options)
+    elif name == "fsdp":
         blocks = model.blocks()
-        return FsdpEngine(trainee, make, Context(device=device), blocks=blocks, **options)
-    if find_spec("deepspeed") is None:
+        engine = FsdpEngine(trainee, make, Context(device=device), blocks=blocks, **options)
+    elif find_spec("deepspeed") is None:
         raise Skip("deepspeed is not installed")
-    from mclclip.engines.zero import DeepspeedEngine
+    else:
+        from mclclip.engines.zero import DeepspeedEngine
 
-    stage = int(name.removeprefix("zero "))
-    return DeepspeedEngine(trainee, make, Context(device=device), zero_stage=stage, **options)
+        options["zero_stage"] = int(name.removeprefix("zero "))
+        engine = DeepspeedEngine(trainee, make, Context(device=device), **options)
+    if scale is not None and engine.scaler.is_enabled():
+        engine.scaler.load_state_dict(engine.scaler.state_dict() | {"scale": scale})
+    return engine
 
 
 def train(engine: Engine, steps: range = range(STEPS), **sizes: int) -> Tensor:
@@ -134,11 +141,28 @@ def change(engine: Engine, before: dict[str, Tensor]) -> Tensor:
     )
 
 
-def _reference() -> tuple[Tensor, Tensor]:
-    """Losses and change of the plain engine in fp32 on the CPU."""
-    engine = make_engine("plain", CPU)
-    before = whole(engine.state_dict())
-    return train(engine), change(engine, before)
+def trained(
+    where: Where,
+    name: str,
+    device: torch.device,
+    precision: str = "fp32",
+    *,
+    steps: int = STEPS,
+    model: Model | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Losses of the first steps, and how the weights have moved, by ``make_engine``."""
+    model = model or tiny_clip(device)
+    size, context = model.image_size, model.clip.context_length
+    assert isinstance(size, int)
+    with one_rank(where) if name != "plain" else contextlib.nullcontext():
+        engine = make_engine(name, device, precision, model=model, **options)
+        before, scale = whole(engine.state_dict()), engine.scaler.get_scale()
+        losses = train(engine, range(steps), image_size=size, context=context)
+        moved = change(engine, before)
+        assert engine.scaler.get_scale() == scale, "a step was left out"
+        del engine
+    return losses, moved
 
 
 # --- engines and precisions ---
@@ -146,18 +170,12 @@ def _reference() -> tuple[Tensor, Tensor]:
 
 def _engine(where: Where, name: str, precision: str) -> str:
     """Losses and weights after five steps against the plain engine in fp32 on the CPU."""
-    wanted, moved = _reference()
-    with one_rank(where) if name != "plain" else contextlib.nullcontext():
-        engine = make_engine(name, where.device, precision)
-        if engine.scaler.is_enabled():  # a scale at which no step overflows
-            engine.scaler.load_state_dict(engine.scaler.state_dict() | {"scale": 1024.0})
-        before = whole(engine.state_dict())
-        of_losses, of_change = TOLERANCES[precision]
-        error = close("losses", train(engine), wanted, of_losses)
-        off = close("change of the weights", change(engine, before), moved, of_change)
-        if engine.scaler.is_enabled():
-            assert engine.scaler.get_scale() == 1024.0, "a step was left out"
-        del engine
+    wanted, moved = trained(where, "plain", CPU)
+    # A scale at which no step overflows.
+    losses, changed = trained(where, name, where.device, precision, scale=1024.0)
+    of_losses, of_change = TOLERANCES[precision]
+    error = close("losses", losses, wanted, of_losses)
+    off = close("change of the weights", changed, moved, of_change)
     return f"losses off by {error:.1g}, weights' change by {off:.1g}"
 
 
@@ -171,8 +189,8 @@ def overflow(where: Where) -> str:
     """The weights stay, the scale is halved, training goes on; on plain, DDP and FSDP alike."""
     for name in ("plain", "ddp", "fsdp"):
         with one_rank(where):
-            engine = make_engine(name, where.device, "fp16", clip_grad_norm=1.0)
-            engine.scaler.load_state_dict(engine.scaler.state_dict() | {"scale": 2.0**60})
+            options = {"clip_grad_norm": 1.0, "scale": 2.0**60}
+            engine = make_engine(name, where.device, "fp16", **options)
             before = whole(engine.state_dict())
             engine.update(batch_of(0, where.device), lr=LR)
             assert not change(engine, before).any(), f"{name}: the weights have moved"
@@ -197,10 +215,8 @@ def scaled_head(where: Where) -> str:
         model = tiny_clip(device)
         model.lock("all", True, True, text=False, logit_scale=False)
         loss = ClassCenterLoss(centers, "mlcd", scale=16.0)
-        options = {"outside": [centers], "clip_grad_norm": 0.5}
+        options = {"outside": [centers], "clip_grad_norm": 0.5, "scale": scale}
         engine = make_engine("plain", device, precision, model=model, objective=loss, **options)
-        if engine.scaler.is_enabled():
-            engine.scaler.load_state_dict(engine.scaler.state_dict() | {"scale": scale})
         for step in range(3):
             batch = batch_of(step, device)
             batch.classes = (batch.sample_id[:, None] * 7 + torch.arange(3, device=device)) % 60
@@ -218,15 +234,11 @@ def caching(where: Where) -> str:
     worst = 0.0
     for name in ("plain", "ddp", "fsdp"):
         for precision, tolerance in (("fp32", 2e-3), ("bf16", 0.3)):
-            moved = []
-            for micro_batch in (None, 7):
-                with one_rank(where):
-                    engine = make_engine(name, where.device, precision, micro_batch=micro_batch)
-                    before = whole(engine.state_dict())
-                    train(engine, range(2))
-                    moved.append(change(engine, before))
-                    del engine
-            worst = max(worst, close(f"{name}, {precision}", moved[1], moved[0], tolerance))
+            whole_batch, cached = (
+                trained(where, name, where.device, precision, steps=2, micro_batch=size)[1]
+                for size in (None, 7)
+            )
+            worst = max(worst, close(f"{name}, {precision}", cached, whole_batch, tolerance))
     for options in ({"patch_dropout": 0.5}, {"lora": True}):
         _same_masks(where, **options)
     return f"off by {worst:.1g}"
@@ -262,7 +274,8 @@ def _record(model: Model, into: list[Tensor]) -> Callable[[], None]:
     """Keeps the image features of every forward of the model."""
 
     def keep(module: Any, inputs: Any, output: dict[str, Tensor]) -> None:
-        into.append(output["image_features"].detach().clone())
+        if "image_features" in output:  # texts may have a forward pass of their own
+            into.append(output["image_features"].detach().clone())
 
     return model.register_forward_hook(keep).remove
 
@@ -274,7 +287,7 @@ def compiled(where: Where, what: str, precision: str) -> str:
     """Losses of the compiled model against those of the plain one in fp32 on the CPU."""
     if not where.on_gpu and "MCLCLIP_SLOW" not in os.environ:
         raise Skip("compiles for a minute on a CPU: set MCLCLIP_SLOW=1")
-    wanted, _ = _reference()
+    wanted, _ = trained(where, "plain", CPU)
     model = tiny_clip(where.device)
     if what == "model":
         model.compile_blocks()
@@ -312,13 +325,8 @@ def options_of_a_step(where: Where) -> str:
             if name == "ResNet":
                 architecture = str(tiny.ROOT / "tests" / "configs" / "tiny_resnet.json")
             model = load_towers(architecture, seed=1)
-            options = prepare(model)
-            engine = make_engine("plain", device, model=model.to(device).train(), **options)
-            before = whole(engine.state_dict())
-            size = model.image_size
-            assert isinstance(size, int)
-            train(engine, range(3), image_size=size, context=model.clip.context_length)
-            moved.append(change(engine, before))
+            options = prepare(model) | {"model": model.to(device).train()}
+            moved.append(trained(where, "plain", device, steps=3, **options)[1])
         worst = max(worst, close(name, moved[1], moved[0], 1e-2))
     return f"off by {worst:.1g}"
 
@@ -327,15 +335,14 @@ def options_of_a_step(where: Where) -> str:
 def optimizers(where: Where) -> str:
     worst = 0.0
     for name in ("adamw", "lars"):
-        moved = []
-        for device in (CPU, where.device):
-            engine = make_engine("plain", device, optimizer=name)
-            before = whole(engine.state_dict())
-            train(engine, range(3))
-            moved.append(change(engine, before))
-        worst = max(worst, close(name, moved[1], moved[0], 1e-2))
-    engine = make_engine("plain", where.device, optimizer="lion")  # moves by signs: not compared
-    assert torch.isfinite(train(engine, range(2))).all()
+        wanted, moved = (
+            trained(where, "plain", device, steps=3, optimizer=name)[1]
+            for device in (CPU, where.device)
+        )
+        worst = max(worst, close(name, moved, wanted, 1e-2))
+    # Lion moves by signs: not compared.
+    losses, _ = trained(where, "plain", where.device, steps=2, optimizer="lion")
+    assert torch.isfinite(losses).all()
     return f"off by {worst:.1g}"
 
 

@@ -13,7 +13,7 @@ from mclclip.objectives.base import Batch, Objective, ObjectiveOptions, Reads, S
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.options import STRICT
 from mclclip.ranks import collectives
-from mclclip.ranks.outside import OutsideParameters
+from mclclip.ranks.collectives import OutsideParameters
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -14,7 +14,7 @@ from torch.nn import functional
 from mclclip.objectives.base import Objective, ObjectiveOptions, Reads, Setting
 from mclclip.options import STRICT
 from mclclip.ranks import collectives
-from mclclip.ranks.outside import OutsideParameters
+from mclclip.ranks.collectives import OutsideParameters
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)

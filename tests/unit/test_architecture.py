@@ -20,15 +20,13 @@ ROOMS: dict[str, set[str]] = {
     "ranks": set(),
     "run": {"ranks"},
     "engines": {"ranks"},
-    "objectives/class_centers": {"ranks"},
-    "objectives": {"ranks", "objectives/class_centers"},
+    "objectives": {"ranks"},
     "data": {"ranks", "run"},
     "models": {"run"},
     "clustering": {"ranks", "data"},
     "checkpoint": {"ranks", "run"},
     "eval": {"ranks", "run", "data", "models"},
     "train/loop": {"ranks", "run", "data", "models", "objectives", "engines", "checkpoint"},
-    "train/judging": {"checkpoint", "train/options"},
     "train/options": {"data", "models", "objectives", "engines", "checkpoint"},
     "config": {"data", "models", "objectives", "clustering", "eval", "train/options"},
     # A run directory, opened for whoever reads one: above the rooms whose files lie there.
@@ -37,7 +35,7 @@ ROOMS: dict[str, set[str]] = {
 }
 # Figures of clusters, and of gates, which lie in the checkpoints of an objective.
 ROOMS["figures"] |= {"clustering", "checkpoint", "objectives"}
-ROOMS["train/loop"] |= {"train/judging"}
+ROOMS["train/loop"] |= {"train/options"}
 # A verb reads options and does its work with any room, and imports no other verb.
 VERBS = {"pack", "make_dataset", "index", "embed", "cluster", "export", "doctor"}
 VERBS |= {"plan", "compare", "report", "curate", "reshard"}
@@ -57,13 +55,12 @@ ROOMS["demo"] = {*ROOMS}
 ROOMS["process"] = {"ranks", "run", "config"}
 ROOMS["cli"] = {*ROOMS}
 ROOMS["__main__"] = {"cli", "ranks"}
-NO_CONFIG = {*GROUND, "ranks", "run", "engines", "objectives/class_centers", "objectives", "data"}
+NO_CONFIG = {*GROUND, "ranks", "run", "engines", "objectives", "data"}
 NO_CONFIG |= {
     "models",
     "clustering",
     "checkpoint",
     "train/loop",
-    "train/judging",
     "train/options",
     "eval",
 }
@@ -183,7 +180,7 @@ def test_nobody_asks_for_the_type_of_an_objective() -> None:
     """What a method needs is declared by its options; a kind is only shown."""
     asking = []
     for path in MODULES:
-        if room_of(module_of(path)) in ("objectives", "objectives/class_centers", "config"):
+        if room_of(module_of(path)) in ("objectives", "config"):
             continue
         for node in nodes_of(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -237,7 +234,6 @@ PARSES = {
     "data/tar_members.py",  # every shard; it names tarfile in its prose alone
     "data/datasets/cifar10.py",  # compressed archives of published data sets
     "run/runlog.py",  # rows of our own runs, here and below
-    "run/run_state.py",
     "ranks/peer_watch.py",  # words of the other ranks
 }
 
@@ -254,18 +250,16 @@ QUESTIONS |= {"is_bf16_supported", "device_type"}
 # Files that still ask such questions elsewhere. This list may only become shorter.
 STILL_ASKING = {
     "doctor.py",
-    "embed/images.py",
+    "embed.py",
     "eval/features.py",
     "models/lora.py",
-    "objectives/class_centers/rows.py",
-    "objectives/class_centers/sums.py",
+    "objectives/class_centers.py",
     "ranks/collectives.py",
     "engines/zero.py",
     "engines/engine.py",
-    "engines/fsdp.py",
     "engines/gradient_cache.py",
     "ranks/process_group.py",
-    "run/profiling.py",
+    "run/measures.py",
     "train/loop.py",
 }
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from mclclip import checkpoint
 from mclclip.checkpoint import CheckpointConfig, Checkpoints, step_files, storage
 from mclclip.checkpoint.mirror import Mirror
-from mclclip.ranks.finiteness import NotFinite
 from mclclip.run.artifacts import Artifact
+from mclclip.run.measures import NotFinite
 from tests.matrix import kept
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

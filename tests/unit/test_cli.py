@@ -20,8 +20,7 @@ from typing import Any, NoReturn
 import pytest
 
 from mclclip import __version__, cli, config, demo, process
-from mclclip.ranks import signals
-from mclclip.run import failures
+from mclclip.ranks import failures, signals
 from mclclip.run.lock import RunLock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +62,7 @@ def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     # The handlers of signals stay the tests'.
     monkeypatch.setattr(process, "start", lambda: None)
     monkeypatch.setattr(signals, "ignore", lambda: None)
-    monkeypatch.setattr(signals, "restore", lambda: None)
+    monkeypatch.setattr(signals, "set_action", lambda _: None)
 
     def call(*words: str) -> SimpleNamespace:
         with pytest.raises(SystemExit) as caught:
@@ -72,17 +71,6 @@ def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         return SimpleNamespace(code=caught.value.code, out=out, err=err)
 
     return call
-
-
-def mclclip(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The real command in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "mclclip", *words],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 # --- help and version --------------------------------------------------------------------------
@@ -144,9 +132,9 @@ def test_checking_a_configuration_needs_no_models() -> None:
     assert shown.stdout.splitlines()[-1] == "0 True"
 
 
-def test_version() -> None:
-    shown = mclclip("--version")
-    assert shown.returncode == 0 and shown.stdout.strip() == f"mclclip {__version__}"
+def test_version(main: Any) -> None:
+    shown = main("--version")
+    assert shown.code == 0 and shown.out.strip() == f"mclclip {__version__}"
 
 
 def test_the_version_is_the_same_everywhere() -> None:
@@ -154,10 +142,10 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert f"\n## {__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_no_verb_is_a_usage_error() -> None:
+def test_no_verb_is_a_usage_error(main: Any) -> None:
     for words in ((), ("dance",), ("train",)):
-        shown = mclclip(*words)
-        assert shown.returncode == 2 and "usage: mclclip" in shown.stderr
+        shown = main(*words)
+        assert shown.code == 2 and "usage: mclclip" in shown.err
 
 
 # --- exit codes --------------------------------------------------------------------------------
@@ -209,19 +197,6 @@ def test_wordnet_ids_for_class_names_are_2_in_one_line(
     assert shown.err.startswith("mclclip: benchmark 'imagenet': the names of 1 of 1 classes hold")
     assert "set classes=imagenet1k, or classes=FILE" in shown.err
     assert not (tmp_path / "run" / "index").exists()
-
-
-def test_an_unknown_key_is_2_in_a_process_of_its_own() -> None:
-    shown = mclclip("config", "run_dir=x", "train.ploicy=1")
-    assert shown.returncode == 2 and "Traceback" not in shown.stderr
-    assert shown.stderr.count("\n") == 1
-
-
-def test_a_missing_file_is_2(main: Any, tmp_path: Path) -> None:
-    shown = main("run", "--config", str(tmp_path / "none.yaml"))
-    assert shown.code == 2
-    assert shown.err.startswith(f"mclclip: no configuration file at {tmp_path / 'none.yaml'}: ")
-    assert shown.err.count("\n") == 1
 
 
 def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
@@ -344,7 +319,7 @@ def test_captions_are_embedded_by_stage_0_alone(main: Any, tmp_path: Path) -> No
 def test_the_first_rank_speaks_first(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks fail together; the others wait, so that the line is not printed many times."""
     waited: list[float] = []
-    monkeypatch.setattr("mclclip.run.failures.time.sleep", waited.append)
+    monkeypatch.setattr("mclclip.ranks.failures.time.sleep", waited.append)
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         assert main("config", "run_dir=x", "a=1").code == 2

@@ -176,6 +176,8 @@ def test_finished_work_is_skipped_and_other_settings_need_force(tmp_path: Path) 
     assert contents(tmp_path / "run") == before
     with pytest.raises(ValueError, match="num_clusters was 4, now 3.*--force"):
         cluster.run(change(tree, num_clusters=3), SINGLE, stage=0)
+    with pytest.raises(ValueError, match="seed was 0, now 1"):
+        cluster.run(from_tree(tree | {"seed": 1}), SINGLE, stage=0)
     with pytest.raises(ValueError, match="label_mode was 'prefix', now 'last'"):
         cluster.run(change(tree, label_mode="last"), SINGLE, stage=0)
     assert contents(tmp_path / "run") == before

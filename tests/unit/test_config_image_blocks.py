@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 
 from mclclip import config
-from mclclip.models.architecture import check_image_blocks
 from mclclip.models.memory import load_shapes
-from mclclip.models.options import ModelConfig
+from mclclip.models.options import ModelConfig, check_image_blocks
 from tests import tiny
 
 RECIPES = tiny.ROOT / "launch" / "recipes"
 CONFIGS = tiny.ROOT / "tests" / "configs"
+
+
+def load(*overrides: str) -> config.Config:
+    return tiny.make_config(Path("run"), Path("data"), *overrides)
 
 
 @pytest.mark.parametrize(
@@ -50,9 +53,6 @@ def test_the_message_names_option_model_and_what_would_do() -> None:
 
 
 def test_each_training_is_held_against_its_own_model() -> None:
-    def load(*overrides: str) -> config.Config:
-        return tiny.make_config(Path("run"), Path("data"), *overrides)
-
     load("base.lock.image_blocks=3", "train.lock.image_blocks=3")
     with pytest.raises(ValueError, match="base.lock.image_blocks is 4.*of the model has 3 blocks"):
         load("base.lock.image_blocks=4")
@@ -101,9 +101,6 @@ def test_a_tower_of_timm_is_built_only_for_a_number(monkeypatch: pytest.MonkeyPa
 
 
 def test_blocks_of_a_text_tower_that_rests_are_refused() -> None:
-    def load(*overrides: str) -> config.Config:
-        return tiny.make_config(Path("run"), Path("data"), *overrides)
-
     assert load("train.lock.text_blocks=1").train.model_arguments()["lock"]["text_blocks"] == 1
     with pytest.raises(
         ValueError, match="text_blocks=1 names blocks of a text tower that text=fal"

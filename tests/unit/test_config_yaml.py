@@ -67,7 +67,7 @@ def test_yaml_at_its_limits_is_read() -> None:
 
 
 def test_yaml_is_otherwise_what_safe_load_reads() -> None:
-    for recipe in config.recipes.folder().glob("*.yaml"):
+    for recipe in config.recipes_folder().glob("*.yaml"):
         assert read_yaml(recipe) == yaml.safe_load(recipe.read_text()), recipe
 
 

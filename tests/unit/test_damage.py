@@ -16,17 +16,16 @@ import pytest
 from mclclip import cluster, embed, export, files, index
 from mclclip.config import Config
 from mclclip.data.arrays import save_npy
-from mclclip.data.captions import TextFeatures
 from mclclip.data.groups import StageGroups
 from mclclip.data.labels import ClassLabels
 from mclclip.data.row_store import left_out
 from mclclip.data.sample_index import SampleIndex
+from mclclip.data.samples import TextFeatures
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import INTENT, MANIFEST, Force, is_finished, made_of
+from mclclip.run.artifacts import INTENT, MANIFEST, made_of
 from mclclip.run.layout import Layout
 from mclclip.train import verb as train
 from tests import damage
-from tests.matrix import kept
 
 
 @pytest.fixture
@@ -163,37 +162,6 @@ def test_a_manifest_that_was_edited_is_refused(config: Config) -> None:
 
 
 # --- making again ------------------------------------------------------------------------------
-
-VERBS: dict[str, tuple[str, Callable[[Config, Force], object]]] = {
-    "index": ("index", lambda c, f: index.run(c, SINGLE, force=f)),
-    "embed": ("stage_0/embeddings", lambda c, f: embed.run(c, SINGLE, stage=0, force=f)),
-    "embed --text": (
-        "stage_0/text_embeddings",
-        lambda c, f: embed.run(c, SINGLE, stage=0, force=f),
-    ),
-    "cluster": ("stage_0/clusters", lambda c, f: cluster.run(c, SINGLE, stage=0, force=f)),
-    "labels": ("stage_1/pseudo_labels", lambda c, f: cluster.run(c, SINGLE, stage=0, force=f)),
-    "train": ("stage_1/train", lambda c, f: train.run(c, SINGLE, stage=1, force=f)),
-    "export": ("stage_0/export", lambda c, f: export.stage(c, SINGLE, stage=0, force=f)),
-}
-
-
-@pytest.mark.parametrize("verb", kept([*VERBS], 0, 1, 5))
-def test_force_makes_what_is_finished_again(config: Config, verb: str) -> None:
-    """Advice and option agree: a finished artifact was skipped, whatever was wrong with it."""
-    name, run = VERBS[verb]
-    directory = Path(config.run_dir) / name
-    run(config, False)
-    before, manifest = directory.stat().st_ino, (directory / MANIFEST).read_bytes()
-    run(config, "unfit")
-    assert directory.stat().st_ino == before and (directory / MANIFEST).read_bytes() == manifest
-    run(config, True)
-    assert directory.stat().st_ino != before and is_finished(directory)
-    assert directory.with_name(f"{directory.name}.old-1").stat().st_ino == before
-    digests = [
-        json.loads(text)["digest"] for text in (manifest, (directory / MANIFEST).read_text())
-    ]
-    assert digests[0] == digests[1]  # so what is made of it fits
 
 
 def test_embeddings_that_are_not_finite_are_made_again_as_advised(

@@ -16,7 +16,8 @@ import torch
 from mclclip import files
 from mclclip.data.arrays import save_npy
 from mclclip.models import weights
-from mclclip.run import failures, run_state
+from mclclip.ranks import failures
+from mclclip.run.lock import write_state
 
 
 @contextmanager
@@ -65,7 +66,7 @@ def test_the_state_is_written_over_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where there is no room for a second file, which a rename needs."""
-    run_state.write(tmp_path, "finished", verb="index", exit_code=0, requeue=False, reason="")
+    write_state(tmp_path, "finished", verb="index", exit_code=0, requeue=False, reason="")
     path = tmp_path / "run_state.json"
     size = path.stat().st_size
     (tmp_path / f".{path.name}").mkdir()
@@ -73,13 +74,13 @@ def test_the_state_is_written_over_the_one_before(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files, "write_bytes", full)
+    monkeypatch.setattr("mclclip.run.lock.write_bytes", full)
     reason = "no room " * 1000
-    run_state.write(tmp_path, "failed", verb="train", exit_code=2, requeue=False, reason=reason)
+    write_state(tmp_path, "failed", verb="train", exit_code=2, requeue=False, reason=reason)
     record = json.loads(path.read_text())
     assert (record["state"], record["verb"]) == ("failed", "train")
     assert path.stat().st_size == size
     with pytest.raises(OSError):  # there is none to write over
-        run_state.write(
+        write_state(
             tmp_path / "none", "failed", verb="train", exit_code=2, requeue=False, reason=""
         )

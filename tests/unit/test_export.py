@@ -18,14 +18,14 @@ from mclclip import config, export, files, index, make_dataset
 from mclclip.checkpoint import CheckpointConfig, Checkpoints, load_model_state
 from mclclip.config import Config
 from mclclip.engines.engine import Engine
-from mclclip.eval.options import BenchmarkConfig
+from mclclip.eval.protocols import BenchmarkConfig
 from mclclip.export import held_out
 from mclclip.models import weights
 from mclclip.models.encoder import Encoder, load_model
 from mclclip.models.loading import load_towers
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
-from mclclip.models.stage_weights import StageWeightsConfig
+from mclclip.models.options import StageWeightsConfig
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact

@@ -20,13 +20,13 @@ import torch
 from mclclip import cluster, files
 from mclclip.checkpoint import CheckpointConfig, Checkpoints
 from mclclip.config import Config
-from mclclip.data.captions import TextFeatures
 from mclclip.data.groups import LabelBlocks, StageGroups
+from mclclip.data.index_tables import check_shards
 from mclclip.data.labels import ClassLabels, read_pseudo_labels
 from mclclip.data.options import DataConfig
 from mclclip.data.row_store import left_out
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.shard_check import check_shards
+from mclclip.data.samples import TextFeatures
 from mclclip.models.loading import load_towers
 from mclclip.models.weights import digest_tensors
 from mclclip.run.layout import Layout

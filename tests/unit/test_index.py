@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import shutil
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +15,15 @@ from mclclip.data.sample_index import KIND, SampleIndex
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
 from tests import hostile_tars
+from tests.tars import write_tar
 
 
 def make_shard(path: Path, *keys: str, captions: str = "txt") -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for key in keys:
-            text = f"caption {key}" if captions == "txt" else json.dumps({"alt": ["x", key]})
-            for name, data in ((f"{key}.jpg", f"image {key}"), (f"{key}.{captions}", text)):
-                info = tarfile.TarInfo(name)
-                info.size = len(data)
-                tar.addfile(info, io.BytesIO(data.encode()))
-    return path
+    members = []
+    for key in keys:
+        text = f"caption {key}" if captions == "txt" else json.dumps({"alt": ["x", key]})
+        members += [(f"{key}.jpg", f"image {key}".encode()), (f"{key}.{captions}", text.encode())]
+    return write_tar(path, members)
 
 
 def run(
@@ -153,11 +148,6 @@ def test_a_bound_decides_whether_unreadable_shards_are_left_out(
     }
 
 
-def test_equal_keys_in_two_sources_are_two_samples(tmp_path: Path, shards: Path) -> None:
-    found = run(tmp_path / "run", a=str(shards / "00.tar"), b=str(shards / "00.tar"))
-    assert all_keys(found) == ["a/0a", "a/0b", "b/0a", "b/0b"]
-
-
 @pytest.mark.real_data
 def test_real_cc12m_shard_has_captions_in_txt_and_json(tmp_path: Path, shared_data: Path) -> None:
     path = str(shared_data / "cc12m_sample" / "cc12m-train-*.tar")
@@ -202,7 +192,9 @@ def test_expansion_of_list_files(shards: Path) -> None:
         names(shards, f"@{listing}")
 
 
-@pytest.mark.parametrize("name", ["{a,b}.tar", "{00..03}.tar", "a{.tar", "${x}.tar", "a::b.tar"])
+@pytest.mark.parametrize(
+    "name", ["{a,b}.tar", "{00..03}.tar", "a{.tar", "${x}.tar", "a::b.tar", "a[1].tar"]
+)
 def test_a_path_that_exists_is_taken_as_it_is(shards: Path, name: str) -> None:
     make_shard(shards / name, "x")
     assert names(shards, f"{shards}/{name}") == [name]
@@ -229,11 +221,6 @@ def test_a_glob_that_never_ends_is_refused(
     monkeypatch.chdir(tmp_path / "linked")
     with pytest.raises(ValueError, match="more than 1,000 folders"):
         names(shards, "**/*.tar")
-
-
-def test_file_whose_name_looks_like_a_glob(shards: Path) -> None:
-    make_shard(shards / "a[1].tar", "x")
-    assert names(shards, f"{shards}/a[1].tar") == ["a[1].tar"]
 
 
 @pytest.mark.parametrize(
@@ -317,7 +304,7 @@ def test_who_needs_captions_is_told_that_there_are_none(tmp_path: Path, shards: 
 def test_compressed_shard(tmp_path: Path, shards: Path) -> None:
     (shards / "04.tar").write_bytes(b"\x1f\x8b\x08 rest")
     for workers in (1, 2):
-        with pytest.raises(ValueError, match=r"04\.tar is compressed with gzip"):
+        with pytest.raises(ValueError, match=r"04\.tar is compressed with gzip.*Decompress"):
             run(tmp_path / "run", s=str(shards / "*.tar"), workers=workers)
     assert not (tmp_path / "run").exists()
 
@@ -374,16 +361,6 @@ def test_new_shards_are_appended_and_ids_stay(tmp_path: Path, shards: Path) -> N
     assert all_keys(first) == keys
 
 
-def test_appending_rows_equals_indexing_in_that_order(tmp_path: Path, shards: Path) -> None:
-    run(tmp_path / "grown", s=f"{shards}/00.tar")
-    grown = run(tmp_path / "grown", s=f"{shards}/*.tar")
-    whole = run(tmp_path / "whole", s=f"{shards}/*.tar")
-    assert grown.digest == whole.digest
-    assert (grown.directory / "samples.arrow").read_bytes() == (
-        whole.directory / "samples.arrow"
-    ).read_bytes()
-
-
 def test_killed_while_written_is_made_again_in_its_order(tmp_path: Path, shards: Path) -> None:
     run(tmp_path / "run", s=f"{shards}/0[23].tar")
     grown = run(tmp_path / "run", s=f"{shards}/*.tar")
@@ -426,10 +403,7 @@ def test_changed_shards_stop_until_forced(
     message: str,
 ) -> None:
     for number in range(4):  # shards that have captions of both kinds
-        with tarfile.open(shards / f"{number:02d}.tar", "a") as tar:
-            info = tarfile.TarInfo(f"{number}a.json")
-            info.size = 12
-            tar.addfile(info, io.BytesIO(b'{"alt": "x"}'))
+        write_tar(shards / f"{number:02d}.tar", [(f"{number}a.json", b'{"alt": "x"}')], mode="a")
     first = run(tmp_path / "run", s=f"{shards}/*.tar")
     before = files(first.directory)
     change(shards)
@@ -455,3 +429,13 @@ def test_index_moves_with_its_run_directory(tmp_path: Path, shards: Path) -> Non
     first = run(tmp_path / "run", s=f"{shards}/*.tar")
     shutil.move(tmp_path / "run", tmp_path / "moved")
     assert SampleIndex.open(tmp_path / "moved" / "index").digest == first.digest
+
+
+def test_appending_rows_equals_indexing_in_that_order(tmp_path: Path, shards: Path) -> None:
+    run(tmp_path / "grown", s=f"{shards}/00.tar")
+    grown = run(tmp_path / "grown", s=f"{shards}/*.tar")
+    whole = run(tmp_path / "whole", s=f"{shards}/*.tar")
+    assert grown.digest == whole.digest
+    assert (grown.directory / "samples.arrow").read_bytes() == (
+        whole.directory / "samples.arrow"
+    ).read_bytes()

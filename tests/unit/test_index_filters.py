@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from mclclip import config, embed, export, index
+from mclclip.data.index_tables import check_shards
 from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import KIND, SampleIndex
-from mclclip.data.shard_check import check_shards
 from mclclip.data.shard_filter import UID
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest

@@ -9,9 +9,10 @@ import pytest
 
 from mclclip import make_dataset
 from mclclip.data.patterns import ATTRIBUTES, FULL_RATES, MENTION_RATES, caption, patterns
+from mclclip.data.remote import StoredFile
 from mclclip.data.shard_scan import scan_shard
-from mclclip.eval.minimal_pairs import read_pairs
 from mclclip.eval.protocols.attributes import read_split
+from mclclip.eval.protocols.mmvp import read_pairs
 from tests import tiny
 
 
@@ -19,8 +20,11 @@ def test_shards_and_pairs_are_read_by_the_ordinary_readers(tmp_path: Path) -> No
     tiny.make_data(tmp_path, num_samples=96)
     shards = sorted((tmp_path / "shards").glob("*.tar"))
     assert len(shards) == 2
-    assert sum(scan_shard(str(path), "patterns", "txt").rows.num_rows for path in shards) == 96
-    assert scan_shard(str(shards[0]), "patterns", "json:captions").rows.num_rows == 48
+    assert (
+        sum(scan_shard(StoredFile(str(path)), "patterns", "txt").rows.num_rows for path in shards)
+        == 96
+    )
+    assert scan_shard(StoredFile(str(shards[0])), "patterns", "json:captions").rows.num_rows == 48
     pairs = read_pairs(tmp_path / "pairs")
     assert len(pairs) == 2 * len(ATTRIBUTES)
 

@@ -20,9 +20,10 @@ from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TarDataset
 from mclclip.eval import results
+from mclclip.ranks import failures
 from mclclip.ranks.process_group import Context
 from mclclip.ranks.step_boundary import StepBoundary
-from mclclip.run import failures, run_state
+from mclclip.run.lock import write_state
 from mclclip.run.runlog import JsonLines
 from tests import tiny
 
@@ -167,7 +168,7 @@ def test_odd_rows_of_metrics_are_dropped(tmp_path: Path, text: str) -> None:
 def test_an_odd_state_is_written_over(tmp_path: Path, text: str) -> None:
     path = tmp_path / "run_state.json"
     path.write_text(text, encoding="latin-1")
-    run_state.write(tmp_path, "finished", verb="run", exit_code=0, requeue=False, reason="")
+    write_state(tmp_path, "finished", verb="run", exit_code=0, requeue=False, reason="")
     assert json.loads(path.read_text())["state"] == "finished"
 
 

@@ -6,7 +6,6 @@ import csv
 import hashlib
 import json
 import logging
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from mclclip import config, index
 from mclclip.pack import KIND, pack
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Manifest, read_manifest
+from tests.tars import read_tar
 
 Rows = list[list[str]]
 
@@ -37,11 +37,6 @@ def images(tmp_path: Path) -> Path:
     return folder
 
 
-def members(path: Path) -> dict[str, bytes]:
-    with tarfile.open(path) as tar:
-        return {m.name: tar.extractfile(m).read() for m in tar}  # type: ignore[union-attr]
-
-
 def run(tmp_path: Path, images: Path, rows: Rows, **options: Any) -> Manifest:
     table = write_table(tmp_path / "t.csv", [["filepath", "title"], *rows])
     return pack(table, images, tmp_path / "out", **options)
@@ -55,7 +50,7 @@ def test_images_byte_for_byte_with_running_keys(tmp_path: Path, images: Path) ->
         "00001.tar",
         "manifest.json",
     ]
-    first, second = (members(tmp_path / "out" / f"0000{n}.tar") for n in (0, 1))
+    first, second = (read_tar(tmp_path / "out" / f"0000{n}.tar") for n in (0, 1))
     assert first["000000000.webp"] == b"bytes of sub/c.webp"
     assert first["000000001.png"] == b"bytes of b.PNG"
     assert first["000000001.txt"] == b"two, with a comma"
@@ -74,7 +69,7 @@ def test_images_byte_for_byte_with_running_keys(tmp_path: Path, images: Path) ->
 def test_rows_of_one_image_are_its_captions_in_order(tmp_path: Path, images: Path) -> None:
     rows = [["a.jpg", "1"], ["d.jpeg", "x"], ["./a.jpg", "2"], ["a.jpg", "2"]]
     manifest = run(tmp_path, images, rows)
-    found = members(tmp_path / "out" / "00000.tar")
+    found = read_tar(tmp_path / "out" / "00000.tar")
     assert json.loads(found["000000000.json"])["captions"] == ["1", "2", "2"]
     assert found["000000000.txt"] == b"1"
     assert (manifest.counts["samples"], manifest.counts["captions"]) == (2, 4)
@@ -91,7 +86,7 @@ def test_tsv_columns_by_name_prefix_and_further_columns(tmp_path: Path, images: 
         caption_column="text",
         key_prefix="set/x",
     )
-    found = members(tmp_path / "out" / "00000.tar")
+    found = read_tar(tmp_path / "out" / "00000.tar")
     facts = json.loads(found["set/x000000000.json"])
     assert (facts["captions"], facts["licence"], facts["file"]) == (["1", "2"], "by", "a.jpg")
 
@@ -101,7 +96,7 @@ def test_a_table_without_captions_makes_shards_without_captions(
 ) -> None:
     table = write_table(tmp_path / "t.csv", [["filepath", "class"], ["a.jpg", "x"], ["b.PNG", "y"]])
     manifest = pack(table, images, tmp_path / "out")
-    found = members(tmp_path / "out" / "00000.tar")
+    found = read_tar(tmp_path / "out" / "00000.tar")
     assert sorted(found) == [f"00000000{name}" for name in ("0.jpg", "0.json", "1.json", "1.png")]
     assert json.loads(found["000000001.json"])["captions"] == []
     assert json.loads(found["000000001.json"])["class"] == "y"
@@ -155,7 +150,7 @@ def test_what_cannot_be_packed_is_counted_by_reason(
     assert counts["findings"]["missing_image"]["examples"] == ["none.jpg"]
     assert counts["findings"]["no_path"]["examples"] == ["t.csv line 4"]
     assert counts["samples"] == 3
-    packed = members(tmp_path / "out" / "00000.tar")
+    packed = read_tar(tmp_path / "out" / "00000.tar")
     assert [name for name in packed if name.endswith("txt")] == ["000000000.txt"]
     assert "1 images that are not in the folder, left out (missing_image), e.g. none.jpg" in (
         caplog.text
@@ -189,7 +184,7 @@ def test_nothing_outside_of_the_folder_is_packed(
     findings = {reason: entry["count"] for reason, entry in counts["findings"].items()}
     assert findings == {"outside_folder": 6, "missing_image": 1}  # two names are one path
     assert counts["samples"] == 2
-    packed = members(tmp_path / "out" / "00000.tar")
+    packed = read_tar(tmp_path / "out" / "00000.tar")
     assert {data for name, data in packed.items() if name.endswith("jpg")} == {b"bytes of a.jpg"}
     assert b"private key" not in b"".join(packed.values())
     assert "--allow-root" in caplog.text and "../private/key.jpg" in caplog.text
@@ -203,7 +198,7 @@ def test_a_further_folder_may_be_allowed(tmp_path: Path, images: Path, secret: P
     rows = [["folder/key.jpg", "t"], [str(secret), "t"], ["a.jpg", "t"]]
     manifest = run(tmp_path, images, rows, allow_roots=[secret.parent])
     assert manifest.counts["samples"] == 3 and not manifest.counts["findings"]
-    packed = members(tmp_path / "out" / "00000.tar")
+    packed = read_tar(tmp_path / "out" / "00000.tar")
     assert packed["000000000.jpg"] == packed["000000001.jpg"] == b"a private key"
     with pytest.raises(ValueError, match="allow_roots"):
         run(tmp_path, images, rows)
@@ -221,8 +216,8 @@ def test_finished_is_skipped_and_changes_stop_until_forced(tmp_path: Path, image
     with pytest.raises(ValueError, match="inputs.table"):
         run(tmp_path, images, [["b.PNG", "1"]])
     run(tmp_path, images, [["b.PNG", "1"]], force=True)
-    assert "000000000.png" in members(tmp_path / "out" / "00000.tar")
-    assert "000000000.jpg" in members(tmp_path / "out.old-1" / "00000.tar")
+    assert "000000000.png" in read_tar(tmp_path / "out" / "00000.tar")
+    assert "000000000.jpg" in read_tar(tmp_path / "out.old-1" / "00000.tar")
 
 
 def test_killed_pack_is_made_again_with_the_same_bytes(tmp_path: Path, images: Path) -> None:

@@ -18,7 +18,7 @@ from mclclip import config, plan
 from mclclip.config import Config
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.objectives.feature_dropout import Viewmaker
-from mclclip.plan import Machine, disk
+from mclclip.plan import Machine, costs
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.layout import Layout
 from tests import tiny
@@ -35,7 +35,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recipes' run directories are relative; a disk of 100 TiB, whatever the machine has."""
     monkeypatch.chdir(tmp_path)
     roomy = Usage(100 * 1024 * GIB, 0, 100 * 1024 * GIB)
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: roomy)
+    monkeypatch.setattr(costs.shutil, "disk_usage", lambda _: roomy)
 
 
 def recipe(name: str, *overrides: str) -> Config:
@@ -194,14 +194,6 @@ def test_an_adversary_counts_with_the_graph_of_its_views() -> None:
     assert 2 * hidden < whole["activations"] < frozen["activations"]
 
 
-@in_soak
-def test_without_samples_it_says_so() -> None:
-    found = plan.make(recipe("cc12m_vitb32"), Machine())
-    assert found["trainings"][0]["steps"] is None
-    assert found["disk"]["embeddings"] is None and found["disk"]["clusters"] is None
-    assert "samples: unknown" in plan.table.text(found)
-
-
 def test_controls_and_stage_zero_are_counted() -> None:
     found = plan.make(tiny_config("controls=[ungrouped,random_groups]"), Machine(), 192)
     names = [(t["stage"], t["variant"]) for t in found["trainings"]]
@@ -277,7 +269,7 @@ def test_what_has_no_groups_shows_none() -> None:
 def test_kept_checkpoints() -> None:
     options = tiny_config("train.checkpoint={every: 2, keep: 2, keep_every: 4}", "train.steps=11")
     # 2, 4, 6, 8, 10 and the last, 11: the newest two, and 4 and 8 for good.
-    assert disk._number_kept(options.train, (11, 11)) == 4
+    assert costs.number_kept(options.train, (11, 11)) == 4
 
 
 @in_soak
@@ -347,7 +339,9 @@ def test_copies_in_the_run_directory_are_counted(tmp_path: Path) -> None:
     (tar,) = write_shards(packed, tmp_path / "data/shards", 60)
     options = ("base=null", "num_stages=2", "train.global_batch=4", "reshard.enabled=true")
     config = tiny.make_config(tmp_path / "run", tmp_path / "data", *options)
-    assert plan.make(config, plan.Machine(1, 1))["disk"]["copies"] is None  # no index yet
+    unknown = plan.make(config, plan.Machine(1, 1))  # no index yet
+    assert {unknown["disk"][kind] for kind in ("copies", "embeddings", "clusters")} == {None}
+    assert "samples: unknown" in plan.table.text(unknown)
     index.run(config, SINGLE)
     found = plan.make(config, plan.Machine(1, 1))
     assert found["disk"]["copies"] == 2 * tar.stat().st_size
@@ -433,7 +427,7 @@ def test_too_little_memory_for_the_weights_names_the_engine() -> None:
 
 
 def test_a_full_disk_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: Usage(GIB, 0, GIB))
+    monkeypatch.setattr(costs.shutil, "disk_usage", lambda _: Usage(GIB, 0, GIB))
     told = refusal(recipe("cc12m_vitb32"), Machine(1, 8), CC12M)
     assert "GiB more, its disk has 1.0 GiB free" in told
 
@@ -441,7 +435,7 @@ def test_a_full_disk_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatc
 def test_a_full_disk_here_is_a_warning_for_machines_elsewhere(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: Usage(9, 0, 9))
+    monkeypatch.setattr(costs.shutil, "disk_usage", lambda _: Usage(9, 0, 9))
     plan.run(tiny_config(), Machine.described(1, None, None), samples=192, as_json=True)
     (told,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert "GiB more, the disk here has 0.0 GiB free: check that the machines" in told
@@ -450,11 +444,11 @@ def test_a_full_disk_here_is_a_warning_for_machines_elsewhere(
         machine = Machine.described(*given, 80.0)
         assert machine.elsewhere == elsewhere
         if elsewhere:
-            assert disk.check(counted, tiny_config(), machine)
-            assert disk.check({**counted, "present": GIB}, tiny_config(), machine) is None
+            assert costs.check_disk(counted, tiny_config(), machine)
+            assert costs.check_disk({**counted, "present": GIB}, tiny_config(), machine) is None
         else:
             with pytest.raises(ValueError, match="its disk has 1.0 .* give --nodes and --gpus"):
-                disk.check(counted, tiny_config(), machine)
+                costs.check_disk(counted, tiny_config(), machine)
 
 
 @pytest.mark.parametrize(

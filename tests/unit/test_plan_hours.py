@@ -13,7 +13,7 @@ import pytest
 
 from mclclip import cli, config, plan
 from mclclip.config import Config
-from mclclip.plan import Machine, Speed, hours, memory, steps, table
+from mclclip.plan import Machine, Speed, costs, memory, steps, table
 from mclclip.plan.machine import PEAK_TFLOPS, SHARE
 from tests import tiny
 from tests.matrix import in_soak, kept
@@ -45,6 +45,15 @@ def of_sample(*overrides: str, locked_text: bool = True) -> dict[str, Any]:
     """Operations of a training of the tiny model."""
     found = measured(tiny_config(*overrides, locked_text=locked_text))["train"]["operations"]
     return dict(found)
+
+
+def planned(
+    options: Config, machine: Machine | None = None, samples: int | None = 192, **speed: float
+) -> dict[str, Any]:
+    """Hours of a configuration."""
+    machine = machine or Machine()
+    kind = measured(options, machine)
+    return costs.hours(options, steps.count(options, samples), kind, machine, Speed(**speed))
 
 
 # --- operations --------------------------------------------------------------------------------
@@ -105,7 +114,7 @@ Counted = tuple[Config, dict[str, Any], dict[str, Any]]
 
 
 def hours_of(counted: Counted, machine: Machine, **speed: float) -> dict[str, Any]:
-    return hours.count(*counted, machine, Speed(**speed))
+    return costs.hours(*counted, machine, Speed(**speed))
 
 
 def test_every_training_and_every_embedding_pass_is_there(counted: Counted) -> None:
@@ -140,19 +149,18 @@ def test_hours_grow_with_the_steps_and_shrink_with_the_gpus() -> None:
     options = tiny_config("train.steps=12")
     kind = measured(options)
     short = steps.count(tiny_config(), 192)
-    once, more = (hours.count(options, n, kind, Machine(), Speed())["passes"][2]
+    once, more = (costs.hours(options, n, kind, Machine(), Speed())["passes"][2]
                   for n in (short, steps.count(options, 192)))  # fmt: skip
     assert more["hours"][0] == pytest.approx(2 * once["hours"][0])
-    apart = hours.count(options, short, kind, Machine(2, 3), Speed())["passes"][2]
+    apart = costs.hours(options, short, kind, Machine(2, 3), Speed())["passes"][2]
     assert apart["hours"][0] == pytest.approx(once["hours"][0] / 6)
     assert apart["gpu_hours"] == pytest.approx(once["gpu_hours"])
 
 
 def test_bf16_is_sixteen_times_as_fast() -> None:
-    options, half = tiny_config(), tiny_config("embed.precision=bf16", "train.precision=bf16")
-    sides = [hours.count(o, steps.count(o, 192), measured(o), Machine(), Speed())
-             for o in (options, half)]  # fmt: skip
-    assert sides[0]["hours"][0] == pytest.approx(16 * sides[1]["hours"][0])
+    full = planned(tiny_config())
+    half = planned(tiny_config("embed.precision=bf16", "train.precision=bf16"))
+    assert full["hours"][0] == pytest.approx(16 * half["hours"][0])
 
 
 def test_measured_rates_replace_the_estimate(counted: Counted) -> None:
@@ -167,13 +175,11 @@ def test_measured_rates_replace_the_estimate(counted: Counted) -> None:
 
 def test_a_rate_of_stages_is_not_that_of_stage_zero() -> None:
     options = tiny.make_config(Path("run"), Path("data"), locked_text=True)
-    found = hours.count(options, steps.count(options, 192), measured(options), Machine(),
-                        Speed(samples_per_s=7.0))["passes"]  # fmt: skip
+    found = planned(options, samples_per_s=7.0)["passes"]
     trainings = {of["stage"]: of for of in found if of["name"] == "training"}
     assert not trainings[0]["given"] and trainings[1]["given"] and trainings[2]["given"]
     alone = tiny.make_config(Path("run"), Path("data"), "num_stages=0")
-    (only,) = hours.count(alone, steps.count(alone, 192), measured(alone), Machine(),
-                          Speed(samples_per_s=7.0))["passes"]  # fmt: skip
+    (only,) = planned(alone, samples_per_s=7.0)["passes"]
     assert only["given"] and only["gpu_hours"][0] == pytest.approx(144 / 7 / 3600)
 
 
@@ -185,7 +191,7 @@ def test_the_clustered_encoder_may_be_another_one() -> None:
     tree["train"]["objective"] = {"kind": "mlcd", "labels_per_sample": 1, "sample_rate": 0.5}
     options = config.from_tree(tree)
     kind = measured(options)
-    images, training = hours.count(options, steps.count(options, 192), kind, Machine(),
+    images, training = costs.hours(options, steps.count(options, 192), kind, Machine(),
                                    Speed())["passes"]  # fmt: skip
     assert images["sample"] == IMAGE - 2 * BLOCK
     # The products of the class centers come on top of the model's.
@@ -225,7 +231,7 @@ def test_with_the_cache_the_trunk_runs_once(counted: Counted) -> None:
     """One pass of its own at stage 0; what comes after it starts from there."""
     on = tiny_config("trunk_cache={enabled: true, dtype: float32}", "controls=[ungrouped]")
     kind = measured(on, Machine(1, 4))
-    found = hours.count(
+    found = costs.hours(
         on, steps.count(on, 192), kind, Machine(1, 4), Speed(images_per_s=50.0)
     )  # fmt: skip
     whole, trunk = kind["train"]["operations"], kind["train"]["operations"]["trunk"]
@@ -249,9 +255,7 @@ def test_a_cached_trunk_is_not_run_by_either_pass_of_gradient_caching() -> None:
 def test_the_cache_of_cc12m_at_vit_l_14() -> None:
     """257 tokens of 1,024 values in bf16: 5.8 TB; the last six of 24 blocks remain, three times."""
     options = recipe("cc12m_vitl14")
-    found = hours.count(options, steps.count(options, CC12M), measured(options, Machine(1, 8)),
-                        Machine(1, 8), Speed())  # fmt: skip
-    cache = found["trunk_cache"]["train"]
+    cache = planned(options, Machine(1, 8), CC12M)["trunk_cache"]["train"]
     assert cache["bytes_per_crop"] == CC12M * 257 * 1024 * 2
     assert cache["bytes_per_crop"] / 1e12 == pytest.approx(5.8, abs=0.05)
     block = 2 * 12 * 1024**2 * 257 + 4 * 257**2 * 1024
@@ -287,7 +291,7 @@ def test_messages_of_a_step(
     """As many times the trained parameters, or all of them, as the engine exchanges."""
     options = tiny_config(f"train.engine={engine}", "train.precision=bf16")
     kind = measured(options, Machine(1, 4))["train"]
-    found = hours.messages(options.train, kind, Machine(1, 4))
+    found = costs.messages(options.train, kind, Machine(1, 4))
     expected = {name: n * kind["trained"] for name, n in trained.items()}
     expected |= {name: n * kind["export"] for name, n in whole.items()}
     expected["all-gather of features"] = 24 * 2 * 8 * 4  # of both towers
@@ -299,7 +303,7 @@ def test_messages_of_a_step(
 
 def test_one_rank_sends_nothing(counted: Counted) -> None:
     options, _, kind = counted
-    assert hours.messages(options.train, kind["train"], Machine()) == {
+    assert costs.messages(options.train, kind["train"], Machine()) == {
         "collectives": {}, "seconds": 0.0
     }  # fmt: skip
 
@@ -330,7 +334,7 @@ def test_the_plan_says_what_it_assumes(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_hours_are_unknown_without_a_number_of_samples() -> None:
     options = tiny_config("train.steps=null")
-    found = hours.count(options, steps.count(options, None), measured(options), Machine(), Speed())
+    found = planned(options, samples=None)
     assert found["hours"] is None and found["passes"][0]["gpu_hours"] is None
     assert found["trunk_cache"]["train"]["bytes_per_crop"] is None
     assert found["passes"][0]["samples_per_s"] > 0

@@ -99,7 +99,7 @@ def test_the_tree_lists_every_room_and_every_file_beside_them() -> None:
         for folder in (package, *package.rglob("*/"))
         if any(folder.glob("*.py")) and not folder.is_symlink()
     }
-    assert {"mclclip/data/", "mclclip/objectives/class_centers/"} <= rooms
+    assert {"mclclip/data/", "mclclip/data/datasets/"} <= rooms
     assert listed_paths(TEXT[README]) == files | rooms | {"eval/", "launch/", "slurm/", "tests/"}
 
 

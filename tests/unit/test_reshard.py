@@ -25,6 +25,7 @@ from mclclip.data.samples import BadSample, TarDataset
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, read_manifest
 from mclclip.run.layout import Layout
+from tests.tars import write_tar
 from tests.unit.test_disk_errors import at_most
 
 NUM_SAMPLES = 60
@@ -51,15 +52,6 @@ def members_of(number: int) -> Members:
     text = [("txt", f"caption {number}".encode())] if number % 5 else []
     found = [("json", facts.encode()), (kind, picture(number, kind)), *(text if not source else [])]
     return [(f"{key}.{extension}", data) for extension, data in found]
-
-
-def write_tar(path: Path, samples: list[Members]) -> None:
-    path.parent.mkdir(exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for name, data in (member for sample in samples for member in sample):
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
 
 
 def options(root: Path, **more: Any) -> Config:
@@ -94,7 +86,7 @@ def config(tmp_path: Path) -> Config:
     """An index over both sources, and pseudo labels of stage 1."""
     for number in range(6):
         samples = [members_of(10 * number + place) for place in range(10)]
-        write_tar(tmp_path / "ab"[number // 3] / f"{number}.tar", samples)
+        write_tar(tmp_path / "ab"[number // 3] / f"{number}.tar", itertools.chain(*samples))
     config = options(tmp_path)
     index.run(config, SINGLE)
     write_labels(config, LABELS)
@@ -186,8 +178,8 @@ def test_keys_that_lead_out_of_a_folder_name_no_member(tmp_path: Path) -> None:
         [(f"{name}.jpg", picture(number, "jpg")), (f"{name}.txt", f"caption {number}".encode())]
         for number, name in enumerate(names)
     ]
-    write_tar(tmp_path / "a/0.tar", samples)
-    write_tar(tmp_path / "b/0.tar", [members_of(30)])
+    write_tar(tmp_path / "a/0.tar", itertools.chain(*samples))
+    write_tar(tmp_path / "b/0.tar", members_of(30))
     config = options(tmp_path, samples_per_shard=100)
     index.run(config, SINGLE)
     indexed = SampleIndex.open(Layout.of(config).index)

@@ -72,13 +72,6 @@ def test_neighbours_are_those_of_scikit_learn(k: int) -> None:
     assert np.allclose(similarity, 1 - distance, atol=1e-6)
 
 
-def test_equally_near_rows_are_taken_in_their_order() -> None:
-    train = np.eye(3, dtype=np.float32)[[1, 0, 1, 0, 1, 0]]
-    for bank_rows in (100, 4, 1):
-        near = search.nearest(np.eye(3, dtype=np.float32)[:1], train, 4, bank_rows=bank_rows)
-        assert near[1].tolist() == [[1, 3, 5, 0]] and near[0].tolist() == [[1, 1, 1, 0]]
-
-
 @pytest.mark.parametrize("bank_rows", [65_536, 333, 33])
 @pytest.mark.parametrize("copies", [1, 40, 600])
 def test_any_number_of_equal_rows_ties_exactly(copies: int, bank_rows: int) -> None:

@@ -47,9 +47,23 @@ def options(run_dir: Path, data: Path, *more: str) -> Config:
     )  # fmt: skip
 
 
-def embedded(config: Config) -> TrunkRows:
+STARTED: dict[str, Path] = {}  # run directories by data and model
+
+
+def start(config: Config) -> None:
+    """Index and stage 0's encoder, which are made once and copied."""
+    key, run_dir = f"{config.data} {config.model}", Path(config.run_dir)
+    if key in STARTED:
+        for folder in ("index", "stage_0/export"):
+            shutil.copytree(STARTED[key] / folder, run_dir / folder)
+        return
     index.run(config, SINGLE)
     export.stage(config, SINGLE, stage=0)
+    STARTED[key] = run_dir
+
+
+def embedded(config: Config) -> TrunkRows:
+    start(config)
     embed.run(config, SINGLE, stage=0)
     return rows_of(config)
 
@@ -132,8 +146,7 @@ def test_everything_after_it_is_as_from_images(made: Config, data: Path, tmp_pat
     """In float32 to the bit, by the same crops: embeddings, losses, the trained encoder."""
     cached = copied(made, data, tmp_path / "cached")
     images = options(tmp_path / "images/run", data, PLAIN)
-    index.run(images, SINGLE)
-    export.stage(images, SINGLE, stage=0)
+    start(images)
     embed.run(images, SINGLE, stage=0)
     losses = trained(images)
     assert trained(cached) == losses and len({*losses}) == 4
@@ -165,8 +178,7 @@ def test_every_way_to_train_starts_from_it(data: Path, tmp_path: Path, more: lis
     found = {}
     for name, given in {"images": PLAIN, "cache": ON}.items():
         config = options(tmp_path / name, data, given, *more)
-        index.run(config, SINGLE)
-        export.stage(config, SINGLE, stage=0)
+        start(config)
         embed.run(config, SINGLE, stage=0)
         found[name] = trained(config)
         if config.num_stages == 2:
@@ -177,16 +189,6 @@ def test_every_way_to_train_starts_from_it(data: Path, tmp_path: Path, more: lis
     # In float64 the cache's trunk still ran in fp32.
     tolerance = 1e-4 if "train.precision=float64" in more else 1e-5
     np.testing.assert_allclose(found["cache"], found["images"], rtol=tolerance)
-
-
-def test_a_control_starts_from_it_too(made: Config, data: Path, tmp_path: Path) -> None:
-    cached = copied(made, data, tmp_path, "controls=[ungrouped]")
-    trained(cached)
-    path = train.run(cached, SINGLE, stage=1, variant="ungrouped")
-    inputs = read_manifest(path, "train").inputs
-    assert (
-        inputs["trunk_cache"] == read_manifest(Layout.of(cached).trunk_cache, "trunk_cache").digest
-    )
 
 
 # --- what is bad ---------------------------------------------------------------------------------
@@ -284,8 +286,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_stage_0(data: Path, tmp_
     with pytest.raises(ValueError, match=r"^trunk_cache.folder=/proc/rows cannot be written") as of:
         pipeline.run(config, SINGLE)
     assert "\n" not in str(of.value) and not (tmp_path / "run").exists()
-    index.run(config, SINGLE)
-    export.stage(config, SINGLE, stage=0)
+    start(config)
     with pytest.raises(ValueError, match=r"^trunk_cache.folder=/proc/rows cannot be written"):
         embed.run(config, SINGLE, stage=0)
 
@@ -308,16 +309,6 @@ def test_files_of_rows_that_are_gone_or_cut_are_refused_before_a_step(
     with pytest.raises(RuntimeError, match=r"checksums.npy is damaged .*--trunk-cache --force'"):
         train.run(config, SINGLE, stage=1)
     assert not Layout.of(config).train(1).exists()
-
-
-def test_a_finished_run_does_not_need_its_rows(made: Config, data: Path, tmp_path: Path) -> None:
-    config = copied(made, data, tmp_path)
-    losses = trained(config)
-    folder = rows_of(config).folder
-    shutil.rmtree(folder)
-    for force in (False, "unfit"):
-        embed.run(config, SINGLE, stage=0, force=force)
-    assert trained(config) == losses and not folder.exists()
 
 
 def test_other_blocks_or_other_weights_are_refused(
@@ -373,8 +364,7 @@ def test_a_restored_sample_is_trained_on_once_the_cache_has_its_row(
 
 def test_embeddings_of_images_are_told_before_a_row_is_written(data: Path, tmp_path: Path) -> None:
     plain, on = (options(tmp_path / "run", data, *more) for more in ([], [ON]))
-    index.run(plain, SINGLE)
-    export.stage(plain, SINGLE, stage=0)
+    start(plain)
     embed.run(plain, SINGLE, stage=0)
     with pytest.raises(ValueError, match="was made from images, and trunk_cache.enabled starts"):
         embed.run(on, SINGLE, stage=0)
@@ -417,14 +407,13 @@ def test_a_full_disk_is_told_with_the_option(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = options(tmp_path / "run", data, ON, f"trunk_cache.folder={tmp_path}/rows")
-    index.run(config, SINGLE)
-    export.stage(config, SINGLE, stage=0)
+    start(config)
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     path = Layout.of(config).trunk_rows(str(tmp_path / "rows"), "") / "00000.npy"
-    monkeypatch.setattr(embed.images, "write_shard", full)
+    monkeypatch.setattr(embed, "write_shard", full)
     monkeypatch.setattr(Layout, "trunk_rows", lambda *_: path.parent)
     with pytest.raises(ValueError, match="name another disk in trunk_cache.folder"):
         embed.run(config, SINGLE, stage=0)
@@ -432,27 +421,29 @@ def test_a_full_disk_is_told_with_the_option(
 
 def test_without_it_a_later_stage_says_what_to_run(data: Path, tmp_path: Path) -> None:
     config = options(tmp_path / "run", data)
-    index.run(config, SINGLE)
-    export.stage(config, SINGLE, stage=0)
+    start(config)
     embed.run(config, SINGLE, stage=0)
     cluster.run(config, SINGLE, stage=0)
     on = options(tmp_path / "run", data, ON)
     with pytest.raises(FileNotFoundError, match="no finished trunk_cache .* --trunk-cache' first"):
         train.run(on, SINGLE, stage=1)
+    # Artifacts of runs that never had it keep their identity.
+    path = train.run(config, SINGLE, stage=1)
+    for directory, kind in ((Layout.of(config).embeddings(0), "embeddings"), (path, "train")):
+        assert "trunk_cache" not in read_manifest(directory, kind).inputs
 
 
 def test_a_value_that_float16_does_not_hold_is_told(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = options(tmp_path / "run", data, "trunk_cache.enabled=true")
-    index.run(config, SINGLE)
-    export.stage(config, SINGLE, stage=0)
-    forward = embed.images.forward
+    start(config)
+    forward = embed.forward
 
     def large(*given: Any) -> torch.Tensor:
         return forward(*given) * 1e6
 
-    monkeypatch.setattr(embed.images, "forward", large)
+    monkeypatch.setattr(embed, "forward", large)
     with pytest.raises(ValueError, match="float16 does not hold: set trunk_cache.dtype=float32"):
         embed.run(config, SINGLE, stage=0)
     assert not [*Layout.of(config).trunk_cache.rglob("*.npy")]
@@ -482,8 +473,7 @@ def test_a_training_of_all_blocks_has_nothing_to_start_from(data: Path, tmp_path
     with pytest.raises(ValueError, match="train.lock.image_blocks=3 freezes no block"):
         options(tmp_path / "run", data, ON, "train.lock.image_blocks=3")
     plain = options(tmp_path / "run", data)
-    index.run(plain, SINGLE)
-    export.stage(plain, SINGLE, stage=0)
+    start(plain)
     all_blocks = "train.lock.image_blocks=3"
     later = f"model={{name: local-dir:{tmp_path}/later}}"
     config = options(tmp_path / "run", data, ON, all_blocks, later)
@@ -495,21 +485,8 @@ def test_a_disk_without_room_is_told_before_a_row(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = options(tmp_path / "run", data, ON)
-    index.run(config, SINGLE)
-    export.stage(config, SINGLE, stage=0)
+    start(config)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100_000))
     with pytest.raises(ValueError, match="cache needs about .* GiB, the disk .*trunk_cache.folder"):
         embed.run(config, SINGLE, stage=0)
-
-
-def test_without_the_option_nothing_changes(made: Config, data: Path, tmp_path: Path) -> None:
-    """Artifacts of runs that never had it keep their identity."""
-    config = options(tmp_path / "run", data)
-    index.run(config, SINGLE)
-    export.stage(config, SINGLE, stage=0)
-    embed.run(config, SINGLE, stage=0)
-    cluster.run(config, SINGLE, stage=0)
-    path = train.run(config, SINGLE, stage=1)
-    for directory, kind in ((Layout.of(config).embeddings(0), "embeddings"), (path, "train")):
-        assert "trunk_cache" not in read_manifest(directory, kind).inputs

@@ -46,32 +46,18 @@ class Source:
         """Whether the directory holds several stages, joined."""
         return (self.directory / weights.CONCAT).is_file()
 
-    @property
-    def stages(self) -> list[Model]:
-        """The models that the encoder consists of: one, or the stages of a concat."""
-        return self.encoder.models
-
-    @property
-    def reads_texts(self) -> bool:
-        """Whether there is a text tower."""
-        return self.stages[0].reads_texts
-
-    def single(self, library: str) -> Model:
-        """The only model, with its text tower. Raises ValueError for a concat or an image encoder,
-        which `library` cannot hold."""
-        self.refuse_concat(library)
-        model = self.stages[0]
-        if not model.reads_texts:
-            raise ValueError(f"{self.directory} has no text tower, which {library} has")
-        return model
-
-    def refuse_concat(self, library: str) -> None:
-        """Raises ValueError for a joined encoder, which `library` cannot hold."""
+    def single(self, library: str, *, text: bool = True) -> Model:
+        """The only model. Raises ValueError for what `library` cannot hold: a concat, and an image
+        encoder where it wants a text tower."""
         if self.is_concat:
             raise ValueError(
                 f"{self.directory} is a joined encoder, which {library} cannot hold: convert the "
                 "soup or a stage"
             )
+        model: Model = self.encoder.stages[0]
+        if text and not model.reads_texts:
+            raise ValueError(f"{self.directory} has no text tower, which {library} has")
+        return model
 
     @property
     def run_dir(self) -> Path | None:
@@ -138,8 +124,3 @@ def names() -> list[str]:
 def find(name: str) -> ExportTarget:
     """The target of this name."""
     return cast(ExportTarget, import_module(f"{__name__}.{name}"))
-
-
-def precisions(name: str) -> tuple[Precision, ...]:
-    """The number formats in which a target writes weights."""
-    return getattr(find(name), "PRECISIONS", ("fp32",))

@@ -85,15 +85,13 @@ class _Rows:
             rows = np.zeros((len(ids), own.shape[1]), own.dtype)
             rows[has] = own
             parts["text"] = [rows] * len(self.images)
-        return {kind: _joined(rows) for kind, rows in parts.items()}
-
-
-def _joined(parts: list[Floats]) -> Floats:
-    if len(parts) == 1:
-        return parts[0]
-    root = np.float64(len(parts)) ** 0.5
-    rows = [(part.astype(np.float64) / root).astype(part.dtype) for part in parts]
-    return np.concatenate(rows, axis=1)
+        if len(self.images) == 1:
+            return {kind: rows[0] for kind, rows in parts.items()}
+        root = np.float64(len(self.images)) ** 0.5
+        return {
+            kind: np.concatenate([(p.astype(np.float64) / root).astype(p.dtype) for p in rows], 1)
+            for kind, rows in parts.items()
+        }
 
 
 def _of_stages(source: Source, run: Path) -> list[Path]:
@@ -164,11 +162,9 @@ def write(source: Source, out: Path) -> None:
                 "key": keys,
             }
         )
-        stream = io.BytesIO()
-        table.to_parquet(stream, index=False)
         path = out / "metadata" / f"metadata_{name}.parquet"
         path.parent.mkdir(exist_ok=True)
-        files.write_bytes(path, stream.getvalue())
+        files.write_bytes(path, table.to_parquet(index=False))
 
 
 def save_rows(path: Path, rows: np.ndarray) -> None:

@@ -16,36 +16,32 @@ from typing import Any
 from torch import Tensor
 
 from mclclip import files
-from mclclip.export import certificate, layouts, tokenizer_files
+from mclclip.export import certificate, layouts, processors
 from mclclip.export.certificate import Certificate, Probes
-from mclclip.export.image_pixels import own_processor, write_processors
 from mclclip.export.targets import Source
 from mclclip.models import config_check, transformers_encoder, weights
 from mclclip.models.encoder import Encoder, load_model
 
 CARD = {"library_name": "transformers", "pipeline_tag": "zero-shot-image-classification"}
 IS_MODEL = True
-WEIGHTS = "model.safetensors"
 
 
 def write(source: Source, out: Path) -> None:
     """Writes the folder; see the module. Raises ValueError for a model that none of the three
     holds."""
     config_check.library()
+    model, kind = source.encoder.stages[0], "CLIPImageProcessor"
     if source.is_concat:
         config, tensors = layouts.stages(source.encoder)
-        length = config["text_config"]["max_position_embeddings"]
-        tokenizer_files.write_clips(source.encoder.tokenizer, length, out)
-        write_stages(source, out, config, tensors)
-        return
-    model, kind = source.single("transformers' CLIPModel"), "CLIPImageProcessor"
-    if layouts.is_siglip(model):
+    elif layouts.is_siglip(source.single("transformers' CLIPModel")):
         (config, tensors), kind = layouts.siglip(model), "SiglipImageProcessor"
-        tokenizer_files.write_cleaning(source.directory, model, out)
     else:
         config, tensors = layouts.clip(model)
+    if config["model_type"] == "siglip":
+        processors.write_cleaning_tokenizer(source.directory, model, out)
+    else:
         length = config["text_config"]["max_position_embeddings"]
-        tokenizer_files.write_clips(model.tokenizer, length, out)
+        processors.write_clips_tokenizer(model.tokenizer, length, out)
     write_model(source, out, config, tensors, kind)
 
 
@@ -56,19 +52,15 @@ def write_model(
     tensors: Mapping[str, Tensor],
     kind: str = "CLIPImageProcessor",
 ) -> None:
-    """Writes configuration, weights and image processors, the stock one of the class `kind`."""
+    """Writes configuration, weights and image processors, the stock one of the class `kind`; of a
+    joined encoder the code of its model too."""
+    if source.is_concat:
+        code = Path(transformers_encoder.__file__).with_name(f"{layouts.STAGES}.py")
+        files.write_bytes(out / code.name, code.read_bytes())
     files.write_bytes(out / transformers_encoder.CONFIG, json.dumps(config, indent=2).encode())
-    write_processors(out, source.stages[0].config["preprocess_cfg"], kind)
-    weights.write_tensors(out / WEIGHTS, tensors)
-
-
-def write_stages(
-    source: Source, out: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> None:
-    """The same of a joined encoder, with the code of its model."""
-    code = Path(transformers_encoder.__file__).with_name(f"{layouts.STAGES}.py")
-    files.write_bytes(out / code.name, code.read_bytes())
-    write_model(source, out, config, tensors)
+    settings = source.encoder.stages[0].config["preprocess_cfg"]
+    processors.write_image_processors(out, settings, kind)
+    weights.write_tensors(out / "model.safetensors", tensors)
 
 
 def load_stages(out: Path) -> Any:
@@ -94,7 +86,7 @@ def load(cls: Any, out: Path, **options: Any) -> Any:
 def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
     """transformers with its stock image processor and, in a second entry, with the own one; of a
     joined encoder with the own one alone."""
-    transformers, own = config_check.library(), own_processor(out)
+    transformers, own = config_check.library(), processors.own_processor(out)
     runtime = f"transformers {transformers.__version__}"
     if source.is_concat:
         tokenizer = transformers.CLIPTokenizer.from_pretrained(str(out))

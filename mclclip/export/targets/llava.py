@@ -21,12 +21,13 @@ trust_remote_code=True, hidden_size=...)`.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from mclclip.export import certificate, layouts
-from mclclip.export.certificate import Certificate, ImageHalf, Probes
+from mclclip.export.certificate import Certificate, Probes
 from mclclip.export.targets import Source, hf
 from mclclip.models import config_check, weights
 from mclclip.models.model import unit
@@ -41,14 +42,14 @@ def write(source: Source, out: Path) -> None:
     """Writes the tower. Raises ValueError for towers other than open_clip's plain ViT, and where it
     has one block, before which there is no state."""
     config_check.library()
-    if source.stages[0].num_blocks < 2:
+    if source.encoder.stages[0].num_blocks < 2:
         raise ValueError(
             f"{source.directory} has one block, and LLaVA reads the state before the last block: "
             "convert a model of two blocks or more"
         )
     if source.is_concat:
         config, tensors = layouts.stages(source.encoder)
-        hf.write_stages(source, out, *layouts.stages_tower(config, tensors))
+        hf.write_model(source, out, *layouts.stages_tower(config, tensors))
         return
     config, tensors = layouts.clip(source.single("transformers' CLIPModel"))
     tower = config["vision_config"] | {
@@ -65,13 +66,14 @@ def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
     see. A state is [B, S, tokens, width], with every token at unit length."""
     transformers = config_check.library()
     if source.is_concat:
-        model, layers = hf.load_stages(out), [*range(len(source.stages))]
+        model, layers = hf.load_stages(out), [*range(len(source.encoder.stages))]
     else:
         model, layers = hf.load(transformers.CLIPVisionModel, out), [-2]
 
     @torch.no_grad()
     def own_states(images: Tensor) -> Tensor:
-        states = [stage.encode_trunk(images, stage.num_blocks - 1) for stage in source.stages]
+        stages = source.encoder.stages
+        states = [stage.encode_trunk(images, stage.num_blocks - 1) for stage in stages]
         return unit(torch.stack(states, dim=1))
 
     @torch.no_grad()
@@ -80,7 +82,8 @@ def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
         return unit(torch.stack([hidden[layer] for layer in layers], dim=1))
 
     own, other = (
-        ImageHalf(encode, source.encoder.preprocess_val) for encode in (own_states, states)
+        SimpleNamespace(encode_image=encode, preprocess_val=source.encoder.preprocess_val)
+        for encode in (own_states, states)
     )
     what = f"{type(model).__name__}, tokens before the last block"
     runtime = f"transformers {transformers.__version__}, {what}"
@@ -94,13 +97,31 @@ def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
 
 
 def trained_blocks_seen(source: Source) -> str:
-    """How many trained blocks the state before the last block sees, in a sentence."""
-    num_blocks, trained = source.stages[0].num_blocks, _trained_blocks(source)
-    if trained is None:
-        return (
-            "LLaVA reads the state before the last block. Whether it sees a trained block is not "
-            "known, since the base is not in the run directory of the export"
-        )
+    """How many trained blocks the state before the last block sees, in a sentence. Trained are the
+    last blocks, from the first that differs among the stages, or from the base in the run."""
+    model = source.encoder.stages[0]
+    num_blocks = model.num_blocks
+    if source.is_concat:
+        trained = num_blocks - source.encoder.num_trunk_blocks
+    else:
+        folder = None if source.run_dir is None else Layout(source.run_dir).export(0)
+        if (
+            folder is None
+            or not artifacts.is_finished(folder)
+            or weights.base_digest(source.directory) != weights.base_digest(folder)
+        ):
+            return (
+                "LLaVA reads the state before the last block. Whether it sees a trained block is "
+                "not known, since the base is not in the run directory of the export"
+            )
+        base = weights.read_tensors(weights.find_weights(folder))
+        differing = {
+            name.removeprefix("visual.")
+            for name, tensor in model.exported.state_dict().items()
+            if name.startswith("visual.")
+            and (name not in base or not weights.same_bits(tensor.cpu(), base[name]))
+        }
+        trained = num_blocks - model.layout.count_without(differing)
     if trained == 0:
         return (
             f"no block differs from the base's (of {num_blocks}): with this tower LLaVA sees what "
@@ -115,26 +136,3 @@ def trained_blocks_seen(source: Source) -> str:
         f"LLaVA reads the state before the last block: it sees {trained - 1} of the {trained} "
         f"trained blocks (of {num_blocks})"
     )
-
-
-def _trained_blocks(source: Source) -> int | None:
-    """Number of last blocks that differ from those of the base in the run directory, or among the
-    stages; None where there is no base that the export was made from."""
-    model = source.stages[0]
-    if source.is_concat:
-        return model.num_blocks - source.encoder.num_trunk_blocks
-    if source.run_dir is None:
-        return None
-    folder = Layout(source.run_dir).export(0)
-    if not artifacts.is_finished(folder):
-        return None
-    if weights.base_digest(source.directory) != weights.base_digest(folder):
-        return None
-    base = weights.read_tensors(weights.find_weights(folder))
-    differing = {
-        name.removeprefix("visual.")
-        for name, tensor in model.exported.state_dict().items()
-        if name.startswith("visual.")
-        and (name not in base or not weights.same_bits(tensor.cpu(), base[name]))
-    }
-    return model.num_blocks - model.layout.count_without(differing)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from mclclip import files
-from mclclip.export import certificate, tokenizer_files
+from mclclip.export import certificate, processors
 from mclclip.export.certificate import Certificate, Probes
 from mclclip.export.targets import Precision, Source
 from mclclip.models.encoder import Encoder, join_image_features, join_text_features
@@ -48,7 +48,7 @@ class ImageGraph(nn.Module):
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
-        self.models = nn.ModuleList(encoder.models)
+        self.models = nn.ModuleList(encoder.stages)
         self._encoder = (encoder,)  # in a tuple: no module of this one
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -68,8 +68,8 @@ class TextGraph(nn.Module):
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
-        self.models = nn.ModuleList(encoder.models[: 1 if encoder.shared_text else None])
-        self.repeats = len(encoder.models) if encoder.shared_text else 1
+        self.models = nn.ModuleList(encoder.stages[: 1 if encoder.shared_text else None])
+        self.repeats = len(encoder.stages) if encoder.shared_text else 1
         self.stage_weights = tuple(encoder.stage_weights)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -85,17 +85,17 @@ def write(source: Source, out: Path) -> None:
     """Writes the graphs; see the module. Raises ValueError without onnx, and for a model that torch
     cannot trace or whose graph is larger than 2 GB."""
     onnx, _ = _needed("onnx"), _needed("onnxruntime")
-    first: Any = source.stages[0]
+    first: Any = source.encoder.stages[0]
     height, width = pair(first.image_size)
     half = source.precision == "fp16"
     pixels = torch.zeros(2, first.num_channels, height, width)
     _export(onnx, ImageGraph(source.encoder), "pixels", pixels, out / IMAGE, half)
     shape = ["batch", first.num_channels, height, width]
     described: dict[str, Any] = {"image": {"file": IMAGE, "input": "pixels", "shape": shape}}
-    if source.reads_texts:
+    if first.reads_texts:
         tokens = first.tokenizer(["a dog", "a"])
         _export(onnx, TextGraph(source.encoder), "tokens", tokens, out / TEXT, half)
-        tokenizer_files.write(source.directory, first.tokenizer, out)
+        processors.write_tokenizer(source.directory, first.tokenizer, out)
         shape = ["batch", int(first.tokenizer(["a"]).shape[1])]
         bias = getattr(first.clip, "logit_bias", None)
         described["text"] = {"file": TEXT, "input": "tokens", "shape": shape}
@@ -228,12 +228,8 @@ class OnnxEncoder:
 def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
     """The graphs in onnxruntime on the CPU. In fp16 features may differ by more than in fp32."""
     name = f"onnxruntime {_needed('onnxruntime').__version__}, weights in {source.precision}"
-    if not source.reads_texts:
+    own = source.encoder
+    if not own.stages[0].reads_texts:
         probes = replace(probes, texts=())
     bound = certificate.HALF_BOUND if source.precision == "fp16" else certificate.BOUND
-    own = source.encoder
-    return [
-        certificate.compare(
-            own, OnnxEncoder(out, own), name, probes, bound=bound, own_transforms=False
-        )
-    ]
+    return [certificate.compare(own, OnnxEncoder(out, own), name, probes, bound=bound)]

@@ -10,6 +10,7 @@ feature [B, E]. A tower of timm keeps its name there; open_clip's plain ViT beco
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,17 +23,15 @@ import timm
 
 from mclclip import files
 from mclclip.export import certificate
-from mclclip.export.certificate import Certificate, ImageHalf, Probes
-from mclclip.export.layouts import Table, renamed, transposed
+from mclclip.export.certificate import Certificate, Probes
+from mclclip.export.layouts import OPEN_CLIP, TIMM, Table, blocks, renamed, transposed
 from mclclip.export.targets import Source
 from mclclip.models import weights
-from mclclip.models.hub import one_line
 from mclclip.models.model import Model, unit
-from mclclip.models.towers import VisionTransformerLayout
+from mclclip.models.weights import one_line
 
 CARD = {"library_name": "timm"}
 IS_MODEL = True
-_BLOCK = "visual.transformer.resblocks.N"
 _VIT: Table = {
     "visual.class_embedding": ("cls_token", lambda tensor: tensor.reshape(1, 1, -1)),
     "visual.positional_embedding": ("pos_embed", lambda tensor: tensor[None]),
@@ -40,23 +39,17 @@ _VIT: Table = {
     "visual.ln_pre": "norm_pre",
     "visual.ln_post": "norm",
     "visual.proj": ("head.weight", transposed),
-    f"{_BLOCK}.ln_1": "blocks.N.norm1",
-    f"{_BLOCK}.ln_2": "blocks.N.norm2",
-    f"{_BLOCK}.attn.in_proj": "blocks.N.attn.qkv",
-    f"{_BLOCK}.attn.out_proj": "blocks.N.attn.proj",
-    f"{_BLOCK}.mlp.c_fc": "blocks.N.mlp.fc1",
-    f"{_BLOCK}.mlp.c_proj": "blocks.N.mlp.fc2",
+    **blocks("visual.transformer.resblocks", OPEN_CLIP, "blocks", TIMM),
 }
 
 
 def write(source: Source, out: Path) -> None:
     """Writes the tower. Raises ValueError for a concat, for open_clip's ResNets, and for towers
     whose projection is not linear."""
-    source.refuse_concat("timm")
-    model = source.stages[0]
+    model = source.single("timm", text=False)
     if model.config["model_cfg"]["vision_cfg"].get("timm_model_name"):
         name, arguments, tensors = _of_timm(model)
-    elif isinstance(model.layout, VisionTransformerLayout):
+    elif type(model.visual).__name__ == "VisionTransformer":
         name, arguments, tensors = _of_vit(model)
     else:
         raise ValueError(
@@ -137,5 +130,8 @@ def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
     except Exception as error:  # of any kind: the tower does not fit timm's model of its name
         raise ValueError(f"timm cannot load what was written ({one_line(error)})") from error
     model.eval().requires_grad_(False)
-    other = ImageHalf(lambda images: unit(model(images)), source.encoder.preprocess_val)
-    return [certificate.compare(source.encoder, other, f"timm {timm.__version__}", probes)]
+    tower = SimpleNamespace(
+        encode_image=lambda images: unit(model(images)),
+        preprocess_val=source.encoder.preprocess_val,
+    )
+    return [certificate.compare(source.encoder, tower, f"timm {timm.__version__}", probes)]

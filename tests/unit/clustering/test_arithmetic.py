@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from mclclip.clustering import arithmetic, kmeans, two_level
+from mclclip.clustering import arithmetic, kmeans
 from mclclip.clustering.arithmetic import CHOSEN, Arithmetic
 from mclclip.data.arrays import cut_blocks
 from mclclip.ranks.process_group import num_threads
@@ -175,7 +175,7 @@ def compare_k_means(
 
 def two_levels(rows: np.ndarray, num_clusters: int, how: Arithmetic, **options: Any) -> Any:
     blocks = cut_blocks([rows])
-    found = two_level.fit(blocks, num_clusters, max_iterations=2, arithmetic=how, **options)
+    found = kmeans.fit_two_level(blocks, num_clusters, max_iterations=2, arithmetic=how, **options)
     return found.centroids, assign(blocks, found.centroids, arithmetic=how).labels
 
 

@@ -300,16 +300,6 @@ def test_clusters_may_stay_empty_if_asked() -> None:
     assert found.inertia == pytest.approx(0.0, abs=1e-4)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_one_process_may_shard_too(algorithm: Any) -> None:
-    blocks = cut_blocks([noise()], BLOCK)
-    options: dict[str, Any] = {"algorithm": algorithm, "restarts": 2}
-    whole, sharded = (kmeans.fit(blocks, 20, sharded=how, **options) for how in (False, True))
-    assert torch.equal(whole.centroids, sharded.centroids)
-    assert whole.history == sharded.history
-    assert sharded.held == range(20)
-
-
 # --- mistakes ---
 
 

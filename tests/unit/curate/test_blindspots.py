@@ -20,7 +20,7 @@ from mclclip.config import Config
 from mclclip.curate import blindspots
 from mclclip.data.row_store import rows_path
 from mclclip.data.sample_index import SampleIndex
-from mclclip.eval.minimal_pairs import read_pairs
+from mclclip.eval.protocols.mmvp import read_pairs
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
 from mclclip.run.layout import Layout

@@ -10,7 +10,7 @@ import pytest
 
 from mclclip import search
 from mclclip.curate import near
-from mclclip.curate.confusions import BlindSpots, find
+from mclclip.curate.blindspots import BlindSpots, find
 from tests.unit.curate.made import unit
 
 N, DIM = 230, 64
@@ -149,9 +149,3 @@ def test_equal_differences_come_by_the_lower_rows() -> None:
     found = found_in(np.ones((5, 3)), np.eye(5), (2, 3))
     assert found.spots.rows.tolist() == sorted(found.spots.rows.tolist())
     assert found.spots.num_pairs == 10
-
-
-def test_nothing_confused_has_no_lowest_cosine() -> None:
-    found = found_in(np.eye(4), np.eye(4))
-    assert (found.confused, found.lowest, found.spots.num_pairs) == (0, None, 0)
-    assert found.spots.rows.shape == (0, 2)

@@ -16,7 +16,7 @@ from mclclip import cli, cluster, search
 from mclclip.config import Config
 from mclclip.curate import filter as filtering
 from mclclip.curate import near
-from mclclip.curate.filter import CODES, Within
+from mclclip.curate.filter import CODES
 from mclclip.data.groups import GroupedIndex, LabelBlocks
 from mclclip.data.options import DataConfig, PlanConfig
 from mclclip.data.row_store import rows_path
@@ -179,18 +179,6 @@ def test_of_planted_copies_one_is_kept_and_nothing_else_is_left_out(config: Conf
     assert manifest.counts["without_score"] == COUNT
 
 
-def test_within_clusters_copies_in_one_cluster_are_found(config: Config) -> None:
-    labels = np.load(Layout.of(config).clusters(0) / "cluster_labels.npy")[:, 0]
-    pairs = EXACT | NEAR | {CHAIN[:2], CHAIN[1:]}
-    together = {pair for pair in pairs if labels[pair[0]] == labels[pair[1]]}
-    assert EXACT <= together  # the recall of exact copies is 1 in any clustering
-    found = done(config, near_duplicates=0.95, name="default")
-    assert read_manifest(found, "filter").config["within"] == "clusters"
-    assert read_manifest(found, "filter").counts["near_duplicates"]["pairs"] == len(together)
-    everywhere = done(config, near_duplicates=0.95, within="all", name="everywhere")
-    assert left_out(found, "near_duplicate") <= left_out(everywhere, "near_duplicate")
-
-
 def test_the_copy_with_the_highest_score_is_kept(config: Config) -> None:
     own = scores()
     directory = done(config, near_duplicates=0.95, within="all")
@@ -219,13 +207,6 @@ def test_scores_are_those_of_a_loop_and_low_ones_are_left_out(config: Config) ->
     counts = read_manifest(directory, "filter").counts
     assert counts["without_score"] == 3
     assert counts["lowest_score"] == found[found >= np.float32(0.9)].min()
-
-
-def test_the_top_share_is_of_the_samples_with_a_score(config: Config) -> None:
-    directory = done(config, keep_share=0.3)
-    order = np.argsort(-np.nan_to_num(scores(), nan=-2), kind="stable")
-    kept = np.flatnonzero(np.load(directory / "weights.npy"))
-    assert kept.tolist() == sorted(order[: round(0.3 * (COUNT - 3))].tolist())
 
 
 # --- evaluation images ---
@@ -387,21 +368,6 @@ def test_without_a_filter_scores_and_pairs_are_shown_and_nothing_is_written(
     assert "would be left out" not in caplog.text
 
 
-@pytest.mark.parametrize("within", ["all", "clusters"])
-def test_data_without_any_pair_are_surveyed(
-    config: Config, caplog: pytest.LogCaptureFixture, within: Within
-) -> None:
-    """Four pictures, and copies of them: each is alone in its cluster."""
-    rows = np.tile(np.eye(4, DIM, dtype=np.float16), (COUNT // 4, 1))
-    rows[BROKEN] = 0.0
-    embed(config, rows)
-    cluster.run(config, SINGLE, stage=0, force=True)
-    with caplog.at_level(logging.INFO, "mclclip"):
-        assert filtering.run(config, SINGLE, within=within) is None
-    assert "55 samples are equal to an earlier one" in caplog.text
-    assert "0 pairs above 0.95, at most 55 samples would be left out" in caplog.text
-
-
 def test_many_equal_embeddings_cost_no_more_than_their_number(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -422,6 +388,20 @@ def test_many_equal_embeddings_cost_no_more_than_their_number(
     assert searched == [COUNT - 1 - 36 - 1]  # without a broken one, these copies, and another
     counts = read_manifest(directory, "filter").counts["near_duplicates"]
     assert counts["largest_group"] == 38 and counts["by_chain"] == 0
+
+
+def test_data_without_any_pair_are_surveyed(
+    config: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Four pictures, and copies of them: each is alone in its cluster."""
+    rows = np.tile(np.eye(4, DIM, dtype=np.float16), (COUNT // 4, 1))
+    rows[BROKEN] = 0.0
+    embed(config, rows)
+    cluster.run(config, SINGLE, stage=0, force=True)
+    with caplog.at_level(logging.INFO, "mclclip"):
+        assert filtering.run(config, SINGLE, within="clusters") is None
+    assert "55 samples are equal to an earlier one" in caplog.text
+    assert "0 pairs above 0.95, at most 55 samples would be left out" in caplog.text
 
 
 def test_without_faiss_scores_are_filtered_and_the_rest_is_one_line(
@@ -531,3 +511,15 @@ def test_the_command_line_has_its_options() -> None:
     }  # fmt: skip
     assert cli._flags(cli._parse(["filter"]))["against"] == []
     assert filtering.AGAINST == 0.95
+
+
+def test_within_clusters_copies_in_one_cluster_are_found(config: Config) -> None:
+    labels = np.load(Layout.of(config).clusters(0) / "cluster_labels.npy")[:, 0]
+    pairs = EXACT | NEAR | {CHAIN[:2], CHAIN[1:]}
+    together = {pair for pair in pairs if labels[pair[0]] == labels[pair[1]]}
+    assert EXACT <= together  # the recall of exact copies is 1 in any clustering
+    found = done(config, near_duplicates=0.95, name="default")
+    assert read_manifest(found, "filter").config["within"] == "clusters"
+    assert read_manifest(found, "filter").counts["near_duplicates"]["pairs"] == len(together)
+    everywhere = done(config, near_duplicates=0.95, within="all", name="everywhere")
+    assert left_out(found, "near_duplicate") <= left_out(everywhere, "near_duplicate")

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from mclclip import search
-from mclclip.curate import clip_scores, near
+from mclclip.curate import inputs, near
+from mclclip.curate.filter import top_share
 from mclclip.curate.near import Components, Groups, Subset
 from tests.unit.curate.made import cosine
 
@@ -65,7 +66,7 @@ def test_scores_are_the_largest_cosine_of_a_sample_s_captions(
     captions = np.array([1, 0, 3, 1, 0, 0, 9, 2, 1])
     images = RNG.normal(size=(len(captions), 12)).astype(np.float16)
     texts = RNG.normal(size=(captions.sum(), 12)).astype(np.float16)
-    found = clip_scores.clip_scores(images, texts, captions)
+    found = inputs.clip_scores(images, texts, captions)
     assert found.dtype == np.float32
     first = 0
     for sample, count in enumerate(captions.tolist()):
@@ -78,22 +79,22 @@ def test_rows_that_are_not_finite_or_not_as_wide_are_refused() -> None:
     images, texts = np.ones((5, 4), np.float16), np.ones((5, 4), np.float16)
     images[3, 2] = np.nan
     with pytest.raises(RuntimeError, match=r"^row 3 of image embeddings is not finite \(1 of"):
-        clip_scores.clip_scores(images, texts, np.ones(5, int))
+        inputs.clip_scores(images, texts, np.ones(5, int))
     texts[4, 0] = np.inf
     with pytest.raises(RuntimeError, match=r"^row 4 of captions is not finite"):
-        clip_scores.clip_scores(np.ones((5, 4)), texts, np.ones(5, int))
+        inputs.clip_scores(np.ones((5, 4)), texts, np.ones(5, int))
     with pytest.raises(RuntimeError, match="have 4 numbers and those of captions 3"):
-        clip_scores.clip_scores(np.ones((5, 4)), np.ones((5, 3)), np.ones(5, int))
+        inputs.clip_scores(np.ones((5, 4)), np.ones((5, 3)), np.ones(5, int))
     # The largest numbers of float16 do not add up to infinity.
     large = np.full((2, 512), 65_504, np.float16)
-    assert clip_scores.finite(large, slice(0, 2), "rows") is not None
+    assert inputs.finite(large, slice(0, 2), "rows") is not None
 
 
 def test_the_top_share_takes_ties_by_the_lower_row() -> None:
     scores = np.array([0.5, np.nan, 0.9, 0.5, 0.5, 0.1], np.float32)
     for share, wanted in ((0.01, [2]), (0.4, [0, 2]), (0.6, [0, 2, 3]), (1.0, [0, 2, 3, 4, 5])):
-        assert np.flatnonzero(clip_scores.top_share(scores, share)).tolist() == wanted
-    assert not clip_scores.top_share(np.full(3, np.nan), 0.5).any()
+        assert np.flatnonzero(top_share(scores, share)).tolist() == wanted
+    assert not top_share(np.full(3, np.nan), 0.5).any()
 
 
 # --- pairs ---
@@ -168,24 +169,6 @@ def test_components_are_those_of_a_search_from_every_sample(at_once: int) -> Non
             components.add(pairs[start : start + at_once])
         wanted = slow_components(count, [(i, j) for i, j in pairs.tolist()])
         assert components.lowest().tolist() == wanted
-
-
-def test_a_long_chain_is_one_component_in_whatever_order_it_comes() -> None:
-    links = np.column_stack([np.arange(999), np.arange(1, 1000)])
-    for order in (links, links[::-1], links[RNG.permutation(999)]):
-        components = Components(1000)
-        for link in order:
-            components.add(link[None])
-        assert not components.lowest().any()
-
-
-def test_the_highest_score_is_kept_and_else_the_lowest_sample() -> None:
-    components = Components(8)
-    components.add(np.array([[0, 2], [2, 3], [1, 5], [6, 7]]))
-    lowest, nan = [0, 1, 0, 0, 4, 1, 6, 6], np.nan
-    scores = np.array([0.1, nan, 0.3, 0.3, nan, 0.2, nan, nan])
-    assert components.best(None).tolist() == lowest
-    assert components.best(scores).tolist() == [2, 5, 2, 2, 4, 5, 6, 6]
 
 
 def crowded(count: int) -> tuple[np.ndarray, np.ndarray]:

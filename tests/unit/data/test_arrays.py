@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mclclip.data.arrays import save_npy, write_npy_parts
+from mclclip.data.arrays import write_npy_parts
 
 
 @pytest.mark.parametrize("dtype", (np.int32, np.float16, np.float32))
@@ -41,9 +41,3 @@ def test_an_error_leaves_the_old_file(tmp_path: Path) -> None:
         raise KeyboardInterrupt
     assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]
     assert np.load(tmp_path / "x.npy").tolist() == [0, 1, 2]
-
-
-def test_arrays_come_back(tmp_path: Path) -> None:
-    array = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float16)
-    save_npy(tmp_path / "a.npy", array)
-    np.testing.assert_array_equal(np.load(tmp_path / "a.npy"), array)

@@ -13,9 +13,8 @@ import mclclip.torchvision_fix  # noqa: F401
 # isort: split
 import open_clip
 
-from mclclip.data.captions import tokenized
 from mclclip.data.options import DataConfig
-from mclclip.data.samples import Sample, TarDataset
+from mclclip.data.samples import Sample, TarDataset, tokenized
 from mclclip.data.shard_writer import PackedSample, write_shards
 from tests.unit.data.test_samples import LIMIT, build_index, png, to_tensor
 
@@ -71,4 +70,4 @@ def test_a_data_set_cuts_what_it_tokenises(tmp_path: Path) -> None:
     options = DataConfig(max_image_pixels=LIMIT)
     data = TarDataset(index, options, to_tensor, tokenizer=recording)
     assert isinstance(data[0], Sample) and recording.lengths == [8191]
-    assert len(data.captions(0)[0]) == 2 * 10**6 - 1  # what is not tokenised is whole
+    assert len(data.captions_of([0])[0][0]) == 2 * 10**6 - 1  # what is not tokenised is whole

@@ -14,13 +14,14 @@ from PIL import Image
 
 from mclclip.data.decode import DecodeError, decode_array, is_array
 from mclclip.data.options import DataConfig
-from mclclip.data.sample_index import SampleIndex, Shard, write_tables
+from mclclip.data.remote import StoredFile
+from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSample, Sample, TarDataset
-from mclclip.data.shard_check import join_rows
-from mclclip.data.shard_scan import Findings, scan_shard
+from mclclip.data.shard_scan import scan_shard
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.models.transforms import PixelFormat, PlainTransform
-from mclclip.run.artifacts import Artifact
+from tests.tars import write_tar
+from tests.unit.data.test_samples import build_index
 
 LIMIT = 10_000
 
@@ -108,13 +109,7 @@ def test_every_damage_gives_pixels_or_a_reason() -> None:
 
 
 def make_index(root: Path, samples: list[PackedSample]) -> SampleIndex:
-    (path,) = write_shards(samples, root / "shards", 100)
-    scan = scan_shard(str(path), "s", "txt")
-    shard = Shard(str(path), "s", "txt", 0, len(scan.rows), path.stat().st_size)
-    artifact = Artifact.open(root / "index", kind="index", config={}, inputs={})
-    table = join_rows(None, 0, [scan.rows], Findings())
-    artifact.finish({}, content_digest=write_tables(root / "index", table, [shard]))
-    return SampleIndex.open(root / "index")
+    return build_index(root / "index", write_shards(samples, root / "shards", 100), "txt")
 
 
 def png(array: np.ndarray) -> bytes:
@@ -142,7 +137,7 @@ def test_arrays_and_pictures_of_one_shard(tmp_path: Path) -> None:
     )
     assert isinstance(pictures_only[1], Sample)
     assert pictures_only[0] == BadSample(0, "unfit")
-    with pytest.raises(ValueError, match="sample s/a: it is an array of 4 channels"):
+    with pytest.raises(ValueError, match="sample test/a: it is an array of 4 channels"):
         pictures_only.check()
     plain = PlainTransform(PixelFormat((8, 8), [0.5], [0.5], channels=4))
     four_only = TarDataset(index, DataConfig(max_image_pixels=LIMIT), plain)
@@ -154,14 +149,8 @@ def test_an_array_beside_a_picture_is_no_image(tmp_path: Path) -> None:
     """Embeddings are often stored so."""
     samples = [PackedSample("a", b"image", "jpg", []), PackedSample("b", b"image", "jpg", [])]
     (path,) = write_shards(samples, tmp_path, 100)
-    import tarfile
-
-    with tarfile.open(path, "a") as tar:
-        for key in ("a", "c"):
-            info = tarfile.TarInfo(f"{key}.npy")
-            info.size = 5
-            tar.addfile(info, io.BytesIO(b"array"))
-    found = scan_shard(str(path), "s", "txt")
+    write_tar(path, [("a.npy", b"array"), ("c.npy", b"array")], mode="a")
+    found = scan_shard(StoredFile(str(path)), "s", "txt")
     assert found.rows["key"].to_pylist() == ["s/a", "s/b", "s/c"]
     data, rows = path.read_bytes(), found.rows.to_pylist()
     contents = [data[r["image_offset"] :][: r["image_size"]] for r in rows]

@@ -192,8 +192,14 @@ except OSError as error:
 
 def test_who_is_handed_an_index_maps_it_without_a_comparison(tmp_path, monkeypatch) -> None:
     """One process reads all of it, for its digests; loader workers and other ranks do not."""
+    with pytest.raises(FileNotFoundError, match="no finished grouped index"):
+        GroupedIndex.open(tmp_path)
     grouped = written(tmp_path, LabelBlocks(np.arange(5000) % 7, (7,)))
+    assert isinstance(grouped.sample_ids, np.memmap) and not grouped.sample_ids.flags.writeable
     sent = pickle.dumps(grouped)
+    assert len(sent) < 1000  # the path alone; an index in memory is sent whole
+    made = pickle.loads(pickle.dumps(GroupedIndex.build(np.arange(5000) % 7, (7,))))
+    assert made.digest == grouped.digest
 
     def fail(block: bytes) -> str:
         raise AssertionError("compared")
@@ -201,4 +207,11 @@ def test_who_is_handed_an_index_maps_it_without_a_comparison(tmp_path, monkeypat
     monkeypatch.setattr(files, "_digest_block", fail)
     assert np.array_equal(pickle.loads(sent).sample_ids, grouped.sample_ids)
     with pytest.raises(AssertionError, match="compared"):
+        GroupedIndex.open(tmp_path)
+
+
+def test_a_changed_file_is_refused(tmp_path: Path) -> None:
+    written(tmp_path, LabelBlocks(np.array([5, 0, -1, 3]), (2, 3)))
+    np.save(tmp_path / "sample_ids.npy", np.arange(2))
+    with pytest.raises(RuntimeError, match="sample_ids.npy is damaged.*train --force"):
         GroupedIndex.open(tmp_path)

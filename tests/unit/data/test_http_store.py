@@ -85,7 +85,7 @@ def test_an_endless_reply_is_read_up_to_what_was_asked_for(servers: Servers) -> 
 
 def test_an_encoded_reply_is_refused_and_none_is_asked_for(servers: Servers) -> None:
     assert read(servers[0].url("a.tar")) == DATA[100:150]
-    assert Remote().stat([servers[0].url("a.tar")])[0].size == len(DATA)
+    assert HttpStore(20.0).info(servers[0].url("a.tar"))["size"] == len(DATA)
     asked = {(method, head["Accept-Encoding"]) for method, head in servers[0].headers}
     assert asked == {("GET", "identity"), ("HEAD", "identity")}
 
@@ -269,7 +269,7 @@ def test_a_redirect_to_what_is_no_http_url_is_refused(servers: Servers, target: 
 
 def test_the_store_tells_its_own_errors_apart(servers: Servers) -> None:
     store = HttpStore(5.0)
-    assert store.read(servers[0].url("a.tar"), 0, 10) == DATA[:10]
+    assert store.cat_file(servers[0].url("a.tar"), 0, 10) == DATA[:10]
     servers[0].ranges = False
     with pytest.raises(FinalError):
-        store.read(servers[0].url("a.tar"), 0, 10)
+        store.cat_file(servers[0].url("a.tar"), 0, 10)

@@ -1,16 +1,14 @@
 """Pseudo labels against their definition, one sample at a time."""
 
 import json
-import pickle
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mclclip.data.groups import GroupedIndex, LabelBlocks
+from mclclip.data.groups import GroupedIndex
 from mclclip.data.labels import (
     ami,
     combine_stages,
@@ -19,7 +17,6 @@ from mclclip.data.labels import (
     outside_of_share,
     truncate,
 )
-from tests.unit.data.test_groups import written
 
 stable = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
@@ -46,17 +43,6 @@ def test_prefix_labels_are_the_mixed_radix_number_of_the_stages(case) -> None:
         outside = any(stage[row] < 0 for stage in stages)
         assert label == (-1 if outside else expected)
         assert label < np.prod(radices)
-
-
-@stable
-@given(clusterings())
-def test_labels_and_tuples_are_in_bijection(case) -> None:
-    stages, radices = case
-    labels, _ = combine_stages(stages, radices)
-    inside = labels >= 0
-    tuples = set(zip(*(stage[inside].tolist() for stage in stages), strict=True))
-    assert len(tuples) == len(np.unique(labels[inside]))
-    assert len(tuples) <= min(label_space(radices), max(len(labels), 1))
 
 
 @stable
@@ -189,44 +175,6 @@ def test_no_radices_make_one_group() -> None:
     assert (grouped.num_groups, grouped.sample_ids.tolist()) == (1, [0, 2, 3])
     with pytest.raises(ValueError, match="run from 0 to 1"):
         GroupedIndex.build(np.array([0, 1]), ())
-
-
-def test_the_grouped_index_round_trips_through_the_disk(tmp_path: Path) -> None:
-    labels = np.array([5, 0, -1, 3, 5, 0])
-    made = GroupedIndex.build(labels, (2, 3))
-    opened = written(tmp_path / "grouped", LabelBlocks(labels, (2, 3)))
-    assert isinstance(opened.sample_ids, np.memmap) and not opened.sample_ids.flags.writeable
-    assert opened.radices == (2, 3)
-    for name in ("sample_ids", "group_starts", "group_labels"):
-        assert getattr(opened, name).dtype == np.int64
-        assert np.array_equal(getattr(opened, name), getattr(made, name))
-    assert opened.digest == made.digest
-    with pytest.raises(FileNotFoundError, match="no finished grouped index"):
-        GroupedIndex.open(tmp_path)
-    np.save(tmp_path / "grouped" / "sample_ids.npy", np.arange(2))
-    with pytest.raises(RuntimeError, match="sample_ids.npy is damaged.*train --force"):
-        GroupedIndex.open(tmp_path / "grouped")
-
-
-def test_the_digest_names_the_contents() -> None:
-    indexes = [
-        GroupedIndex.build(np.array([0, 1, 2, 3]), (4,)),
-        GroupedIndex.build(np.array([0, 1, 2, 3]), (2, 2)),
-        GroupedIndex.build(np.array([0, 1, 3, 2]), (4,)),
-        GroupedIndex.build(np.array([0, 1, 2, -1]), (4,)),
-    ]
-    assert len({grouped.digest for grouped in indexes}) == 4
-    assert indexes[0].digest == GroupedIndex.build(np.arange(4), (4,)).digest
-
-
-def test_pickling_sends_the_path_where_there_is_one(tmp_path: Path) -> None:
-    labels = np.zeros(50_000, dtype=np.int64)
-    made = GroupedIndex.build(labels, ())
-    opened = written(tmp_path, LabelBlocks(labels, ()))
-    assert len(pickle.dumps(opened)) < 1000
-    for original in (made, opened):
-        copy = pickle.loads(pickle.dumps(original))
-        assert np.array_equal(copy.sample_ids, made.sample_ids) and copy.digest == made.digest
 
 
 def test_a_share_is_nested_and_does_not_depend_on_later_samples() -> None:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mclclip.data import loader
+from mclclip.data import batches
 
 
 def end_slowly() -> None:
@@ -24,6 +24,6 @@ def end_slowly() -> None:
 def test_a_worker_whose_files_close_before_it_ends_is_waited_for(error: Exception) -> None:
     worker = multiprocessing.get_context("fork").Process(target=end_slowly)
     worker.start()
-    lost = loader._lost_worker(SimpleNamespace(_workers=[worker]), error)
+    lost = batches._lost_worker(SimpleNamespace(_workers=[worker]), error)
     assert str(lost).startswith(f"loader worker 0 (process {worker.pid}) was ended from outside")
     assert "SIGKILL" in str(lost)

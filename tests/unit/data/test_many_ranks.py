@@ -31,8 +31,8 @@ class Numbers:
     def read_many(self, sample_ids: np.ndarray) -> list[int]:
         return [int(i) for i in sample_ids]
 
-    def prepare(self, raw: int, number: int, contexts: list[Any]) -> Sample:
-        return Sample(raw, [torch.tensor([raw]) for _ in contexts], number)
+    def decoded(self, raw: int, number: int, before_views: list[Any]) -> Sample:
+        return Sample(raw, [torch.tensor([raw]) for _ in before_views], number)
 
 
 def of_ranks(world_size: int, policy: Any, order: Any) -> list[TrainingBatches]:

@@ -19,12 +19,11 @@ import pytest
 import torch
 
 from mclclip.data import remote as remote_module
-from mclclip.data.loader import Loader
+from mclclip.data.batches import Loader
 from mclclip.data.options import DataConfig
 from mclclip.data.remote import (
     GAP_BYTES,
     ChangedShard,
-    ObjectStat,
     Remote,
     RemoteOptions,
     StoredFile,
@@ -59,8 +58,10 @@ def server(tmp_path: Path) -> Iterator[ShardServer]:
         yield started
 
 
-def stat(server: ShardServer, name: str = "a.tar") -> ObjectStat:
-    return Remote(FAST).stat([server.url(name)])[0]
+def stat(server: ShardServer, name: str = "a.tar") -> StoredFile:
+    (found,) = Remote(FAST).stat([server.url(name)])
+    assert found is not None
+    return found
 
 
 def ranges(server: ShardServer, number: int = 40, tag: str = "") -> list[tuple[str, int, int, str]]:
@@ -165,7 +166,7 @@ def test_another_object_behind_a_url_is_never_read(server: ShardServer, tmp_path
     with pytest.raises(ChangedShard, match=r"a\.tar has changed since it was indexed"):
         Remote(FAST).read_ranges(ranges(server, tag=was.tag))
     with pytest.raises(ChangedShard), open(tmp_path / "copy", "wb") as copy:
-        Remote(FAST).fetch(server.url("a.tar"), was, copy)
+        Remote(FAST).fetch(was, copy)
 
 
 def test_a_read_that_is_tried_again_is_still_of_the_object_that_was_indexed(
@@ -188,7 +189,7 @@ def test_a_whole_shard_comes_in_blocks(
 ) -> None:
     monkeypatch.setattr(remote_module, "BLOCK_BYTES", block_bytes)
     server.cut = 1
-    with open_whole(StoredFile(server.url("a.tar"), stat(server)), Remote(FAST)) as file:
+    with open_whole(stat(server), Remote(FAST)) as file:
         assert file.read() == DATA
 
 
@@ -324,8 +325,7 @@ def datasets(tmp_path: Path, **options: Any) -> tuple[TarDataset, Any]:
     def over(server: ShardServer) -> TarDataset:
         over_urls = DataConfig(remote=RemoteOptions(retries=4, timeout_s=60.0, **options))
         served = TarDataset(index, over_urls, to_tensor, tokenizer=tokenize)
-        urls = [server.url(Path(shard.path).name) for shard in index.shards]
-        files = [StoredFile(url, stat(server, url.rpartition("/")[2])) for url in urls]
+        files = [stat(server, Path(shard.path).name) for shard in index.shards]
         served.reader = ShardReader(files, over_urls)
         return served
 
@@ -431,7 +431,7 @@ def test_a_damaged_copy_is_not_read_and_fetched_again(
     server: ShardServer, tmp_path: Path, damage: str
 ) -> None:
     options = RemoteOptions(retries=4, timeout_s=5.0, cache=str(tmp_path / "cache"))
-    files = [StoredFile(server.url("a.tar"), stat(server))]
+    files = [stat(server)]
     first = ShardReader(files, DataConfig(remote=options))
     first.read(0, 0, 1)
     assert first._cache is not None
@@ -464,10 +464,9 @@ def test_a_copy_gives_what_its_shard_gives_at_every_edge(
     kept = cache(server, tmp_path / "cache", 10_000_000)
     for size in (1, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES, 2 * BLOCK_BYTES + 1):
         (server.folder / f"{size}.tar").write_bytes(DATA[:size])
-        place = server.url(f"{size}.tar"), stat(server, f"{size}.tar")
-        kept.path_of(*place)
+        kept.path_of(stat(server, f"{size}.tar"))
         kept.wait()
-        path = kept.path_of(*place)
+        path = kept.path_of(stat(server, f"{size}.tar"))
         assert path is not None
         edges = {0, 1, size // 2, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, size - 1, size}
         with open(path, "rb") as file:
@@ -483,11 +482,12 @@ def test_objects_of_equal_size_and_tag_have_copies_of_their_own(
     server.tags = False
     (server.folder / "b.tar").write_bytes(DATA[::-1])
     kept = cache(server, tmp_path / "cache", 10_000_000)
-    assert stat(server) == stat(server, "b.tar")
+    one, other = stat(server), stat(server, "b.tar")
+    assert (one.size, one.tag) == (other.size, other.tag)
     for name, wanted in (("a.tar", DATA), ("b.tar", DATA[::-1])):
-        kept.path_of(server.url(name), stat(server, name))
+        kept.path_of(stat(server, name))
         kept.wait()
-        copy = kept.path_of(server.url(name), stat(server, name))
+        copy = kept.path_of(stat(server, name))
         assert copy is not None and copy.read_bytes()[: len(DATA)] == wanted
 
 
@@ -512,22 +512,22 @@ def test_a_cache_stays_below_its_bound(server: ShardServer, tmp_path: Path) -> N
     folder = tmp_path / "cache"
     kept = cache(server, folder, 2500)
     for name in "abcd":
-        assert kept.path_of(server.url(f"{name}.tar"), stat(server, f"{name}.tar")) is None
+        assert kept.path_of(stat(server, f"{name}.tar")) is None
     kept.wait()
     assert held(folder) == 2 * 1004  # a is larger than the bound, and d finds no room
-    assert kept.path_of(server.url("d.tar"), stat(server, "d.tar")) is None
-    oldest = kept.path_of(server.url("b.tar"), stat(server, "b.tar"))
+    assert kept.path_of(stat(server, "d.tar")) is None
+    oldest = kept.path_of(stat(server, "b.tar"))
     assert oldest is not None and oldest.read_bytes()[:-4] == b"b" * 1000
     os.utime(oldest, (0, 0))
     (server.folder / "e.tar").write_bytes(b"e" * 2400)
     large = cache(server, folder, 2500)  # room for it is not made by one old shard alone
-    large.path_of(server.url("e.tar"), stat(server, "e.tar"))
+    large.path_of(stat(server, "e.tar"))
     large.wait()
     assert oldest.exists() and held(folder) == 2 * 1004
     later = cache(server, folder, 2500)  # another process, hours later
-    assert later.path_of(server.url("d.tar"), stat(server, "d.tar")) is None
+    assert later.path_of(stat(server, "d.tar")) is None
     later.wait()
-    copy = later.path_of(server.url("d.tar"), stat(server, "d.tar"))
+    copy = later.path_of(stat(server, "d.tar"))
     assert copy is not None and copy.read_bytes()[:-4] == b"d" * 1000
     assert not oldest.exists() and held(folder) == 2 * 1004
 
@@ -535,10 +535,10 @@ def test_a_cache_stays_below_its_bound(server: ShardServer, tmp_path: Path) -> N
 _KILLED = """
 import sys, time
 from pathlib import Path
-from mclclip.data.remote import ObjectStat, Remote
-from mclclip.data.shard_reader import BLOCK_BYTES, ShardCache, read_copy
+from mclclip.data.remote import Remote, StoredFile
+from mclclip.data.shard_reader import ShardCache
 cache = ShardCache(Path(sys.argv[1]), 10_000_000, Remote())
-cache.path_of(sys.argv[2], ObjectStat(int(sys.argv[3]), sys.argv[4]))
+cache.path_of(StoredFile(sys.argv[2], int(sys.argv[3]), sys.argv[4]))
 while not list(Path(sys.argv[1]).glob("*.part")):
     time.sleep(0.01)
 time.sleep(0.1)
@@ -549,22 +549,22 @@ time.sleep(60)
 
 def test_a_cache_forgets_what_a_killed_process_left(server: ShardServer, tmp_path: Path) -> None:
     server.silent, folder = True, tmp_path / "cache"
-    url, told = server.url("a.tar"), stat(server)
-    words = [str(folder), url, str(told.size), told.tag]
+    stored = stat(server)
+    words = [str(folder), stored.path, str(stored.size), stored.tag]
     with subprocess.Popen(
         [sys.executable, "-c", _KILLED, *words], stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == "filling\n"
         server.silent = False
         other = cache(server, folder, 10_000_000)
-        other.path_of(url, told)
+        other.path_of(stored)
         other.wait()  # the part of a living process is left alone
         assert len(list(folder.glob("*.part"))) == 1
         process.kill()
     again = cache(server, folder, 10_000_000)
-    again.path_of(url, told)
+    again.path_of(stored)
     again.wait()
-    copy = again.path_of(url, told)
+    copy = again.path_of(stored)
     assert copy is not None and copy.read_bytes()[: len(DATA)] == DATA
     assert not list(folder.glob("*.part"))
 
@@ -592,7 +592,7 @@ def test_a_process_forked_while_a_cache_looks_for_room_does_not_keep_its_lock(
 
 
 def test_what_a_forked_process_prefetches_it_reads(server: ShardServer) -> None:
-    reader = ShardReader([StoredFile(server.url("a.tar"), stat(server))], DataConfig(remote=FAST))
+    reader = ShardReader([stat(server)], DataConfig(remote=FAST))
     reader._pid = -1  # as after a fork
     reader.prefetch([(0, 0, 100), (0, 200, 100)])
     before = server.seen["GET"]
@@ -601,7 +601,7 @@ def test_what_a_forked_process_prefetches_it_reads(server: ShardServer) -> None:
 
 
 def test_what_was_begun_is_taken_by_who_asks_for_the_same(server: ShardServer) -> None:
-    reader = ShardReader([StoredFile(server.url("a.tar"), stat(server))], DataConfig(remote=FAST))
+    reader = ShardReader([stat(server)], DataConfig(remote=FAST))
     ranges, far = [(0, 0, 100), (0, 200, 100)], [(0, 900, 10)]
     reader.start_prefetch(ranges)
     reader.prefetch(far)  # something else, which a replaced sample needs meanwhile
@@ -631,20 +631,20 @@ def test_a_cache_that_fails_costs_time_alone(
     kept, other = cache(server, folder, 10_000_000), server.folder / "b.tar"
     other.write_bytes(b"b" * 1000)
     server.fail, server.status = -1, 403
-    assert kept.path_of(server.url("a.tar"), stat(server)) is None
+    assert kept.path_of(stat(server)) is None
     kept.wait()
     assert "a shard is not kept" in caplog.text and held(folder) == 0
     server.fail = 0
-    kept.path_of(server.url("b.tar"), stat(server, "b.tar"))
+    kept.path_of(stat(server, "b.tar"))
     kept.wait()
     assert held(folder) == 1004  # one shard that cannot be had is not the end of the cache
     (folder / "cache.lock").unlink()
     (folder / "cache.lock").mkdir()
     (server.folder / "c.tar").write_bytes(b"c")
-    kept.path_of(server.url("c.tar"), stat(server, "c.tar"))
+    kept.path_of(stat(server, "c.tar"))
     kept.wait()
     assert caplog.text.count("is not used any more") == 1
-    assert kept.path_of(server.url("b.tar"), stat(server, "b.tar")) is None
+    assert kept.path_of(stat(server, "b.tar")) is None
 
 
 # --- an object store -----------------------------------------------------------------------------

@@ -11,17 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from mclclip.data.sample_index import (
-    BAD_SAMPLES,
-    KIND,
+from mclclip.data.index_tables import (
     SHARDS,
-    SampleIndex,
     Shard,
-    read_shards,
-    read_table,
+    join_rows,
     write_tables,
 )
-from mclclip.data.shard_check import join_rows
+from mclclip.data.sample_index import BAD_SAMPLES, KIND, SampleIndex
 from mclclip.data.shard_scan import ROW, Findings
 from mclclip.files import digest_keys
 from mclclip.run.artifacts import Artifact
@@ -75,11 +71,6 @@ def test_dtypes_and_no_copies(index: SampleIndex) -> None:
         assert not array.flags.owndata and not array.flags.writeable
 
 
-def test_table_is_one_chunk_per_column_after_many_shards(tmp_path: Path) -> None:
-    build(tmp_path, *(rows(f"s/{n}") for n in range(50)))
-    assert {column.num_chunks for column in read_table(tmp_path).columns} == {1}
-
-
 def test_pickles_as_its_directory(index: SampleIndex) -> None:
     data = pickle.dumps(index)
     again = pickle.loads(data)
@@ -123,21 +114,7 @@ def test_files_that_do_not_fit_each_other(index: SampleIndex) -> None:
         SampleIndex.open(index.directory)
 
 
-def test_shards_round_trip(index: SampleIndex, tmp_path: Path) -> None:
-    assert read_shards(index.directory) == index.shards
-    assert index.shards[2] == Shard("/data/2.tar", "s", "txt", 2, 3, 10)
-    assert read_shards(tmp_path / "nowhere") == []
-
-
 # --- joining ----------------------------------------------------------------------------------
-
-
-def test_first_of_equal_keys_stays() -> None:
-    findings = Findings()
-    table = join_rows(None, 0, [rows("s/b", "s/a"), rows("s/a", "s/c", "s/b"), rows()], findings)
-    assert table["key"].to_pylist() == ["s/b", "s/a", "s/c"]
-    assert table["shard"].to_pylist() == [0, 0, 1]
-    assert findings.to_json() == {"duplicate_key": {"count": 2, "examples": ["s/a", "s/b"]}}
 
 
 @pytest.mark.parametrize("collide", [False, True])
@@ -156,17 +133,6 @@ def test_repeated_keys_against_a_set(monkeypatch: pytest.MonkeyPatch, collide: b
     unique = list(dict.fromkeys(ordered))
     assert table["key"].to_pylist() == unique
     assert findings.to_json()["duplicate_key"]["count"] == len(ordered) - len(unique)
-
-
-def test_known_rows_come_first_and_win() -> None:
-    known = join_rows(None, 0, [rows("s/a"), rows("s/z")], Findings())
-    table = join_rows(known, 2, [rows("s/0", "s/z")], Findings())
-    assert table["key"].to_pylist() == ["s/a", "s/z", "s/0"]
-    assert table["shard"].to_pylist() == [0, 1, 2]
-
-
-def test_nothing_to_join() -> None:
-    assert len(join_rows(None, 0, [rows()], Findings())) == 0
 
 
 # --- bad samples ------------------------------------------------------------------------------

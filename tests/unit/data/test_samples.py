@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
 import tarfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +17,12 @@ import torch
 from PIL import Image
 
 from mclclip.data import samples as samples_module
-from mclclip.data.captions import TextFeatures
 from mclclip.data.decode import decode_image
+from mclclip.data.index_tables import Shard, join_rows, write_tables
 from mclclip.data.options import DataConfig
 from mclclip.data.remote import StoredFile
-from mclclip.data.sample_index import SampleIndex, Shard, write_tables
-from mclclip.data.samples import BadSample, RawSample, Sample, TarDataset
-from mclclip.data.shard_check import join_rows
+from mclclip.data.sample_index import SampleIndex
+from mclclip.data.samples import BadSample, RawSample, Sample, TarDataset, TextFeatures
 from mclclip.data.shard_reader import ShardReader
 from mclclip.data.shard_scan import Findings, scan_shard
 from mclclip.data.shard_writer import PackedSample, write_shards
@@ -52,7 +49,7 @@ def packed(number: int, image: bytes | None = None) -> PackedSample:
 
 def build_index(directory: Path, paths: list[Path], captions: str) -> SampleIndex:
     directory.mkdir(parents=True, exist_ok=True)
-    scans = [scan_shard(str(path), "test", captions).rows for path in paths]
+    scans = [scan_shard(StoredFile(str(path)), "test", captions).rows for path in paths]
     stops = np.cumsum([len(rows) for rows in scans]).tolist()
     shards = [
         Shard(str(path), "test", captions, stop - len(rows), stop, path.stat().st_size)
@@ -136,29 +133,24 @@ def test_an_image_is_decoded_once_for_all_its_views(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = TarDataset(make_index(tmp_path, {2: b"x"}), transform=to_tensor, **TEXTS)
-    decoded, inside, seen = [], [""], []
+    decoded, begun, seen = [], [], []
 
     def decode(data: bytes, max_image_pixels: int, *reads: bool) -> Image.Image:
         decoded.append(data)
         return decode_image(data, max_image_pixels)
 
-    @contextmanager
-    def named(name: str) -> Iterator[None]:
-        inside.append(name)
-        yield
-        inside.pop()
-
     def transform(image: Image.Image) -> torch.Tensor:
-        seen.append(f"view {inside[-1]}")
+        seen.append(f"view {begun[-1]}")
         return to_tensor(image) + len(seen)
 
     def tokenizer(texts: list[str]) -> torch.Tensor:
-        seen.append(f"text {inside[-1]}")
+        seen.append(f"text {begun[-1]}")
         return tokenize(texts)
 
     monkeypatch.setattr(samples_module, "decode", decode)
     dataset.transform, dataset.tokenizer = transform, tokenizer
-    good, bad = (dataset.prepare(raw, 0, [*map(named, "abc")]) for raw in dataset.read_many([4, 2]))
+    before = [partial(begun.append, name) for name in "abc"]
+    good, bad = (dataset.decoded(raw, 0, before) for raw in dataset.read_many([4, 2]))
     assert isinstance(good, Sample) and bad == BadSample(2, "unidentified")
     assert decoded == [png(4), b"x"] and seen == ["view a", "text a", "view b", "view c"]
     assert [int(view[0, 0, 0]) for view in good.views] == [5, 7, 8]
@@ -173,7 +165,7 @@ def test_captions_from_json_list_json_string_and_txt(tmp_path: Path) -> None:
         dataset = TarDataset(
             make_index(tmp_path / captions.replace(":", "_"), captions=captions), **IMAGES
         )
-        assert dataset.captions(8) == wanted
+        assert dataset.captions_of([8])[0] == wanted
     with pytest.raises(RuntimeError, match="no transform"):
         dataset[8]
 
@@ -186,7 +178,7 @@ def test_damaged_utf8_is_replaced_and_captions_are_stripped(tmp_path: Path) -> N
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
     dataset = TarDataset(build_index(tmp_path / "index", [path], "txt"), transform=None, **IMAGES)
-    assert dataset.captions(0) == ["caf\ufffd"]
+    assert dataset.captions_of([0])[0] == ["caf\ufffd"]
 
 
 def test_bad_samples_are_returned_with_their_reason(tmp_path: Path) -> None:
@@ -215,7 +207,7 @@ def test_a_shard_cut_short_after_indexing(tmp_path: Path) -> None:
     assert samples[2] == BadSample(victim + 1, "truncated")
     assert colour(samples[1]) == 0
     with pytest.raises(RuntimeError, match="its shard .*00004.tar has changed"):
-        dataset.captions(victim + 1)
+        dataset.captions_of([victim + 1])
 
 
 def test_captions_overwritten_after_indexing_make_a_bad_sample(tmp_path: Path) -> None:
@@ -226,7 +218,7 @@ def test_captions_overwritten_after_indexing_make_a_bad_sample(tmp_path: Path) -
     dataset = TarDataset(index, transform=to_tensor, **TEXTS)
     assert dataset[1] == BadSample(1, "changed")
     with pytest.raises(RuntimeError, match="00001 has 0 readable captions, the index says 2"):
-        dataset.captions(1)
+        dataset.captions_of([1])
 
 
 def test_a_missing_shard_is_an_error_not_a_bad_sample(tmp_path: Path) -> None:
@@ -380,7 +372,7 @@ def test_samples_carry_text_features_instead_of_text(tmp_path: Path) -> None:
     dataset = TarDataset(index, transform=to_tensor, **TEXTS, text_features=features)
     raw = dataset.read_many([8])[0]
     assert isinstance(raw, RawSample) and raw.text == b""
-    sample = dataset.prepare(raw, caption_number=2)
+    sample = dataset.decoded(raw, caption_number=2)
     assert isinstance(sample, Sample) and sample.text is None and sample.caption_number == 2
     assert sample.text_features is not None and sample.text_features.tolist() == [8, 2]
 
@@ -398,10 +390,3 @@ def test_text_embeddings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         np.save(tmp_path / "text" / "00000.npy", wrong)
         with pytest.raises(ValueError, match="run 'mclclip embed --text --force'"):
             features.get(0, 0)
-
-
-def test_json_member_is_read_whole(tmp_path: Path) -> None:
-    index = make_index(tmp_path)
-    raw = TarDataset(index, transform=None, **TEXTS).read_many([8])[0]
-    assert isinstance(raw, RawSample)
-    assert json.loads(raw.text)["captions"] == captions_of(8)

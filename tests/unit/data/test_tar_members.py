@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from mclclip.data.remote import StoredFile
 from mclclip.data.shard_scan import MAX_EXAMPLES, REASONS, scan_shard
 from mclclip.data.tar_members import Member, TarFault, read_members
 from tests.benchmarks import memory
@@ -130,7 +131,7 @@ def test_sparse_members_are_passed_over_by_what_is_stored_of_them(tmp_path: Path
     new = pax(*(record(f"GNU.sparse.{key}", "1") for key in ("major", "realsize")))
     for sparse in (header("s.jpg", b"S", octal(600)), new + header("s.jpg", size=octal(600))):
         path.write_bytes(sparse + bytes(1024) + GOOD + END)
-        found = scan_shard(str(path), "s", "txt")
+        found = scan_shard(StoredFile(str(path)), "s", "txt")
         assert found.rows["key"].to_pylist() == ["s/a"]
         assert {r: e["count"] for r, e in found.findings.to_json().items()} == {"sparse_member": 1}
 
@@ -174,7 +175,7 @@ def test_a_hostile_header_ends_its_shard_and_is_named(tmp_path: Path, case: str)
     for before, expected in ((GOOD, reason), (b"", "unreadable_shard")):
         path.write_bytes(before + blocks + GOOD + END)
         with within(120):
-            found = scan_shard(str(path), "s", "txt")
+            found = scan_shard(StoredFile(str(path)), "s", "txt")
         assert found.rows["key"].to_pylist() == (["s/a"] if before else [])
         findings = found.findings.to_json()
         if reason == "truncated_shard":  # the header is right, there is just not so much
@@ -189,7 +190,7 @@ def test_long_names_and_large_captions_do_not_spread(tmp_path: Path) -> None:
     path.write_bytes(GOOD + endless + large)
     with open(path, "r+b") as file:
         file.truncate(path.stat().st_size + (17 << 20) + 2 * BLOCK)
-    found = scan_shard(str(path), "s", "txt")
+    found = scan_shard(StoredFile(str(path)), "s", "txt")
     assert found.rows["key"].to_pylist() == ["s/a", "s/b"]
     assert found.rows["num_captions"].to_pylist() == [1, 0]
     assert found.rows["text_size"].to_pylist() == [7, 0]
@@ -204,7 +205,7 @@ def test_an_image_of_more_than_a_gibibyte_is_left_out(tmp_path: Path) -> None:
     path.write_bytes(GOOD + header("b.jpg", size=octal((1 << 30) + 1)))
     with open(path, "r+b") as file:  # a hole: it takes no room on the disk
         file.truncate(path.stat().st_size + (1 << 30) + 3 * BLOCK)
-    found = scan_shard(str(path), "s", "txt")
+    found = scan_shard(StoredFile(str(path)), "s", "txt")
     assert found.rows["key"].to_pylist() == ["s/a"]
     assert {r: e["count"] for r, e in found.findings.to_json().items()} == {"large_image": 1}
 
@@ -225,7 +226,7 @@ def check(path: Path, seed: int) -> str | None:
     path.write_bytes(data)
     start = time.process_time()
     members, fault = read(path)
-    found = scan_shard(str(path), "s", "json:caption", ["shape"])
+    found = scan_shard(StoredFile(str(path)), "s", "json:caption", ["shape"])
     assert time.process_time() - start < 20  # most take a millisecond
     for item in members:
         assert 0 < item.offset <= item.offset + item.size <= len(data)

@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from mclclip.data import samples as samples_module
-from mclclip.data.batches import _AUGMENTATION, Batch, KeyedRng, TrainingBatches, kept_rng
-from mclclip.data.captions import TextFeatures
+from mclclip.data.batches import _AUGMENTATION, Batch, TrainingBatches, kept_rng, seed_generators
 from mclclip.data.decode import decode_image
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
+from mclclip.data.samples import TextFeatures
 from mclclip.randomness import mix
 from tests.unit.data.test_batches import (
     LABELS,
@@ -64,20 +63,9 @@ def expected(batches: TrainingBatches, batch: Batch, row: int, view: int) -> tor
     sample_id, epoch = int(batch.sample_id[row]), batch.step // batches.steps_per_epoch
     raw = batches.dataset.read_many([sample_id])[0]
     assert isinstance(raw, samples_module.RawSample)
-    with kept_rng(), KeyedRng(int(mix(3, 1, epoch, _AUGMENTATION, sample_id, view))):
+    with kept_rng():
+        seed_generators(int(mix(3, 1, epoch, _AUGMENTATION, sample_id, view)))
         return augment(decode_image(raw.image, 10_000))
-
-
-def test_views_do_not_depend_on_ranks_or_workers(index: SampleIndex) -> None:
-    options: dict[str, Any] = {"tokenizer": None, "num_views": 2}
-    whole = make(index, **options)
-    parts = [make(index, **options, rank=rank, world_size=2) for rank in range(2)]
-    loader = DataLoader(whole, batch_size=None, sampler=range(3), num_workers=1)
-    for batch in loader:
-        assert_equal(batch, whole[batch.step])
-        for number, view in enumerate(batch.views):
-            both = torch.cat([part[batch.step].views[number] for part in parts])
-            assert torch.equal(both, view)
 
 
 def test_every_view_is_cut_and_moved(index: SampleIndex, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,15 +225,19 @@ def test_a_group_may_have_a_share_of_the_learning_rate() -> None:
 def test_an_average_of_the_trained_weights_is_kept_and_saved() -> None:
     model = Model()
     before = model.tail.weight.detach().clone()
-    engine = engine_of(model, ema_decay=0.75)
-    engine.update(BATCH, lr=0.01)
+    engine, expected = engine_of(model, ema_decay=0.75), before
+    for _ in range(3):
+        engine.update(BATCH, lr=0.01)
+        expected = 0.75 * expected + 0.25 * model.tail.weight.detach()
     state = engine.state_dict()
-    assert {name for name in state if name.startswith("ema.")} == {
-        "ema.tail.weight",
-        "ema.tail.bias",
-    }
-    expected = 0.75 * before + 0.25 * model.tail.weight.detach()
+    averages = {name for name in state if name.startswith("ema.")}
+    assert averages == {"ema.tail.weight", "ema.tail.bias"}
     torch.testing.assert_close(state["ema.tail.weight"], expected)
+    other = engine_of(Model(), ema_decay=0.75)
+    other.load_state_dict(state)
+    other.update(BATCH, lr=0.01)
+    expected = 0.75 * expected + 0.25 * other.module.tail.weight.detach()
+    torch.testing.assert_close(other.state_dict()["ema.tail.weight"], expected)
 
 
 def test_the_state_of_one_engine_is_taken_by_another() -> None:

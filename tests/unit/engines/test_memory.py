@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mclclip.engines.memory import Sizes, per_rank
+from mclclip.engines import Sizes, per_rank
 
 SIZES = Sizes(
     parameters=1600, trained=800, moments=1600, average=800, outside=100, largest_block=120

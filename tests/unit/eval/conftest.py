@@ -1,77 +1,22 @@
-"""An encoder whose answers are planted: what evaluators must score is known beforehand."""
+"""Planted encoders, and the images that they read as numbers (``tests.planted``)."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from PIL import Image
-from torch import Tensor
 
-
-def draw_number(path: Path, number: int) -> None:
-    """Writes a small PNG whose red and green channels spell ``number``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", (4, 4), (number // 256, number % 256, 0)).save(path, format="PNG")
-
-
-@dataclass
-class PlantedEncoder:
-    """Row ``n`` of a table for the image that spells n, or for the last number in a text."""
-
-    image_table: Tensor
-    text_table: Tensor
-    logit_scale: float = 100.0
-    seen_texts: list[str] = field(default_factory=list)
-    seen_batches: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.image_table = torch.nn.functional.normalize(self.image_table.float(), dim=1)
-        self.text_table = torch.nn.functional.normalize(self.text_table.float(), dim=1)
-
-    @property
-    def embed_dim(self) -> int:
-        return int(self.image_table.shape[1])
-
-    def preprocess_val(self, image: Image.Image) -> Tensor:
-        return torch.from_numpy(np.asarray(image, dtype=np.float32)).permute(2, 0, 1)
-
-    def tokenizer(self, texts: list[str]) -> Tensor:
-        self.seen_texts += texts
-        return torch.tensor([[int(re.findall(r"\d+", text)[-1])] for text in texts])
-
-    def encode_image(self, images: Tensor) -> Tensor:
-        self.seen_batches.append(len(images))
-        numbers = (images[:, 0, 0, 0] * 256 + images[:, 1, 0, 0]).long()
-        return self.image_table[numbers]
-
-    def encode_text(self, tokens: Tensor) -> Tensor:
-        return self.text_table[tokens[:, 0]]
+from tests import planted as made
 
 
 @pytest.fixture
-def planted() -> Callable[..., PlantedEncoder]:
+def planted() -> Callable[..., made.PlantedEncoder]:
     """``planted(kind, size, dim=16, seed=0)``: perfect, constant or independent random features."""
-
-    def make(kind: str, size: int, dim: int = 16, seed: int = 0) -> PlantedEncoder:
-        generator = torch.Generator().manual_seed(seed)
-        if kind == "perfect":
-            return PlantedEncoder(torch.eye(size), torch.eye(size))
-        if kind == "constant":
-            return PlantedEncoder(torch.ones(size, dim), torch.ones(size, dim))
-        assert kind == "random"
-        tables = torch.randn(2, size, dim, generator=generator)
-        return PlantedEncoder(tables[0], tables[1])
-
-    return make
+    return made.planted
 
 
 @pytest.fixture
 def draw() -> Callable[[Path, int], None]:
     """``draw(path, number)`` writes the image that a planted encoder reads as ``number``."""
-    return draw_number
+    return made.draw_number

@@ -14,7 +14,7 @@ from PIL import Image
 
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.eval.features import Extractor
-from mclclip.eval.options import BenchmarkConfig
+from mclclip.eval.protocols import BenchmarkConfig
 from mclclip.eval.protocols.contrastive_loss import evaluate, row_losses
 from mclclip.eval.run import check
 
@@ -63,6 +63,9 @@ def test_it_is_the_loss_of_every_sample(
         mean = float(np.mean(figure.outcomes.values))
         assert figure.value == pytest.approx(mean) and figure.ci_low < mean < figure.ci_high
     assert [of[m].protocol["level"] for m in of] == ["headline", "detail", "detail"]
+    (few, *_) = evaluate(Extractor(planted("constant", NUM)), tmp_path, max_samples=6)
+    assert few.value == pytest.approx(math.log(6)) and few.count == 6
+    assert few.protocol["unit"] == "nats"
 
 
 def test_captions_come_from_a_field_of_the_samples_or_a_file(
@@ -91,25 +94,7 @@ def test_captions_come_from_a_field_of_the_samples_or_a_file(
         assert losses(encoder, root, **options) == pytest.approx(wanted)
 
 
-def test_planted_encoders(tmp_path: Path, planted: Callable[..., Any]) -> None:
-    root = shards(tmp_path)
-    assert losses(planted("constant", NUM), root)["loss"] == pytest.approx(math.log(NUM))
-    assert losses(planted("perfect", NUM), root)["loss"] < 1e-9
-    few = evaluate(Extractor(planted("constant", NUM)), root, max_samples=6)
-    assert few[0].value == pytest.approx(math.log(6)) and few[0].count == 6
-    assert few[0].protocol["unit"] == "nats"
-
-
 def test_large_logits_do_not_overflow() -> None:
     rows = np.eye(4, dtype=np.float32)
     np.testing.assert_array_equal(row_losses(rows, rows, scale=1e6), np.zeros(4))
     np.testing.assert_allclose(row_losses(rows, rows[::-1].copy(), scale=1e6), np.full(4, 1e6))
-
-
-def test_samples_without_a_caption_are_named(tmp_path: Path, planted: Callable[..., Any]) -> None:
-    with pytest.raises(
-        ValueError, match="holds 13 no_caption: .* every sample has a caption .txt."
-    ):
-        losses(planted("perfect", NUM), shards(tmp_path, caption=None))
-    with pytest.raises(FileNotFoundError, match="there is no shard in"):
-        losses(planted("perfect", NUM), tmp_path / "none")

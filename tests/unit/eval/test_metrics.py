@@ -22,13 +22,6 @@ def slow_ranks(similarity: np.ndarray, positive: np.ndarray) -> list[tuple[int, 
     return ranks
 
 
-def test_wilson_interval_by_hand() -> None:
-    # 27 of 135 (MMVP at 20.0): centre and half width from the formula, on paper.
-    low, high = metrics.wilson_interval(27, 135)
-    assert low == pytest.approx(0.14125, abs=1e-5)
-    assert high == pytest.approx(0.27535, abs=1e-5)
-
-
 @given(st.integers(1, 10_000), st.data())
 def test_wilson_interval_contains_the_share_and_stays_inside(
     count: int, data: st.DataObject
@@ -72,21 +65,6 @@ def test_items_of_a_unit_count_together_in_strata_too() -> None:
     assert even == pytest.approx(metrics.wilson_interval(25, 50))
 
 
-def test_ranks_with_ties_by_hand() -> None:
-    similarity = np.array([[0.9, 0.5, 0.5, 0.1], [0.9, 0.5, 0.5, 0.1], [0.3, 0.3, 0.3, 0.3]])
-    positive = np.zeros((3, 4), dtype=bool)
-    positive[0, 0] = positive[1, 1] = positive[2, 3] = True
-    strict, optimistic = metrics.ranks_with_ties(similarity, positive)
-    assert strict.tolist() == [1, 3, 4]
-    assert optimistic.tolist() == [1, 2, 1]
-
-
-def test_a_tie_between_two_right_candidates_is_no_tie() -> None:
-    similarity, positive = np.array([[0.7, 0.7, 0.2]]), np.array([[True, True, False]])
-    strict, optimistic = metrics.ranks_with_ties(similarity, positive)
-    assert strict.tolist() == optimistic.tolist() == [1]
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 9), st.integers(0, 10_000))
 def test_ranks_with_ties_equals_the_definition(queries: int, candidates: int, seed: int) -> None:
@@ -104,6 +82,8 @@ def test_ranks_refuse_nan_and_queries_without_a_positive() -> None:
         metrics.ranks_with_ties(np.array([[np.nan, 0.0]]), positive)
     with pytest.raises(ValueError, match="query 0 has no positive"):
         metrics.ranks_with_ties(np.array([[1.0, 0.0]]), ~positive & False)
+    with pytest.raises(ValueError, match="k counts from 1"):
+        metrics.hits_at(np.array([1]), 0)
 
 
 def test_chance_is_the_share_over_all_orders_of_the_candidates() -> None:
@@ -114,21 +94,6 @@ def test_chance_is_the_share_over_all_orders_of_the_candidates() -> None:
             for number in right  # the first ``number`` candidates are right
         ]
         assert metrics.chance_at(k, 5, right) == pytest.approx(np.mean(shares))
-
-
-def test_hits_at() -> None:
-    ranks = np.array([1, 2, 5, 11])
-    assert [metrics.hits_at(ranks, k).sum() for k in (1, 5, 10, 100)] == [1, 3, 3, 4]
-    with pytest.raises(ValueError, match="k counts from 1"):
-        metrics.hits_at(ranks, 0)
-
-
-def test_mean_per_class_weighs_classes_equally() -> None:
-    correct = np.array([True, True, True, False, False])
-    labels = np.array([7, 7, 7, 7, 2])  # class 2: 0 of 1, class 7: 3 of 4
-    mean, shares, counts = metrics.mean_per_class(correct, labels)
-    assert mean == pytest.approx(0.375)
-    assert shares.tolist() == [0.0, 0.75] and counts.tolist() == [1, 4]
 
 
 @given(st.lists(st.floats(-1, 1, width=32), min_size=4, max_size=4))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mclclip.eval.features import Extractor
-from mclclip.eval.minimal_pairs import read_pairs
 from mclclip.eval.protocols import mmvp
+from mclclip.eval.protocols.mmvp import read_pairs
 
 Row = tuple[int | str, str, str]
 
@@ -43,57 +43,17 @@ def by_metric(figures: Sequence[Any]) -> dict[str, float]:
     return {figure.metric: figure.value for figure in figures}
 
 
-def test_perfect_encoder_scores_100(make_folder: Any, planted: Any) -> None:
-    root = make_folder({"Color": 3, "Camera Perspective": 5})
-    figures = mmvp.evaluate(Extractor(planted("perfect", 17)), root, directions=mmvp.DIRECTIONS)
-    assert set(by_metric(figures).values()) == {100.0}
-    assert [f.metric for f in figures[:4]] == ["Color", "Camera Perspective", "average", "pooled"]
-    assert [f.count for f in figures[:4]] == [3, 5, 8, 8]
-    assert figures[3].ci_high == 100.0 and 60 < figures[3].ci_low < 100
-    assert figures[3].protocol["right_decisions"] == 16
-    assert figures[-1].metric == "group/pooled"
-
-
-def test_constant_encoder_scores_0(make_folder: Any, planted: Any) -> None:
-    root = make_folder({"Color": 4})
-    figures = mmvp.evaluate(
-        Extractor(planted("constant", 9, dim=512)), root, directions=mmvp.DIRECTIONS
-    )
-    assert set(by_metric(figures).values()) == {0.0}
-    protocol = figures[0].protocol
-    assert protocol["tied_decisions"] == protocol["near_ties"] == protocol["decisions"] == 8
-    assert protocol["ties"] == "against the model"
-
-
 def test_average_is_over_types_and_pooled_over_pairs(make_folder: Any, planted: Any) -> None:
     root = make_folder({"Color": 1, "State": 3})
     encoder = planted("perfect", 9)
     encoder.text_table[1] = encoder.image_table[2]  # spoils the only pair of Color
     values = by_metric(mmvp.evaluate(Extractor(encoder), root))
     assert values == {"Color": 0.0, "State": 100.0, "average": 50.0, "pooled": 75.0}
-
-
-def test_category_comes_from_the_type_not_from_the_row(
-    tmp_path: Path, draw: Callable[[Path, int], None], planted: Any
-) -> None:
-    rows: list[Row] = []
-    for number, kind in enumerate(["Color", "Color", "Text", "Text", "Color", "Color"], start=1):
-        rows.append((number, kind, f"statement {number}"))
-        draw(tmp_path / "MLLM_VLM Images" / kind / f"{number}.jpg", number)
-    write_questions(tmp_path, rows)
-    figures = mmvp.evaluate(Extractor(planted("perfect", 7)), tmp_path)
-    assert {f.metric: f.count for f in figures} == {
-        "Color": 2, "Text": 1, "average": 3, "pooled": 3,
-    }  # fmt: skip
-
-
-def test_prompt_stands_before_every_statement(make_folder: Any, planted: Any) -> None:
-    encoder = planted("perfect", 3)
-    figures = mmvp.evaluate(Extractor(encoder), make_folder({"Color": 1}), prompt="see: ")
-    assert encoder.seen_texts == ["see: a thing, numbered 1", "see: a thing, numbered 2"]
-    assert figures[0].protocol["prompt"] == "see: "
-    assert figures[0].protocol["direction"] == "statement_to_image"
-    assert figures[0].protocol["precision"] == "fp32"
+    encoder.seen_texts.clear()
+    (first, *_) = mmvp.evaluate(Extractor(encoder), root, prompt="see: ")
+    assert first.count == 1 and encoder.seen_texts[0] == "see: a thing, numbered 1"
+    settings = {"prompt": "see: ", "direction": "statement_to_image", "right_decisions": 7}
+    assert settings.items() <= first.protocol.items()
 
 
 def test_near_ties_are_counted(make_folder: Any, planted: Any) -> None:
@@ -219,3 +179,28 @@ def test_unknown_direction(make_folder: Any, planted: Any) -> None:
         mmvp.evaluate(
             Extractor(planted("perfect", 3)), make_folder({"Color": 1}), directions=["up"]
         )
+
+
+def test_category_comes_from_the_type_not_from_the_row(
+    tmp_path: Path, draw: Callable[[Path, int], None], planted: Any
+) -> None:
+    rows: list[Row] = []
+    for number, kind in enumerate(["Color", "Color", "Text", "Text", "Color", "Color"], start=1):
+        rows.append((number, kind, f"statement {number}"))
+        draw(tmp_path / "MLLM_VLM Images" / kind / f"{number}.jpg", number)
+    write_questions(tmp_path, rows)
+    figures = mmvp.evaluate(Extractor(planted("perfect", 7)), tmp_path)
+    assert {f.metric: f.count for f in figures} == {
+        "Color": 2, "Text": 1, "average": 3, "pooled": 3,
+    }  # fmt: skip
+
+
+def test_constant_encoder_scores_0(make_folder: Any, planted: Any) -> None:
+    root = make_folder({"Color": 4})
+    figures = mmvp.evaluate(
+        Extractor(planted("constant", 9, dim=512)), root, directions=mmvp.DIRECTIONS
+    )
+    assert set(by_metric(figures).values()) == {0.0}
+    protocol = figures[0].protocol
+    assert protocol["tied_decisions"] == protocol["near_ties"] == protocol["decisions"] == 8
+    assert protocol["ties"] == "against the model"

@@ -17,7 +17,7 @@ from timm.data import ImageNetInfo
 
 from mclclip import config as configuration
 from mclclip.eval import prompts
-from mclclip.eval.options import BenchmarkConfig
+from mclclip.eval.protocols import BenchmarkConfig
 from tests import tiny
 
 CLASSES = {"n02510455": "giant panda", "n01440764": "tench", "n07873807": "pizza"}

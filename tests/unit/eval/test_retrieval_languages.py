@@ -71,15 +71,6 @@ def test_one_language_is_what_its_table_alone_gives(
     assert all(means[f.metric] == pytest.approx((f.ci_low, f.ci_high)) for f in alone)
 
 
-def test_a_collapsed_encoder_scores_0_in_every_language(languages: Path, planted: Any) -> None:
-    figures = evaluate(
-        Extractor(planted("constant", 10)), languages, **OPTIONS, languages="all", ks=[1]
-    )
-    values = {f.metric: f.value for f in figures}
-    assert values["image_to_text/R@1"] == values["fr/text_to_image/R@1"] == 0.0
-    assert values["image_to_text/R@1_optimistic"] == 100.0
-
-
 def test_a_table_has_a_column_of_languages(languages: Path, planted: Any) -> None:
     rows = ["filepath,title,language", "0001.jpg,one 1,en", "0002.jpg,two 2,en", "0001.jpg,1,de"]
     (languages / "captions.csv").write_text("\n".join(rows))

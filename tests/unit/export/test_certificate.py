@@ -29,7 +29,7 @@ def move(name: str) -> Callable[[Any], None]:
 
     def change(encoder: Any) -> None:
         with torch.no_grad():
-            parameter = encoder.models[0].clip.get_parameter(name)
+            parameter = encoder.stages[0].clip.get_parameter(name)
             parameter += 0.1 * torch.randn_like(parameter)
 
     return change
@@ -42,7 +42,7 @@ def other_tokens(encoder: Any) -> None:
 
 def other_pixels(encoder: Any) -> None:
     """As an image processor with another mean."""
-    own, (_, deviation) = encoder.preprocess_val, encoder.models[0].normalization
+    own, (_, deviation) = encoder.preprocess_val, encoder.stages[0].normalization
     encoder.preprocess_val = lambda image: own(image) + 10 / 255 / deviation
 
 

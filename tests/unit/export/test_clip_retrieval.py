@@ -20,7 +20,7 @@ from mclclip.data import row_store
 from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TarDataset
-from mclclip.export import convert, model_card
+from mclclip.export import convert, hub
 from mclclip.export.targets import Source, clip_retrieval
 from mclclip.models.encoder import Encoder, load_model, save_concat
 from mclclip.models.loading import load_towers
@@ -196,15 +196,15 @@ def test_a_card_says_that_weights_were_random(run: Path) -> None:
     options, source = config.load(run / "config.yaml"), Source(run / "stage_0" / "export")
     named = replace(options, model=replace(options.model, name="ViT-B-32", pretrained="openai"))
     own = replace(options.model, name=str(run / "stage_0" / "export"))
-    assert model_card.origin(source, run, named)["base"] == "ViT-B-32, weights openai"
+    assert hub.origin(source, run, named)["base"] == "ViT-B-32, weights openai"
     bare = replace(named, model=replace(named.model, pretrained=None))
-    assert model_card.origin(source, run, bare)["base"] == "ViT-B-32, random weights"
-    assert model_card.origin(source, run, replace(options, model=own))["base"] == "export"
+    assert hub.origin(source, run, bare)["base"] == "ViT-B-32, random weights"
+    assert hub.origin(source, run, replace(options, model=own))["base"] == "export"
 
 
 def test_a_folders_name_makes_no_link_in_its_card(tmp_path: Path) -> None:
     folder = tmp_path / "[click](javascript:x) ![p](u) <b> *a* `c` a|b \\[d]"
-    card = model_card.text("timm", {}, Source(folder), [])
+    card = hub.card("timm", Source(folder), [])
     wanted = r"# \[click\](javascript:x) !\[p\](u) &lt;b> \*a\* 'c' a\|b \\\[d\]"
     assert f"\n{wanted}\n" in card
 
@@ -229,7 +229,7 @@ def test_a_card_has_rows_of_its_own_encoder(tmp_path: Path) -> None:
         rows = [result_row(name, "pairs", value, 0.0, 9.0) for name, value in values.items()]
         (tmp_path / path).write_text("".join(rows))
     for folder, wanted in cases.items():
-        rows = model_card.benchmark_rows(Source(tmp_path / folder), tmp_path)
+        rows = hub.benchmark_rows(Source(tmp_path / folder), tmp_path)
         assert [row.value for row in rows] == wanted, folder
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 import mclclip
 from mclclip.data.decode import decode_image
 from mclclip.export import certificate, convert
-from mclclip.export.image_pixels import own_processor
+from mclclip.export.processors import own_processor
 from mclclip.export.targets import hf
 from tests.unit.export.models import exported, joined, the_certificate
 

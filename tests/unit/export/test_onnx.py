@@ -91,7 +91,7 @@ def test_a_graph_is_bounded_and_not_the_sum_of_graphs(
 def test_only_the_tower_of_a_graph_is_counted(tmp_path: Path) -> None:
     """Both towers are in the model, and the trunk of a concat is in memory once."""
     source = Source(exported(tmp_path / "own"))
-    clip = source.stages[0].exported
+    clip = source.encoder.stages[0].exported
     images = 4 * sum(p.numel() for p in clip.visual.parameters())
     texts = 4 * sum(p.numel() for p in clip.parameters()) - images
     assert target.num_bytes(target.ImageGraph(source.encoder), of_images=True) == images

@@ -1,4 +1,4 @@
-"""A finished export in a repository of a hub: a small one that runs on this machine."""
+"""A finished export in a repository of a hub."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import os
 import shutil
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub import HfApi
+from huggingface_hub.utils import filter_repo_objects
 
 from mclclip import cli
-from mclclip.export import convert, push
-from mclclip.export.push import open_repository
+from mclclip.export import convert, hub
+from mclclip.export.hub import open_repository
 from tests import tiny
 from tests.matrix import in_soak
 from tests.unit.export.hub_server import Hub, running
@@ -22,7 +25,8 @@ from tests.unit.export.models import exported
 
 
 class Api:
-    """The client of a hub with one repository, which notes what it is asked."""
+    """The client of a hub with one repository, which notes what it is asked; calls have the
+    arguments of huggingface_hub's own client."""
 
     def __init__(self, *names: str, private: bool = True, manifest: Path | None = None) -> None:
         self.names, self.private, self.manifest = names, private, manifest
@@ -34,21 +38,26 @@ class Api:
         return SimpleNamespace(siblings=files, private=self.private)
 
     def hf_hub_download(self, name: str, file: str, local_dir: str) -> str:
+        signature(HfApi.hf_hub_download).bind(self, name, file, local_dir=local_dir)
         assert self.manifest is not None
         return shutil.copy(self.manifest, Path(local_dir) / file)
 
     def create_repo(self, name: str, **options: Any) -> None:
+        signature(HfApi.create_repo).bind(self, name, **options)
         self.asked.append(f"create {name} {options}")
 
     def upload_folder(self, **options: Any) -> Any:
-        self.asked.append(f"upload {options['allow_patterns']} {options['delete_patterns']}")
+        signature(HfApi.upload_folder).bind(self, **options)
+        there = [path.name for path in options["folder_path"].iterdir()]
+        sent = filter_repo_objects(there, allow_patterns=options["allow_patterns"])
+        self.asked.append(f"upload {sorted(sent)} {options['delete_patterns']}")
         return SimpleNamespace(commit_url="there")
 
 
 TWICE = """
 import sys
 from mclclip import cli
-from mclclip.run import failures
+from mclclip.ranks import failures
 cli._call(cli._parse(sys.argv[1:]))
 try:
     cli._call(cli._parse(sys.argv[1:]))
@@ -86,15 +95,16 @@ def test_an_export_is_uploaded_by_the_hubs_own_client(tmp_path: Path) -> None:
 
 def test_only_files_of_the_export_are_uploaded_and_only_old_ones_removed(tmp_path: Path) -> None:
     source, api = exported(tmp_path / "own"), Api()
-    out = convert.run("open_clip", source, tmp_path / "out", push="me/a", public=True, hub=api)
+    out = convert.run("open_clip", source, tmp_path / "out", push="me/a", public=True, api=api)
     names = {path.name for path in out.iterdir()}
     assert api.asked[1] == "create me/a {'private': False, 'exist_ok': True}"
     assert api.asked[2] == f"upload {sorted(names)} None"
+    assert {"manifest.json", "certificate.json", "README.md"} < names
     (out / "notes.txt").write_text("mine")
     before = (out / "manifest.json").read_bytes()
     convert.run("timm", source, tmp_path / "timm")
     again = Api(*names, "user.md", manifest=tmp_path / "timm" / "manifest.json")
-    convert.run("open_clip", source, out, push="me/a", hub=again)  # a finished one is uploaded
+    convert.run("open_clip", source, out, push="me/a", api=again)  # a finished one is uploaded
     assert (out / "manifest.json").read_bytes() == before
     gone = ["config.json", "model.safetensors"]
     assert again.asked[-1] == f"upload {sorted(names)} {gone}"
@@ -102,7 +112,7 @@ def test_only_files_of_the_export_are_uploaded_and_only_old_ones_removed(tmp_pat
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     (out / "README.md").write_text("a card of my own")
     with pytest.raises(RuntimeError, match="open_clip_model.safetensors.*--force"):
-        convert.run("open_clip", source, out, push="me/a", hub=again)
+        convert.run("open_clip", source, out, push="me/a", api=again)
 
 
 @pytest.mark.parametrize(
@@ -128,12 +138,14 @@ def test_what_is_not_written_to(
     source = exported(tmp_path / "own")
     if "to" not in changes:
         with pytest.raises(ValueError, match=message):
-            convert.run("hf", source, tmp_path / "out", push=given["name"], hub=api)
+            convert.run("hf", source, tmp_path / "out", push=given["name"], api=api)
         assert not (tmp_path / "out").exists()
     assert {*api.asked} <= {"model_info"}
 
 
-def test_what_is_there_already_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_there_already_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with caplog.at_level("INFO", logger="mclclip"):
         open_repository("hf", "me/a", public=True, api=Api(private=True))
     assert "me/a is private and stays so" in caplog.text
@@ -142,8 +154,16 @@ def test_what_is_there_already_is_told(tmp_path: Path, caplog: pytest.LogCapture
         def model_info(self, name: str) -> Any:
             raise OSError("no route\nto host")
 
+        def upload_folder(self, **options: Any) -> Any:
+            raise OSError("403 Forbidden")
+
     with pytest.raises(RuntimeError, match="me/a cannot be looked at .OSError: no route to host"):
         open_repository("hf", "me/a", api=Down())
+    source, out, down = exported(tmp_path / "own"), tmp_path / "out", Down()
+    monkeypatch.setattr(down, "model_info", lambda name: None)
+    with pytest.raises(RuntimeError, match="out is finished, and me/a has not got it .*403"):
+        convert.run("open_clip", source, out, push="me/a", api=down)
+    assert down.asked == ["create me/a {'private': True, 'exist_ok': True}"]
 
 
 def test_offline_or_without_a_token_it_is_one_line(
@@ -153,10 +173,12 @@ def test_offline_or_without_a_token_it_is_one_line(
     words = ["export", "--to", "hf", "--model", str(source), "--out", str(out), "--push", "me/a"]
     with pytest.raises(ValueError, match="--push needs the hub, and HF_HUB_OFFLINE is set: unset"):
         cli._call(cli._parse(words))  # tests are offline
-    hub = SimpleNamespace(is_offline_mode=lambda: False, get_token=lambda: None)
-    monkeypatch.setattr(push, "huggingface_hub", hub)
+    offered = SimpleNamespace(is_offline_mode=lambda: False, get_token=lambda: None)
+    monkeypatch.setattr(hub, "huggingface_hub", offered)
     with pytest.raises(ValueError, match="--push needs a token that may write: set HF_TOKEN, or"):
         convert.run("hf", source, out, push="me/a")
+    offered.get_token, offered.HfApi = lambda: "hf_of_a_test", HfApi
+    assert isinstance(hub._client(), HfApi)
     with pytest.raises(ValueError, match="--public is of --push ORG/NAME"):
         convert.run("hf", source, out, public=True)
     assert not out.exists() and "HF_TOKEN" not in os.environ

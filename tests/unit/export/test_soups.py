@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mclclip.eval import results
 from mclclip.eval import run as evaluation
-from mclclip.eval.options import BenchmarkConfig
+from mclclip.eval.protocols import BenchmarkConfig
 from mclclip.eval.results import Result
 from mclclip.export import soups
 from mclclip.models import weights
@@ -25,6 +25,7 @@ from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.run import artifacts
 from tests.matrix import kept
 from tests.tiny import ROOT
+from tests.unit.models.conftest import tiny_config
 from tests.unit.models.stages import save_stages, vary
 
 TINY = ROOT / "tests" / "configs" / "tiny_vit.json"
@@ -39,22 +40,22 @@ class Planted:
     goal: Tensor
     base: Tensor
     unit: str = "percent"
-    texts: bool = True
+    names: tuple[str, ...] = ("held_out", "imagenet")
     seen: list[str] = field(default_factory=list)
     context: Context = SINGLE
 
     @property
     def benchmarks(self) -> Mapping[str, BenchmarkConfig]:
-        return {name: BenchmarkConfig("retrieval", ".") for name in ("held_out", "imagenet")}
+        return {name: BenchmarkConfig("retrieval", ".") for name in self.names}
 
     @property
     def read_texts(self) -> list[str]:
-        return ["held_out"] if self.texts else []
+        return [*self.names[:1]]
 
     def measure(self, encoder: Encoder, path: Path, model_name: str) -> list[Result]:
-        assert isinstance(encoder, Encoder)
+        assert isinstance(encoder, Encoder) and self.names, "there is nothing to measure"
         self.seen.append(model_name)
-        own = encoder.models[0].exported.state_dict()[AT]
+        own = encoder.stages[0].exported.state_dict()[AT]
         near = 100 - float((own - self.goal).norm())
         near = 100 - near if self.unit == "nats" else near
         values = {"held_out": near, "imagenet": 90 - float((own - self.base).norm())}
@@ -67,18 +68,7 @@ class Planted:
         return rows
 
 
-@dataclass
-class Nothing:
-    """A judge without a benchmark."""
-
-    benchmarks: Mapping[str, BenchmarkConfig] = field(default_factory=dict)
-    read_texts: list[str] = field(default_factory=list)
-    context: Context = SINGLE
-
-    def measure(self, encoder: Encoder, path: Path, model_name: str) -> list[Result]:
-        raise AssertionError("there is nothing to measure")
-
-
+NOTHING = Planted(torch.zeros(1), torch.zeros(1), names=())
 Make = Callable[..., Path]
 
 
@@ -94,7 +84,7 @@ def make(stages: list[Path], tmp_path: Path) -> Make:
 
     def run(method: Any, *models: int | Path, judge: Any = None, to: str = "soup", **options: Any):
         paths = [str(stages[each] if isinstance(each, int) else each) for each in models]
-        return soups.run(method, paths, tmp_path / to, judge=judge or Nothing(), **options)
+        return soups.run(method, paths, tmp_path / to, judge=judge or NOTHING, **options)
 
     return run
 
@@ -210,13 +200,6 @@ def test_greedy_is_never_below_its_best_ingredient(
 # --- wise ------------------------------------------------------------------------------------
 
 
-def test_the_ends_of_the_line_are_the_models(stages: list[Path], make: Make) -> None:
-    for alpha, number in ((0.0, 0), (1.0, 3)):
-        out = make("wise", 0, 3, alpha=alpha, to=str(number))
-        assert same_file(out, stages[number])
-        assert weights.read_config(out) == weights.read_config(stages[number])
-
-
 def test_the_best_alpha_is_written_with_its_price(
     stages: list[Path], tmp_path: Path, make: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -243,6 +226,10 @@ def test_the_best_alpha_is_written_with_its_price(
 
 
 def test_a_given_alpha_is_written_and_measured(stages: list[Path], make: Make) -> None:
+    for alpha, number in ((0.0, 0), (1.0, 3)):  # the ends of the line are the models
+        out = make("wise", 0, 3, alpha=alpha, to=str(number))
+        assert same_file(out, stages[number])
+        assert weights.read_config(out) == weights.read_config(stages[number])
     out = make("wise", 0, 3, judge=towards(stages, {0: 1.0}), alpha=0.35, alphas=[1, 0])
     curve = json.loads((out / "scores" / "curve.json").read_text())
     assert (curve["alphas"], curve["alpha"]) == ([0, 0.35, 1], 0.35)
@@ -291,12 +278,12 @@ def test_options_that_do_not_fit(
 
 def test_models_that_have_no_average(stages: list[Path], tmp_path: Path, make: Make) -> None:
     save_concat(stages[:2], "raw", tmp_path / "concat")
-    load_towers(TINY, quick_gelu=True).save(tmp_path / "other")
+    load_towers(tiny_config(quick_gelu=True)).save(tmp_path / "other")
     unrelated = load_towers(TINY, seed=2)
     vary(unrelated, 1)
     unrelated.save(tmp_path / "unrelated")
     cases = {
-        "concat": (ValueError, "is a concat, which a soup cannot average: give its stages"),
+        "concat": (ValueError, "is a joined encoder, .*: give one of its stages"),
         "other": (ValueError, "model_cfg.quick_gelu is .* only models of one architecture"),
         "unrelated": (ValueError, "one base only; where you know .* give --any-base"),
         "absent": (FileNotFoundError, "no model directory at"),

@@ -23,7 +23,6 @@ from mclclip.eval import results
 from mclclip.figures import (
     adversarial_sets,
     clam,
-    encoders,
     gate_pairs,
     modified,
     nearest,
@@ -87,6 +86,34 @@ def test_every_figure_is_data_and_a_picture(drawn: Path) -> None:
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn.glob("*.png"))
 
 
+def test_a_sample_that_is_not_modified_is_its_own_neighbour(drawn: Path) -> None:
+    found = data(drawn, "modified")
+    assert found["eps"][0] == 0.0
+    kinds = [entry["kind"] for entry in found["stages"]["stage_0"]]
+    assert set(kinds) == {"positive", "negative"}
+    for entry in found["stages"]["stage_0"]:
+        assert entry["cosines"][0] == pytest.approx(1.0, abs=1e-5)
+        assert entry["anchor"] != entry["sample"]
+
+
+def test_heat_maps_lie_over_the_anchor(drawn: Path) -> None:
+    for stage, spaces in data(drawn, "clam").items():
+        assert stage in ("stage_0", "stage_1") and len(spaces) == 2
+        for entry in spaces:
+            for space in ("all", "gates of y1", "gates of y2"):
+                heat = np.array(entry[space]["heat"])
+                assert heat.shape == (16, 16) and heat.min() >= 0.0
+                assert -1.0 <= entry[space]["similarity"] <= 1.0
+
+
+def test_readouts_of_robust_and_non_robust_features(drawn: Path) -> None:
+    found = data(drawn, "adversarial_sets")
+    assert found.keys() == {"shape", "colour"}
+    for stage in found["shape"].values():
+        assert stage["moved"] + stage["tested"] == 64 and 0 <= stage["reached"] <= 1
+        assert stage["accuracy_percent"].keys() == {"D", "D_R", "D_NR"}
+
+
 def test_gates_are_those_of_the_last_checkpoint(config: Config, drawn: Path) -> None:
     found, run = data(drawn, "gates"), Path(config.run_dir)
     assert found["stage_0"]["classes"] == ["0", "1", "2"]
@@ -137,7 +164,7 @@ def test_the_least_alike_values_are_compared_in_their_quietest_dimensions(
 ) -> None:
     """SimLAP's Fig. 1, from the embeddings alone: 500 of 2,048 dimensions."""
     inputs = Inputs(config)
-    codes, names = inputs.index.attribute("shape")
+    codes, names = inputs.run.index.attribute("shape")
     codes = codes[inputs.ids]
     for stage, rows in inputs.features.items():
         pair = data(drawn, "overlap")["attributes"]["shape"][stage]["pair"]
@@ -177,16 +204,6 @@ def test_nearest_labels_have_examples_of_their_own(config: Config, drawn: Path) 
             assert set(examples) <= {label["cluster"]} and entry["sample"] not in label["examples"]
 
 
-def test_a_sample_that_is_not_modified_is_its_own_neighbour(drawn: Path) -> None:
-    found = data(drawn, "modified")
-    assert found["eps"][0] == 0.0
-    kinds = [entry["kind"] for entry in found["stages"]["stage_0"]]
-    assert set(kinds) == {"positive", "negative"}
-    for entry in found["stages"]["stage_0"]:
-        assert entry["cosines"][0] == pytest.approx(1.0, abs=1e-5)
-        assert entry["anchor"] != entry["sample"]
-
-
 def test_losses_are_those_of_metrics_and_errors_of_results(config: Config, drawn: Path) -> None:
     found, run = data(drawn, "loss_readout"), Path(config.run_dir)
     assert found["models"] == ["stage_0", "stage_1"] and found["correlations"] is None
@@ -194,16 +211,6 @@ def test_losses_are_those_of_metrics_and_errors_of_results(config: Config, drawn
     assert found["loss"][1] == json.loads(lines[-1])["loss"]
     rows = {(r.model, r.metric): r.value for r in results.read(run / "results.jsonl")}
     assert found["error_percent"]["features, shape"][0] == 100.0 - rows["stage_0", "shape"]
-
-
-def test_heat_maps_lie_over_the_anchor(drawn: Path) -> None:
-    for stage, spaces in data(drawn, "clam").items():
-        assert stage in ("stage_0", "stage_1") and len(spaces) == 2
-        for entry in spaces:
-            for space in ("all", "gates of y1", "gates of y2"):
-                heat = np.array(entry[space]["heat"])
-                assert heat.shape == (16, 16) and heat.min() >= 0.0
-                assert -1.0 <= entry[space]["similarity"] <= 1.0
 
 
 def test_heat_maps_through_gates_are_of_the_class_that_they_name(
@@ -220,7 +227,7 @@ def test_heat_maps_through_gates_are_of_the_class_that_they_name(
     monkeypatch.setattr(clam, "VIEWS", 2)
     inputs = Inputs(config)
     gates, pair = inputs.gates["stage_0"], [2, 0]
-    encoder = encoders.load(inputs, inputs.stages[0], gates)
+    encoder = inputs.encoder(inputs.stages[0], gates)
     assert encoder is not None
     anchor, positive = encoder.pixels(inputs.run.images([0, 1]))
     found = clam.heat_maps(encoder, anchor, positive, gates, pair, seed=0)
@@ -228,14 +235,6 @@ def test_heat_maps_through_gates_are_of_the_class_that_they_name(
     wanted = [None, *torch.from_numpy(gates.of_classes())[pair]]
     for gate, own in zip(used, wanted, strict=True):
         assert gate is own is None or torch.equal(gate, own)
-
-
-def test_readouts_of_robust_and_non_robust_features(drawn: Path) -> None:
-    found = data(drawn, "adversarial_sets")
-    assert found.keys() == {"shape", "colour"}
-    for stage in found["shape"].values():
-        assert stage["moved"] + stage["tested"] == 64 and 0 <= stage["reached"] <= 1
-        assert stage["accuracy_percent"].keys() == {"D", "D_R", "D_NR"}
 
 
 def test_robust_sets_carry_the_true_labels_and_non_robust_ones_the_targets(
@@ -260,13 +259,13 @@ def test_robust_sets_carry_the_true_labels_and_non_robust_ones_the_targets(
     monkeypatch.setattr(adversarial_sets, "move_to_targets", all_reached)
     monkeypatch.setattr(adversarial_sets, "_accuracy", keep_labels)
     inputs = Inputs(config)
-    encoder = encoders.load(inputs, inputs.stages[0])
+    encoder = inputs.encoder(inputs.stages[0])
     assert encoder is not None
     found = adversarial_sets.readouts(inputs, encoder, "shape")
     assert found is not None
     assert (found["accuracy_percent"]["D_R"], found["accuracy_percent"]["D_NR"]) == (1.0, 2.0)
     rows = np.random.default_rng([inputs.config.seed, 11]).permutation(len(inputs.ids))
-    codes = inputs.index.attribute("shape")[0][inputs.ids][rows[: found["moved"]]]
+    codes = inputs.run.index.attribute("shape")[0][inputs.ids][rows[: found["moved"]]]
     np.testing.assert_array_equal(trained[0], codes)
     np.testing.assert_array_equal(trained[1], (codes + 1) % 3)
 
@@ -276,7 +275,7 @@ def test_subspaces_are_seen_behind_the_projector(config: Config, drawn: Path) ->
     assert len(found["panels"]) == 3 and found["panels"].keys() > {"all dimensions"}
     inputs = Inputs(config)
     learned = inputs.gates["stage_0"]
-    encoder = encoders.load(inputs, inputs.stages[0], learned)
+    encoder = inputs.encoder(inputs.stages[0], learned)
     assert encoder is not None
     features = encoder.of_all(encoder.pixels(inputs.run.images([0, 1])), 2)
     assert features.shape == (2, 6)  # the projector's width
@@ -306,7 +305,7 @@ def test_a_figure_is_found_by_its_module(
         "from mclclip.figures.inputs import Figure\n"
         "def draw(inputs, path):\n"
         "    path.write_bytes(b'')\n"
-        "    return {'samples': len(inputs.index)}\n"
+        "    return {'samples': len(inputs.run.index)}\n"
         "FIGURE = Figure(draw, 'nothing')\n"
     )
     monkeypatch.setattr(figures, "__path__", [*figures.__path__, str(tmp_path)])

@@ -32,8 +32,6 @@ def test_an_anchor_is_not_its_own_neighbour_and_a_copy_of_it_is() -> None:
     similarity, rows = nearest_samples(features, [3, 8], 2)
     assert rows[0].tolist() == [2, 5] and rows[1].tolist() == [2, 3]
     np.testing.assert_allclose(similarity, 1.0, atol=1e-6)
-    with pytest.raises(ValueError, match="k is 10, with 10 samples: wanted 1 to 9"):
-        nearest_samples(features, [0], 10)
 
 
 def test_faiss_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,20 +73,21 @@ def test_pixels_are_within_two_of_open_clips(
     assert every.max() <= 2 and every.median() == 0 and every.mean() < 0.1
 
 
+def same_box(height: int, width: int, scale: tuple[float, float], seed: int) -> Any:
+    """The box that our code and torchvision's take, with the same draws."""
+    torch.manual_seed(seed)
+    image = torch.empty(3, height, width)
+    wanted = RandomResizedCrop.get_params(image, list(scale), list(RATIO))
+    state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    assert crop_box(height, width, scale, RATIO) == wanted
+    assert torch.equal(torch.get_rng_state(), state)
+    return wanted
+
+
 @pytest.mark.parametrize("scale", [(0.9, 1.0), (0.08, 1.0), (1.0, 1.0), (0.0, 1.0)], ids=str)
 def test_boxes_are_torchvisions_with_the_same_draws(scale: tuple[float, float]) -> None:
-    boxes = set()
-    for seed in range(40):
-        for height, width in SIZES:
-            torch.manual_seed(seed)
-            wanted = RandomResizedCrop.get_params(
-                torch.empty(3, height, width), list(scale), list(RATIO)
-            )
-            state = torch.get_rng_state()
-            torch.manual_seed(seed)
-            assert crop_box(height, width, scale, RATIO) == wanted
-            assert torch.equal(torch.get_rng_state(), state)
-            boxes.add(wanted)
+    boxes = {same_box(*size, scale, seed) for seed in range(40) for size in SIZES}
     assert len(boxes) >= len(SIZES)
 
 
@@ -100,13 +101,7 @@ def test_boxes_are_torchvisions_where_few_draws_or_none_fit(scale: tuple[float, 
             for height, width in ((side, longer), (longer, side)):
                 found.add(_nothing_fits(height, width, scale[0], RATIO))
                 for seed in range(5):
-                    torch.manual_seed(seed)
-                    image = torch.empty(3, height, width)
-                    wanted = RandomResizedCrop.get_params(image, list(scale), list(RATIO))
-                    state = torch.get_rng_state()
-                    torch.manual_seed(seed)
-                    assert crop_box(height, width, scale, RATIO) == wanted
-                    assert torch.equal(torch.get_rng_state(), state)
+                    same_box(height, width, scale, seed)
     assert found == {True, False}
 
 

@@ -141,6 +141,8 @@ def _record(directory: Path, kind: str) -> None:
         ({"mean": [0.5]}, "mean in preprocess_cfg .* has 1 values, wanted 3"),
         ({"size": 10**6}, "size in preprocess_cfg"),
         ({"resize_mode": "odd"}, "resize_mode in preprocess_cfg"),
+        ({"resize_mode": ""}, "resize_mode in preprocess_cfg"),
+        ({"mode": "L"}, "mode in preprocess_cfg .* is 'L', wanted one of"),
         ([], "preprocess_cfg .* is list"),
     ],
 )

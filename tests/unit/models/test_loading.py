@@ -38,6 +38,9 @@ def test_random_weights_follow_the_seed_and_leave_the_caller_alone() -> None:
     expected = torch.rand(3)
     torch.manual_seed(7)
     first = load_towers(TINY, seed=3)
+    assert not any(module.training for module in first.modules())
+    assert first.clip.logit_scale.shape == (1,)
+    assert first.logit_scale().item() == pytest.approx(1 / 0.07)
     assert torch.equal(torch.rand(3), expected)
     assert equal(first, load_towers(TINY, seed=3))
     assert not equal(first, load_towers(TINY, seed=4))
@@ -49,28 +52,11 @@ def test_mapping_and_file_are_the_same_config() -> None:
     assert equal(load_towers(TINY, seed=3), load_towers({"model_cfg": config}, seed=3))
 
 
-def test_overrides_are_built_and_recorded() -> None:
-    model = load_towers(TINY, image_size=16, context_length=8, quick_gelu=True, patch_dropout=0.5)
-    assert model.image_size == 16
-    assert model.tokenizer(["a"]).shape == (1, 8)
-    config = model.config["model_cfg"]
-    assert config["quick_gelu"] is True
-    assert config["vision_cfg"]["patch_dropout"] == 0.5
-
-
 def test_loading_leaves_the_root_logger_alone() -> None:
     root = logging.getLogger()
     before = (list(root.handlers), list(root.filters))
     load_towers(TINY)
     assert (root.handlers, root.filters) == before
-
-
-def test_model_is_in_eval_mode_with_a_one_dimensional_scale(vit: Model) -> None:
-    assert not vit.training
-    assert not vit.clip.training
-    assert vit.clip.logit_scale.shape == (1,)
-    assert vit.logit_scale().shape == ()
-    assert vit.logit_scale().item() == pytest.approx(1 / 0.07)
 
 
 @pytest.mark.parametrize("kind", ["vit", "resnet"])

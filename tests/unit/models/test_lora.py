@@ -1,21 +1,21 @@
 """Adapters: what they compute, what they train, and that nothing is left of them in an export."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
-import open_clip
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn import functional
 
 from mclclip.models.loading import load_towers
 from mclclip.models.lora import LowRank, add_lora, merge_lora
 from mclclip.models.model import Model
-from mclclip.models.options import Targets
+from mclclip.models.options import LoraConfig, Targets
 from tests.unit.models.conftest import CONFIGS, tiny_config
 
+START = "clip.visual.transformer.resblocks."
 WIDTH = 64  # of tiny_vit, whose MLP is 4 times as wide
 
 
@@ -33,9 +33,8 @@ def disturb(model: Model) -> None:
 
 def adapters(model: Model) -> dict[str, LowRank]:
     """By the name of the weight they adapt, such as `0.attn.in_proj_weight`."""
-    start = "clip.visual.transformer.resblocks."
     return {
-        name.removeprefix(start).replace("parametrizations.", "").removesuffix(".0"): module
+        name.removeprefix(START).replace("parametrizations.", "").removesuffix(".0"): module
         for name, module in model.named_modules()
         if isinstance(module, LowRank)
     }
@@ -175,7 +174,7 @@ def test_dropout_masks_input_features() -> None:
 def test_merging_keeps_the_output_and_restores_the_modules(
     vit: Model, images: Tensor, training: bool
 ) -> None:
-    names = {name: p.shape for name, p in vit.state_dict().items()}
+    base = copy.deepcopy(vit.state_dict())
     kinds = {name: type(module) for name, module in vit.named_modules()}
     vit.lock(2)
     adapt(vit, dropout=0.5)
@@ -184,7 +183,11 @@ def test_merging_keeps_the_output_and_restores_the_modules(
     vit.train(training)
     merge_lora(vit)
     torch.testing.assert_close(vit.eval().encode_image(images), adapted, rtol=0, atol=1e-6)
-    assert {name: p.shape for name, p in vit.state_dict().items()} == names
+    merged = vit.state_dict()
+    assert merged.keys() == base.keys()
+    weights = ("attn.in_proj_weight", "attn.out_proj.weight", "mlp.c_fc.weight")
+    expected = {f"{START}{i}.{name}" for i in (1, 2) for name in (*weights, "mlp.c_proj.weight")}
+    assert {name for name in base if not torch.equal(merged[name], base[name])} == expected
     assert {name: type(module) for name, module in vit.named_modules()} == kinds
     vit.lock(2)
     adapt(vit)  # and again
@@ -203,29 +206,6 @@ def test_adapters_pass_through_a_state_dict(images: Tensor) -> None:
     copied = copy.deepcopy(trained)
     merge_lora(trained)
     assert torch.equal(copied.encode_image(images), loaded.encode_image(images))
-
-
-def test_export_is_a_plain_model_with_an_untouched_trunk(
-    vit: Model, images: Tensor, tmp_path: Path
-) -> None:
-    base = copy.deepcopy(vit.clip.state_dict())
-    vit.lock(2)
-    adapt(vit)
-    disturb(vit)
-    wanted = vit.encode_image(images)
-    merge_lora(vit)
-    vit.save(tmp_path / "export")
-    plain = open_clip.create_model(f"local-dir:{tmp_path / 'export'}").eval()
-    torch.testing.assert_close(plain.encode_image(images), wanted, rtol=0, atol=1e-6)
-    changed = {name for name, t in plain.state_dict().items() if not torch.equal(t, base[name])}
-    weights = (
-        "attn.in_proj_weight",
-        "attn.out_proj.weight",
-        "mlp.c_fc.weight",
-        "mlp.c_proj.weight",
-    )
-    expected = {f"visual.transformer.resblocks.{i}.{name}" for i in (1, 2) for name in weights}
-    assert changed - {"logit_scale"} == expected
 
 
 @pytest.mark.parametrize("custom", [False, True])
@@ -249,18 +229,11 @@ def test_unlocked_blocks_of_a_text_tower_are_adapted_on_request(custom: bool) ->
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rank": 0}, "rank is 0"),
-        ({"alpha": 0.0}, "alpha 0.0"),
-        ({"dropout": 1.0}, "dropout 1.0"),
-        ({"targets": "text"}, "targets is 'text': give attention, mlp, all"),
-    ],
+    "options", [{"rank": 0}, {"alpha": 0.0}, {"dropout": 1.0}, {"targets": "text"}]
 )
-def test_numbers_out_of_range(vit: Model, options: dict[str, Any], message: str) -> None:
-    vit.lock(2)
-    with pytest.raises(ValueError, match=message):
-        adapt(vit, **options)
+def test_numbers_out_of_range(options: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(options))):
+        LoraConfig(**options)
 
 
 def test_a_model_without_unlocked_blocks_or_with_adapters(vit: Model) -> None:

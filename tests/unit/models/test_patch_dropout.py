@@ -12,8 +12,7 @@ from open_clip.transformer import PatchDropout as Reference
 from torch import Tensor
 
 from mclclip.models.loading import load_towers, prepare_model
-from mclclip.models.model import Model
-from mclclip.models.patch_dropout import PatchDropout, drop_patches
+from mclclip.models.model import Model, PatchDropout
 from mclclip.objectives.moco import MomentumCopy
 from tests import tiny
 from tests.device_waits import DEVICE, following
@@ -52,15 +51,11 @@ def gradients(model: Model, images: Tensor, seed: int = 3) -> dict[str, Tensor]:
     return found | {"features": features.detach()}
 
 
-@pytest.fixture
-def images() -> Tensor:
-    return torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-
-
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.9, 0.99])
 def test_values_and_gradients_are_open_clips(images: Tensor, share: float) -> None:
     found = gradients(prepared(share), images)
-    theirs = load_towers(tiny.MODEL, seed=1, patch_dropout=share).train()
+    vision = tiny.MODEL["vision_cfg"] | {"patch_dropout": share}
+    theirs = load_towers(tiny.MODEL | {"vision_cfg": vision}, seed=1).train()
     assert isinstance(theirs.visual.patch_dropout, Reference)
     wanted = gradients(theirs, images)
     assert found.keys() == wanted.keys() and "clip.visual.positional_embedding" in found
@@ -141,6 +136,6 @@ def test_an_embedding_may_be_locked(images: Tensor) -> None:
 def test_towers_without_it_are_refused() -> None:
     timm = {"vision_cfg": {"backbone": "timm:resnet18", "image_size": 32}}
     with pytest.raises(ValueError, match="is a ModifiedResNet: patches are dropped in"):
-        drop_patches(load_towers(RESNET), 0.5)
+        load_towers(RESNET).drop_patches(0.5)
     with pytest.raises(ValueError, match="patches are dropped in open_clip's own vision"):
-        drop_patches(load_towers(timm, text=False), 0.5)
+        load_towers(timm, text=False).drop_patches(0.5)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mclclip.models import timm_towers
+from mclclip.models.backbones import timm_layout
 from mclclip.models.encoder import Encoder, load_model, save_concat
 from mclclip.models.loading import load_towers
 from mclclip.models.lora import LowRank, add_lora, merge_lora
@@ -105,7 +105,7 @@ def test_trunk_and_tail_are_the_tower(kind: str, images: Tensor) -> None:
                 model.encode_pooled(images)
         else:
             pooled = model.encode_pooled(images)
-            assert pooled.shape == (4, model.pooled_dim)
+            assert pooled.shape == (4, model.layout.pooled_dim)
             assert torch.equal(projected(model, pooled) if kind != "attention" else pooled, whole)
     assert whole.std(dim=0).mean() > 0.001  # the tower tells images apart
     with pytest.raises(ValueError, match=f"has {model.num_blocks} blocks"):
@@ -123,7 +123,7 @@ def test_attention_above_a_chain_is_its_projection(images: Tensor) -> None:
         assert torch.equal(model.encode_tail(hidden, 5), model.clip.encode_image(images))
         with pytest.raises(ValueError, match="no features before its projection"):
             model.encode_tail(images, 0, project=False)
-    assert model.pooled_dim is None
+    assert model.layout.pooled_dim is None
 
 
 @pytest.mark.parametrize("kind", EVERY)
@@ -203,31 +203,25 @@ def test_lock_names_exactly_what_it_unlocks_and_a_step_moves_it(kind: str, image
 
 
 @pytest.mark.parametrize("kind", EVERY)
-def test_layers_count_from_the_top(kind: str) -> None:
+def test_layers_count_from_the_top_and_blocks_are_modules(kind: str) -> None:
     model = fresh(kind)
     block, norm, projection = PARTS[kind]
-    above = {name: model.layers_above(name) for name, _ in model.named_parameters()}
-    for prefix in (*norm, *projection):
-        assert {n for k, n in above.items() if k.startswith(f"clip.visual.{prefix}")} == {0}
-    assert {n for k, n in above.items() if k.startswith(f"clip.visual.{block[0]}")} == {1}
-    image = {n for k, n in above.items() if k.startswith("clip.visual.")}
-    assert image == set(range(BLOCKS[kind] + 1 + bool(model.layout.embedding)))
-
-
-@pytest.mark.parametrize("kind", [kind for kind in EVERY if kind != "rn"])
-def test_blocks_are_modules_with_all_parameters_of_the_blocks(kind: str) -> None:
-    model = fresh(kind)
-    model.lock(model.num_blocks)
-    blocks = model.blocks()[: -len(model.text_layout.blocks)]
-    inside = {id(p) for block in blocks for p in block.parameters()}
-    batch_norms = {
-        id(p)
-        for block in blocks
-        for m in block.modules()
-        if isinstance(m, _BatchNorm)
-        for p in m.parameters()
+    above = {
+        n.removeprefix("clip.visual."): model.layers_above(n)
+        for n, _ in model.named_parameters()
+        if n.startswith("clip.visual.")
     }
-    assert {id(p) for p in model.parameters() if p.requires_grad} == inside - batch_norms
+    tops = (*norm, *projection)
+    assert {number for name, number in above.items() if name.startswith(tops)} == {0}
+    assert {number for name, number in above.items() if name.startswith(block)} == {1}
+    assert {*above.values()} == set(range(BLOCKS[kind] + 1 + bool(model.layout.embedding)))
+    if kind == "rn":  # its stem is no module
+        return
+    model.lock(model.num_blocks, image_norm=True)
+    trained = {n for n, p in model.visual.named_parameters() if p.requires_grad}
+    inside = {id(p) for block in model.blocks() for p in block.parameters()}
+    found = {n for n, p in model.visual.named_parameters() if id(p) in inside}
+    assert found == {name for name in trained if above[name]}
 
 
 # --- LoRA ------------------------------------------------------------------------------------
@@ -247,7 +241,7 @@ def test_adapters_train_alone_and_merge(kind: str, images: Tensor) -> None:
         if number:
             other = fresh(kind)
             other.lock(1)
-            add_lora(other, rank=2, alpha=4.0, targets=targets)  # type: ignore[arg-type]
+            add_lora(other, rank=2, alpha=4.0, targets=targets)
             assert sum(isinstance(m, LowRank) for m in other.modules()) == number
     model.lock(1, image_projection=True)
     names = add_lora(model, rank=2, alpha=4.0)
@@ -303,9 +297,13 @@ def test_exports_join(kind: str, images: Tensor, tmp_path: Path) -> None:
 
 
 def test_a_size_that_the_tower_was_not_built_for() -> None:
+    def of_side_48(kind: str) -> dict[str, Any]:
+        vision = config_of(kind)["vision_cfg"] | {"image_size": 48}
+        return config_of(kind, vision_cfg=vision)
+
     with pytest.raises(ValueError, match="image_size is 48, but timm's tower .* takes 32 pixels"):
-        load_towers(config_of("attention"), image_size=48)
-    assert load_towers(config_of("token"), image_size=48).image_size == 48  # takes any
+        load_towers(of_side_48("attention"))
+    assert load_towers(of_side_48("token")).image_size == 48  # takes any
 
 
 class _Branches(nn.Module):
@@ -344,7 +342,7 @@ def test_a_tower_that_is_no_chain_is_refused_by_name(kind: type[nn.Module]) -> N
     with pytest.raises(
         ValueError, match=rf"is a timm {kind.__name__}, which is no chain"
     ) as raised:
-        timm_towers.timm_layout(tower)
+        timm_layout(tower)
     assert "\n" not in str(raised.value)
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
-from mclclip.objectives.class_centers.rows import (
-    HeadOptimizer,
+from mclclip.objectives.class_centers import (
+    Margin,
     ShardedClassCenters,
     normal_rows,
 )
-from mclclip.ranks.process_group import Context
 from mclclip.ranks.sharded_rows import shard_of
 from tests.slow_heads import SlowLazyAdamW
 
@@ -25,8 +25,8 @@ def centers_of(**options: object) -> ShardedClassCenters:
         K,
         D,
         lambda start, stop: ROWS[start:stop],
-        optimizer=HeadOptimizer(**options),  # type: ignore[arg-type]
         dtype=torch.float64,
+        **options,  # type: ignore[arg-type]
     )
 
 
@@ -71,25 +71,12 @@ def test_lazy_moves_what_is_touched(decay: float) -> None:
     assert centers.steps.tolist() == slow.count and min(slow.count) < max(slow.count)
 
 
-def test_lazy_with_all_rows_touched_is_dense() -> None:
-    lazy, dense = centers_of(lazy=True), centers_of()
-    for step in range(3):
-        grad = torch.full_like(ROWS, step + 1.0)
-        for centers in (lazy, dense):
-            centers.zero_grad()
-            centers.add_gradient(torch.arange(K), grad.clone())
-            centers.step(LR)
-    torch.testing.assert_close(lazy.rows, dense.rows, atol=1e-13, rtol=0)
-
-
 @pytest.mark.parametrize("lazy", [True, False])
 def test_many_rows_move_as_few_do(lazy: bool) -> None:
     """More rows than a step works on at a time, against each of them on its own."""
     many, repeats = 2_500, 2_500 // K
     rows = ROWS.repeat(repeats, 1)
-    centers = ShardedClassCenters(
-        many, D, lambda a, b: rows[a:b], optimizer=HeadOptimizer(lazy=lazy), dtype=torch.float64
-    )
+    centers = ShardedClassCenters(many, D, lambda a, b: rows[a:b], lazy=lazy, dtype=torch.float64)
     few = centers_of(lazy=lazy)
     for step in range(2):
         touched, grad = gradients(step)
@@ -155,18 +142,67 @@ def test_other_widths_are_refused() -> None:
         ShardedClassCenters(0, D, normal_rows(D, 0))
 
 
-def test_a_rank_may_hold_nothing() -> None:
-    rows = normal_rows(D, 0)
-    assert shard_of(5, 3, 4) == (5, 5) and tuple(rows(5, 5).shape) == (0, D)
+# --- margins --------------------------------------------------------------------------------------
 
 
-def test_negatives_are_this_ranks_share() -> None:
-    centers = ShardedClassCenters(
-        K, D, lambda start, stop: ROWS[start:stop], draw=lambda step: np.array([9, 3, 12 + step])
-    )
-    centers.begin(2)
-    labels = torch.tensor([[0]])
-    assert centers.negatives(labels).tolist() == [3, 9, 14]
-    centers.start, centers.stop, centers.context = 9, 13, Context()
-    centers.begin(0)
-    assert centers.negatives(labels).tolist() == [0, 3]
+COSINES = torch.linspace(-0.999, 0.999, 1999, dtype=torch.float64)
+
+
+def test_arc_is_the_cosine_of_the_larger_angle() -> None:
+    inside = COSINES[COSINES >= -math.cos(0.3)]
+    wanted = torch.cos(torch.arccos(inside) + 0.3)
+    torch.testing.assert_close(Margin("arc", 0.3)(inside), wanted, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["arc", "cos", "none"])
+def test_exact_slopes(kind: str) -> None:
+    """By central differences, away from where arc changes its formula."""
+    margin, h = Margin(kind, 0.3), 1e-6  # type: ignore[arg-type]
+    cosine = COSINES[(COSINES + math.cos(0.3)).abs() > 1e-3]
+    cosine = cosine[cosine.abs() < 0.9995]
+    difference = (margin(cosine + h) - margin(cosine - h)) / (2 * h)
+    torch.testing.assert_close(margin.derivative(cosine), difference, atol=1e-6, rtol=1e-6)
+
+
+def test_straight_through() -> None:
+    margin = Margin("arc", 0.3, "straight_through")
+    assert torch.equal(margin.derivative(COSINES), torch.ones_like(COSINES))
+
+
+@pytest.mark.parametrize("size", [0.1, 0.3, 0.5])
+def test_phi_lowers_every_cosine_and_is_bounded(size: float) -> None:
+    for kind in ("arc", "cos"):
+        margin = Margin(kind, size)  # type: ignore[arg-type]
+        values = margin(COSINES)
+        # Arc passes below the cosine nearly everywhere: cos(x + m) > cos(x) only past pi - m / 2.
+        assert (
+            values[COSINES > -math.cos(size / 2)] < COSINES[COSINES > -math.cos(size / 2)]
+        ).all()
+        # Float64 sums exp(-scale * phi) by this bound (ClassCenterLoss).
+        assert values.abs().max() <= 1.0 + math.pi / 2
+
+
+@pytest.mark.parametrize("size", [0.1, 0.3, 1.5])
+def test_arc_falls_with_the_angle_beyond_pi_too(size: float) -> None:
+    """Where the angle passes pi its cosine would rise again: there phi is a line."""
+    values = Margin("arc", size)(COSINES)
+    assert (values.diff() > 0).all()
+    beyond = COSINES < -math.cos(size) - 1e-9
+    torch.testing.assert_close(values[beyond], COSINES[beyond] - size * math.sin(size))
+
+
+def test_clamped_cosines_have_no_slope() -> None:
+    ends = torch.tensor([-1.0, -0.99995, 0.99995, 1.0], dtype=torch.float64)
+    assert not Margin().derivative(ends).any()
+
+
+def test_a_cosine_of_one_has_a_finite_slope() -> None:
+    ones = torch.tensor([1.0, -1.0, 1.0 + 1e-7], dtype=torch.float32)
+    assert torch.isfinite(Margin()(ones)).all()
+    assert torch.isfinite(Margin().derivative(ones)).all()
+
+
+@pytest.mark.parametrize("size", [-0.1, 2.0])
+def test_sizes_are_checked(size: float) -> None:
+    with pytest.raises(ValueError, match="wanted 0 to 1.571"):
+        Margin("arc", size)

@@ -11,12 +11,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mclclip.models.memory import faked, peak_bytes
-from mclclip.objectives.base import Sizes, kinds, parse
-from mclclip.objectives.contrast import ContrastOptions, excess
-from mclclip.objectives.info_nce import InfoNCE
-from mclclip.objectives.row_losses import Pairs, row_losses
-from mclclip.objectives.supcon import SupervisedContrast
-from mclclip.objectives.temperature import Temperature
+from mclclip.objectives.base import Reads, Sizes, kinds, parse
+from mclclip.objectives.contrast import ContrastOptions, Temperature
+from mclclip.objectives.info_nce import (
+    HardNegatives,
+    HardOptions,
+    ImplicitModification,
+    InfoNCE,
+    ModifiedOptions,
+    SupervisedContrast,
+    SupervisedOptions,
+)
+from mclclip.objectives.row_losses import excess
 from tests import contrast_loops as loops
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -138,8 +144,6 @@ def test_what_is_missing_or_does_not_fit_is_told_in_one_line() -> None:
         SupervisedContrast(num_views=1)(image_features=image, classes=torch.arange(3), **marks)
     with pytest.raises(ValueError, match=r"labels \(3,\) and sample_id \(3,\)"):
         loss(image_features=image, image_features_1=image, **marks | {"labels": torch.zeros(3)})
-    with pytest.raises(ValueError, match="tile is 0: wanted at least 1"):
-        InfoNCE(tile=0)
     with pytest.raises(ValueError, match="temperature=null takes the logit scale of the model"):
         loss(image_features=image, image_features_1=image, **marks)
 
@@ -168,31 +172,6 @@ def run(name: str, batch: loops.Batch) -> dict[str, Tensor]:
 TWO_SIDES = [name for name in KINDS if not name.startswith("supcon")]
 
 
-@pytest.mark.parametrize("name", TWO_SIDES)
-def test_mixed_batch_is_the_weighted_mean_of_pure_batches(name: str) -> None:
-    batch = loops.draw(2, 12, groups=3)
-    loss = run(name, batch)["loss"].detach()
-    total = torch.zeros((), dtype=torch.float64)
-    for label in batch.labels.unique():
-        chosen = (batch.labels == label).nonzero()[:, 0]
-        pure = batch.rows(chosen)
-        total += len(chosen) * run(name, pure)["loss"].detach()
-        for mixed, own in zip(batch.gradients()[:2], pure.gradients()[:2], strict=True):
-            loops.close(12 * mixed[chosen], len(chosen) * own)
-    loops.close(12 * loss, total)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_samples_and_views_may_change_places(name: str) -> None:
-    batch = loops.draw(3, 7, groups=2, classes=3)
-    loss = run(name, batch)["loss"]
-    exchanged = batch.rows([4, 2, 0, 6, 1, 5, 3])
-    if name != "supcon_1":
-        exchanged.first, exchanged.second = exchanged.second, exchanged.first
-    exchanged.classes = torch.tensor([900_000, 17, 5])[exchanged.classes]  # only names
-    loops.close(run(name, exchanged)["loss"], loss)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", TWO_SIDES)
 def test_rows_without_negatives_are_silent_and_counted(name: str, dtype: torch.dtype) -> None:
@@ -214,21 +193,6 @@ def test_large_scales_stay_finite(name: str) -> None:
     assert all(torch.isfinite(gradient).all() for gradient in batch.gradients())
 
 
-def test_repeating_a_sample_leaves_its_own_row() -> None:
-    """Rows of the same group see the repeated sample once more; others do not."""
-    batch = loops.draw(3, 6, groups=2)
-    found = []
-    for chosen in (batch, batch.rows([0, 1, 2, 3, 4, 5, 2])):
-        image, text = chosen.unit()
-        pairs = Pairs(chosen.labels, chosen.sample_id, chosen.labels, chosen.sample_id, first=0)
-        sides = ((image, text), (text, image))
-        found.append(sum(row_losses(7.0 * one, other, pairs, tile=4)[0] for one, other in sides))
-    rows, repeated = found
-    loops.close(repeated[[2, 6]], rows[[2, 2]])
-    other = batch.labels != batch.labels[2]
-    loops.close(repeated[:6][other], rows[other])
-
-
 def test_half_precision_features_are_widened() -> None:
     image, text = loops.draw(9, 6, dtype=torch.float32).unit()
     ids = torch.arange(6)
@@ -242,14 +206,6 @@ def test_half_precision_features_are_widened() -> None:
     assert output["loss"].dtype == torch.float32
 
 
-def test_without_a_mask_a_row_between_views_has_2b_minus_2_negatives() -> None:
-    """Equal features everywhere: the loss is the log of the own pair and the negatives."""
-    batch = loops.draw(0, rows=5)
-    same = torch.ones(5, 3, dtype=torch.float64)
-    batch.first, batch.second = (same.clone().requires_grad_() for _ in range(2))
-    loops.close(run("nt_xent", batch)["loss"].detach(), torch.tensor(2.0 * 5 - 1).double().log())
-
-
 def test_views_without_a_temperature_have_half_of_one() -> None:
     setting: Any = SimpleNamespace(dtype=torch.float64)
     batch = loops.draw(5, 6)
@@ -257,3 +213,110 @@ def test_views_without_a_temperature_have_half_of_one() -> None:
     for options in ({"kind": "nt_xent"}, {"kind": "nt_xent", "temperature": None}):
         found = batch.rows(slice(None)).run(parse(options).build(setting))
         loops.close(found["loss"], expected)
+
+
+# --- hard negatives -------------------------------------------------------------------------------
+
+
+def floor(batch: loops.Batch, scale: float) -> torch.Tensor:
+    """The loss of rows whose estimate is its lower bound."""
+
+    def of_row(row: loops.Row) -> torch.Tensor:
+        assert row.positive is not None
+        own = (scale * row.positive).exp()
+        return -(own / (own + len(row.negatives) * torch.tensor(-scale).double().exp())).log()
+
+    return loops.loss(loops.rows_of(batch, "views"), of_row)
+
+
+@pytest.mark.parametrize("scale", [2.0, 100.0])
+def test_the_estimate_has_a_floor(scale: float) -> None:
+    """Views that agree and negatives that lie opposite: the correction takes more than there is."""
+    batch = loops.draw(3, 4)
+    with torch.no_grad():
+        batch.second.copy_(batch.first)
+    objective = HardNegatives("views", Temperature(1.0 / scale), 0.0, 0.9)
+    found = batch.run(objective)["loss"].detach()
+    assert found > 0
+    loops.close(found, floor(batch, scale).detach())
+    assert all(torch.isfinite(gradient).all() for gradient in batch.gradients())
+    loose = batch.rows(slice(None)).run(HardNegatives("views", Temperature(1 / scale), 0.0, 0.0))
+    assert loose["loss"] > found
+
+
+def test_wrong_options_of_hard_negatives() -> None:
+    with pytest.raises(ValueError, match="tau_plus"):
+        HardOptions(tau_plus=1.0)
+    with pytest.raises(ValueError, match="beta"):
+        HardOptions(beta=-1.0)
+
+
+# --- implicit feature modification ----------------------------------------------------------------
+
+
+def test_either_direction_alone() -> None:
+    batch = loops.draw(4, 6, groups=2)
+
+    def run(direction: Any) -> float:
+        objective = ImplicitModification("captions", direction=direction)
+        return batch.rows(slice(None)).run(objective, "text_features")["loss"].item()
+
+    assert (run("images") + run("texts")) / 2 == pytest.approx(run("both"), rel=1e-12)
+    assert run("images") != run("texts")
+
+
+def test_it_is_a_term_beside_another_objective() -> None:
+    """info_nce and the modified term at half a weight each are the paper's loss."""
+    terms = [{"kind": "info_nce"}, {"kind": "ifm", "term": "modified", "epsilon": 0.2}]
+    options = parse(
+        {"kind": "weighted_sum", "terms": [{"objective": t, "weight": 0.5} for t in terms]}
+    )
+    assert options.reads == parse({"kind": "info_nce"}).reads
+    batch = loops.draw(6, 5)
+    setting: Any = SimpleNamespace(dtype=torch.float64)
+    found = batch.run(options.build(setting), "text_features")["loss"]
+    whole = batch.rows(slice(None)).run(
+        ImplicitModification("captions", epsilon=0.2), "text_features"
+    )
+    loops.close(found, whole["loss"])
+
+
+def test_wrong_options_of_modification() -> None:
+    with pytest.raises(ValueError, match="direction=images is for between=captions"):
+        ModifiedOptions(between="views", direction="images")
+    with pytest.raises(ValueError, match="epsilon"):
+        ModifiedOptions(epsilon=-0.1)
+
+
+# --- supervised contrast --------------------------------------------------------------------------
+
+
+def supcon(num_views: int = 2) -> SupervisedContrast:
+    return SupervisedContrast(Temperature(0.5), num_views)
+
+
+def test_one_view_without_any_positive_has_no_loss_and_no_gradient() -> None:
+    batch = loops.draw(3, 5)
+    batch.classes = torch.arange(5)
+    parts = batch.run(supcon(num_views=1))
+    assert (parts["loss"].item(), int(parts["rows_without_positives"])) == (0.0, 5)
+    for gradient in batch.gradients():
+        assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+def test_it_says_what_it_reads() -> None:
+    shape = SupervisedOptions(attribute="shape", num_views=1)
+    assert shape.reads == Reads(groups=True, attribute="shape")
+    assert (shape.num_views, SupervisedOptions().num_views) == (1, 2)
+    assert SupervisedOptions().reads == Reads(groups=True, clusters=1)
+    alone = SupervisedOptions(groups=False)  # the clusters that are the classes make no groups
+    assert alone.reads == Reads(clusters=1) and alone.controls == ()
+    assert SupervisedOptions().controls == ("ungrouped", "random_groups")
+
+
+def test_missing_classes_are_told_in_one_line() -> None:
+    image, labels, ids = torch.eye(3), torch.zeros(3, 1, dtype=torch.int64), torch.arange(3)
+    with pytest.raises(ValueError, match="the loss reads classes, and was given image_features, "):
+        supcon(1)(image_features=image, labels=labels, sample_id=ids, classes=None)
+    with pytest.raises(ValueError, match="num_views"):
+        SupervisedOptions(num_views=3)  # type: ignore[arg-type]

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mclclip.objectives.base import Reads, Setting
-from mclclip.objectives.class_centers.rows import ShardedClassCenters
-from mclclip.objectives.class_centers.sums import Margin
+from mclclip.objectives.class_centers import Margin, ShardedClassCenters
 from mclclip.objectives.mlcd import ClassCenterLoss, NegativeDraw, Options
 from mclclip.ranks.process_group import SINGLE
 from tests.slow_heads import dense_loss
@@ -120,111 +119,7 @@ def test_fp32_late_in_a_training(kind: str, scale: float) -> None:
     torch.testing.assert_close(got[0]["loss"].double(), wanted[0]["loss"], rtol=1e-4, atol=0)
 
 
-def test_softmax_cross_entropy_is_mlc_with_one_label() -> None:
-    rows, features, labels = rows_of(), features_of(), labels_of(padded=False)[:, :1]
-    logits = 16.0 * functional.normalize(features, dim=1) @ functional.normalize(rows, dim=1).T
-    wanted = float(functional.cross_entropy(logits, labels[:, 0]))
-    for kind in ("mlc", "single_label"):
-        assert loss_of(head(kind), features, labels) == pytest.approx(wanted, abs=1e-12)
-
-
-def test_single_label_looks_at_the_nearest_only() -> None:
-    features, labels = features_of(), labels_of(padded=False)
-    alone = loss_of(head("single_label"), features, labels[:, :1])
-    assert loss_of(head("single_label"), features, labels) == alone
-
-
 # --- invariants --------------------------------------------------------------------------------
-
-
-def test_mlcd_bounds_mlc_and_their_products_agree() -> None:
-    """log(1 + P + N + PN) = log(1 + P) + log(1 + N), so MLCD >= MLC (one label: the softmax)."""
-    features, labels = features_of(), labels_of(padded=False)
-    for count in (1, L):
-        coupled = loss_of(head("mlc"), features, labels[:, :count])
-        assert loss_of(head("mlcd"), features, labels[:, :count]) >= coupled
-    output = head("mlcd")(functional.normalize(features[:1], dim=1), labels[:1])
-    p, n = (float(output[name].expm1()) for name in ("positive_loss", "negative_loss"))
-    assert float(output["loss"]) == pytest.approx(np.log1p(p + n + p * n), abs=1e-12)
-    coupled = loss_of(head("mlc"), features[:1], labels[:1])
-    assert coupled == pytest.approx(np.log1p(p * n), abs=1e-12)
-
-
-def test_only_mlcd_sees_a_shift_of_all_scores() -> None:
-    """A direction that all class centers share moves all cosines of a row by the same amount."""
-    features, labels = features_of(), labels_of()
-    features[:, -1] = 0.0
-    rows = rows_of()
-    rows[:, -1] = 0.0
-    rows = functional.normalize(rows, dim=1) * 0.8
-    rows[:, -1] = 0.6  # unit length again: a shared direction, which features differ in by shift
-    losses: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for shift in (0.0, 0.5):
-        unit = functional.normalize(features, dim=1) * 0.7
-        unit[:, -1] = shift
-        for kind in KINDS:
-            losses[kind].append(float(head(kind, rows)(unit, labels)["loss"]))
-    for kind in ("mlc", "single_label"):
-        assert losses[kind][1] == pytest.approx(losses[kind][0], abs=1e-12)
-    assert abs(losses["mlcd"][1] - losses["mlcd"][0]) > 0.1
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_order_of_classes_does_not_matter(kind: str) -> None:
-    features, labels = features_of(), labels_of()
-    order = torch.randperm(K, generator=torch.Generator().manual_seed(9))
-    place = torch.argsort(order)
-    moved = torch.where(labels >= 0, place[labels.clamp_min(0)], labels)
-    one = loss_of(head(kind), features, labels)
-    other = loss_of(head(kind, rows_of()[order]), features, moved)
-    assert other == pytest.approx(one, abs=1e-12)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_class_that_is_not_drawn_has_no_effect(kind: str) -> None:
-    features, labels = features_of(), labels_of()
-    more = torch.cat([rows_of(), rows_of(7, 3)])
-    one = head(kind, negatives=range(K))
-    other = head(kind, more, negatives=range(K))
-    assert loss_of(other, features, labels) == loss_of(one, features, labels)
-    _, _, grad = loss_and_gradients(other, features, labels)
-    assert not grad[K:].any()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_pulls_are_bounded(kind: str) -> None:
-    """The slopes of a row's scores add up to less than 1 on either side (Eq. 7 to 10).
-
-    So no row's feature is pulled by more than the scale on each side, however wrong it is.
-    """
-    unit = functional.normalize(features_of(), dim=1)
-    unit[0] = -functional.normalize(rows_of(), dim=1)[labels_of()[0, 0]]
-    for scale in (4.0, 64.0):
-        raw = unit.clone().requires_grad_()
-        head(kind, scale=scale)(raw, labels_of(padded=False))["loss"].backward()
-        assert raw.grad is not None
-        norms = B * torch.linalg.vector_norm(raw.grad, dim=1)
-        assert (norms < 2 * scale).all() and norms[0] > 0.5 * scale
-
-
-def test_a_row_never_pushes_its_own_positives() -> None:
-    """All classes drawn, and a row's positives as its only neighbours: its N stays that of others.
-
-    With every class but its positives orthogonal to it, N is their number exactly.
-    """
-    rows = torch.zeros(K, D, dtype=torch.float64)
-    rows[:, 1] = 1.0
-    labels = torch.tensor([[4, 9, 33]])
-    rows[labels[0]] = 0.0
-    rows[labels[0], 0] = 1.0
-    feature = torch.zeros(1, D, dtype=torch.float64)
-    feature[0, 0] = 1.0
-    objective = head("mlcd", rows, tile=5)
-    output, _, grad = loss_and_gradients(objective, feature, labels)
-    assert float(output["negative_loss"]) == pytest.approx(float(np.log1p(K - 3)), abs=1e-12)
-    assert float(output["max_negative_cosine"]) == 0.0
-    assert float(output["conflicts"]) == 3.0
-    assert not grad[labels[0], 1].any()  # only pulled, along what they already are
 
 
 def test_without_negatives_only_the_positive_term_is_left() -> None:
@@ -363,23 +258,6 @@ def test_pairs_are_drawn_equally_often() -> None:
     share = 10 * 9 / (40 * 39)
     of_pairs = times[~np.eye(40, dtype=bool)] / steps
     assert np.abs(of_pairs - share).max() < 4.5 * (share * (1 - share) / steps) ** 0.5
-
-
-def test_partial_fc_adds_to_the_positives() -> None:
-    labels = torch.tensor([[1, 2, -1], [2, 30, 7]])
-    drawn = [7, 5, 6, 1, 8, 9]
-    objective = head(negatives=drawn, rule="partial_fc")
-    assert objective.centers.negatives(labels).tolist() == [1, 2, 5, 6, 7, 30]
-    few = head(negatives=drawn[:2], rule="partial_fc")  # more positives than room
-    assert few.centers.negatives(labels).tolist() == [1, 2, 7, 30]
-
-
-def test_exclude_positives() -> None:
-    labels = torch.tensor([[1, 2, -1], [2, 30, 7]])
-    objective = head(negatives=[7, 5, 6, 1, 8, 9], rule="exclude_positives")
-    assert objective.centers.negatives(labels).tolist() == [5, 6, 8, 9]
-    output = objective(functional.normalize(features_of(num_rows=2), dim=1), labels)
-    assert int(output["conflicts"]) == 0
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, 257.0])

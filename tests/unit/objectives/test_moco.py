@@ -87,33 +87,6 @@ def test_a_modified_term_alone_wants_an_epsilon() -> None:
         parse({"kind": "moco", "term": "modified"})
 
 
-def test_v2_without_a_mask_is_the_cross_entropy_of_moco() -> None:
-    model, objective = built({"queue_size": 8, "momentum": 0.9})
-    for step in (1, 2):
-        step_of(model, objective, batch_of(step, groups=1, repeats=False), step)
-    batch = batch_of(4, groups=1, repeats=False)
-    queue = objective.queue.clone()
-    features = objective.features(model, batch)
-    queries, keys = features["image_features"], features["keys"]
-    logits = torch.cat([(queries * keys).sum(dim=1, keepdim=True), queries @ queue.T], 1) / 0.2
-    expected = functional.cross_entropy(logits, torch.zeros(BATCH, dtype=torch.int64))
-    found = objective(**features, labels=batch.labels, sample_id=batch.sample_id)
-    torch.testing.assert_close(found["loss"], expected)
-
-
-def test_v3_without_a_mask_is_the_cross_entropy_of_moco_v3() -> None:
-    model, objective = built({"version": "v3"})
-    batch = batch_of(0, groups=1, repeats=False)
-    features = objective.features(model, batch)
-    own = torch.arange(BATCH)
-    expected = 2.0 * sum(
-        functional.cross_entropy(features[q] @ features[k].T, own)
-        for q, k in (("image_features", "keys_1"), ("image_features_1", "keys"))
-    )
-    found = objective(**features, labels=batch.labels, sample_id=batch.sample_id)
-    torch.testing.assert_close(found["loss"], expected)
-
-
 def test_the_predictor_is_drawn_by_the_seed() -> None:
     tree = {"version": "v3", "predictor": [16, DIM]}
     torch.manual_seed(0)
@@ -214,7 +187,7 @@ def test_the_copy_is_the_moving_average_of_the_trained_weights() -> None:
     for step in range(3):
         moved(model)
         follower.begin(step, 4)
-        follower.follow(model)
+        follower.stepped(model)
         share = 1.0 - 0.25 * (1.0 + math.cos(math.pi * (step + 1) / 4)) / 2.0
         for name in trained:
             new = model.get_parameter(name).detach()
@@ -230,7 +203,7 @@ def test_a_copy_of_a_frozen_model_stays() -> None:
     follower = MomentumCopy(model, 0.5)
     before = [parameter.clone() for parameter in follower.model.parameters()]
     moved(model.requires_grad_(True))
-    follower.follow(model.requires_grad_(False))
+    follower.stepped(model.requires_grad_(False))
     assert all(map(torch.equal, follower.model.parameters(), before))
     assert not any(map(torch.equal, model.parameters(), before))
 
@@ -254,7 +227,7 @@ def test_batch_norms_of_the_copy_keep_statistics_of_their_own() -> None:
     first = {n: b.clone() for n, b in follower.named_buffers() if "running" in n}
     moved(model)
     model(image=pictures())
-    follower.follow(model)  # moves no buffer
+    follower.stepped(model)  # moves no buffer
     assert all(torch.equal(follower.get_buffer(n), value) for n, value in first.items())
     follower(pictures() + 1.0)  # of its own batch
     assert first and not all(torch.equal(follower.get_buffer(n), b) for n, b in first.items())
@@ -283,7 +256,7 @@ def test_a_model_with_adapters_is_followed() -> None:
     moved(model)
     features = model(image=pictures())["image_features"].detach()
     assert not torch.allclose(follower(pictures()), features)
-    follower.follow(model)  # momentum 0: the copy is the model
+    follower.stepped(model)  # momentum 0: the copy is the model
     torch.testing.assert_close(follower(pictures()), features)
     assert [n for n, _ in follower.model.named_parameters()] == [
         n for n, _ in model.named_parameters()

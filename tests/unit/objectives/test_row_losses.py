@@ -1,17 +1,12 @@
 """Losses of rows computed in tiles: the whole matrix's values and gradients, without the matrix."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from mclclip.objectives.row_losses import (
     Pairs,
-    count_negatives,
     log_sums,
     row_losses,
     sum_negatives,
@@ -26,6 +21,7 @@ def draw(
     groups: int = 1,
     dim: int = 5,
     distinct: int | None = None,
+    tile: int = 3,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Pairs]:
     """Queries of one of several ranks, keys of all, labels; at most ``distinct`` sample ids."""
@@ -37,7 +33,7 @@ def draw(
         rng.permutation(total) if distinct is None else rng.choice(distinct, total)
     )
     own = slice(rank * rows, (rank + 1) * rows)
-    pairs = Pairs(all_groups[own], all_ids[own], all_groups, all_ids, first=rank * rows)
+    pairs = Pairs(all_groups[own], all_ids[own], all_groups, all_ids, rank * rows, tile)
     return queries.requires_grad_(), keys.requires_grad_(), pairs
 
 
@@ -60,33 +56,11 @@ def gradients(losses: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad((losses * weights).sum(), inputs)
 
 
-@settings(deadline=None, max_examples=100)
-@given(
-    seed=st.integers(0, 10_000),
-    rows=st.integers(1, 9),
-    ranks=st.integers(1, 4),
-    rank=st.integers(0, 3),
-    groups=st.integers(1, 4),
-    distinct=st.none() | st.integers(1, 12),
-    tile=st.integers(1, 40),
-)
-def test_tiles_give_what_the_matrix_gives(tile: int, ranks: int, rank: int, **drawn: Any) -> None:
-    queries, keys, pairs = draw(ranks=ranks, rank=rank % ranks, **drawn)
-    found, alone = row_losses(queries, keys, pairs, tile)
-    expected, expected_alone = whole(queries, keys, pairs)
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
-    assert torch.equal(alone, expected_alone)
-    for mine, theirs in zip(
-        gradients(found, queries, keys), gradients(expected, queries, keys), strict=True
-    ):
-        torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-12)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("tile", [1, 3, 100])
 def test_rows_without_negatives_are_exactly_silent(tile: int, dtype: torch.dtype) -> None:
-    queries, keys, pairs = draw(1, rows=7, groups=7, distinct=3, dim=64, dtype=dtype)
-    losses, alone = row_losses(queries, keys, pairs, tile)
+    queries, keys, pairs = draw(1, rows=7, groups=7, distinct=3, dim=64, tile=tile, dtype=dtype)
+    losses, alone = row_losses(queries, keys, pairs)
     assert 0 < alone.sum() < 7
     assert torch.equal(losses[alone], torch.zeros_like(losses[alone]))
     assert (losses[~alone] > 0).all()
@@ -97,7 +71,7 @@ def test_rows_without_negatives_are_exactly_silent(tile: int, dtype: torch.dtype
 @pytest.mark.parametrize("scale", [1.0, 20.0])
 def test_float32_is_as_accurate_as_the_matrix(scale: float) -> None:
     def features(dtype: torch.dtype) -> tuple[Tensor, Tensor, Pairs]:
-        queries, keys, pairs = draw(2, rows=400, groups=2, dim=32, dtype=torch.float32)
+        queries, keys, pairs = draw(2, rows=400, groups=2, dim=32, tile=64, dtype=torch.float32)
         queries, keys = (torch.nn.functional.normalize(x.detach()) for x in (queries, keys))
         queries, keys = (scale * queries).to(dtype), keys.to(dtype)
         return queries.requires_grad_(), keys.requires_grad_(), pairs
@@ -113,7 +87,7 @@ def test_float32_is_as_accurate_as_the_matrix(scale: float) -> None:
     losses = whole(queries, keys, pairs)[0]
     exact = (losses, *gradients(losses, queries, keys))
     queries, keys, pairs = features(torch.float32)
-    ours = errors(row_losses(queries, keys, pairs, tile=64)[0], queries, keys)
+    ours = errors(row_losses(queries, keys, pairs)[0], queries, keys)
     matrix = errors(whole(queries, keys, pairs)[0], queries, keys)
     for mine, theirs in zip(ours, matrix, strict=True):
         assert 0 < mine < 1.5 * theirs
@@ -124,33 +98,34 @@ def test_maximum_may_come_first_or_last(order: int) -> None:
     """Logits up to 1e4 from tile to tile, rising and falling: exp of any but differences is inf."""
     columns = order * torch.linspace(-1e4, 1e4, 8, dtype=torch.float64)[:, None]
     queries = torch.ones(8, 1, dtype=torch.float64)
-    pairs = Pairs(torch.zeros(8), torch.arange(8), torch.zeros(8), torch.arange(8), first=0)
-    found, _ = row_losses(queries, columns, pairs, tile=2)
+    pairs = Pairs(torch.zeros(8), torch.arange(8), torch.zeros(8), torch.arange(8), 0, tile=2)
+    found, _ = row_losses(queries, columns, pairs)
     torch.testing.assert_close(found, 1e4 - columns[:, 0], atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("trained", [0, 1])
 def test_gradient_of_one_side_alone(trained: int) -> None:
     queries, keys, pairs = draw(4, rows=5)
-    expected = gradients(row_losses(queries, keys, pairs, 2)[0], queries, keys)[trained]
+    expected = gradients(row_losses(queries, keys, pairs)[0], queries, keys)[trained]
     inputs = [queries.detach(), keys.detach()]
     inputs[trained].requires_grad_()
-    found = gradients(row_losses(inputs[0], inputs[1], pairs, 2)[0], inputs[trained])
+    found = gradients(row_losses(inputs[0], inputs[1], pairs)[0], inputs[trained])
     assert torch.equal(found[0], expected)
 
 
-def test_second_derivative_is_refused() -> None:
+def test_second_derivatives_are_refused() -> None:
     queries, keys, pairs = draw(6, rows=4)
-    losses, _ = row_losses(queries, keys, pairs, 3)
-    with pytest.raises(RuntimeError, match="create_graph=True: it has no second derivative"):
-        torch.autograd.grad(losses.sum(), queries, create_graph=True)
+    losses = row_losses(queries, keys, pairs)[0]
+    for part in (losses, log_sums(queries, keys, pairs), sum_negatives(keys, pairs)):
+        with pytest.raises(RuntimeError, match="create_graph=True: it has no second derivative"):
+            torch.autograd.grad(part.sum(), keys, create_graph=True)
 
 
 def test_compiled_callers_get_the_same() -> None:
     queries, keys, pairs = draw(7, rows=6, groups=2)
 
     def loss(queries: Tensor, keys: Tensor) -> Tensor:
-        return row_losses(2 * queries, keys, pairs, 4)[0].mean()
+        return row_losses(2 * queries, keys, pairs)[0].mean()
 
     compiled = torch.compile(loss, backend="aot_eager")
     found, expected = compiled(queries, keys), loss(queries, keys)
@@ -161,55 +136,3 @@ def test_compiled_callers_get_the_same() -> None:
         strict=True,
     ):
         assert torch.equal(mine, theirs)
-
-
-# --- parts of which other losses are made ------------------------------------------------------
-
-
-def kept(queries: Tensor, pairs: Pairs) -> Tensor:
-    """Bool [b, B]: negatives."""
-    return (pairs.groups[:, None] == pairs.all_groups) & (
-        pairs.sample_id[:, None] != pairs.all_sample_ids
-    )
-
-
-@settings(deadline=None, max_examples=30)
-@given(
-    seed=st.integers(0, 10_000),
-    rows=st.integers(1, 7),
-    ranks=st.integers(1, 3),
-    groups=st.integers(1, 4),
-    distinct=st.none() | st.integers(1, 12),
-    tile=st.integers(1, 30),
-)
-def test_parts_are_those_of_the_matrix(tile: int, ranks: int, **drawn: Any) -> None:
-    queries, keys, pairs = draw(ranks=ranks, rank=ranks - 1, **drawn)
-    keep = kept(queries, pairs)
-    alone = ~keep.any(dim=1)
-    assert torch.equal(count_negatives(pairs, tile), keep.sum(dim=1))
-
-    sums = sum_negatives(keys, pairs, tile)
-    expected = keep.double() @ keys
-    torch.testing.assert_close(sums, expected, atol=1e-12, rtol=1e-12)
-    weights = torch.randn(sums.shape, dtype=torch.float64, generator=torch.Generator())
-    mine, theirs = (torch.autograd.grad((x * weights).sum(), keys)[0] for x in (sums, expected))
-    torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=1e-12)
-
-    factors = (0.5, 1.0, 2.5)
-    found = log_sums(queries, keys, pairs, tile, factors)
-    logits = (queries @ keys.T).masked_fill(~keep, float("-inf"))[~alone]
-    expected = torch.stack([(factor * logits).logsumexp(dim=1) for factor in factors])
-    assert (found[:, alone] == float("-inf")).all()
-    torch.testing.assert_close(found[:, ~alone], expected, atol=1e-12, rtol=1e-12)
-    if not alone.all():
-        pulled = torch.where(alone, 0.0, found)  # rows without negatives get a gradient of 0
-        both = [torch.autograd.grad(x.square().sum(), (queries, keys)) for x in (pulled, expected)]
-        for mine, theirs in zip(*both, strict=True):
-            torch.testing.assert_close(mine, theirs, atol=1e-11, rtol=1e-11)
-
-
-def test_second_derivatives_of_parts_are_refused() -> None:
-    queries, keys, pairs = draw(8, rows=4)
-    for part in (log_sums(queries, keys, pairs, 3), sum_negatives(keys, pairs, 3)):
-        with pytest.raises(RuntimeError, match="create_graph=True: it has no second derivative"):
-            torch.autograd.grad(part.sum(), keys, create_graph=True)

@@ -68,17 +68,6 @@ def close(one: list[Tensor], other: list[Tensor], tolerance: float = 1e-12) -> N
         torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=tolerance)
 
 
-def test_rows_without_negatives_are_counted_and_keep_their_own_pair() -> None:
-    inputs = Inputs(5, 4)
-    inputs.labels = torch.tensor([0, 1, 2, 2])
-    inputs.sample_id = torch.tensor([3, 4, 5, 5])  # a sample repeated is no negative
-    unit = [functional.normalize(x.detach(), dim=-1) for x in (inputs.image, inputs.text)]
-    result = found(inputs, *unit)
-    assert int(result["rows_without_negatives"]) == 4
-    logits = inputs.scale * (unit[0] * unit[1]).sum(dim=1) + inputs.bias
-    torch.testing.assert_close(result["loss"], -functional.logsigmoid(logits).mean())
-
-
 def test_large_logits_stay_finite() -> None:
     inputs = Inputs(7, 5, dtype=torch.float32)
     inputs.scale = torch.tensor(1e4, requires_grad=True)
@@ -123,8 +112,6 @@ def test_bad_input_is_refused() -> None:
     inputs = Inputs(1, 3)
     with pytest.raises(ValueError, match=r"image_features \(3, 6\) and text_features \(3, 2\)"):
         fast(inputs, inputs.image, inputs.text[:, :2])
-    with pytest.raises(ValueError, match="tile is 0: wanted at least 1"):
-        Sigmoid(tile=0)
     with pytest.raises(ValueError, match="between"):
         parse({"kind": "sigmoid", "between": "texts"})
 
@@ -194,3 +181,14 @@ def test_the_bias_rests_where_it_is_not_read_or_the_scale_is_locked() -> None:
     assert lock(objective={"kind": "sigmoid"}) is True
     assert lock(objective={"kind": "info_nce"}) is False
     assert lock(objective={"kind": "sigmoid"}, lock={"logit_scale": False}) is False
+
+
+def test_rows_without_negatives_are_counted_and_keep_their_own_pair() -> None:
+    inputs = Inputs(5, 4)
+    inputs.labels = torch.tensor([0, 1, 2, 2])
+    inputs.sample_id = torch.tensor([3, 4, 5, 5])  # a sample repeated is no negative
+    unit = [functional.normalize(x.detach(), dim=-1) for x in (inputs.image, inputs.text)]
+    result = found(inputs, *unit)
+    assert int(result["rows_without_negatives"]) == 4
+    logits = inputs.scale * (unit[0] * unit[1]).sum(dim=1) + inputs.bias
+    torch.testing.assert_close(result["loss"], -functional.logsigmoid(logits).mean())

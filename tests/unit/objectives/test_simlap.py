@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from mclclip.models.memory import peak_bytes
 from mclclip.objectives.base import Reads, Setting, Sizes, parse
-from mclclip.objectives.label_filter import LabelFilter, gate_penalty
+from mclclip.objectives.contrast import CosineSchedule, Learnable, Temperature
+from mclclip.objectives.gated_pairs import LabelFilter
 from mclclip.objectives.simlap import SimLAP
-from mclclip.objectives.temperature import CosineSchedule, Learnable, Temperature
 from mclclip.ranks.process_group import Context
 
 CLASSES, DIM, ROWS = 4, 6, 9
@@ -81,16 +81,6 @@ def test_the_draw_moves_with_the_step_and_not_otherwise() -> None:
     assert torch.equal(module(**given)["loss"], first)
 
 
-def test_penalty_is_added_with_its_weight() -> None:
-    given = batch()
-    plain = objective()(**given)["loss"]
-    module = objective(penalty="bernoulli", penalty_weight=0.3)
-    found = module(**given)
-    expected = gate_penalty(module.filter.of_classes(), "bernoulli")
-    torch.testing.assert_close(found["gate_penalty"], expected)
-    torch.testing.assert_close(found["loss"], plain + 0.3 * expected)
-
-
 def test_temperature_may_be_learned_scheduled_or_the_models() -> None:
     given, expected = batch(), objective()(**batch())["loss"]
     learned = objective(temperature=Temperature(Learnable(start=0.2), torch.float64))
@@ -134,12 +124,12 @@ def test_gates_are_found_in_a_saved_state(norm: str) -> None:
         built = given.build(setting()).train()
         built(**batch())  # moves the batch norms' statistics
         (module,) = (m for m in built.modules() if isinstance(m, SimLAP))
-        found = given.subspaces(built.state_dict())
+        label_filter, layer_norm = given.subspaces(built.state_dict())
         every = torch.arange(CLASSES)
-        assert found.num_classes == CLASSES
+        assert label_filter.num_classes == CLASSES
         expected = module.filter.of_classes().float()
-        torch.testing.assert_close(found.gates(every, every), expected)
-        assert (found.norm is None) == (norm == "none")
+        torch.testing.assert_close(label_filter(every, every), expected)
+        assert (layer_norm is None) == (norm == "none")
     assert not parse({"kind": "nt_xent"}).has_gates
     with pytest.raises(NotImplementedError, match="has no gates"):
         parse({"kind": "nt_xent"}).subspaces({})

@@ -8,14 +8,14 @@ import torch
 from pydantic import TypeAdapter
 
 from mclclip.models.optimizer import build_optimizer
-from mclclip.objectives.info_nce import InfoNCE
-from mclclip.objectives.temperature import (
+from mclclip.objectives.contrast import (
     AnyTemperature,
     CosineSchedule,
     Learnable,
     Temperature,
     parse,
 )
+from mclclip.objectives.info_nce import InfoNCE
 from tests import contrast_loops as loops
 
 

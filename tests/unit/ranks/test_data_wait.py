@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mclclip.ranks import data_wait
-from mclclip.ranks.lost import LostWorker
+from mclclip.ranks.failures import LostWorker
 
 ENDLESS_S, LIMIT_S = 60.0, 0.5
 

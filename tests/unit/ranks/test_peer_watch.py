@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from mclclip.ranks import peer_watch, signals
-from mclclip.ranks.peer_watch import PeerWatch, is_lost_peer
+from mclclip.ranks.failures import is_lost_peer
+from mclclip.ranks.peer_watch import PeerWatch
 from mclclip.ranks.process_group import Context
 from mclclip.ranks.signals import Preempted
 
@@ -30,86 +31,68 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> PeerWatch:
     return watch
 
 
-def training_stands_since(monkeypatch: pytest.MonkeyPatch, since: float | None) -> None:
-    monkeypatch.setattr(peer_watch._Progress, "since", since)
+AGO = TIMEOUT_S + 1.0  # s: longer than the limit
+STALLED, PLACE = -AGO, "samples.py:80"
+HEAD = "rank 0 (host h0, process 1) or the launcher beside it at head:29500 cannot be reached"
+# What is known at NOW: {rank: (report, seconds)}, when the store answered, since when the training
+# has not got on (None: no training), when it is asked; and the start of the problem (None: none).
+Reports = dict[int, tuple[str, float]]
+KNOWN: dict[str, tuple[Reports, float, float | None, float, str | None]] = {
+    "all is well": ({}, 0.0, -5.0, 1.0, None),
+    "a silent rank is named": (
+        {2: ("5 7 trainer.py:2", -AGO)}, 0.0, None, 0.0,
+        "rank 2 (host h2, process 1) has not been heard of",
+    ),
+    "a store that does not answer": ({}, -AGO, None, 0.0, HEAD),
+    "who does not hear of itself has lost the store": (
+        {rank: ("5 7 x.py:1", -TIMEOUT_S - 0.1) for rank in range(3)},
+        -TIMEOUT_S + 0.5,  # the end of the same round
+        None, 0.0, HEAD,
+    ),
+    # Another's last report may be older than one's own last sign of the store.
+    "who hears nothing waits before it names another": (
+        {0: ("5 7 x.py:1", -TIMEOUT_S + 0.5), 2: ("5 7 trainer.py:2", -TIMEOUT_S - 0.5)},
+        -TIMEOUT_S + 0.5, None, 0.0, None,
+    ),
+    "and then names the store": (
+        {0: ("5 7 x.py:1", -TIMEOUT_S + 0.5), 2: ("5 7 trainer.py:2", -TIMEOUT_S - 0.5)},
+        -TIMEOUT_S + 0.5, None, 1.0, HEAD,
+    ),
+    "the rank behind is waited for": (
+        {1: (f"5 6 {PLACE}", 0.0)}, 0.0, STALLED, 0.0,
+        f"rank 1 (host h1, process 1) is waited for (rank 1 at {PLACE})",
+    ),
+    "who is behind lets the others report first": (
+        {0: (f"5 6 {PLACE}", 0.0)}, 0.0, STALLED, 0.0, None,
+    ),
+    "and then names itself": (
+        {0: (f"5 6 {PLACE}", 3.0), 1: ("5 7 x.py:1", 3.0), 2: ("5 7 x.py:1", 3.0)}, 3.0, STALLED,
+        3.0, "rank 0 (host h0, process 1) is waited for",
+    ),
+    "where none is behind all places are listed": (
+        {}, 0.0, STALLED, 0.0,
+        "no rank has got on with the training (rank 0 at trainer.py:0, rank 1 at trainer.py:1, "
+        "rank 2 at trainer.py:2)",
+    ),
+    # Behind, or gone? That shows when the silence has lasted long enough.
+    "an old report is not judged": (
+        {1: ("5 6 trainer.py:1", -0.5 * TIMEOUT_S)}, 0.0, STALLED, 0.0, None,
+    ),
+    "outside of training only silence counts": (
+        {1: ("5 6 index.py:1", 0.0)}, 0.0, None, 0.0, None,
+    ),
+}  # fmt: skip
 
 
-def test_all_is_well(watch: PeerWatch, monkeypatch: pytest.MonkeyPatch) -> None:
-    training_stands_since(monkeypatch, NOW - 5.0)
-    assert watch._problem(NOW + 1.0) is None
-
-
-def test_a_rank_that_is_silent_is_named(watch: PeerWatch) -> None:
-    watch._reports[2] = ("5 7 trainer.py:2", NOW - TIMEOUT_S - 1.0)
-    assert watch._problem(NOW) == "rank 2 (host h2, process 1) has not been heard of"
-
-
-def test_a_store_that_does_not_answer_is_named(watch: PeerWatch) -> None:
-    watch._answered_at = NOW - TIMEOUT_S - 1.0
-    problem = watch._problem(NOW)
-    assert problem is not None and "head:29500 cannot be reached" in problem
-    assert problem.startswith("rank 0 (host h0")
-
-
-def test_who_does_not_hear_of_itself_has_lost_the_store(watch: PeerWatch) -> None:
-    watch._reports = {rank: ("5 7 x.py:1", NOW - TIMEOUT_S - 0.1) for rank in range(3)}
-    watch._answered_at = NOW - TIMEOUT_S + 0.5  # the end of the same round
-    problem = watch._problem(NOW)
-    assert problem is not None and "head:29500 cannot be reached" in problem
-
-
-def test_who_hears_nothing_waits_before_it_names_another(watch: PeerWatch) -> None:
-    """Another's last report may be older than one's own last sign of the store."""
-    watch._reports[0] = ("5 7 x.py:1", NOW - TIMEOUT_S + 0.5)
-    watch._answered_at = NOW - TIMEOUT_S + 0.5
-    watch._reports[2] = ("5 7 trainer.py:2", NOW - TIMEOUT_S - 0.5)
-    assert watch._problem(NOW) is None
-    problem = watch._problem(NOW + 1.0)
-    assert problem is not None and "head:29500 cannot be reached" in problem
-
-
-def test_the_rank_behind_is_waited_for(watch: PeerWatch, monkeypatch: pytest.MonkeyPatch) -> None:
-    training_stands_since(monkeypatch, NOW - TIMEOUT_S - 1.0)
-    watch._reports[1] = ("5 6 samples.py:80", NOW)
-    problem = watch._problem(NOW)
-    assert problem == ("rank 1 (host h1, process 1) is waited for (rank 1 at samples.py:80)")
-
-
-def test_who_is_behind_lets_the_others_speak_first(
-    watch: PeerWatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training_stands_since(monkeypatch, NOW - TIMEOUT_S - 1.0)
-    watch._reports[0] = ("5 6 samples.py:80", NOW)
-    assert watch._problem(NOW) is None
-    later = NOW + 3 * watch.period_s
-    watch._reports = {rank: (report, later) for rank, (report, _) in watch._reports.items()}
-    watch._answered_at = later
-    problem = watch._problem(later)
-    assert problem is not None and problem.startswith("rank 0 (host h0, process 1) is waited for")
-
-
-def test_where_none_is_behind_all_places_are_told(
-    watch: PeerWatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training_stands_since(monkeypatch, NOW - TIMEOUT_S - 1.0)
-    problem = watch._problem(NOW)
-    assert problem is not None and problem.startswith("no rank has got on with the training")
-    assert "rank 2 at trainer.py:2" in problem
-
-
-def test_a_stale_report_is_not_judged(watch: PeerWatch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind, or gone? That shows when the silence has lasted long enough."""
-    training_stands_since(monkeypatch, NOW - TIMEOUT_S - 1.0)
-    watch._reports[1] = ("5 6 trainer.py:1", NOW - 0.5 * TIMEOUT_S)
-    assert watch._problem(NOW) is None
-
-
-def test_outside_of_training_only_silence_counts(
-    watch: PeerWatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training_stands_since(monkeypatch, None)
-    watch._reports[1] = ("5 6 index.py:1", NOW)
-    assert watch._problem(NOW) is None
+@pytest.mark.parametrize("case", KNOWN)
+def test_the_problem_is_named(watch: PeerWatch, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    reports, answered, since, asked, problem = KNOWN[case]
+    assert watch.period_s == 1.0
+    monkeypatch.setattr(peer_watch._Progress, "since", None if since is None else NOW + since)
+    watch._reports |= {rank: (report, NOW + at) for rank, (report, at) in reports.items()}
+    watch._answered_at = NOW + answered
+    found = watch._problem(NOW + asked)
+    assert found is None if problem is None else (found or "").startswith(problem), found
 
 
 def test_note_counts_and_moves_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +152,7 @@ def test_a_request_of_its_own_stands_for_a_peer_that_cannot_be_heard(
     if report is not None:
         watch._reports[1] = (f"last word {json.dumps(words[report])}", time.monotonic())
     assert isinstance(watch._why_gone(), Preempted) is (report == "asked")
-    monkeypatch.setattr(signals._Requests, "name", "SIGUSR1")
+    monkeypatch.setattr(signals._State, "name", "SIGUSR1")
     found = watch._why_gone()
     if report == "failed":
         assert str(found) == "rank 1 (host h1, process 1) has ended: a mistake"

@@ -6,13 +6,16 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from mclclip.ranks import collectives, process_group
 from mclclip.ranks.process_group import SINGLE, Context
+from tests.device_waits import DEVICE, following
 from tests.matrix import in_soak, kept
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -32,10 +35,6 @@ def test_alone_there_is_one_rank_and_no_group() -> None:
     assert context == SINGLE == Context(0, 1, 0, torch.device("cpu")) and context.is_main
     assert collectives.world_size() == 1 and collectives.rank() == 0
     process_group.shutdown()  # of no group: nothing happens
-
-
-def test_only_the_first_rank_is_main() -> None:
-    assert [Context(rank, 3).is_main for rank in range(3)] == [True, False, False]
 
 
 def test_torchrun_is_known_by_all_of_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +111,34 @@ def test_the_arithmetic_of_a_gpu(deterministic: str, settled: str) -> None:
         [sys.executable, "-c", ARITHMETIC, deterministic], capture_output=True, text=True
     )
     assert done.stdout.strip() == settled, done.stderr
+
+
+# --- copies -----------------------------------------------------------------------------------
+
+
+def test_copies_to_a_gpu_begin_in_pinned_memory() -> None:
+    assert process_group.choose_memory(torch.device("cuda", 1)) == "pinned"
+    assert process_group.choose_memory(torch.device("cpu")) == "pageable"
+
+
+@pytest.mark.parametrize(("memory", "pinned"), [("pinned", 1), ("pageable", 0), (None, 0)])
+def test_values_arrive_without_a_wait(
+    monkeypatch: pytest.MonkeyPatch, memory: Any, pinned: int
+) -> None:
+    calls: list[Tensor] = []
+
+    def pin(tensor: Tensor) -> Tensor:  # a machine without a GPU has no such memory
+        calls.append(tensor)
+        return tensor.clone()
+
+    monkeypatch.setattr(Tensor, "pin_memory", pin)
+    values = torch.tensor([3, 1, 2])
+    with following() as waits:
+        waits.recording = True
+        moved = process_group.to_device(values, DEVICE, memory)
+        assert waits.on_device(moved) and not waits.on_device(values)
+        assert not waits.found
+    assert torch.equal(moved, values) and len(calls) == pinned
 
 
 # --- seeds and threads -------------------------------------------------------------------------

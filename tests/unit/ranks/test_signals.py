@@ -72,7 +72,7 @@ def test_a_process_that_is_ending_is_left_in_peace() -> None:
 
 def test_children_ignore_what_their_parent_answers() -> None:
     done = run(
-        "signals.ignore_in_child()\n"
+        "signals.set_action(signal.SIG_IGN)\n"
         "for name in ('SIGTERM', 'SIGUSR1', 'SIGINT'):\n"
         "    os.kill(os.getpid(), getattr(signal, name))\n"
         "print('alive', signals.received())\n"
@@ -177,14 +177,14 @@ def test_nothing_is_raised_out_of_an_import(tmp_path: Path) -> None:
 
 
 LOST = """
-from mclclip.ranks import lost
+from mclclip.ranks import failures
 def ends(sent, later=False):
     try:
-        with lost.naming():
+        with failures.naming_lost():
             try:
                 if sent and later:
                     import threading
-                    lost._REQUEST_S = 60.0  # on a busy machine the signal may come late
+                    failures._REQUEST_S = 60.0  # on a busy machine the signal may come late
                     threading.Timer(0.1, os.kill, (os.getpid(), sent)).start()
                 elif sent:
                     os.kill(os.getpid(), sent)

@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +16,8 @@ from mclclip import cluster, config, index, report
 from mclclip.eval.results import Reference, Result
 from mclclip.opened_run import Run
 from mclclip.ranks.process_group import SINGLE
-from mclclip.report import clusters, samples, scores, training
-from mclclip.report.pairs import one_of_each
-from mclclip.report.thumbnails import Thumbnails
+from mclclip.report import clusters, pictures, scores, story
+from mclclip.report.pictures import Thumbnails, one_of_each
 from mclclip.run.artifacts import read_manifest
 from mclclip.run.layout import Layout
 from tests import made_run
@@ -290,7 +288,7 @@ def test_of_many_samples_some_are_read_and_the_page_says_so(
     copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clusters, "LABEL_ROWS", 32)
-    monkeypatch.setattr(samples, "FEATURE_ROWS", 16)
+    monkeypatch.setattr(pictures, "FEATURE_ROWS", 16)
     assert "32 of 48 samples, spread evenly" in words_of_run(copied, "clusters")
     assert "among 16 of 48 samples" in words_of_run(copied, "nearest")
 
@@ -327,10 +325,10 @@ def test_published_figures_stand_in_the_table_of_their_benchmark(made: Path) -> 
     references += [Reference("theirs", "pairs", "unknown", 1.0, "a paper")]
     references += [Reference("theirs", "other", "average", 1.0, "a paper")]
     (table,) = scores.tables(rows, references)
-    assert [*table.figures][-1] == ("theirs", "a paper")
-    published = table.figures["theirs", "a paper"]
-    assert {metric: cell.text for metric, cell in published.items()} == {"average": "45.0"}
-    assert "theirs" not in table.strips and table.headline == "average" and table.is_pairs
+    assert [*table["figures"]][-1] == ("theirs", "a paper")
+    published = table["figures"]["theirs", "a paper"]
+    assert {metric: cell["text"] for metric, cell in published.items()} == {"average": "45.0"}
+    assert "theirs" not in table["strips"] and table["headline"] == "average" and table["is_pairs"]
 
 
 def test_a_loss_is_shown_in_nats() -> None:
@@ -340,12 +338,12 @@ def test_a_loss_is_shown_in_nats() -> None:
         for name, value in values.items()
     ]
     (table,) = scores.tables(rows, [])
-    cells = [figures["loss"] for figures in table.figures.values()]
-    assert [cell.text for cell in cells] == ["4.6051", "4.6049", "4.4000"]
-    assert cells[2].interval == "4.3000-4.5000"
-    assert table.metrics["loss"].endswith("(nats)")
-    assert 'aria-label="4.4000, from 4.3000 to 4.5000"' in table.strips["stage_2"]
-    assert 'x1="0.0%"' in table.strips["stage_2"] and 'x2="100.0%"' in table.strips["stage_0"]
+    cells, strips = [figures["loss"] for figures in table["figures"].values()], table["strips"]
+    assert [cell["text"] for cell in cells] == ["4.6051", "4.6049", "4.4000"]
+    assert cells[2]["interval"] == "4.3000-4.5000"
+    assert table["metrics"]["loss"].endswith("(nats)")
+    assert 'aria-label="4.4000, from 4.3000 to 4.5000"' in strips["stage_2"]
+    assert 'x1="0.0%"' in strips["stage_2"] and 'x2="100.0%"' in strips["stage_0"]
     assert len(scores.references()) > 10
 
 
@@ -358,14 +356,12 @@ def test_pairs_of_all_types_come_first() -> None:
     [(None, "not recorded"), (90.0, "90 s"), (600.0, "10 min"), (11_520.0, "3 h 12 min")],
 )
 def test_durations_in_words(seconds: float | None, words: str) -> None:
-    assert training.duration(seconds) == words
+    assert story.duration(seconds) == words
 
 
 def test_a_sum_that_lacks_a_part_is_unknown() -> None:
-    one: Any = training.Training("mcl", 0, True, 1, 1, 60.0, None, None, None, None, {})
-    assert training.total([one], lambda t: t.seconds) == 60.0
-    assert training.total([one, one], lambda t: t.rank_hours) is None
-    assert training.total([], lambda t: t.seconds) is None
+    assert story.total([60.0, 1.0]) == 61.0
+    assert story.total([60.0, None]) is story.total([]) is None
 
 
 def test_thumbnails_of_samples_carry_their_captions(made: Path) -> None:

@@ -134,22 +134,6 @@ def test_the_digest_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:
 # --- an artifact's life ----------------------------------------------------------------------
 
 
-def test_fresh_partial_finished(tmp_path: Path) -> None:
-    directory = tmp_path / "stage_0" / "embeddings"
-    artifact = begin(directory)
-    assert not artifact.finished and (directory / INTENT).exists()
-    assert not artifacts.is_finished(directory)
-    np.save(directory / "00000.npy", np.arange(3))
-
-    resumed = begin(directory)  # the same settings: the work so far stays
-    assert not resumed.finished and (directory / "00000.npy").exists()
-
-    manifest = resumed.finish({"samples": 3}, dtype="float16")
-    assert artifacts.is_finished(directory) and not (directory / INTENT).exists()
-    again = begin(directory)
-    assert again.finished and again.manifest == manifest == read_manifest(directory, "embeddings")
-
-
 def test_the_manifest_says_what_it_is_and_what_it_is_made_from(tmp_path: Path) -> None:
     begin(tmp_path / "a").finish({"samples": 3}, dtype="float16")
     fields = json.loads((tmp_path / "a" / MANIFEST).read_text())
@@ -201,28 +185,6 @@ def test_a_mismatch_names_the_field_and_both_values(
         begin(tmp_path / "a", **changes)
     assert str(tmp_path / "a") in str(caught.value) and "--force" in str(caught.value)
     assert sorted((tmp_path / "a").iterdir()) == before
-
-
-def test_force_moves_the_old_one_aside(tmp_path: Path) -> None:
-    changed = {"config": CONFIG | {"dtype": "float32"}}
-    begin_with_work(tmp_path / "a").finish({"samples": 3})
-    artifact = begin(tmp_path / "a", **changed, force=True)
-    assert not artifact.finished and [p.name for p in (tmp_path / "a").iterdir()] == [INTENT]
-    old = read_manifest(tmp_path / "a.old-1", "embeddings")
-    assert old.config == CONFIG and (tmp_path / "a.old-1" / "00000.npy").exists()
-
-    np.save(tmp_path / "a" / "00000.npy", np.arange(3))
-    begin(tmp_path / "a", force=True)
-    assert (tmp_path / "a.old-1").exists() and (tmp_path / "a.old-2" / "00000.npy").exists()
-
-
-def test_force_makes_a_finished_one_again(tmp_path: Path) -> None:
-    """It was advised for damaged embeddings, and skipped them as finished."""
-    begin_with_work(tmp_path / "a").finish({})
-    assert not begin(tmp_path / "a", force=True, write=False).finished
-    assert read_manifest(tmp_path / "a", "embeddings")
-    assert not begin(tmp_path / "a", force=True).finished
-    assert (tmp_path / "a.old-1" / "00000.npy").exists()
 
 
 def test_force_resumes_what_was_begun_with_these_settings(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from mclclip.run import lock as run_lock
-from mclclip.run.lock import RunLock, start_of_process
+from mclclip.run.lock import RunLock, start_of_process, write_state
 
 # Waits for a line on stdin, takes the lock, says so, holds it until stdin ends.
 HOLDER = """
@@ -229,16 +229,19 @@ def test_a_writer_on_another_host_that_ends_in_time_is_followed_at_once(
     assert len(caplog.messages) == 1  # what it waits for, and no taking over
 
 
-def test_time_in_which_nobody_looked_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_in_which_nobody_looked_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A disk that hangs for minutes stops the owner's heart as well."""
     now_s = [50.0]
     monkeypatch.setattr(run_lock, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    watch = run_lock._Watch()
+    lock = RunLock(tmp_path)
 
     def look(after_s: float, beat: int, pid: int = 1) -> tuple[float, bool]:
         now_s[0] += after_s
-        watch.look(RECORD | {"pid": pid}, beat)
-        return round(watch.silent_s, 3), watch.beats
+        living = lock._is_living(RECORD | {"host": "elsewhere", "pid": pid}, beat)
+        assert living is (lock._beats or None)
+        return round(lock._silent_s, 3), lock._beats
 
     assert look(0.0, 7) == (0.0, False)
     assert look(0.2, 7) == (0.2, False)
@@ -304,32 +307,19 @@ def test_a_writer_that_ends_in_time_is_waited_for(tmp_path: Path) -> None:
         assert said(process) == "holding"
 
 
-def test_of_many_that_race_for_a_stale_lock_one_wins(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("host", "stale_s"), [(socket.gethostname(), 120.0), ("elsewhere", 1.0)])
+def test_of_many_that_race_for_a_stale_lock_one_wins(
+    tmp_path: Path, host: str, stale_s: float
+) -> None:
+    """Its owner has ended here, or with another host."""
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    for _ in range(3):
-        write_record(tmp_path, pid=dead.pid)
-        with holder(tmp_path) as a, holder(tmp_path) as b, holder(tmp_path) as c:
-            for process in (a, b, c):
-                go(process)
-            answers = {process.pid: said(process) for process in (a, b, c)}
-        winners = [pid for pid, answer in answers.items() if answer == "holding"]
-        assert len(winners) == 1, answers
-        losers = [answer for pid, answer in answers.items() if pid not in winners]
-        assert all(f"in use by process {winners[0]} on" in answer for answer in losers)
-
-
-def test_of_many_that_wait_for_a_dead_hosts_lock_one_wins(tmp_path: Path) -> None:
-    write_record(tmp_path, host="elsewhere")
-    with (
-        holder(tmp_path, 0.0, 1.0) as a,
-        holder(tmp_path, 0.0, 1.0) as b,
-        holder(tmp_path, 0.0, 1.0) as c,
-    ):
-        for process in (a, b, c):
+    write_record(tmp_path, host=host, pid=dead.pid)
+    with ExitStack() as stack:
+        racing = [stack.enter_context(holder(tmp_path, 0.0, stale_s)) for _ in range(3)]
+        for process in racing:
             go(process)
-            time.sleep(0.05)
-        answers = {process.pid: said(process) for process in (a, b, c)}
+        answers = {process.pid: said(process) for process in racing}
         winners = [pid for pid, answer in answers.items() if answer == "holding"]
         assert len(winners) == 1, answers
         assert json.loads((tmp_path / "run.lock").read_text())["pid"] == winners[0]
@@ -376,3 +366,52 @@ def test_a_heartbeat_does_not_follow_a_link_either(tmp_path: Path) -> None:
         time.sleep(0.3)
         assert victim.stat().st_mtime == 1
         lock.path.unlink()
+
+
+# --- the recorded state -----------------------------------------------------------------------
+
+
+def record(run_dir: Path | None, state: str, **fields: Any) -> None:
+    given = {"verb": "run", "exit_code": 0, "requeue": False, "reason": ""} | fields
+    write_state(run_dir, state, **given)
+
+
+def read(path: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(path.read_text())
+    return record
+
+
+def test_one_line_for_scripts(tmp_path: Path) -> None:
+    record(tmp_path, "preempted", exit_code=85, requeue=True, reason="SIGUSR1")
+    text = (tmp_path / "run_state.json").read_text()
+    assert text.count("\n") == 1
+    assert '"state": "preempted"' in text and '"requeue": true' in text
+    assert read(tmp_path / "run_state.json")["exit_code"] == 85
+
+
+def test_the_launcher_s_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written by the first rank of each node, also where no run directory is known."""
+    monkeypatch.setenv("MCLCLIP_STATE_FILE", str(tmp_path / "state"))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    record(None, "finished")
+    assert not (tmp_path / "state").exists()
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    record(None, "finished")
+    assert read(tmp_path / "state")["state"] == "finished"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    record(None, "failed", exit_code=2, reason="only here")  # whoever meets it
+    assert read(tmp_path / "state")["reason"] == "only here"
+
+
+def test_a_failure_for_good_is_not_covered_by_what_follows_from_it(tmp_path: Path) -> None:
+    path = tmp_path / "run_state.json"
+    record(tmp_path, "running")
+    record(tmp_path, "failed", exit_code=2, reason="the cause")
+    record(tmp_path, "failed", exit_code=1, requeue=True, reason="lost a peer")
+    record(tmp_path, "preempted", exit_code=85, requeue=True, reason="SIGTERM")
+    assert read(path)["reason"] == "the cause"
+    record(tmp_path, "running")
+    assert read(path)["state"] == "running"
+    record(tmp_path, "failed", exit_code=1, requeue=True, reason="lost a peer")
+    record(tmp_path, "preempted", exit_code=85, requeue=True, reason="SIGTERM")
+    assert read(path)["state"] == "preempted"

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mclclip.ranks.finiteness import NotFinite
 from mclclip.ranks.process_group import Context
 from mclclip.run import runlog
-from mclclip.run.profiling import PeakMemory
+from mclclip.run.measures import NotFinite, PeakMemory
 from mclclip.run.recorder import Recorder
 
 CPU = torch.device("cpu")
@@ -75,7 +74,7 @@ def test_rows_have_all_that_is_promised(tmp_path: Path) -> None:
 
 def test_memory_is_told_by_phase_where_it_was_measured(tmp_path: Path) -> None:
     recorder = make(tmp_path)
-    if not recorder.peaks._counter.can_reset:
+    if not recorder.peaks.by_phases:
         pytest.skip("/proc/self/clear_refs cannot be written here")
     go(recorder)
     measured = {n for n in rows(tmp_path / "metrics.jsonl")[0] if n.startswith("memory")}

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from mclclip.run import runlog
+from mclclip.run.measures import Meter
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +114,7 @@ def test_progress_is_silent_on_other_ranks_and_seldom_on_the_first(
 def test_the_meter_tells_speed_and_waiting_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     now = SimpleNamespace(s=100.0)
     monkeypatch.setattr(time, "perf_counter", lambda: now.s)
-    meter = runlog.Meter(global_batch=64, world_size=2)
+    meter = Meter(global_batch=64, world_size=2)
     for _ in range(4):
         now.s += 2.0
         meter.wait_s += 0.5
@@ -169,7 +170,7 @@ def test_rows_go_to_the_file_and_to_every_sink(tmp_path: Path) -> None:
     sink = Sink()
     metrics = runlog.MetricsLog(tmp_path / "train", resume_step=0, sinks={"sink": sink})
     metrics.write(10, {"loss": 0.5})
-    metrics.write_epoch(12, {"loss": 0.4})
+    metrics.write(12, {"loss": 0.4}, "epochs")
     # On disk before the files are closed.
     assert rows(tmp_path / "train" / "metrics.jsonl") == [{"step": 10, "loss": 0.5}]
     assert rows(tmp_path / "train" / "epochs.jsonl") == [{"step": 12, "loss": 0.4}]
@@ -245,7 +246,7 @@ def test_what_fails_is_said_once_counted_and_ends_nothing(
     metrics._files["epochs.jsonl"].close()  # so that writing fails
     for step in (1, 2, 3):
         metrics.write(step, {"loss": 0.5})
-        metrics.write_epoch(step, {"loss": 0.5})
+        metrics.write(step, {"loss": 0.5}, "epochs")
     metrics.close()
     assert metrics.lost == {"bad": 3, "epochs.jsonl": 3}
     assert len(good.rows) == 3 and bad.closed and len(rows(tmp_path / "metrics.jsonl")) == 3
@@ -268,7 +269,7 @@ def test_a_sink_that_hangs_is_left(
 # --- sinks -------------------------------------------------------------------------------------
 
 
-def open_sink(name: str, directory: Path, resume_step: int = 0) -> runlog.MetricSink:
+def open_sink(name: str, directory: Path, resume_step: int = 0) -> runlog.Sink:
     sinks = runlog.open_sinks([name], directory, config={"seed": 1}, resume_step=resume_step)
     return sinks[name]
 

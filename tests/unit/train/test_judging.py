@@ -8,15 +8,29 @@ import pytest
 import torch
 
 from mclclip import config
-from mclclip.train.judging import Judging, Together
+from mclclip.train.loop import Judging
 from mclclip.train.options import EvaluateConfig
+
+
+class Engine:
+    """Something whose state a checkpoint holds."""
+
+    def __init__(self, **state: torch.Tensor) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.state = state
 
 
 def judging(values: dict[int, float], **options: Any) -> Judging:
     """Of a training of 10 steps, evaluated after 3, 6, 9 and 10."""
     settled: dict[str, Any] = {"every": 3, "metric": "pairs/average"} | options
     when = EvaluateConfig(**settled)
-    return Judging(lambda step: {"pairs/average": values[step]}, when, settled["every"], total=10)
+    figures = lambda step: {"pairs/average": values[step]}  # noqa: E731
+    return Judging(Engine(), figures, when, settled["every"], total=10)
 
 
 def until_it_ends(judged: Judging, start: int = 0) -> int:
@@ -83,22 +97,11 @@ def test_shapes_of_the_state_do_not_depend_on_the_figures() -> None:
 
 
 def test_a_checkpoint_holds_both_states() -> None:
-    class Engine:
-        def __init__(self) -> None:
-            self.state = {"model.w": torch.ones(2)}
-
-        def state_dict(self) -> dict[str, torch.Tensor]:
-            return self.state
-
-        def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-            self.state = state
-
-    engine, judged = Engine(), judging({3: 7.0})
+    judged, resumed = judging({3: 7.0}), judging({})
+    judged.engine = Engine(weight=torch.ones(2))
     judged.judge(3)
-    state = Together(engine, judged).state_dict()
-    other, resumed = Engine(), judging({})
-    Together(other, resumed).load_state_dict(state)
-    assert resumed.values == [7.0] and other.state.keys() == {"model.w"}
+    resumed.load_state_dict(judged.state_dict())
+    assert resumed.values == [7.0] and resumed.engine.state_dict().keys() == {"weight"}
 
 
 def test_a_metric_that_is_not_measured_is_named() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mclclip import config
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.layout import Layout
-from mclclip.run.profiling import PeakMemory
 from mclclip.train.parts import Job
 
 
@@ -28,15 +28,6 @@ def test_stage_0_is_named_by_its_objective(
 ) -> None:
     """It has no groups: it is SimCLR or CLIP, and not MCL."""
     options = config.load(None, [f"run_dir={tmp_path}", f"train.objective.kind={kind}"])
-    layout = Layout(tmp_path, variant)
-    job = Job(
-        options,
-        options.train,
-        SINGLE,
-        layout,
-        stage,
-        None,
-        tmp_path,
-        PeakMemory(SINGLE.device),  # type: ignore[arg-type]
-    )
+    unread: Any = None  # the index
+    job = Job.of(options, options.train, SINGLE, Layout(tmp_path, variant), stage, unread)
     assert job.method == expected

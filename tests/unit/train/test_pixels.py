@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from mclclip import checkpoint, index, pipeline
@@ -22,8 +23,8 @@ from mclclip.models.loading import load_towers
 from mclclip.models.transforms import fast_transform
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
-from mclclip.train import parts
 from mclclip.train import verb as train
+from mclclip.train.loop import Trainee
 from tests import tiny
 from tests.batches import training_batches
 
@@ -79,7 +80,7 @@ def batches_of(config: Config, pixels: decode.Pixels, model: Any, **options: Any
 
 def prepared(batch: Batch, config: Config, model: Any) -> Batch:
     assert config.base is not None
-    return parts.prepared(batch, config.base, SINGLE, model.normalization, None)
+    return Trainee(model, nn.Identity(), config.base.precision).on_device(batch, SINGLE.device)
 
 
 def test_batches_are_open_clips_within_two_of_255(data: Path, tmp_path: Path) -> None:
@@ -138,23 +139,6 @@ def test_training_learns_nearly_the_same(done: dict[str, Path]) -> None:
     exact, fast = losses(done["exact"]), losses(done["fast"])
     assert len(fast) == 4 and fast != exact
     assert fast == pytest.approx(exact, rel=2e-2)
-
-
-def test_gradient_caching_sees_the_same_pixels(
-    done: dict[str, Path], data: Path, tmp_path: Path
-) -> None:
-    cached = trained(tmp_path, data, "fast", "base.engine.micro_batch=8")
-    assert losses(cached) == pytest.approx(losses(done["fast"]), rel=1e-5)
-
-
-def test_it_resumes_with_the_same_bits(done: dict[str, Path], data: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    shutil.copytree(done["fast"].parents[1], run_dir)
-    directory = run_dir / "stage_0" / "train"
-    (directory / "manifest.json").unlink()
-    shutil.rmtree(directory / "checkpoints" / "step_00000004")
-    assert trained(run_dir, data, "fast") == directory
-    assert_same_weights(directory, done["fast"])
 
 
 def test_the_manifest_holds_the_option_and_refuses_another(

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from tests.tars import write_tar
+
 
 def pixels(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
@@ -40,12 +42,7 @@ def cifar_batches(root: Path, per_batch: int = 4) -> np.ndarray:
 
 
 def archive(path: Path, members: dict[str, bytes]) -> Path:
-    with tarfile.open(path, "w:gz") as tar:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return path
+    return write_tar(path, members.items(), mode="w:gz")
 
 
 def png(array: np.ndarray) -> bytes:

@@ -262,19 +262,6 @@ def test_downloads_only_when_asked_for(tmp_path: Path, monkeypatch: pytest.Monke
 # --- read by the index, and real files ---------------------------------------------------------
 
 
-def test_attributes_reach_the_index(tmp_path: Path) -> None:
-    fakes.cifar_batches(tmp_path / "c")
-    fakes.mnist(tmp_path / "m")
-    sources = (f"cifar10={tmp_path / 'c'}", f"mnist={tmp_path / 'm'}")
-    found = make("cifar_mnist", tmp_path / "out", *sources)["train"]
-    source = {"shards": f"{tmp_path}/out/train/*.tar", "attributes": ["cifar", "mnist"]}
-    tree = {"run_dir": str(tmp_path / "run"), "data": {"sources": {"train": source}}}
-    opened = index.run(config.from_tree(tree), SINGLE)
-    for name in ("cifar", "mnist"):
-        codes, values = opened.attribute(name)
-        assert [values[code] for code in codes] == [str(facts[name]) for facts, _ in found]
-
-
 class Noisy:
     """A transform of arrays, with a draw of its own in every view."""
 

@@ -88,14 +88,6 @@ def test_other_damage_of_cifar_is_one_line(tmp_path: Path) -> None:
         list(read_cifar10(tmp_path, "train"))
 
 
-def test_of_ten_digits_eight_are_for_training(tmp_path: Path) -> None:
-    digits, labels = fakes.mnist(tmp_path)
-    for split, part in (("train", slice(8)), ("test", slice(8, None))):
-        found = read_mnist(tmp_path, split)
-        np.testing.assert_array_equal(found[0], digits[part])
-        np.testing.assert_array_equal(found[1], labels[part])
-
-
 def test_where_the_training_digits_are_all_are_used(tmp_path: Path) -> None:
     digits, _ = fakes.mnist(tmp_path, train=5)
     assert read_mnist(tmp_path, "train")[1].tolist() == [7] * 5

@@ -1,0 +1,499 @@
+"""Verb: index + encoder -> embeddings, one file per shard of the index.
+
+Batches are cut within a shard, so a file's content does not depend on the number of ranks, and a
+killed run resumes at the first missing file. Undecodable samples keep their row (zeros), are
+listed beside it and in the index's ``bad_samples.json``, and get the label -1.
+
+With ``trunk_cache.enabled`` stage 0 first writes what its frozen blocks make of every image, in the
+same way. Stages, controls and later embedding passes have the same frozen blocks, so they start
+from these rows (``data.trunk_rows``) instead of images.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, closing, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mclclip import files
+from mclclip.config import Config
+from mclclip.data import trunk_rows
+from mclclip.data.arrays import open_npy
+from mclclip.data.batches import Loader
+from mclclip.data.index_tables import Shard, check_shards
+from mclclip.data.row_store import (
+    Batch,
+    Note,
+    all_notes,
+    is_damaged,
+    join_checksums,
+    num_restored,
+    rows_path,
+    shards_done,
+    write_shard,
+)
+from mclclip.data.sample_index import BadSamples, SampleIndex
+from mclclip.data.samples import BadSample, Sample, TarDataset, tokenized
+from mclclip.data.trunk_rows import CHECKSUMS, TrunkRows
+from mclclip.models import memory
+from mclclip.models.loading import load_towers, prepare_model
+from mclclip.models.model import Model
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import Context
+from mclclip.run import runlog
+from mclclip.run.artifacts import Artifact, Force, is_finished, made_of, read_manifest
+from mclclip.run.layout import Layout
+
+log = logging.getLogger("mclclip")
+
+Passes = Generator[Iterator[Batch], None, None]
+"""For each of some shards its batches, which must be taken before the next shard is asked for."""
+
+
+def run(
+    config: Config,
+    context: Context,
+    *,
+    stage: int,
+    variant: str = "mcl",
+    text: bool | None = None,
+    force: Force = False,
+) -> Path:
+    """Embeds every image of the index with the export of ``stage``; returns the directory.
+
+    ``embeddings/NNNNN.npy`` holds the unit features [n, D] of shard NNNNN in index order.
+    With ``text`` (default: at stage 0, if clustering or training uses them) the same export embeds
+    the captions too, into stage 0's ``text_embeddings``: one row per (sample, caption number), none
+    for samples without a caption. Raises ValueError for text where no sample has a caption, and for
+    text of another stage, whose text tower is not what later stages are compared with. Finished
+    embeddings that lack samples which have been restored since are kept, with a warning, and made
+    again with any ``force``.
+    """
+    if text and stage != 0:
+        raise ValueError(
+            f"--text with --stage {stage}: captions are embedded by stage 0 alone, leave one out"
+        )
+    layout = Layout.of(config, variant)
+    index = SampleIndex.open(layout.index)
+    if config.trunk_cache.enabled and stage == 0:
+        write_trunk(config, context, layout, index, force)
+    if text is None:
+        text = stage == 0 and config.needs_text_embeddings
+    kinds = ["embeddings"]
+    if text:
+        if without := len(index.without_caption("embed with text")):
+            log.info("embed: %d of %d samples have no caption to embed", without, len(index))
+        kinds.append("text_embeddings")
+    for kind in kinds:
+        artifact = collectives.on_main(partial(_open, config, layout, stage, index, kind, force))
+        if artifact.finished:
+            log.info("%s is finished: skipped", artifact.directory)
+            continue
+        model = load_towers(layout.export(stage)).eval()
+        rows = None
+        if kind == "embeddings" and config.trunk_cache.enabled:
+            rows = TrunkRows.open_together(layout, config.trunk_cache.folder, index)
+            collectives.together(partial(rows.start, model), "embed")
+        model.to(context.device)
+        collectives.on_main(partial(check_shards, index.directory, index.shards, config.data))
+        source = TarDataset(index, config.data, model.preprocess_val, trunk=rows)
+        collectives.together(source.check, "embed")
+        _embed(config, context, source, model, artifact)
+    return layout.embeddings(stage)
+
+
+def _open(
+    config: Config, layout: Layout, stage: int, index: SampleIndex, kind: str, force: Force
+) -> Artifact:
+    of_images = kind == "embeddings"
+    directory = layout.embeddings(stage) if of_images else layout.text_embeddings
+    # The batch size is left out, since it changes results by rounding only.
+    fields: dict[str, Any] = {"dtype": config.embed.dtype, "precision": config.embed.precision}
+    encoder = read_manifest(layout.export(stage), "export")
+    inputs = {"index": index.digest, "encoder": encoder.digest}
+    if of_images:
+        fields["feature"] = config.embed.feature
+        if config.trunk_cache.enabled:
+            inputs["trunk_cache"] = read_manifest(layout.trunk_cache, trunk_rows.KIND).digest
+    restored = num_restored(directory, index) if is_finished(directory) else 0
+    if restored and not force:
+        log.warning(
+            "%s has no rows of %d samples that could not be read and have changed since: --force "
+            "embeds them", directory, restored,
+        )  # fmt: skip
+    force = bool(force) if restored else force
+    return Artifact.open(directory, kind=kind, config=fields, inputs=inputs, force=force)
+
+
+def _embed(
+    config: Config, context: Context, source: TarDataset, model: Model, artifact: Artifact
+) -> None:
+    """Embeds the missing shards of images, or of captions, then finishes the artifact together."""
+    index = source.index
+
+    def features(pixels: Tensor) -> np.ndarray:
+        if config.embed.feature == "pooled":
+            encode = partial(model.encode_tail, pixels, model.first_block, project=False)
+        else:
+            encode = partial(model.encode_image, pixels)
+        return _unit(forward(config, context, encode))
+
+    passes = partial(image_batches, config, context, source, model, encode=features)
+    counts = {}
+    if artifact.kind == "text_embeddings":
+        passes = partial(_caption_batches, config, context, source, model)
+        counts = {
+            "captions": int(index.num_captions.sum()),
+            "without_caption": int((index.num_captions == 0).sum()),
+        }
+    num_bad = _write_missing(
+        config, context, index, artifact.directory, passes,
+        kind=artifact.kind, dtype=config.embed.dtype, empty=(model.embed_dim,),
+    )  # fmt: skip
+
+    def finish() -> None:
+        notes = all_notes(artifact.directory, len(index.shards))
+        records = {name: note.record for name, note in notes.items()}
+        _finish(artifact, index, notes, num_bad, counts, config.embed.dtype, records)
+
+    collectives.on_main(finish)
+
+
+def _finish(
+    artifact: Artifact,
+    index: SampleIndex,
+    notes: Mapping[str, Note],
+    num_bad: int,
+    counts: Mapping[str, Any],
+    dtype: str,
+    records: Mapping[str, files.Record],
+) -> None:
+    """Finishes an artifact whose shards have all been written, with these further ``counts``."""
+    without = sorted(sample_id for note in notes.values() for sample_id in note.reasons)
+    common = {"samples": len(index), "shards": len(index.shards), "bad_samples": num_bad}
+    # Which samples have no row depends on the shards' bytes too.
+    digest = files.digest_json([artifact.identity, without]) if without else None
+    artifact.finish(common | dict(counts), dtype=dtype, content_digest=digest, records=records)
+
+
+def _caption_batches(
+    config: Config, context: Context, source: TarDataset, model: Model, shards: Sequence[Shard]
+) -> Passes:
+    """Yields for each shard batches of unit features [n, D] of its captions, in the order of
+    (sample, caption number)."""
+    size = config.embed.batch_size
+    for shard in shards:
+        of_samples = source.captions_of(range(shard.start, shard.stop))
+        captions = [caption for of_sample in of_samples for caption in of_sample]
+
+        def encoded(start: int, captions: list[str] = captions) -> Batch:
+            tokens = tokenized(model.tokenizer, captions[start : start + size])
+            encode = partial(model.encode_text, tokens.to(context.device))
+            return _unit(forward(config, context, encode)), {}
+
+        yield map(encoded, range(0, len(captions), size))
+
+
+def _unit(features: Tensor) -> np.ndarray:
+    return np.asarray(torch.nn.functional.normalize(features, dim=-1).cpu().numpy())
+
+
+# --- one pass over an index ------------------------------------------------------------------
+
+
+def image_batches(
+    config: Config,
+    context: Context,
+    source: TarDataset,
+    model: Model,
+    shards: Sequence[Shard],
+    encode: Callable[[Tensor], np.ndarray],
+) -> Passes:
+    """Yields for each shard batches of rows, which ``encode`` makes of images as ``model`` takes
+    them, or of rows of the trunk's cache: [n, ...] on the device.
+
+    One loader reads all shards, so that it does not stand still between them.
+    """
+    size, index = config.embed.batch_size, source.index
+    shape = model.image_shape if source.trunk is None else source.trunk.shape
+    cuts = [
+        [range(at, min(at + size, s.stop)) for at in range(s.start, s.stop, size)] for s in shards
+    ]
+    all_cuts = [cut for of_shard in cuts for cut in of_shard]
+
+    def describe(ids: range, place: int) -> str:
+        path = index.shards[int(index.shard_of[ids[0]])].path
+        return f"the batch of samples {ids[0]} to {ids[-1]} of shard {files.clean(path)}"
+
+    def encoded(samples: Sequence[Sample | BadSample]) -> Batch:
+        good = torch.tensor([isinstance(sample, Sample) for sample in samples])
+        # Zeros replace bad samples: the batch keeps its shape, so the others keep their bits.
+        images = torch.zeros(len(samples), *shape)
+        if good.any():
+            views = [sample.views[0] for sample in samples if isinstance(sample, Sample)]
+            images[good] = torch.stack(views).float()
+        rows = encode(images.to(context.device))
+        rows[~good.numpy()] = 0.0
+        return rows, {s.sample_id: s.reason for s in samples if isinstance(s, BadSample)}
+
+    loader: Loader[list[Sample | BadSample]] = Loader(
+        source,
+        all_cuts,
+        num_workers=min(config.data.num_workers, max(len(all_cuts) - 1, 0)),  # none for one batch
+        describe=describe,
+        note_slow=index.note_slow,
+        batched=True,
+    )
+    batches = iter(loader)
+    for of_shard in cuts:
+        yield map(encoded, itertools.islice(batches, len(of_shard)))
+    next(batches, None)  # the loader's own end
+
+
+def forward(config: Config, context: Context, encode: Callable[[], Tensor]) -> Tensor:
+    """Calls ``encode`` without a graph, in the arithmetic of ``embed.precision``; returns fp32."""
+    bf16 = config.embed.precision == "bf16"
+    with (
+        torch.inference_mode(),
+        torch.autocast(context.device.type, dtype=torch.bfloat16, enabled=bf16),
+    ):
+        return encode().float()
+
+
+def _write_missing(
+    config: Config,
+    context: Context,
+    index: SampleIndex,
+    directory: Path,
+    passes: Callable[[Sequence[Shard]], Passes],
+    *,
+    kind: str,
+    full_disk: AbstractContextManager[object] | None = None,
+    **how: Any,
+) -> int:
+    """Writes the shards that ``directory`` lacks, of which each rank takes its part; returns the
+    number of the index's samples that cannot be used. All ranks call it.
+
+    ``passes`` makes the batches of these shards: a row per sample, or per caption where ``kind`` is
+    ``text_embeddings``. ``how`` are further arguments of ``write_shard``. Errors of a full disk are
+    raised through ``full_disk``.
+    """
+
+    def work() -> dict[int, str]:
+        mine = range(context.rank, len(index.shards), context.world_size)
+        bad, missing = shards_done(directory, index, mine)
+        shards = [index.shards[number] for number in missing]
+        numbers = runlog.progress(missing, total=len(missing), description=kind)
+        with full_disk or nullcontext(), closing(passes(shards)) as made:
+            for number, shard, batches in zip(numbers, shards, made, strict=True):
+                num_rows = shard.stop - shard.start
+                if kind == "text_embeddings":
+                    num_rows = int(index.num_captions[shard.start : shard.stop].sum())
+                bad |= write_shard(directory, number, batches, index, num_rows=num_rows, **how)
+                index.check_bad_fraction(len(bad), config.data.max_bad_fraction)
+        return bad
+
+    reasons = collectives.together(work, "embed")
+    return BadSamples(index, config.data.max_bad_fraction).share(reasons)
+
+
+# --- the cache of the trunk ------------------------------------------------------------------
+
+
+def write_trunk(
+    config: Config, context: Context, layout: Layout, index: SampleIndex, force: Force
+) -> None:
+    """Writes the cache of stage 0's encoder, unless it is finished. All ranks call it.
+
+    A killed call goes on at the first shard that is missing. Raises ValueError where the training
+    freezes no block, embeddings were made without the cache, the disk has too little room, or
+    ``trunk_cache.dtype`` does not hold a value.
+    """
+    read_manifest(layout.export(0), "export")  # says which verb makes it
+    model = load_towers(layout.export(0)).eval()
+    blocks = collectives.on_main(lambda: _frozen_blocks(config, layout))
+    trunk = model.trunk_digest(blocks)
+    artifact = collectives.on_main(lambda: _open_trunk(config, layout, index, blocks, trunk, force))
+    if artifact.finished:
+        log.info("%s is finished: skipped", artifact.directory)
+        return
+    collectives.on_main(lambda: check_shards(index.directory, index.shards, config.data))
+    source = TarDataset(index, config.data, model.preprocess_val)
+    collectives.together(source.check, "embed")
+    with torch.inference_mode():
+        of_one = model.encode_trunk(torch.zeros(1, *model.image_shape), blocks)
+    shape, dtype = tuple(of_one.shape[1:]), config.trunk_cache.dtype
+    folder = layout.trunk_rows(config.trunk_cache.folder, artifact.identity)
+    size = len(index) * int(np.prod(shape)) * np.dtype(dtype).itemsize
+    collectives.on_main(lambda: _check_room(folder, size))
+    model.to(context.device)
+
+    def encode(pixels: Tensor) -> np.ndarray:
+        run = partial(model.encode_trunk, pixels, blocks)
+        return forward(config, context, run).cpu().numpy()
+
+    def passes(shards: Sequence[Shard]) -> Passes:
+        # Stored after the rows of bad samples are zeros: what the trunk makes of them is not kept.
+        for batches in image_batches(config, context, source, model, shards, encode):
+            yield ((_stored(rows, dtype), bad) for rows, bad in batches)
+
+    num_bad = _write_missing(
+        config, context, index, folder, passes,
+        kind=trunk_rows.KIND, full_disk=files.full_disk_names(folder, "trunk_cache.folder"),
+        dtype=dtype, empty=shape, checksums=True,
+    )  # fmt: skip
+
+    def finish() -> None:
+        directory = artifact.directory
+        join_checksums(directory / CHECKSUMS, folder, index)
+        notes = all_notes(folder, len(index.shards))
+        counts = {"shape": list(shape), "rows": trunk_rows.recorded_folder(directory, folder)}
+        records = files.records_of(directory, CHECKSUMS)
+        _finish(artifact, index, notes, num_bad, counts, dtype, records)
+        log.info(
+            "embed: what %d blocks make of %d images is in %s (%.3g GiB); %d have no row",
+            blocks, len(index), folder, size / 2**30, sum(len(n.reasons) for n in notes.values()),
+        )  # fmt: skip
+
+    collectives.on_main(finish)
+
+
+def _stored(rows: np.ndarray, dtype: str) -> np.ndarray:
+    """The rows in ``dtype``; ValueError where it does not hold one of their values."""
+    with np.errstate(over="ignore"):  # it is refused below
+        stored = rows.astype(dtype)
+    if not np.isfinite(stored).all():
+        largest = float(np.abs(rows).max())
+        raise ValueError(
+            f"the trunk's output has values (up to {largest:.3g}) that {dtype} does not hold: set "
+            "trunk_cache.dtype=float32, or look at the encoder if they are not numbers"
+        )
+    return stored
+
+
+def _frozen_blocks(config: Config, layout: Layout) -> int:
+    """Number of first blocks that no stage trains; ValueError for none."""
+    model = memory.load_shapes(str(layout.export(0)), text=config.model.text)
+    with memory.faked(model):
+        arguments = config.train.model_arguments() | {"precision": "fp32"}
+        prepare_model(model, **arguments, seed=config.seed)
+    if not model.num_frozen_blocks:
+        stem = f" (the stem and {model.num_blocks - 1} residual blocks)"
+        raise ValueError(
+            f"trunk_cache.enabled, but train.lock.image_blocks={config.train.lock.image_blocks} "
+            f"trains all of the image tower's {model.num_blocks} blocks"
+            f"{'' if model.layout.embedding else stem}: lower it, or leave trunk_cache out"
+        )
+    return model.num_frozen_blocks
+
+
+def _open_trunk(
+    config: Config, layout: Layout, index: SampleIndex, blocks: int, trunk: str, force: Force
+) -> Artifact:
+    check_trunk_folder(config)
+    given = config.trunk_cache.folder
+    directory, embeddings = layout.trunk_cache, layout.embeddings(0)
+    made_by = made_of(embeddings)
+    if made_by and "trunk_cache" not in made_by["inputs"] and not force:
+        raise ValueError(
+            f"{embeddings} was made from images, and trunk_cache.enabled starts from the trunk's "
+            "output: use another run_dir, leave trunk_cache out, or --force to make it again"
+        )
+    was_finished, was_begun = is_finished(directory), directory.exists()
+    artifact = Artifact.open(
+        directory,
+        kind=trunk_rows.KIND,
+        config={
+            "blocks": blocks,
+            "dtype": config.trunk_cache.dtype,
+            "precision": config.embed.precision,
+        },
+        inputs={"index": index.digest, "trunk": trunk},
+        force=force,
+    )
+    folder = layout.trunk_rows(given, artifact.identity)
+    if artifact.manifest is not None and force:
+        _mend(artifact, folder, index, config.data.index_workers)
+    elif artifact.manifest is not None:
+        without = np.flatnonzero(open_npy(directory / CHECKSUMS, trunk_rows.VERB) == -1)
+        if restored := len(np.setdiff1d(without, index.bad_ids())):
+            log.warning(
+                "%s has no rows of %d samples that could not be read and have changed since: they "
+                "are replaced in trainings; --force makes all rows again", directory, restored,
+            )  # fmt: skip
+        if written := trunk_rows.written_elsewhere(artifact.manifest, directory, folder):
+            log.warning(
+                "the rows of the trunk's cache were written to %s, and are looked for in %s: move "
+                "them, or name trunk_cache.folder as it was", written, folder,
+            )  # fmt: skip
+    elif was_finished and folder.exists():  # it is made again
+        files.move_aside(folder)
+    elif was_begun:  # another run of this name may be writing the same rows otherwise
+        files.remove_leftovers(folder)
+    return artifact
+
+
+def check_trunk_folder(config: Config) -> None:
+    """Raises ValueError where ``trunk_cache.folder`` is none or, while rows are still to be
+    written, cannot be written."""
+    given = config.trunk_cache.folder
+    if given is None:
+        return
+    above = files.existing(Path(given).expanduser())
+    if not above.is_dir():
+        raise ValueError(f"trunk_cache.folder={given} is a file, or below one: give a folder")
+    if is_finished(Layout.of(config).trunk_cache):
+        return
+    try:
+        tempfile.TemporaryFile(dir=above).close()
+    except OSError as error:
+        raise ValueError(
+            f"trunk_cache.folder={given} cannot be written ({above}: {error.strerror}): give "
+            "another folder, or have its permissions changed"
+        ) from None
+
+
+def _mend(artifact: Artifact, folder: Path, index: SampleIndex, threads: int) -> None:
+    """Reads all rows; removes the shards that are damaged, which are then made again.
+
+    Rows that are all gone were deleted on purpose, as one may once all is trained.
+    """
+    if not folder.exists():
+        return
+    checksums = open_npy(artifact.directory / CHECKSUMS, trunk_rows.VERB)
+
+    def damaged_in(number: int) -> bool:
+        shard = index.shards[number]
+        return is_damaged(folder, number, checksums[shard.start : shard.stop].tolist())
+
+    with ThreadPoolExecutor(threads) as pool:
+        checked = pool.map(damaged_in, range(len(index.shards)))
+        damaged = [number for number, is_so in enumerate(checked) if is_so]
+    if damaged:
+        log.warning("%s: %d shards of rows are damaged and made again", folder, len(damaged))
+        for number in damaged:
+            rows_path(folder, number).unlink(missing_ok=True)
+        artifact.reopen()
+
+
+def _check_room(folder: Path, needed: int) -> None:
+    """Raises ValueError where the disk has no room for the shards that are not there yet."""
+    there = sum(path.stat().st_size for path in folder.glob("*.npy"))
+    free = shutil.disk_usage(files.existing(folder)).free
+    if needed - there > free:
+        raise ValueError(
+            f"the trunk's cache needs about {(needed - there) / 2**30:.3g} GiB, the disk of "
+            f"{folder} has {free / 2**30:.3g} GiB free: name another disk in trunk_cache.folder, "
+            "or remove older rows (.old-1 and so on)"
+        )

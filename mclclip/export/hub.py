@@ -1,0 +1,270 @@
+"""A converted export on a hub of models: its card (README.md), and `--push ORG/NAME`.
+
+The card says what a model is, where it comes from and how far it may be trusted. What lies in the
+run directory of the export goes in; of a folder that was moved away from it, only the certificates
+are known.
+
+The hub is Hugging Face's, or the one that HF_ENDPOINT names. What can be known before the work is
+asked before it: a token, and whether the repository may be written to. A repository is new, empty,
+or holds an export of mclclip; in any other one nothing is touched.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import logging
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+import huggingface_hub
+from huggingface_hub import ModelCardData
+from huggingface_hub.errors import RepositoryNotFoundError
+
+from mclclip import __version__, config, files
+from mclclip.config import Config
+from mclclip.eval import results
+from mclclip.eval.results import Result
+from mclclip.export import targets
+from mclclip.export.certificate import Certificate
+from mclclip.export.targets import Source
+from mclclip.models.clip import is_without_weights
+from mclclip.models.weights import one_line, quiet
+from mclclip.run import artifacts
+from mclclip.run.artifacts import Manifest
+from mclclip.run.layout import Layout
+
+log = logging.getLogger("mclclip")
+
+CARD = "README.md"
+
+_MOST_ROWS = 60
+_LICENCES = {"openai": "mit"}  # of pretrained tags, where it is beyond doubt (NOTICE.md)
+_OF_THE_HUB = {".gitattributes"}
+T = TypeVar("T")
+
+# --- the card ----------------------------------------------------------------------------------
+
+
+def card(to: str, source: Source, proofs: Sequence[Certificate]) -> str:
+    """The card of the export of `source` to the layout `to`, with its certificates."""
+    run = source.run_dir
+    front: dict[str, Any] = dict(targets.find(to).CARD)
+    if "pipeline_tag" in front and not source.encoder.stages[0].reads_texts:
+        del front["pipeline_tag"]
+    try:
+        options = None if run is None else config.load(run / "config.yaml")
+    except (ValueError, OSError):
+        options = None  # an older run's options may have other names
+    if options is not None and (licence := _LICENCES.get(str(options.model.pretrained))):
+        front["license"] = licence
+    parts = [
+        f"---\n{ModelCardData(tags=['mclclip', 'clip'], **front).to_yaml()}\n---\n",
+        f"# {_escaped(source.name)}\n",
+        f"Written by mclclip {__version__} with `mclclip export --to {to}`.\n",
+    ]
+    if run is not None:
+        rows = [(name, str(value)) for name, value in origin(source, run, options).items()]
+        parts += ["## Origin\n", _table("what | value", rows), ""]
+    parts += [
+        "## Held against its source\n",
+        "Largest difference of features of equal pixels and tokens; of pixels in shades of 255; "
+        "and texts that become other tokens. `certificate.json` has more.\n",
+    ]
+    cells = []
+    for proof in proofs:
+        found = (proof.image_features, proof.text_features, proof.pixels, proof.tokens)
+        numbers = ["-" if value is None else f"{value:.2g}" for value in found]
+        counts = (str(proof.num_images), str(proof.num_texts))
+        cells.append((_escaped(proof.runtime), *counts, *numbers))
+    heads = "runtime | images | texts | image features | text features | pixels | tokens"
+    parts.append(_table(heads, cells))
+    if notes := [f"- {_escaped(note)}" for proof in proofs for note in proof.notes]:
+        parts += ["", *notes]
+    parts.append("")
+    if rows_of_run := benchmark_rows(source, run):
+        parts += ["## Results\n", _results_table(rows_of_run), ""]
+    parts.append(
+        "## Licence\n\nFine-tuned weights carry the terms of the base's weights and of the data "
+        "they were trained on. Name both where you publish them.\n"
+    )
+    return "\n".join(parts)
+
+
+def _escaped(value: object) -> str:
+    """Text of others in a line of Markdown, where it is neither a link nor a cell nor HTML."""
+    text = re.sub(r"([\\\[\]|*])", r"\\\1", files.clean(str(value)))
+    return text.replace("<", "&lt;").replace("`", "'")
+
+
+def _table(heads: str, rows: Sequence[Sequence[str]]) -> str:
+    """A table of Markdown; its cells are escaped already."""
+    lines = [f"| {heads} |", "|" + "---|" * (heads.count("|") + 1)]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def origin(source: Source, run: Path, options: Config | None) -> dict[str, object]:
+    """How it was trained: base, stages, data, configuration. No path of the machine is in it."""
+    rows: dict[str, object] = {}
+    if options is not None:
+        name, weights = options.model.name, options.model.pretrained
+        base = _escaped(Path(name).name) if isinstance(name, str) else "a configuration of its own"
+        if weights:
+            base += f", weights {_escaped(Path(weights).name)}"
+        elif is_without_weights(name):
+            base += ", random weights"
+        rows["base"] = base
+        rows["stages after the base"] = options.num_stages
+        rows["objective"] = f"`{_escaped(options.train.objective.kind)}`"
+        rows["data"] = ", ".join(map(_escaped, options.data.sources)) or "none"
+    index = Layout(run).index
+    if artifacts.is_finished(index):
+        digest = artifacts.read_manifest(index, "index").digest
+        rows["digest of the data's index"] = f"`{_escaped(digest)}`"
+    rows["digest of weights and their configuration"] = f"`{source.digest}`"
+    if options is not None:
+        rows["digest of the configuration"] = f"`{files.digest_json(config.dump(options))}`"
+    return rows
+
+
+def benchmark_rows(source: Source, run: Path | None) -> list[Result]:
+    """The rows of results.jsonl of this very encoder, by its name in the run; none for a folder
+    that is not one of `Layout`. A control, a pilot and MCL have stages of the same names."""
+    if run is None:
+        return []
+    parts = source.directory.resolve().relative_to(run.resolve()).parts
+    path, variant = Layout(run).results, "mcl"
+    if parts[0] == "pilot":
+        path, parts = Layout(run, "pilot").results, parts[1:]
+    if parts[:1] == ("controls",) and len(parts) > 1:
+        variant, parts = parts[1], parts[2:]
+    is_joined = len(parts) == 2 and parts[0] == "exports"
+    is_stage = len(parts) == 2 and parts[0].startswith("stage_")
+    if not (is_joined or (is_stage and parts[1] in ("export", "embeddings"))):
+        return []
+    if not path.is_file():
+        return []
+    name = Layout(run, variant).model_name(source.name)
+    return [row for row in results.read(path) if row.model == name][:_MOST_ROWS]
+
+
+def _results_table(rows: Sequence[Result]) -> str:
+    cells = []
+    for row in rows:
+        digits = row.unit.decimals([row.value])
+        value, low, high = (f"{n:.{digits}f}" for n in (row.value, row.ci_low, row.ci_high))
+        protocol = _escaped(json.dumps(row.protocol))[:200]
+        names = (_escaped(row.benchmark), _escaped(row.metric), value, _escaped(row.unit.name))
+        cells.append((*names, f"{low} to {high}", str(row.count), protocol))
+    heads = "benchmark | metric | value | unit | 95 % interval | items | protocol"
+    return _table(heads, cells)
+
+
+# --- the repository ----------------------------------------------------------------------------
+
+
+def open_repository(
+    to: str, name: str, public: bool = False, api: Any = None
+) -> Callable[[Path], None]:
+    """Looks at the repository `name` and changes nothing; returns a function that uploads the
+    finished export in a folder there. `api` is the hub's client; a new repository is for everybody
+    if `public`.
+
+    Raises ValueError for a layout that no hub holds, a name that is none, offline, without a token,
+    and for a repository that has files of others or everybody reads. What it returns raises
+    RuntimeError where a file but the card is not what was written, or the hub refuses.
+    """
+    if not targets.find(to).IS_MODEL:
+        models = [other for other in targets.names() if targets.find(other).IS_MODEL]
+        raise ValueError(f"--push is of --to {', '.join(models)}, and this is --to {to}")
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        raise ValueError(f"--push is {name!r}, wanted ORG/NAME of a repository of models")
+    api = _client() if api is None else api
+
+    def look_up() -> Any:
+        try:
+            return api.model_info(name)
+        except RepositoryNotFoundError:  # the token sees none
+            return None
+
+    info = _asked(f"{name} cannot be looked at", look_up)
+    names = {file.rfilename for file in (info.siblings or [])} if info else set()
+    if info and not info.private and not public:
+        raise ValueError(
+            f"--push: everybody reads {name}: give --public to publish the export there, or "
+            "another name"
+        )
+    if info and info.private and public:
+        log.warning("%s is private and stays so: change it in its settings on the hub", name)
+    before = _export_in(api, name) if artifacts.MANIFEST in names else None
+    if before is None and names - _OF_THE_HUB:
+        raise ValueError(
+            f"--push: {name} holds files that mclclip did not write, such as "
+            f"{min(names - _OF_THE_HUB)}: give a new name, or remove them there"
+        )
+    if before is not None:
+        log.info(
+            "%s holds an export to %s of %s, which the new one takes the place of; its history "
+            "keeps it", name, before.config.get("to"), before.finished,
+        )  # fmt: skip
+    records = {*before.records} if before is not None else set()
+    return lambda out: _upload(api, name, out, public, records)
+
+
+def _upload(api: Any, name: str, out: Path, public: bool, before: set[str]) -> None:
+    """Uploads the export in `out` in one commit: the files of its manifest alone, and none of the
+    files `before` of the export that the repository held which it has not."""
+    manifest = artifacts.read_manifest(out, "converted")
+    manifest.check(out, *(file for file in manifest.records if file != CARD))
+    names = {*manifest.records, artifacts.MANIFEST}
+
+    def send() -> Any:
+        api.create_repo(name, private=not public, exist_ok=True)
+        return api.upload_folder(
+            repo_id=name,
+            folder_path=out,
+            commit_message=f"mclclip export --to {manifest.config['to']}",
+            allow_patterns=sorted(map(glob.escape, names)),
+            delete_patterns=sorted(map(glob.escape, before - names)) or None,
+        )
+
+    done = _asked(f"{out} is finished, and {name} has not got it", send)
+    log.info("%s has %s: %s", name, out, getattr(done, "commit_url", done))
+
+
+def _client() -> Any:
+    if huggingface_hub.is_offline_mode():
+        raise ValueError("--push needs the hub, and HF_HUB_OFFLINE is set: unset it")
+    if not huggingface_hub.get_token():
+        raise ValueError(
+            "--push needs a token that may write: set HF_TOKEN, or run 'hf auth login' first"
+        )
+    return huggingface_hub.HfApi(library_name="mclclip")
+
+
+def _export_in(api: Any, name: str) -> Manifest | None:
+    """The manifest of the export in a repository; None where its manifest is another program's."""
+    with TemporaryDirectory() as folder:
+        _asked(
+            f"{name} cannot be read",
+            lambda: api.hf_hub_download(name, artifacts.MANIFEST, local_dir=folder),
+        )
+        try:
+            return artifacts.read_manifest(Path(folder), "converted")
+        except ValueError:
+            return None
+
+
+def _asked(what: str, ask: Callable[[], T]) -> T:
+    """Calls the hub quietly. Raises RuntimeError, one line that begins with `what`, if it fails."""
+    try:
+        with quiet():
+            return ask()
+    except Exception as error:  # the client raises dozens of kinds of errors
+        raise RuntimeError(
+            f"{what} ({one_line(error)}): see to the token's rights and the network, then give the "
+            "same command again"
+        ) from error

@@ -1,0 +1,167 @@
+"""Image processors and tokenizers of exports, as files that transformers reads.
+
+There are two image processors, a stock one and one of open_clip's pixels; the tokenizer is CLIP's
+own, or the model's.
+"""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from mclclip import files
+from mclclip.models import config_check, tokenizer, transformers_encoder, weights
+from mclclip.models.model import Model
+
+_PROCESSOR = "image_processing_open_clip"  # module of the own image processor, here and in exports
+_START, _END = "<|startoftext|>", "<|endoftext|>"
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+
+# --- images ------------------------------------------------------------------------------------
+
+
+def write_image_processors(out: Path, settings: Mapping[str, Any], kind: str) -> None:
+    """Writes a stock image processor of the class `kind`, whose file names the own one as remote
+    code, and the own one's code. Without `trust_remote_code`, transformers' AutoImageProcessor
+    takes the stock one.
+
+    `settings` are open_clip's options of the validation transform. Raises ValueError for a way to
+    resize that transformers has not.
+    """
+    resize, size = settings.get("resize_mode") or "shortest", settings["size"]
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    sides = {"height": height, "width": width}
+    if resize == "longest" or (resize == "shortest" and height != width):
+        raise ValueError(
+            f"images of {height} x {width} pixels resized by their {resize} side have no image "
+            "processor in transformers"
+        )
+    methods = {"bicubic": 3, "bilinear": 2, "nearest": 0}
+    record = {
+        "image_processor_type": kind,
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": {"shortest_edge": height} if resize == "shortest" else sides,
+        "resample": methods[settings.get("interpolation") or "bicubic"],
+        "do_center_crop": resize == "shortest",
+        "crop_size": sides,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(settings["mean"]),
+        "image_std": list(settings["std"]),
+        "auto_map": {"AutoImageProcessor": f"{_PROCESSOR}.OpenClipImageProcessor"},
+    }
+    files.write_json(out / transformers_encoder.PREPROCESSOR, record)
+    own = Path(__file__).with_name(f"{_PROCESSOR}.py")
+    files.write_bytes(out / own.name, own.read_bytes())
+
+
+def own_processor(out: Path) -> Any:
+    """The own image processor with the settings of a folder: the class of this package, never the
+    file in the folder."""
+    cls = import_module(f"mclclip.export.{_PROCESSOR}").OpenClipImageProcessor
+    return cls.from_pretrained(str(out))
+
+
+# --- texts -------------------------------------------------------------------------------------
+
+
+def write_clips_tokenizer(own: Any, context_length: int, out: Path, pad: str = _END) -> None:
+    """Writes CLIP's own tokenizer as the files of transformers' ``CLIPTokenizer``.
+
+    ``pad`` is the token after the end of a text; open_clip's has the number 0, which is ``!``, and
+    transformers' CLIP has the end itself. Only a model that reads what follows an end tells them
+    apart. Raises ValueError for another tokenizer.
+    """
+    words, merges = getattr(own, "encoder", None), getattr(own, "bpe_ranks", None)
+    if not isinstance(words, dict) or not isinstance(merges, dict):
+        raise ValueError("the model's tokenizer is not CLIP's own, as transformers' CLIPModel has")
+    last = len(words) - 1
+    names = {number: word for word, number in words.items()} | {last - 1: _START, last: _END}
+    vocabulary = {names[number]: number for number in range(len(names))}
+    lines = ["#version: 0.2", *(" ".join(pair) for pair in sorted(merges, key=merges.__getitem__))]
+    special = {"bos_token": _START, "eos_token": _END, "unk_token": _END, "pad_token": pad}
+    described = {
+        "tokenizer_class": "CLIPTokenizer",
+        "model_max_length": context_length,
+        "do_lower_case": True,
+        "errors": "replace",
+    }
+    for name, content in {
+        "vocab.json": json.dumps(vocabulary, ensure_ascii=False),
+        "merges.txt": "\n".join(lines) + "\n",
+        "special_tokens_map.json": json.dumps(special, indent=2),
+        "tokenizer_config.json": json.dumps(described | special, indent=2),
+    }.items():
+        files.write_bytes(out / name, content.encode())
+
+
+def write_tokenizer(source: Path, own: Any, out: Path) -> None:
+    """Writes the tokenizer ``own`` of the model in ``source``: CLIP's, padded as open_clip pads, or
+    another one's files, from ``source`` or the hub's cache. Raises FileNotFoundError for one that
+    is in neither."""
+    if hasattr(own, "bpe_ranks"):
+        write_clips_tokenizer(own, int(own(["a"]).shape[1]), out, pad="!")
+        return
+    fetched = _fetched(source, own)
+    weights.copy_tokenizer(source, out)
+    if not (out / config_check.TOKENIZER_CONFIG).is_file():
+        fetched.save_pretrained(str(out))
+
+
+def _fetched(source: Path, own: Any) -> Any:
+    """The tokenizer ``own`` itself, which its model fetches when it is used. Raises
+    FileNotFoundError, which says what to do, where it is neither in ``source`` nor to be had."""
+    try:
+        return tokenizer.fetched(own)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{source} has no files of its tokenizer, without which it is not converted: {error}; "
+            f"or put {config_check.TOKENIZER_CONFIG} and tokenizer.json into {source}"
+        ) from error
+
+
+def write_cleaning_tokenizer(source: Path, model: Model, out: Path) -> None:
+    """Writes a SigLIP model's tokenizer, which first does to a text what open_clip does.
+
+    SigLIP was trained on texts in lower case without punctuation (`clean: canonicalize`), and the
+    files of its tokenizer do not say so. What the format cannot express is the repair of broken
+    Unicode and of HTML's entities; the certificate counts texts whose tokens differ. Raises
+    FileNotFoundError where the tokenizer cannot be had.
+    """
+    own = _fetched(source, model.tokenizer)
+    inner: Any = getattr(own, "tokenizer", None)
+    if getattr(inner, "backend_tokenizer", None) is None:  # CLIP's, or one without this format
+        write_tokenizer(source, own, out)
+        return
+    from tokenizers import Regex, Tokenizer, normalizers
+
+    transformers = config_check.library()
+    options = model.config["model_cfg"]["text_cfg"].get("tokenizer_kwargs") or {}
+    clean = options.get("clean", "whitespace")
+    steps: list[Any] = [normalizers.NFC()]  # open_clip's function of the name `clean`
+    if clean == "canonicalize":
+        marks = "".join(f"\\{mark}" for mark in string.punctuation if mark != "_")
+        steps += [normalizers.Replace("_", " "), normalizers.Replace(Regex(f"[{marks}]"), "")]
+    if clean != "whitespace":
+        steps.append(normalizers.Lowercase())
+    steps += [normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
+    whole = Tokenizer.from_str(inner.backend_tokenizer.to_str())
+    whole.no_padding()
+    whole.no_truncation()
+    whole.normalizer = normalizers.Sequence([*steps, *filter(None, [whole.normalizer])])
+    named = {name: getattr(inner, name, None) for name in _SPECIAL}
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=whole,
+        padding_side=inner.padding_side,
+        model_max_length=own.context_length,
+        **{name: str(token) for name, token in named.items() if token is not None},
+    ).save_pretrained(str(out))
+    path = out / config_check.TOKENIZER_CONFIG
+    record = files.read_json(path) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    files.write_json(path, record)  # under the name that version 4 of transformers knows too

@@ -1,0 +1,499 @@
+"""Class centers: learned rows of a head with up to millions of classes, shared out over the ranks.
+
+PartialFC (An et al., 2021) keeps each rank's rows on that rank, gathers the samples' features, and
+sums over ranks what the loss needs. Rows are cut as DTensor cuts them (the last ranks may have
+fewer or none), so that a checkpoint of W ranks goes on with any other number. Their gradients are
+never averaged: they stay outside of what DDP, FSDP and ZeRO wrap, and have an optimizer of their
+own.
+
+A loss sums over positive and negative classes of a batch. Of row i with the unit feature e and unit
+class centers w, and scores s = scale * (e . w):
+
+    P_i = sum of exp(-scale * phi(e . w_j)) over its positives j,
+    N_i = sum of exp(s_ij) over the drawn negatives j that are not its positives.
+
+MLCD, MLC and the softmax loss are functions of these two numbers (algorithms of PartialFC, and
+MLCD, Eq. 4 to 6). Forward, beside the gathering of features and labels, one sum of [B, 2] over the
+ranks; backward, one reduction of the features' gradient to its owners. Scores are computed in
+tiles, twice, and never exist whole. P and N are summed in float64, whose exponents hold both
+exp(-scale) and exp(scale): so no largest score has to be agreed on first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mclclip.objectives.row_losses import choose_no_autocast, refuse_second_derivative
+from mclclip.pair_products import pair_products
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import SINGLE, Context, to_device
+from mclclip.ranks.sharded_rows import ShardedRows
+
+Rule = Literal["two_path", "exclude_positives", "partial_fc"]
+InitialRows = Callable[[int, int], Tensor]
+"""(start, stop) -> [stop - start, D]: the initial rows of these classes."""
+
+_ROWS_PER_DRAW = 4_096  # rows of one random generator; part of the initial values
+_NEAR_ONE = 1.0 - 1e-4  # the angle's derivative has no bound at a cosine of 1
+_STATE = ("rows", "exp_avg", "exp_avg_sq", "steps")
+
+
+class ShardedClassCenters:
+    """``num_classes`` rows of width ``dim``; this rank holds the classes ``start`` to ``stop``.
+
+    draw      step -> int64 ids of the classes that serve as negatives in that step, in the order
+              in which they were drawn: the same on all ranks (None: all classes)
+    rule      ``two_path``: the drawn ones; ``exclude_positives``: those of them that are positive
+              for no row of the batch; ``partial_fc``: all positives of the batch, and of the drawn
+              ones as many as are left of their number (PartialFC's rule)
+    initial   the rows at the start
+    dtype     float32, or float64 for checks
+
+    They have an AdamW of their own (Loshchilov and Hutter, 2019), whose learning rate is
+    ``lr_scale`` times the training's. ``lazy``: only rows that a step touches (its positives and
+    its drawn negatives) move, and each counts its own steps. Otherwise all rows move, along their
+    momentum and towards zero, whether they were touched or not, as any dense AdamW does; with a
+    tenth of the classes drawn a row then moves ten times as often.
+
+    Gradients are kept for the touched rows only: ``touched`` int64 [t], ascending and in main
+    memory, and ``grad`` [t, D]. Raises ValueError for fewer than one class and for initial rows of
+    another width.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        dim: int,
+        initial: InitialRows,
+        *,
+        context: Context = SINGLE,
+        draw: Callable[[int], npt.NDArray[np.int64]] | None = None,
+        rule: Rule = "two_path",
+        lr_scale: float = 1.0,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.98),
+        eps: float = 1e-6,
+        lazy: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if num_classes < 1:
+            raise ValueError(f"num_classes is {num_classes}: wanted at least 1")
+        self.num_classes, self.dim, self.context = num_classes, dim, context
+        self.rule, self.lr_scale, self.weight_decay = rule, lr_scale, weight_decay
+        self.betas, self.eps, self.lazy = betas, eps, lazy
+        self._shards = ShardedRows(num_classes, context)
+        self.start, self.stop = self._shards.start, self._shards.stop
+        rows = collectives.together(lambda: initial(self.start, self.stop))  # may read a file
+        if tuple(rows.shape) != (self.stop - self.start, dim):
+            raise ValueError(
+                f"initial class centers are {list(rows.shape)}: wanted "
+                f"{[self.stop - self.start, dim]}, as wide as the features that are compared; "
+                "centroids of an encoder of another width cannot start them: set centers=normal"
+            )
+        self.rows = rows.to(context.device, dtype, copy=True)
+        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.rows), torch.zeros_like(self.rows)
+        self.steps = torch.zeros(len(rows), dtype=torch.int32, device=context.device)
+        self._draw, self._drawn = draw, np.arange(num_classes)
+        self.loss_scale: Tensor | float = 1.0
+        self.touched: Tensor | None = None
+        self.grad: Tensor | None = None
+
+    # --- a step --------------------------------------------------------------------------------
+
+    def begin(self, step: int, loss_scale: Tensor | float = 1.0) -> None:
+        """Draws the negatives of a step; the loss that is differentiated in it will be multiplied
+        by ``loss_scale``."""
+        self.loss_scale = loss_scale
+        if self._draw is not None:
+            self._drawn = self._draw(step)
+
+    def negatives(self, labels: Tensor) -> Tensor:
+        """int64 [n], ascending: rows of this rank that are negatives for the batch with positives
+        ``labels`` [B, l] (-1: none); both in main memory."""
+        drawn = self._drawn
+        if self.rule != "two_path":
+            positives = np.unique(labels.numpy())
+            positives = positives[positives >= 0]
+            others = drawn[~np.isin(drawn, positives)]
+            if self.rule == "exclude_positives":
+                drawn = others
+            else:
+                room = max(len(drawn) - len(positives), 0)
+                drawn = np.concatenate([positives, others[:room]])
+        own = np.sort(drawn[(drawn >= self.start) & (drawn < self.stop)]) - self.start
+        return torch.from_numpy(own)
+
+    def add_gradient(self, touched: Tensor, grad: Tensor) -> None:
+        """Adds the gradient [t, D] of the rows ``touched`` [t], ascending, in main memory."""
+        if self.touched is None or self.grad is None:
+            self.touched, self.grad = touched, grad
+            return
+        union = torch.unique(torch.cat([self.touched, touched]))
+        total = self.grad.new_zeros((len(union), self.dim))
+        for ids, part in ((self.touched, self.grad), (touched, grad)):
+            total[to_device(torch.searchsorted(union, ids), total.device)] += part
+        self.touched, self.grad = union, total
+
+    def zero_grad(self) -> None:
+        """Forgets the gradient."""
+        self.touched = self.grad = None
+
+    def grad_square(self) -> Tensor:
+        """The sum of squares of the gradient over all ranks, float64, 0-dimensional."""
+        here = torch.zeros((), dtype=torch.float64, device=self.context.device)
+        if self.grad is not None:
+            here = torch.linalg.vector_norm(self.grad, dtype=torch.float64).square()
+        return collectives.all_reduce_sum(here)
+
+    def step(self, lr: float, factor: Tensor | float = 1.0) -> None:
+        """One AdamW step along ``factor`` times the gradient, at lr_scale times ``lr``."""
+        if self.touched is None or self.grad is None:
+            return
+        lr *= self.lr_scale
+        at_once = 16_384 if self.rows.device.type == "cuda" else 1024  # a CPU's cache holds that
+        touched = to_device(self.touched, self.rows.device)
+        if self.lazy:
+            for first in range(0, len(touched), at_once):
+                part = slice(first, first + at_once)
+                self._move(touched[part], self.grad[part] * factor, lr)
+            return
+        for first in range(0, len(self.rows), at_once):
+            stop = min(first + at_once, len(self.rows))
+            grad = self.rows.new_zeros((stop - first, self.dim))
+            at, end = torch.searchsorted(self.touched, torch.tensor([first, stop])).tolist()
+            grad[touched[at:end] - first] = self.grad[at:end] * factor
+            self._move(slice(first, stop), grad, lr)
+
+    def _move(self, where: Tensor | slice, grad: Tensor, lr: float) -> None:
+        """AdamW of some rows; each corrects the bias of its moments by its own count."""
+        self.steps[where] += 1
+        count = self.steps[where].to(grad.dtype)[:, None]
+        first = self.exp_avg[where].lerp_(grad, 1.0 - self.betas[0])
+        second = self.exp_avg_sq[where].mul_(self.betas[1])
+        second.addcmul_(grad, grad, value=1.0 - self.betas[1])
+        if isinstance(where, Tensor):  # what an index takes out is a copy
+            self.exp_avg[where], self.exp_avg_sq[where] = first, second
+        size = second.sqrt().div_((1.0 - self.betas[1] ** count).sqrt_()).add_(self.eps)
+        change = (first / size).mul_(lr / (1.0 - self.betas[0] ** count))
+        rows = self.rows[where]
+        self.rows[where] = rows.mul_(1.0 - lr * self.weight_decay).sub_(change)
+
+    # --- state ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """``class_centers.NAME``: rows, moments and step counts, as shards of one tensor each."""
+        return {f"class_centers.{name}": self._shards.whole(getattr(self, name)) for name in _STATE}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Takes what ``state_dict`` gave, filled with other values."""
+        for name in _STATE:
+            getattr(self, name).copy_(self._shards.local(state[f"class_centers.{name}"]))
+
+
+def normal_rows(dim: int, seed: int, deviation: float = 0.01) -> InitialRows:
+    """Rows drawn from a normal distribution: the same for any number of ranks.
+
+    Source: UNICOM and PartialFC start so.
+    """
+
+    def rows(start: int, stop: int) -> Tensor:
+        first = start // _ROWS_PER_DRAW * _ROWS_PER_DRAW
+        blocks = [
+            np.random.default_rng([seed, block]).standard_normal((_ROWS_PER_DRAW, dim), np.float32)
+            for block in range(first, stop, _ROWS_PER_DRAW)
+        ]
+        drawn = np.concatenate([np.zeros((0, dim), np.float32), *blocks])
+        return torch.from_numpy(drawn[start - first : stop - first] * np.float32(deviation))
+
+    return rows
+
+
+# --- sums of a batch -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Margin:
+    """phi(c), what takes the place of a positive cosine c, and its derivative.
+
+    ``arc``: cos(arccos c + size), and c - size * sin(size) where the angle would pass pi, so that
+    phi goes on falling with the angle (ArcFace, Deng et al., 2019); ``cos``: c - size (CosFace,
+    Wang et al., 2018); ``none``: c. MLCD says "m = 0.3 for the positive classes, following ArcFace"
+    and no more. ``gradient``: ``straight_through`` takes the derivative as 1, as PartialFC's code
+    does. Arc's cosines are clamped to 1 - 1e-4. Raises ValueError for a size outside [0, pi / 2].
+    """
+
+    kind: Literal["arc", "cos", "none"] = "arc"
+    size: float = 0.3
+    gradient: Literal["exact", "straight_through"] = "exact"
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.size <= math.pi / 2:
+            raise ValueError(f"margin is {self.size}: wanted 0 to {math.pi / 2:.3f}, such as 0.3")
+
+    def __call__(self, cosine: Tensor) -> Tensor:
+        """phi of each cosine."""
+        if self.kind == "none":
+            return cosine
+        if self.kind == "cos":
+            return cosine - self.size
+        c = cosine.clamp(-_NEAR_ONE, _NEAR_ONE)
+        turned = c * math.cos(self.size) - (1.0 - c.square()).sqrt() * math.sin(self.size)
+        beyond_pi = c < -math.cos(self.size)
+        return torch.where(beyond_pi, c - self.size * math.sin(self.size), turned)
+
+    def derivative(self, cosine: Tensor) -> Tensor:
+        """d phi / d c of each cosine."""
+        if self.kind != "arc" or self.gradient == "straight_through":
+            return torch.ones_like(cosine)
+        c = cosine.clamp(-_NEAR_ONE, _NEAR_ONE)
+        exact = math.cos(self.size) + c / (1.0 - c.square()).sqrt() * math.sin(self.size)
+        beyond_pi = c < -math.cos(self.size)
+        slope = torch.where(beyond_pi, torch.ones_like(c), exact)
+        return torch.where(cosine.abs() <= _NEAR_ONE, slope, torch.zeros_like(c))
+
+
+# A compiler would unroll the loops over tiles, and compile again for every step's negatives.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def class_sums(
+    features: Tensor,
+    labels: Tensor,
+    centers: ShardedClassCenters,
+    *,
+    scale: float,
+    margin: Margin,
+    tile: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """log P and log N of every row of the global batch (see the head of this module).
+
+    Args:
+        features: [b, D] of this rank, unit length, float32 or float64. All ranks have the same b.
+        labels: [b, l] int64, classes that are positive; -1: none. In main memory, or the host
+            waits for them.
+        centers: after ``begin`` of this step. Their gradient is added to them in the backward.
+        scale: multiplier of cosines.
+        tile: rows and classes of the scores that are computed at a time.
+
+    Returns:
+        log P and log N [B], alike on every rank, differentiable once. The gradient of ``features``
+        is world_size times that of a loss of the global batch which every rank computes alike, for
+        engines that average over ranks. Bool [B]: the row has a positive; others do not count. By
+        name, what this rank saw of the classes: a mean over ranks is that of the global batch, and
+        for names with ``max`` the largest.
+    """
+    with choose_no_autocast(features.device):
+        every = collectives.gather(labels.cpu().int()).long()
+        size = tile or (8192 if features.device.type == "cuda" else 2048)
+        batch = _ClassBatch(centers, every, scale, margin, size)
+        log_p, log_n = _ClassSums.apply(features, batch)  # type: ignore[no-untyped-call]
+    return log_p, log_n, batch.counted, batch.figures
+
+
+class _ClassSums(torch.autograd.Function):
+    """See ``class_sums``."""
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, batch: _ClassBatch) -> tuple[Tensor, Tensor]:
+        every = collectives.gather(features)
+        positive, cosine = batch.positive_sums(every)
+        negative, largest = batch.negative_sums(every)
+        sums = collectives.all_reduce_sum(torch.stack([positive, negative], dim=1))
+        log_p, log_n = (column.log().to(every.dtype) for column in sums.unbind(dim=1))
+        ranks = collectives.world_size()
+        batch.figures = {
+            "positive_cosine": cosine.sum() * ranks / batch.num_positives,
+            "max_negative_cosine": largest,
+            "positives_per_row": batch.num_positives / batch.counted.sum().clamp_min(1),
+            "distinct_positives": (batch.uses > 0).sum() * ranks,
+            "conflicts": (batch.uses[batch.of_negatives] > 0).sum() * ranks,
+        }
+        ctx.save_for_backward(every, cosine, log_p, log_n)
+        ctx.batch = batch
+        return log_p, log_n
+
+    @staticmethod
+    def backward(ctx: Any, grad_p: Tensor, grad_n: Tensor) -> tuple[Tensor, None]:
+        refuse_second_derivative("the loss of the class centers")
+        every, cosine, log_p, log_n = ctx.saved_tensors
+        batch: _ClassBatch = ctx.batch
+        with choose_no_autocast(every.device):
+            grad, of_centers = batch.pull_positives(every, cosine, log_p, grad_p)
+            batch.pull_negatives(every, log_n, grad_n, grad, of_centers)
+            batch.centers.add_gradient(batch.touched_here, of_centers)
+            # Engines average over the ranks what is a sum here.
+            own = collectives.sum_to_owner(grad) * collectives.world_size()
+        return own, None
+
+
+class _ClassBatch:
+    """A batch beside the classes of this rank: its positives, its negatives, tiles of their scores.
+
+    All of it follows from ``labels`` [B, l], which are in main memory: what is sorted and counted
+    is so there, and only results go to the device, where lengths that depend on values would make
+    the host wait. Classes are numbered by their rows on this rank, or by their position among the t
+    that are ``touched``, as positives or negatives. ``touched_here`` is the same in main memory.
+    """
+
+    def __init__(
+        self, centers: ShardedClassCenters, labels: Tensor, scale: float, margin: Margin, tile: int
+    ) -> None:
+        self.centers, self.scale, self.margin, self.tile = centers, scale, margin, tile
+        self.shape, rows = labels.shape, centers.rows
+        self.figures: dict[str, Tensor] = {}
+
+        def moved(tensor: Tensor) -> Tensor:
+            on_device: Tensor = to_device(tensor, rows.device)
+            return on_device
+
+        self.counted = moved((labels >= 0).any(dim=1))
+        self.num_positives = moved((labels >= 0).sum().clamp_min(1))
+        # The pairs of a row and a positive class, by row, and their order by class.
+        own = (labels >= centers.start) & (labels < centers.stop)
+        row, positives = own.nonzero()[:, 0], labels[own] - centers.start
+        self.own, self.row, self.positives = moved(own), moved(row), moved(positives)
+        self.row_starts = moved(starts_of(own.sum(dim=1)))
+        self.by_class = moved(positives.argsort(stable=True))
+        # The classes that take part, and where negatives and positives are among them.
+        negatives, uses = centers.negatives(labels), torch.bincount(positives, minlength=len(rows))
+        takes_part = uses > 0
+        takes_part[negatives] = True
+        self.touched_here = takes_part.nonzero()[:, 0]
+        position = takes_part.cumsum(0) - 1
+        self.touched, self.uses = moved(self.touched_here), moved(uses[self.touched_here])
+        self.of_negatives, self.of_positives = (
+            moved(position[negatives]),
+            moved(position[positives]),
+        )
+        squares = pair_products(rows, rows, starts_of(moved(takes_part)), self.touched)
+        self.inverse = squares.sqrt_().clamp_min_(1e-12).reciprocal_()
+        # Where a row's own positive was drawn as a negative, in the order of the tiles.
+        column = torch.full((len(rows),), -1)
+        column[negatives] = torch.arange(len(negatives))
+        column = column[positives]
+        row, column = row[column >= 0], column[column >= 0]
+        per_block = -(-len(labels) // tile)
+        number = column // tile * per_block + row // tile
+        order = number.argsort(stable=True)
+        self._drawn = moved(row[order] % tile), moved(column[order] % tile)
+        num_tiles = per_block * -(-len(negatives) // tile)
+        self._ends = [0, *torch.bincount(number, minlength=num_tiles).cumsum(0).tolist()]
+
+    # --- sums ----------------------------------------------------------------------------------
+
+    def positive_sums(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's part of P, float64 [B], and the cosines of its pairs [n]."""
+        cosine = pair_products(features, self.centers.rows, self.row_starts, self.positives)
+        cosine *= self.inverse[self.of_positives]
+        terms = torch.exp(-self.scale * self.margin(cosine).double())
+        sums = terms.new_zeros(self.shape).masked_scatter_(self.own, terms).sum(dim=1)
+        return sums, cosine
+
+    def negative_sums(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's part of N, float64 [B], and the largest cosine of a negative."""
+        sums = features.new_zeros(len(features), dtype=torch.float64)
+        largest = features.new_full((), -self.scale)
+        for _, _, tiles in self._negative_blocks(features):
+            for rows, scores in tiles:
+                top = scores.amax(dim=1).clamp_min_(-self.scale)  # -inf where none counts
+                largest = torch.maximum(largest, top.amax())
+                terms = scores.sub_(top[:, None]).exp_().sum(dim=1)
+                sums[rows] += terms.double() * top.double().exp_()
+        return sums, largest / self.scale
+
+    def _negative_blocks(
+        self, features: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, Iterator[tuple[slice, Tensor]]]]:
+        """Unit class centers [m, D] of some negatives, their positions [m] among the touched, and
+        for each tile of ``features`` the rows and their scores [r, m], valid until the next one."""
+        scaled = features * self.scale
+        count = min(self.tile, len(scaled)) * min(self.tile, len(self.of_negatives))
+        memory = features.new_empty(count)
+        for block, first in enumerate(range(0, len(self.of_negatives), self.tile)):
+            positions = self.of_negatives[first : first + self.tile]
+            centers = self.centers.rows.index_select(0, self.touched[positions])
+            centers.mul_(self.inverse[positions, None])
+            yield centers, positions, self._scores(scaled, centers, block, memory)
+
+    def _scores(
+        self, scaled: Tensor, centers: Tensor, block: int, memory: Tensor
+    ) -> Iterator[tuple[slice, Tensor]]:
+        starts = range(0, len(scaled), self.tile)
+        for number, start in enumerate(starts, block * len(starts)):
+            rows = slice(start, start + self.tile)
+            shape = len(scaled[rows]), len(centers)
+            scores = memory[: shape[0] * shape[1]].view(shape)
+            torch.mm(scaled[rows], centers.T, out=scores)
+            first, stop = self._ends[number], self._ends[number + 1]
+            if first < stop:  # a row's own positives are no negatives of it
+                row, column = (index[first:stop] for index in self._drawn)
+                scores[row, column] = float("-inf")
+            yield rows, scores
+
+    # --- gradients -----------------------------------------------------------------------------
+
+    def pull_positives(
+        self, features: Tensor, cosine: Tensor, log_p: Tensor, grad_p: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients through P: of the features [B, D], and of the touched class centers [t, D], out
+        of the loss scale."""
+        shares = torch.exp(-self.scale * self.margin(cosine) - log_p[self.row])
+        slope = self.margin.derivative(cosine) * self.inverse[self.of_positives]
+        weights = -self.scale * grad_p[self.row] * shares * slope
+        rows = self.centers.rows
+        of_features = weighted_sums(rows, self.positives, self.row_starts, weights)
+        pairs, starts = self.by_class, starts_of(self.uses)
+        weights = weights[pairs] / self.centers.loss_scale
+        of_centers = weighted_sums(features, self.row[pairs], starts, weights)
+        # Gradient of w / |w|: only the part orthogonal to w remains.
+        along = weighted_sums(cosine[:, None], pairs, starts, weights) * self.inverse[:, None]
+        for first in range(0, len(of_centers), self.tile):
+            part = slice(first, first + self.tile)
+            touched = rows.index_select(0, self.touched[part])
+            of_centers[part].addcmul_(touched, along[part], value=-1.0)
+        return of_features, of_centers
+
+    def pull_negatives(
+        self,
+        features: Tensor,
+        log_n: Tensor,
+        grad_n: Tensor,
+        of_features: Tensor,
+        of_centers: Tensor,
+    ) -> None:
+        """Adds the gradients through N to those of the features and the touched class centers."""
+        # An empty sum has no terms: their share of it becomes 0, not inf.
+        log_n = log_n.masked_fill(log_n == float("-inf"), float("inf"))
+        weights = self.scale * grad_n
+        for centers, positions, tiles in self._negative_blocks(features):
+            grad = torch.zeros_like(centers)
+            for rows, scores in tiles:
+                shares = scores.sub_(log_n[rows, None]).exp_().mul_(weights[rows, None])
+                of_features[rows].addmm_(shares, centers)
+                grad.addmm_(shares.T, features[rows])
+            along = (grad * centers).sum(dim=1, keepdim=True)
+            grad.addcmul_(centers, along, value=-1.0)
+            grad.mul_(self.inverse[positions, None] / self.centers.loss_scale)
+            of_centers.index_add_(0, positions, grad)  # no position twice: in any order
+
+
+def starts_of(counts: Tensor) -> Tensor:
+    """[n + 1]: where each of n runs of these lengths starts, and where the last one ends."""
+    return functional.pad(counts.cumsum(0), (1, 0))
+
+
+def weighted_sums(table: Tensor, ids: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
+    """Row i: the sum of ``weights[p] * table[ids[p]]`` over p from starts[i] to starts[i + 1].
+
+    Rows are read where they are, too, and always added in the same order.
+    """
+    return functional.embedding_bag(
+        ids, table, starts, mode="sum", per_sample_weights=weights, include_last_offset=True
+    )

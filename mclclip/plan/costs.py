@@ -1,0 +1,289 @@
+"""What follows from the steps and from what was measured: hours, messages of a step, and disk.
+
+Time is operations by peak x share of a GPU, or samples by the samples per second that were
+measured. Evaluation, k-means, checkpoints and waiting for data are not part of it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mclclip.config import Config, TrainConfig
+from mclclip.engines.engine import HALF
+from mclclip.files import existing
+from mclclip.objectives.mlcd import NETWORK_BYTES_PER_S
+from mclclip.plan.machine import GIB, Machine, Speed
+from mclclip.plan.memory import operations_of_named
+from mclclip.plan.steps import Range
+
+# --- hours -------------------------------------------------------------------------------------
+
+
+def hours(
+    config: Config,
+    counted: dict[str, Any],
+    measured: dict[str, Any],
+    machine: Machine,
+    speed: Speed,
+) -> dict[str, Any]:
+    """Returns ``passes`` in the order of a run, ``hours`` and ``gpu_hours``, which are their sums,
+    ``trunk_cache`` by training, and ``speed``, what was given or assumed.
+
+    A pass: ``name`` (``training``, ``trunk``, ``images``, ``captions``), stage, variant, ``option``
+    (``base`` or ``train``, of a training), ``samples`` as [fewest, most], operations of a
+    ``sample``, ``precision``, ``samples_per_s`` of a GPU, whether that was ``given``, and ``hours``
+    and ``gpu_hours``, [fewest, most]. Samples, rates and hours are None where they are unknown.
+    """
+    speed = speed.settled(config.device == "cpu")
+    trainings = [_training(config, of, measured, machine, speed) for of in counted["trainings"]]
+    passes = [of for of in trainings if of["stage"] == 0]
+    for of in trainings:
+        if of["stage"] > 0 and of["variant"] == "mcl":
+            encoded = of["stage"] - 1
+            passes += _embeddings(config, encoded, counted["samples"], measured, machine, speed)
+            passes.append(of)
+    passes += [of for of in trainings if of["variant"] != "mcl"]
+    sums = {}
+    for name in ("hours", "gpu_hours"):
+        ranges = [of[name] for of in passes]
+        sums[name] = None if None in ranges else tuple(map(sum, zip(*ranges, strict=True)))
+    caches = {
+        name: _cache(config, name, counted["samples"]["usable"], measured[name], passes)
+        for name in config.trainings
+        if measured[name]["operations"]["trunk"]
+    }
+    assumed = {name: value for name, value in vars(speed).items() if value is not None}
+    return {"passes": passes, **sums, "trunk_cache": caches, "speed": assumed}
+
+
+def _training(
+    config: Config, of: dict[str, Any], measured: dict[str, Any], machine: Machine, speed: Speed
+) -> dict[str, Any]:
+    """A training; the rate that was given is that of stages after stage 0 where there are any."""
+    name, kind = of["option"], measured[of["option"]]
+    precision = config.trainings[name].precision
+    sample = kind["operations"]["sample"]
+    if name == "train" and config.trunk_cache.enabled:
+        sample = kind["operations"]["trunk"]["sample_cached"]
+    rate = given = speed.samples_per_s if name == "train" or len(config.trainings) == 1 else None
+    step_s = speed.seconds(kind["local_batch"] * sample, precision)
+    if given is None and step_s is not None:
+        # The products of class centers have an estimate of their own.
+        step_s += sum(kind["objective"].get("seconds", {}).values())
+        rate = kind["local_batch"] / step_s
+    what = {"name": "training", "option": name} | {key: of[key] for key in ("stage", "variant")}
+    what |= {"sample": sample, "precision": precision, "given": given is not None}
+    return what | _timed(of["samples_seen"], rate, machine)
+
+
+def _embeddings(
+    config: Config,
+    stage: int,
+    samples: dict[str, Any],
+    measured: dict[str, Any],
+    machine: Machine,
+    speed: Speed,
+) -> list[dict[str, Any]]:
+    """The pass over all images with the encoder of a stage; at stage 0 that over captions too, and
+    that of the trunk alone where its output is kept."""
+    option = "train" if stage or "base" not in measured else "base"
+    encoder: dict[str, Any] = measured[option]["operations"]
+    if stage == 0 and config.model_of(option) is not config.model:  # stage 0 is another model
+        encoder = operations_of_named(config.model)
+    precision, image = config.embed.precision, encoder["image"]
+    images = {"images": image}
+    if config.trunk_cache.enabled:  # the rate that was given is that of the whole encoder
+        trunk = measured["train"]["operations"]["trunk"]["image"]
+        images = {"trunk": trunk} if stage == 0 else {}
+        images["images"] = image - trunk
+    rate = speed.images_per_s
+    kinds = [
+        (name, samples["number"], each, None if rate is None else rate * image / max(each, 1))
+        for name, each in images.items()
+    ]
+    if stage == 0 and config.needs_text_embeddings:
+        kinds.append(("captions", samples["captions"], encoder["text"] or 0, None))
+    passes = []
+    for name, number, each, given in kinds:
+        each_s = speed.seconds(max(each, 1), precision)
+        rate = given if given is not None or each_s is None else 1 / each_s
+        what = {"name": name, "stage": stage, "variant": "mcl"}
+        what |= {"sample": each, "precision": precision, "given": given is not None}
+        passes.append(what | _timed(None if number is None else (number, number), rate, machine))
+    return passes
+
+
+def _timed(seen: Range | None, rate: float | None, machine: Machine) -> dict[str, Any]:
+    """Times of a pass over ``seen`` samples; ``rate``: samples per second of one GPU."""
+    gpu_hours = hours = None
+    if seen is not None and rate is not None:
+        gpu_hours = tuple(number / rate / 3600 for number in seen)
+        hours = tuple(number / machine.ranks for number in gpu_hours)
+    return {"samples_per_s": rate, "samples": seen, "hours": hours, "gpu_hours": gpu_hours}
+
+
+def _cache(
+    config: Config,
+    name: str,
+    number: int | None,
+    measured: dict[str, Any],
+    passes: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """Returns the trunk's fields of ``operations``, and what a cache of its output would be.
+
+    ``bytes_each`` of a sample, ``bytes_per_crop`` of one crop of all ``number`` samples (None:
+    unknown), ``faster``: how many times a step could be so at most, and ``bytes_per_s`` that each
+    GPU would then read.
+    """
+    sample: int = measured["operations"]["sample"]
+    trunk: dict[str, Any] = measured["operations"]["trunk"]
+    each = trunk["values"] * np.dtype(config.trunk_cache.dtype).itemsize
+    faster = sample / trunk["sample_cached"]
+    rate = next(of["samples_per_s"] for of in passes if of.get("option") == name)
+    return trunk | {
+        "sample": sample,
+        "bytes_each": each,
+        "bytes_per_crop": None if number is None else number * each,
+        "faster": faster,
+        "bytes_per_s": rate and rate * each * (1 if config.trunk_cache.enabled else faster),
+    }
+
+
+# --- messages of a step ------------------------------------------------------------------------
+
+
+def messages(options: TrainConfig, measured: dict[str, Any], machine: Machine) -> dict[str, Any]:
+    """``collectives``, bytes of what all ranks together exchange by name, and ``seconds`` for them
+    where nothing overlaps with the computation.
+
+    Of n ranks each sends (n - 1) / n of an all-gather or a reduce-scatter, and twice that of an
+    all-reduce. Objectives with class centers list the messages of the loss themselves. Both are
+    empty or 0 for one rank.
+    """
+    if machine.ranks == 1:
+        return {"collectives": {}, "seconds": 0.0}
+    how, trained = options.engine, measured["trained"]
+    if how.name == "ddp":
+        sizes = {"all-reduce of gradients": trained}
+    else:
+        parameters = trained
+        if how.name == "fsdp" or how.zero_stage == 3:
+            # Gathered for each forward and each backward pass, at most: those of frozen blocks
+            # have no backward pass.
+            micro = measured["micro_batches"]
+            parameters = measured["export"] * (2 if micro == 1 else 3 * micro)
+            if how.name == "fsdp" and options.precision in HALF:
+                parameters //= 2
+        sizes = {"reduce-scatter of gradients": trained, "all-gather of parameters": parameters}
+    if not measured["objective"]:
+        batch, operations = measured["global_batch"], measured["operations"]
+        sizes["all-gather of features"] = batch * operations["features"]
+        sizes["reduce-scatter of their gradients"] = batch * operations["features_trained"]
+    share = (machine.ranks - 1) / machine.ranks
+    sent = sum(size * (2 if "all-reduce" in name else 1) for name, size in sizes.items())
+    return {"collectives": sizes, "seconds": share * sent / NETWORK_BYTES_PER_S}
+
+
+# --- disk --------------------------------------------------------------------------------------
+
+
+def disk(config: Config, counted: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+    """Bytes by kind (None: unknown without a number of samples), their sum, and what is free.
+
+    Indices, pseudo labels and logs are not counted: they are small beside these.
+    """
+    samples, trainings = counted["samples"], []
+    for of in counted["trainings"]:
+        each = measured[of["option"]]["checkpoint"]
+        number = number_kept(config.trainings[of["option"]], of["steps"])
+        kept = {"each": each, "number": number, "kept": number * each}
+        trainings.append({"stage": of["stage"], "variant": of["variant"], **kept})
+    # A new checkpoint is whole before the oldest goes.
+    spare = max(training["each"] for training in trainings)
+    *_, last = measured.values()
+    embeddings, clusters = _of_samples(config, samples, last)
+    # One model per stage; joined ones hold what all stages share once.
+    joined = last["export"] if config.export.soup else 0
+    joined += (last["export"] + config.num_stages * last["trained"]) * len(config.export.concat)
+    variants = 1 + len(config.controls) if config.has_stages else 0  # one encoder joins nothing
+    sizes: dict[str, int | None] = {
+        "checkpoints": sum(training["kept"] for training in trainings) + spare,
+        "exports": last["export"] * (1 + config.num_stages * variants) + joined * variants,
+        "embeddings": embeddings,
+        "clusters": clusters,
+    }
+    elsewhere: dict[str, int | None] = {}  # on other disks than the run directory's
+    if config.reshard.enabled:
+        shards, folder = samples["size_bytes"], config.reshard.folder
+        name = "copies" if folder is None else "copies, in reshard.folder"
+        copies = None if shards is None else shards * config.num_stages
+        (sizes if folder is None else elsewhere)[name] = copies
+    if config.trunk_cache.enabled:
+        row = last["operations"]["trunk"]["values"] * np.dtype(config.trunk_cache.dtype).itemsize
+        folder = config.trunk_cache.folder
+        name = "trunk cache" if folder is None else "trunk cache, in trunk_cache.folder"
+        rows = None if samples["number"] is None else samples["number"] * row
+        (sizes if folder is None else elsewhere)[name] = rows
+    run_dir = Path(config.run_dir)
+    return {
+        "trainings": trainings,
+        **sizes,
+        **elsewhere,
+        "sum": sum(size or 0 for size in sizes.values()),
+        "present": sum(path.stat().st_size for path in run_dir.rglob("*") if path.is_file()),
+        "free": shutil.disk_usage(existing(run_dir)).free,
+    }
+
+
+def number_kept(options: TrainConfig, steps: Range | None) -> int:
+    """Number of a training's checkpoints that stay: the newest ones, and those kept for good; the
+    last step is saved whatever it is."""
+    saved = options.checkpoint
+    if steps is None:
+        return saved.keep
+    written = [*range(saved.every, steps[1], saved.every), steps[1]]
+    older = written[: -saved.keep]
+    for_good = [step for step in older if saved.keep_every and step % saved.keep_every == 0]
+    return len(written) - len(older) + len(for_good)
+
+
+def _of_samples(
+    config: Config, samples: dict[str, Any], measured: dict[str, Any]
+) -> tuple[int, int] | tuple[None, None]:
+    """Embeddings: images once per clustered stage, captions once where the text tower is locked.
+    Clusters, of each stage: labels int32 and similarities float16 [N, L], centroids [K, D]."""
+    number, stages = samples["number"], config.num_stages
+    if number is None:
+        return None, None
+    dim = measured["embed_dim"]
+    if config.embed.feature == "pooled":
+        dim = measured["width"] or dim
+    captions = samples["captions"] if config.needs_text_embeddings else 0
+    values = number * stages * dim + captions * measured["embed_dim"]
+    labels = number * stages * config.cluster.labels_per_sample * (4 + 2)
+    item = np.dtype(config.embed.dtype).itemsize
+    return int(item * values), int(labels + sum(config.clusters) * dim * 4)
+
+
+def check_disk(planned: dict[str, Any], config: Config, machine: Machine) -> str | None:
+    """Raises ValueError where the disk of the run directory has too little room.
+
+    For a machine elsewhere the disk here does not decide: what is missing comes back as a warning,
+    None where nothing is.
+    """
+    missing = planned["sum"] - planned["present"]
+    if missing <= planned["free"]:
+        return None
+    needs = f"{config.run_dir} needs about {missing / GIB:.1f} GiB more"
+    free = f"{planned['free'] / GIB:.1f} GiB free"
+    if machine.elsewhere:
+        return f"{needs}, the disk here has {free}: check that the machines planned for have room"
+    raise ValueError(
+        f"{needs}, its disk has {free}: give another run_dir, make room, or keep fewer checkpoints "
+        "(checkpoint.keep, checkpoint.keep_every); for machines elsewhere give --nodes and "
+        "--gpus-per-node"
+    )

@@ -1,0 +1,196 @@
+"""Errors that end a command: which are the user's, which mean a lost process, and their one line.
+
+A process that this one needs may be gone or hang. That is nobody's mistake and no error of mclclip:
+the same command may go on from what is saved. (This module needs neither torch nor numpy.)
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mclclip.ranks import signals
+
+LATER_RANKS_WAIT_S = 5.0
+LONGEST_LINE = 4000  # characters of an error's line; the middle of a longer one is left out
+GOES_ON = "the same command goes on from what is saved"
+# torch's words for a loader worker that ended without an error of its own.
+_ENDED = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) "
+    r"(?:is killed by signal: ([A-Za-z ]+)|exited unexpectedly(?: with exit code (\d+))?)"
+)
+_WORDS = {signal.SIGKILL: "Killed", signal.SIGBUS: "Bus", signal.SIGSEGV: "Segmentation"}
+# gloo's and NCCL's words and errors where a process of a collective is gone.
+_GONE = ("closed by peer", "reset by peer", "Broken pipe", "recv error", "Connection refused")
+_GONE_ERRORS = ("DistBackendError", "DistNetworkError")
+_REQUEST_S = 0.5  # between the processes of a job that a signal is sent to
+
+
+class Lost(RuntimeError):
+    """A process that this one needs has ended or does not answer."""
+
+
+class LostWorker(Lost):
+    """A process that reads data for this one has ended or does not answer."""
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether the error means that another process is gone: a rank, or a worker."""
+    return isinstance(error, Lost) or is_lost_peer(error)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether a collective failed because another process is gone."""
+    if type(error).__name__ in _GONE_ERRORS:
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _GONE)
+
+
+@contextmanager
+def naming_lost() -> Iterator[None]:
+    """Raises errors of the block as ``as_lost`` gives them.
+
+    Where a worker was ended and this process was asked to leave, it leaves as it was asked: a
+    signal to a whole job may reach a worker that is not deaf to it yet.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        better = as_lost(error)
+        asked = signals.asked_within(_REQUEST_S) if isinstance(better, LostWorker) else None
+        if asked is not None:
+            raise asked from error
+        if better is error:
+            raise
+        raise better from error
+
+
+def as_lost(error: Exception) -> Exception:
+    """LostWorker where ``error`` says that a worker was ended from outside; else ``error``."""
+    if isinstance(error, Lost):
+        return error
+    if type(error).__name__ == "BrokenProcessPool":
+        return LostWorker(
+            f"a process that scans shards was ended from outside, {_cause(0, 'index_workers')}"
+        )
+    ended = _ENDED.search(str(error)) if isinstance(error, RuntimeError) else None
+    if ended is None:
+        return error
+    pid, word, code = ended.groups()
+    by = next((number for number, text in _WORDS.items() if (word or "").startswith(text)), 0)
+    return lost_worker("", int(pid.split(",")[0]), -by or int(code or 0))
+
+
+def lost_worker(number: str, pid: int, exit_code: int) -> LostWorker:
+    """The error for a loader worker that ended with ``exit_code`` (negative: of a signal)."""
+    try:
+        how = signal.Signals(-exit_code).name
+    except ValueError:
+        how = f"exit code {exit_code}" if exit_code else "without a word"
+    cause = _cause(-exit_code, "num_workers")
+    return LostWorker(
+        f"loader worker {number}(process {pid}) was ended from outside ({how}), {cause}"
+    )
+
+
+def _cause(by: int, option: str) -> str:
+    """The probable cause of an end by a signal (0: unknown), and what to do."""
+    if by == signal.SIGBUS:
+        return (
+            f"most likely because shared memory (/dev/shm) is full: enlarge it, or lower "
+            f"data.{option}; {GOES_ON}"
+        )
+    if by == signal.SIGSEGV:
+        return f"by a fault in a library that decodes images; {GOES_ON}"
+    return (
+        f"most likely because memory ran out ('dmesg' or the scheduler's report tells): lower "
+        f"data.{option}, or ask for more memory; {GOES_ON}"
+    )
+
+
+# --- the line of an error ----------------------------------------------------------------------
+
+
+def is_for_the_user(error: Exception) -> bool:
+    """Whether the error's message is enough for the user, so that no traceback is printed.
+
+    It is for ValueError and OSError, for a RuntimeError that this package raised itself, and where
+    memory ran out or too many files are open.
+    """
+    if _is_out_of_files(error):
+        return True
+    if isinstance(error, RuntimeError):
+        # torch raises RuntimeError for our bugs too, and those need a traceback.
+        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        if _is_of_loader_worker(error):
+            files = re.findall(r'^ *File "(.+)", line', str(error), re.MULTILINE)
+        package = os.path.dirname(os.path.dirname(__file__))
+        raised_here = bool(files) and files[-1].startswith(package)
+        return raised_here or type(error).__name__ == "OutOfMemoryError"
+    return isinstance(error, ValueError | OSError | MemoryError)
+
+
+def _is_of_loader_worker(error: BaseException) -> bool:
+    """Whether torch passed the error on from a loader worker; its message holds the traceback."""
+    return " in DataLoader worker process " in str(error).partition("\n")[0]
+
+
+def _is_out_of_files(error: BaseException) -> bool:
+    """Whether too many files are open, also in a loader worker, of which torch keeps the text."""
+    by_number = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+    return by_number or (
+        isinstance(error, OSError | RuntimeError) and "Too many open files" in str(error)
+    )
+
+
+def complain(error: Exception, with_traceback: bool) -> None:
+    """Prints the error's message to stderr as one line, after the traceback if it is wanted."""
+    if int(os.environ.get("RANK", "0")) > 0:
+        # All ranks fail together: rank 0 prints, and the launcher ends the others meanwhile.
+        time.sleep(LATER_RANKS_WAIT_S)
+    if with_traceback:
+        from mclclip.files import clean_lines  # as in `line_of`
+
+        print(clean_lines("".join(traceback.format_exception(error))), file=sys.stderr)
+    print(f"mclclip: {line_of(error)}", file=sys.stderr)
+
+
+def line_of(error: BaseException) -> str:
+    """The message of an error on one line; for a loader worker's error without its traceback."""
+    from mclclip.files import FULL, clean  # imports numpy, which the command line does without
+
+    line = str(error)
+    if isinstance(error, OSError) and error.errno in FULL:
+        return (
+            f"{error.filename or 'a file'} cannot be written ({error.strerror}): make room there, "
+            "or use another run_dir; the same command goes on from what is finished"
+        )
+    if _is_out_of_files(error):
+        now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = 2**20 if most == resource.RLIM_INFINITY else most
+        more = f"call 'ulimit -n {most}' before" if now < most else "have its hard limit raised"
+        return (
+            f"too many files are open (a process may open {now} here): {more}, or lower "
+            "data.max_open_files or data.num_workers; the same command goes on from what is saved"
+        )
+    if isinstance(error, MemoryError):
+        line = (
+            f"memory ran out ({line or 'no more could be had'}): end other programs, lower "
+            "data.num_workers or the batch, or take a machine with more; the same command goes on "
+            "from what is finished"
+        )
+    if _is_of_loader_worker(error):
+        line = line.strip().splitlines()[-1].partition(": ")[2]
+    line = clean(" ".join(line.split())) or type(error).__name__
+    if len(line) <= LONGEST_LINE:
+        return line
+    left_out = len(line) - LONGEST_LINE
+    return f"{line[: LONGEST_LINE // 2]} [{left_out} characters] {line[-LONGEST_LINE // 2 :]}"

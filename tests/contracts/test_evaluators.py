@@ -1,0 +1,181 @@
+"""What every evaluator keeps, each by its data and options in ``evaluator_cases.CASES``.
+
+A perfect encoder gets 100, equal features their floor, and random ones the chance that is stated;
+a tie counts against the model; outcomes of items are those that the figure is of; data that are
+missing or damaged are one line; and several ranks give the rows of one process.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mclclip.eval import outcomes, results
+from mclclip.eval import run as evaluation
+from mclclip.eval.features import Extractor
+from mclclip.eval.protocols import KINDS, BenchmarkConfig, evaluator
+from mclclip.eval.results import Figure
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import Context
+from tests.contracts.evaluator_cases import CASES, NUM_CLASSES, Case
+from tests.matrix import kept
+from tests.planted import PlantedEncoder, planted
+
+NUM_SEEDS = 40
+ONE_LINE = (ValueError, FileNotFoundError)
+
+
+def perfect(case: Case, size: int) -> PlantedEncoder:
+    encoder = planted("perfect", size)
+    if case.by_class:
+        encoder.image_table = torch.eye(NUM_CLASSES)[torch.arange(size) % NUM_CLASSES]
+    return encoder
+
+
+def measured(case: Case, root: Path, encoder: Any) -> list[Figure]:
+    """The figures of the encoder."""
+    extractor = Extractor(encoder, batch_size=8)
+    return evaluator(case.kind).evaluate(extractor, root, **case.options)
+
+
+def test_every_kind_has_a_case() -> None:
+    assert {case.kind for case in CASES.values()} == {*KINDS}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_perfect_encoder_gets_100_and_equal_features_their_floor(
+    tmp_path: Path, name: str
+) -> None:
+    """Of equal features every comparison is a tie, which counts against the model."""
+    case = CASES[name]
+    size, is_loss = case.write(tmp_path), evaluator(case.kind).is_loss
+    best, constant = (
+        {figure.metric: figure for figure in measured(case, tmp_path, encoder)}
+        for encoder in (perfect(case, size), planted("constant", size, dim=64))
+    )
+    headlines = {n for n, figure in best.items() if figure.protocol.get("level") == "headline"}
+    assert headlines and not any(
+        name.endswith(("_official", "_optimistic", "_half_ties")) for name in headlines
+    )
+    if case.kind == "compositional":
+        assert len(headlines) == 1
+        for figures, tied in ((best, 0), (constant, 1)):
+            for figure in figures.values() if tied or case.is_solved else ():
+                assert figure.protocol["tied_items"] == tied * figure.count
+    for metric, figure in best.items():
+        assert not case.is_solved or figure.value == pytest.approx(0 if is_loss else 100), metric
+    for metric, figure in constant.items():
+        if metric.endswith(("_official", "_optimistic")):  # ties count for the model
+            wanted = 100.0
+        elif metric.endswith("_half_ties"):
+            wanted = 50.0
+        else:
+            wanted = figure.protocol["chance"] if is_loss else case.floor(figure.protocol)
+        assert figure.value == pytest.approx(wanted, abs=0.01), metric
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.by_chance])
+def test_random_features_get_the_chance_that_is_stated(tmp_path: Path, name: str) -> None:
+    """Their mean over encoders is within four standard errors of it."""
+    case = CASES[name]
+    size = case.write(tmp_path)
+    found = [
+        {f.metric: f for f in measured(case, tmp_path, planted("random", size, seed=seed))}
+        for seed in range(NUM_SEEDS)
+    ]
+    for metric, first in found[0].items():
+        values = np.array([figures[metric].value for figures in found])
+        chance = first.protocol["chance"]
+        least = (chance * (100 - chance) / first.count) ** 0.5  # of items that are independent
+        error = max(values.std(ddof=1), least) / NUM_SEEDS**0.5
+        assert abs(values.mean() - chance) < 4 * error + 0.01, metric
+        assert error < 8.0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outcomes_are_those_of_the_figure_and_its_interval(tmp_path: Path, name: str) -> None:
+    """Also after they were written and read again, and they do not say where the data lie."""
+    case = CASES[name]
+    size = case.write(tmp_path)
+    figures = measured(case, tmp_path, planted("coarse", size))
+    found = {figure.metric: figure.outcomes for figure in figures if figure.outcomes is not None}
+    assert len(found) == len(figures)
+    file, data = outcomes.encode(found)
+    (tmp_path / file).write_bytes(data)
+    again = outcomes.read(tmp_path / file)
+    for figure in figures:
+        own = again[figure.metric]
+        assert len({*own.items}) == len(own.items) == figure.count
+        assert not any(str(tmp_path) in text for text in [*own.items, *(own.units or [])])
+        made = results.figure(figure.metric, own, {})
+        assert (made.value, made.ci_low, made.ci_high) == (
+            figure.value, figure.ci_low, figure.ci_high,
+        )  # fmt: skip
+        assert figure.ci_low <= figure.value <= figure.ci_high
+        same = outcomes.difference(own, found[figure.metric])
+        assert same.value == 0 and same.p_value == 1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_missing_and_damaged_data_are_one_line(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+
+    def ends(trial: Callable[[], Any], match: str | None = None) -> None:
+        with pytest.raises(ONE_LINE, match=match) as caught:
+            trial()
+        assert "\n" not in str(caught.value)
+
+    benchmark = BenchmarkConfig(case.kind, str(tmp_path / "data"), dict(case.options))
+    ends(lambda: evaluation.check({"it": benchmark}), "no folder .*: it wants .* is downloaded")
+    size = case.write(tmp_path / "data")
+    evaluation.check({"it": benchmark})
+    root, encoder = tmp_path / "data", planted("random", size)
+    ends(lambda: measured(case, tmp_path / "empty", encoder))
+    measured(case, root, encoder)
+    read = case.options.get("labels")
+    for path in sorted(path for path in root.rglob("*") if path.is_file()):
+        if path.suffix in (".csv", ".json", ".jsonl", ".tar") and read in (None, path.name):
+            content = path.read_bytes()
+            path.write_bytes(b"\xff\0")
+            if path.name not in ("labels.csv", "parts.csv") or read:
+                ends(lambda: measured(case, root, encoder))
+            path.write_bytes(content)
+    if pictures := [path for path in root.rglob("*") if path.suffix in (".png", ".jpg", ".jpeg")]:
+        for path in pictures:
+            path.write_bytes(b"broken")
+        ends(lambda: measured(case, root, encoder), "image .* cannot be decoded")
+
+
+def rows_of(root: Path, path: Path, sizes: dict[str, int]) -> list[dict[str, Any]]:
+    """Rows of all cases, by an encoder with many ties, on the ranks of the process this runs in."""
+    suite = {
+        name: BenchmarkConfig(case.kind, str(root / name), dict(case.options))
+        for name, case in CASES.items()
+    }
+    context = Context(collectives.rank(), collectives.world_size())
+    encoder: Any = planted("coarse", max(sizes.values()))
+    rows = evaluation.run_suite(encoder, suite, path, "it", context=context, batch_size=3)
+    return [vars(row) for row in rows]
+
+
+@pytest.mark.parametrize("world_size", kept([2, 4], 0))
+def test_rows_are_those_of_one_process(ranks: Any, tmp_path: Path, world_size: int) -> None:
+    sizes = {name: case.write(tmp_path / name) for name, case in CASES.items()}
+    (tested, *_) = sorted((tmp_path / "knn/test/class 0").iterdir())
+    shutil.copy(tested, tmp_path / "knn/train/class 0/copy.png")
+    alone = rows_of(tmp_path, tmp_path / "one.jsonl", sizes)
+    for rows in ranks(world_size, rows_of, tmp_path, tmp_path / "many.jsonl", sizes):
+        assert rows == alone
+    many = (tmp_path / "many.jsonl").read_bytes()  # written once, by one rank
+    assert many == (tmp_path / "one.jsonl").read_bytes()
+    assert {row["benchmark"] for row in alone} == {*CASES}
+    assert any("optimistic" in row["metric"] for row in alone)
+    copies = {n: {row["protocol"].get("copies_in_train") for row in alone if row["benchmark"] == n}
+              for n in ("knn", "probe")}  # fmt: skip
+    assert copies == {"knn": {1}, "probe": {0}}

@@ -1,0 +1,212 @@
+"""Every verb that writes an artifact keeps one contract: finished work is skipped, other settings
+stop with exit code 2, --force moves the old aside, what was begun is resumed, and a missing input
+is one line."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from mclclip import cluster, embed, export, index, make_dataset, pack, process, reshard
+from mclclip.curate import filter as filtering
+from mclclip.ranks.process_group import SINGLE
+from mclclip.run.artifacts import INTENT, MANIFEST, Force, is_finished
+from mclclip.train import verb as train
+from tests import damage, tiny
+
+Call = Callable[..., object]
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One verb on the run directory of a configuration, or on a folder.
+
+    ``change`` is another setting, of which an error says ``differs``; without ``missing``, a file
+    or folder below the run's, it stops with one line that says ``advice``.
+    """
+
+    call: Call
+    artifact: str
+    change: dict[str, Any] | str
+    differs: str
+    missing: str
+    advice: str
+
+
+def of_run(function: Call, **flags: Any) -> Call:
+    """Returns a verb that reads a configuration; the change is an override, or flags of its own."""
+
+    def call(folder: Path, change: Any = (), force: Force = False) -> object:
+        words = [change] if change and isinstance(change, str) else []
+        given = flags | (change if isinstance(change, dict) else {})
+        config = damage.options(folder / "run", (folder / "data").resolve(), *words)
+        return function(config, SINGLE, **given, force=force)
+
+    return call
+
+
+def call_pack(folder: Path, change: Any = (), force: Any = False) -> object:
+    options = {"samples_per_shard": 2} | dict(change)
+    table, images = folder / "run" / "table.csv", (folder / "data" / "pictures").resolve()
+    return pack.pack(table, images, folder / "run" / "packed", **options, force=force)
+
+
+def call_make_dataset(folder: Path, change: Any = (), force: Any = False) -> object:
+    options: dict[str, Any] = {"seed": 1, "num_samples": 6, "num_pairs": 1} | dict(change)
+    return make_dataset.run("patterns", folder / "run" / "made", **options, force=force)
+
+
+INDEX = ("index/manifest.json", "run 'mclclip index' first")
+EMBEDDED = ("stage_0/embeddings/manifest.json", "run 'mclclip embed")
+VERBS = {  # in the order in which a run needs them
+    "index": Verb(of_run(index.run), "index", "", "", "", ""),
+    "embed": Verb(
+        of_run(embed.run, stage=0), "stage_0/embeddings", "embed.dtype=float16",
+        "config.dtype was 'float32', now 'float16'", *INDEX,
+    ),
+    "embed texts": Verb(of_run(embed.run, stage=0), "stage_0/text_embeddings", "", "", *INDEX),
+    "cluster": Verb(
+        of_run(cluster.run, stage=0), "stage_0/clusters", "cluster.num_clusters=4",
+        "config.num_clusters was 3, now 4", *EMBEDDED,
+    ),
+    "labels": Verb(of_run(cluster.run, stage=0), "stage_1/pseudo_labels", "", "", "", ""),
+    "train": Verb(
+        of_run(train.run, stage=1), "stage_1/train", "train.lr=0.5",
+        r"train\.lr was 0\.001, now 0\.5", *INDEX,
+    ),
+    "export": Verb(
+        of_run(export.stage, stage=1), "stage_1/export", "", "",
+        "stage_1/train/manifest.json", "run 'mclclip train' first",
+    ),
+    "reshard": Verb(
+        of_run(reshard.run, stage=1), "stage_1/resharded", "reshard.samples_per_shard=40",
+        "config.samples_per_shard was [0-9_]+, now 40",
+        "stage_1/pseudo_labels/manifest.json", "run 'mclclip cluster' first",
+    ),
+    "filter": Verb(
+        of_run(filtering.run, near_duplicates=0.9), "filters/filter", {"near_duplicates": 0.8},
+        "near_duplicates.* was 0.9, now 0.8", *EMBEDDED,
+    ),
+    "pack": Verb(
+        call_pack, "packed", {"samples_per_shard": 3},
+        "config.samples_per_shard was 2, now 3", "table.csv", "table.csv",
+    ),
+    "make-dataset": Verb(
+        call_make_dataset, "made", {"seed": 2}, "config.seed was 1, now 2", "", "",
+    ),
+}  # fmt: skip
+
+CHANGED = [name for name, verb in VERBS.items() if verb.change]
+READERS = [name for name, verb in VERBS.items() if verb.missing]
+
+
+@pytest.fixture(scope="module")
+def made(prepared_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of data and of a run in which every verb has finished; tests copy it."""
+    folder = tmp_path_factory.mktemp("made")
+    shutil.copytree(prepared_run.parent / "data", folder / "data")
+    shutil.copytree(prepared_run, folder / "run")
+    (folder / "data" / "pictures").mkdir()
+    for number in range(4):
+        picture = Image.new("RGB", (8, 8), (60 * number, 0, 0))
+        picture.save(folder / "data" / "pictures" / f"{number}.png")
+    rows = "".join(f"{number}.png,picture {number}\n" for number in range(4))
+    (folder / "run" / "table.csv").write_text("filepath,title\n" + rows)
+    shutil.rmtree(folder / "run" / "index")  # of the data where they were
+    for verb in VERBS.values():
+        verb.call(folder)
+    return folder
+
+
+@pytest.fixture(params=VERBS)
+def verb(request: pytest.FixtureRequest) -> Verb:
+    return VERBS[request.param]
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    """A copy, in which a test changes what it likes; the data are read where they are."""
+    shutil.copytree(made / "run", tmp_path / "run")
+    (tmp_path / "data").symlink_to(made / "data")
+    return tmp_path
+
+
+def refused(folder: Path, verb: Verb, change: Any = ()) -> str:
+    """The one line of a verb that stops with exit code 2."""
+    with pytest.raises((ValueError, FileNotFoundError)) as caught:
+        verb.call(folder, change)
+    assert process.exit_code(caught.value) == process.EXIT_USER == 2
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def state(path: Path) -> dict[str, tuple[str, int]]:
+    """Digest and time of every file."""
+    digests = tiny.digests(path, "**/*")
+    return {name: (digest, (path / name).stat().st_mtime_ns) for name, digest in digests.items()}
+
+
+def test_what_is_finished_is_skipped(folder: Path, verb: Verb) -> None:
+    before = state(folder / "run" / verb.artifact)
+    verb.call(folder)
+    assert state(folder / "run" / verb.artifact) == before
+
+
+@pytest.mark.parametrize("verb", CHANGED, indirect=True)
+def test_other_settings_stop_with_the_field_and_both_values(folder: Path, verb: Verb) -> None:
+    before = state(folder / "run" / verb.artifact)
+    line = refused(folder, verb, verb.change)
+    assert re.search(verb.differs, line) and "--force" in line, line
+    assert str(folder / "run" / verb.artifact) in line
+    assert state(folder / "run" / verb.artifact) == before
+
+
+def test_force_makes_what_is_finished_again(folder: Path, verb: Verb) -> None:
+    """Advice and option agree: a finished artifact was skipped, whatever was wrong with it."""
+    path = folder / "run" / verb.artifact
+    before, digest = state(path), json.loads((path / MANIFEST).read_text())["digest"]
+    verb.call(folder, force="unfit")
+    assert state(path) == before
+    verb.call(folder, force=True)
+    assert json.loads((path / MANIFEST).read_text())["digest"] == digest  # what is made of it fits
+    assert state(path.with_name(f"{path.name}.old-1")) == before
+
+
+@pytest.mark.parametrize("verb", CHANGED, indirect=True)
+def test_force_moves_one_of_other_settings_aside(folder: Path, verb: Verb) -> None:
+    path = folder / "run" / verb.artifact
+    before = state(path)
+    verb.call(folder, verb.change, force="unfit")
+    assert is_finished(path) and state(path.with_name(f"{path.name}.old-1")) == before
+    verb.call(folder, verb.change)
+    assert not path.with_name(f"{path.name}.old-2").exists()
+
+
+def test_what_was_begun_is_resumed(folder: Path, verb: Verb) -> None:
+    path = folder / "run" / verb.artifact
+    fields = json.loads((path / MANIFEST).read_text())
+    intent = {name: fields[name] for name in ("kind", "config", "inputs")}
+    (path / INTENT).write_text(json.dumps(intent))
+    (path / MANIFEST).unlink()
+    (path / ".half.7.tmp").write_text("of a killed writer")
+    verb.call(folder)
+    again = json.loads((path / MANIFEST).read_text())
+    assert (again["digest"], again["counts"]) == (fields["digest"], fields["counts"])
+    assert not (path / INTENT).exists() and not (path / ".half.7.tmp").exists()
+    assert not path.with_name(f"{path.name}.old-1").exists()
+
+
+@pytest.mark.parametrize("verb", READERS, indirect=True)
+def test_a_missing_input_is_one_line_and_nothing_is_written(folder: Path, verb: Verb) -> None:
+    (folder / "run" / verb.missing).unlink()
+    shutil.rmtree(folder / "run" / verb.artifact)
+    assert verb.advice in refused(folder, verb)
+    assert not is_finished(folder / "run" / verb.artifact)

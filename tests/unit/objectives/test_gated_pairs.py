@@ -1,0 +1,273 @@
+"""Losses of gated pairs: the definition with loops, gradients, and memory linear in the batch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mclclip.models.memory import peak_bytes
+from mclclip.objectives.gated_pairs import (
+    ClassPairs,
+    LabelFilter,
+    Pairing,
+    Penalty,
+    closest_classes,
+    draw_partners,
+    gate_penalty,
+    gated_queries,
+    pair_losses,
+)
+from mclclip.randomness import mix
+
+SCALE = 6.0
+
+
+def draw(
+    seed: int, rows: int, columns: int, classes: int = 3, groups: int = 1, dim: int = 5
+) -> tuple[Tensor, Tensor, Tensor, ClassPairs]:
+    """Rows, gates and candidates with gradient, and pairs; samples occur in rows and columns."""
+    rng = np.random.default_rng(seed)
+    features = [torch.tensor(rng.normal(size=(n, dim))) for n in (rows, columns)]
+    gates = torch.tensor(rng.uniform(0.05, 1.0, size=(rows, dim)))
+    of_sample = torch.tensor(rng.integers(0, classes, size=(40,)))
+    ids, all_ids = (torch.tensor(rng.integers(0, 40, size=n)) for n in (rows, columns))
+    partners = torch.tensor(rng.integers(-1, classes, size=rows))
+    own, every = (torch.tensor(rng.integers(0, groups, size=n)) for n in (rows, columns))
+    pairs = ClassPairs(of_sample[ids], partners, ids, own, of_sample[all_ids], all_ids, every)
+    leaves = [x.requires_grad_() for x in (features[0], gates, features[1])]
+    return leaves[0], leaves[1], leaves[2], pairs
+
+
+def found(
+    rows: Tensor, gates: Tensor, keys: Tensor, pairs: ClassPairs, score: str, tile: int = 100
+) -> tuple[Tensor, Tensor, Tensor]:
+    weights: Tensor | None = None
+    if score == "exact":
+        queries, weights = gated_queries(rows, gates)
+    else:
+        queries, keys = functional.normalize(rows) * gates.square(), functional.normalize(keys)
+    output: tuple[Tensor, Tensor, Tensor] = pair_losses(SCALE * queries, weights, keys, pairs, tile)
+    return output
+
+
+def close(mine: Any, theirs: Any) -> None:
+    torch.testing.assert_close(mine, theirs, atol=1e-11, rtol=1e-11)
+
+
+@pytest.mark.parametrize("score", ["exact", "code"])
+def test_lengths_do_not_matter(score: str) -> None:
+    """Of rows and candidates; with the exact score, of gates too."""
+    rows, gates, keys, pairs = draw(1, 6, 9)
+    gate_scale = 1e-15 if score == "exact" else 1.0
+    expected = found(rows, gates, keys, pairs, score)[0]
+    lengths = torch.linspace(0.1, 50.0, 6, dtype=torch.float64)[:, None]
+    close(found(rows * lengths, gates * gate_scale, keys * 3.0, pairs, score)[0], expected)
+    assert score == "code" or not torch.allclose(
+        found(rows, 0.5 * gates, keys, pairs, "code")[0], found(rows, gates, keys, pairs, "code")[0]
+    )
+
+
+def test_large_scores_stay_finite() -> None:
+    rows, gates, keys, pairs = draw(4, 6, 9)
+    queries, weights = gated_queries(rows.float(), gates.float())
+    losses, _, _ = pair_losses(1e4 * queries, weights, keys.float(), pairs, 4)
+    gradients = torch.autograd.grad(losses.sum(), (rows, gates, keys))
+    assert torch.isfinite(losses).all() and losses.max() > 100.0
+    assert all(torch.isfinite(gradient).all() for gradient in gradients)
+
+
+def test_keys_without_gradient() -> None:
+    *leaves, pairs = draw(5, 5, 8)
+    expected = torch.autograd.grad(found(*leaves, pairs, "exact")[0].sum(), leaves[:2])
+    losses = found(leaves[0], leaves[1], leaves[2].detach(), pairs, "exact")[0]
+    for mine, theirs in zip(torch.autograd.grad(losses.sum(), leaves[:2]), expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_second_derivative_is_refused() -> None:
+    rows, gates, keys, pairs = draw(6, 4, 6)
+    losses = found(rows, gates, keys, pairs, "exact")[0]
+    with pytest.raises(RuntimeError, match="create_graph=True: it has no second derivative"):
+        torch.autograd.grad(losses.sum(), rows, create_graph=True)
+
+
+def test_memory_is_linear_in_the_batch() -> None:
+    """Counted in bytes, forward and backward; the tensor [B, B, D] would be 4 MiB and 67 MiB."""
+
+    def measured(batch: int) -> int:
+        rows, gates, keys, pairs = draw(7, batch, batch, dim=64)
+
+        def run() -> None:
+            found(rows, gates, keys, pairs, "exact", tile=16)[0].sum().backward()
+
+        run()  # gradients are there from now on
+        leaves = [rows, gates, keys]
+        return peak_bytes(run, [*leaves, *(x.grad for x in leaves if x.grad is not None)])
+
+    small, large = measured(64), measured(256)
+    assert large < 4.2 * small
+    assert large < 256 * 256 * 8 * 5  # not five matrices [B, B], let alone [B, B, D]
+
+
+# --- partners -----------------------------------------------------------------------------------
+
+CLASSES = np.array([7, 2, 7, 9, 2, 4, 7], dtype=np.int64)
+IDS = np.arange(100, 107, dtype=np.int64)
+# Of 2, 4, 7 and 9, in order; 5 and 6 are not in the batch.
+CLOSEST = np.array([[4, 5], [2, 5], [6, 9], [6, 7]], dtype=np.int64)
+
+
+def draws(pairing: Pairing, times: int = 400) -> np.ndarray:
+    """[times, 7]."""
+    closest = CLOSEST if pairing == "n_closest" else None
+    every = [draw_partners(CLASSES, IDS, mix(3, step), pairing, closest) for step in range(times)]
+    return np.stack(every)
+
+
+def shares(drawn: np.ndarray) -> dict[int, float]:
+    values, counts = np.unique(drawn, return_counts=True)
+    return {int(v): count / drawn.size for v, count in zip(values, counts, strict=True)}
+
+
+def test_arbitrary_is_uniform_over_the_classes_of_the_batch() -> None:
+    for column in draws("arbitrary").T:
+        found = shares(column)
+        assert found.keys() == {2, 4, 7, 9}
+        assert all(abs(share - 0.25) < 0.09 for share in found.values())  # four deviations
+
+
+def test_identical_is_the_own_class() -> None:
+    assert (draws("identical", 3) == CLASSES).all()
+
+
+def test_distinct_is_uniform_over_the_others() -> None:
+    for own, column in zip(CLASSES, draws("distinct").T, strict=True):
+        found = shares(column)
+        assert found.keys() == {2, 4, 7, 9} - {int(own)}
+        assert all(abs(share - 1 / 3) < 0.1 for share in found.values())
+
+
+def test_distinct_has_no_partner_where_the_batch_has_one_class() -> None:
+    found = draw_partners(np.full(4, 5), np.arange(4), mix(0), "distinct")
+    assert (found == -1).all()
+
+
+def test_n_closest_is_the_own_class_or_a_close_one_of_the_batch() -> None:
+    allowed = {2: {2, 4}, 4: {4, 2}, 7: {7, 9}, 9: {9, 7}}
+    for own, column in zip(CLASSES, draws("n_closest").T, strict=True):
+        found = shares(column)
+        assert found.keys() == allowed[int(own)]
+        assert all(abs(share - 0.5) < 0.11 for share in found.values())
+
+
+def test_no_closest_is_identical_and_all_closest_is_arbitrary() -> None:
+    key, present = mix(1, 2), np.unique(CLASSES)
+    none = np.zeros((4, 0), dtype=np.int64)
+    assert (draw_partners(CLASSES, IDS, key, "n_closest", none) == CLASSES).all()
+    every = np.stack([np.delete(np.arange(12), c) for c in present])
+    expected = draw_partners(CLASSES, IDS, key, "arbitrary")
+    assert (draw_partners(CLASSES, IDS, key, "n_closest", every) == expected).all()
+
+
+@pytest.mark.parametrize("pairing", ["arbitrary", "distinct"])
+def test_a_draw_belongs_to_key_and_sample(pairing: Pairing) -> None:
+    first = draw_partners(CLASSES, IDS, mix(1, 2), pairing)
+    assert (draw_partners(CLASSES, IDS, mix(1, 2), pairing) == first).all()
+    order = np.array([3, 0, 6, 1, 2, 5, 4])
+    moved = draw_partners(CLASSES[order], IDS[order], mix(1, 2), pairing)
+    assert (moved == first[order]).all()
+    others = [draw_partners(CLASSES, IDS, mix(1, step), pairing) for step in range(3, 9)]
+    assert any((other != first).any() for other in others)
+
+
+def test_closest_classes_by_hand() -> None:
+    vectors = torch.tensor([[1.0, 0.0], [5.0, 1.0], [0.0, 2.0], [-3.0, 0.1]])
+    assert closest_classes(vectors, torch.tensor([0, 2]), 1).tolist() == [[1], [1]]
+    assert closest_classes(vectors, torch.arange(4), 3).tolist() == [
+        [1, 2, 3],
+        [0, 2, 3],
+        [1, 3, 0],
+        [2, 1, 0],
+    ]
+
+
+# --- the label filter -----------------------------------------------------------------------------
+
+
+def made(seed: int = 0) -> LabelFilter:
+    return LabelFilter(6, 8, label_dim=5, hidden_dim=7, seed=seed).double()
+
+
+def test_layers_are_those_of_the_papers_table() -> None:
+    shapes = {n: tuple(p.shape) for n, p in LabelFilter(10, 256).named_parameters()}
+    assert shapes["labels.weight"] == (10, 512)
+    assert [s for n, s in shapes.items() if n.endswith("weight") and len(s) == 2][1:] == [
+        (1024, 512),
+        (256, 1024),
+    ]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_gates_are_symmetric_and_one_class_is_a_pair_with_itself(training: bool) -> None:
+    label_filter = made().train(training)
+    first, second = torch.tensor([0, 1, 2, 3]), torch.tensor([3, 1, 5, 4])
+    gates = label_filter(first, second)
+    assert torch.equal(label_filter(second, first), gates)
+    assert ((gates > 0.0) & (gates < 1.0)).all() and gates.shape == (4, 8)
+    label_filter.eval()
+    assert torch.equal(label_filter(first, first), label_filter.of_classes()[first])
+
+
+def test_gates_of_classes_leave_the_filter_as_it_is() -> None:
+    label_filter = made().train()
+    before = {name: value.clone() for name, value in label_filter.state_dict().items()}
+    assert label_filter.of_classes().shape == (6, 8)
+    assert label_filter.training
+    for name, value in label_filter.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_weights_depend_on_the_seed_alone() -> None:
+    torch.manual_seed(1)
+    first = made().state_dict()
+    number = torch.rand(())
+    torch.manual_seed(1)
+    assert torch.rand(()) == number  # the global generator is left alone
+    second, other = made().state_dict(), made(1).state_dict()
+    assert all(torch.equal(second[name], value) for name, value in first.items())
+    assert not torch.equal(other["labels.weight"], first["labels.weight"])
+
+
+def drawn_to(kind: Penalty, start: float) -> float:
+    """The gate that gradient descent on the penalty ends at."""
+    logit = torch.logit(torch.tensor([start], dtype=torch.float64)).requires_grad_()
+    optimizer = torch.optim.Adam([logit], lr=0.2)
+    for _ in range(150):
+        optimizer.zero_grad()
+        gate_penalty(torch.sigmoid(logit), kind).backward()
+        optimizer.step()
+    return float(torch.sigmoid(logit.detach()))
+
+
+def test_the_printed_penalty_is_not_binary_and_the_others_are() -> None:
+    assert drawn_to("paper", 0.9) == pytest.approx(1 / math.e, abs=0.02)
+    for kind, edge in (("neg_glog", 1 / math.e), ("bernoulli", 0.5)):
+        assert drawn_to(kind, edge - 0.1) < 0.02  # type: ignore[arg-type]
+        assert drawn_to(kind, edge + 0.1) > 0.98  # type: ignore[arg-type]
+
+
+def test_penalties_by_hand() -> None:
+    gates = torch.tensor([[0.5, 1.0], [0.25, 0.0]], dtype=torch.float64)
+    g_log_g = (0.5 * math.log(0.5) + 0.25 * math.log(0.25)) / 4
+    other = (0.5 * math.log(0.5) + 0.75 * math.log(0.75)) / 4
+    assert float(gate_penalty(gates, "paper")) == pytest.approx(g_log_g)
+    assert float(gate_penalty(gates, "neg_glog")) == pytest.approx(-g_log_g)
+    assert float(gate_penalty(gates, "bernoulli")) == pytest.approx(-g_log_g - other)
+    random = torch.rand(20, 30)
+    assert -1 / math.e <= float(gate_penalty(random, "paper")) <= 0.0
