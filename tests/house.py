@@ -26,15 +26,15 @@ from tests.unit.test_architecture import edges
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
-    "files": 206,
-    "lines": 32_051,
-    "functions": 2_579,
-    "functions of two lines or fewer": 667,
-    "classes": 314,
+    "files": 207,
+    "lines": 32_162,
+    "functions": 2_583,
+    "functions of two lines or fewer": 670,
+    "classes": 315,
     "dataclasses": 153,
     "options": 262,
-    "arrows between rooms": 228,
-    "lines of tests": 47_104,
+    "arrows between rooms": 230,
+    "lines of tests": 47_106,
 }
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 SILENT |= {tokenize.ENCODING, tokenize.ENDMARKER}

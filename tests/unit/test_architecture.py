@@ -53,6 +53,7 @@ ROOMS["pilot"] = {"compare", "plan", "config", "eval", "data", "run", "opened_ru
 ROOMS["pipeline"] = {*ROOMS}
 ROOMS["demo"] = {*ROOMS}
 ROOMS["process"] = {"ranks", "run", "config"}
+ROOMS["flags"] = {"data", "process"}
 ROOMS["cli"] = {*ROOMS}
 ROOMS["__main__"] = {"cli", "ranks"}
 NO_CONFIG = {*GROUND, "ranks", "run", "engines", "objectives", "data"}
