@@ -11,9 +11,11 @@ import csv
 import hashlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mclclip.data.shard_scan import IMAGE_EXTENSIONS, Findings, split_member_name
@@ -27,6 +29,7 @@ KIND = "shards"
 _DELIMITERS = {".csv": ",", ".tsv": "\t", ".tab": "\t"}
 _CAPTION_COLUMN = "title"  # where the table has it and no other is named
 _KEY_DIGITS = 9
+_REST = "train"  # the folder of what is not held out
 _REASONS = {
     "no_path": "rows without an image path, left out",
     "empty_caption": "rows with an empty caption, which does not count",
@@ -60,26 +63,27 @@ def pack(
     delimiter: str | None = None,
     key_prefix: str = "",
     allow_roots: Sequence[Path] = (),
+    held_out: Mapping[str, float] = MappingProxyType({}),
     force: bool = False,
 ) -> Manifest:
     """Packs the images that ``table`` names (relative to the folder ``images``) into ``out``.
 
-    Shards are given to others, and a table or a link may name any file of the machine: only images
-    that lie below ``images`` or one of ``allow_roots``, with all links followed, are packed.
+    Shards are given to others: only images that lie below ``images`` or one of ``allow_roots``,
+    with all links followed, are packed. ``held_out`` has shares of the pictures by the folder of
+    ``out`` that gets them, by their bytes, so that copies stay together; the rest is ``out/train``.
 
     ``delimiter`` None: chosen by the table's suffix. ``caption_column`` None: ``title`` if the
     table has that column, else no image gets a caption. Other columns of an image's first row are
     kept in its ``.json``. Rows and images that cannot be used, and images without a caption, are
     counted by reason, in the log and in the manifest. A finished ``out`` of the same table and
-    options is skipped; one of others is an error, unless ``force`` moves it aside. The table's text
-    is held in memory.
+    options is skipped; one of others is an error, unless ``force`` moves it aside.
 
     Raises FileNotFoundError for a missing table or folder, ValueError for a missing column, a
     table that does not parse or yields no sample, and an ``out`` that holds foreign shards.
     """
     table, images, out = Path(table), Path(images), Path(out)
-    folders = [images, *allow_roots]
-    delimiter = _check(table, folders, out, samples_per_shard, key_prefix, delimiter)
+    delimiter = _check(table, [images, *allow_roots], samples_per_shard, key_prefix, delimiter)
+    _check_held_out(held_out, out)
     caption_column = _checked_columns(table, delimiter, path_column, caption_column)
     settings: dict[str, Any] = {
         "images": os.path.abspath(images),
@@ -89,10 +93,10 @@ def pack(
         "delimiter": delimiter,
         "key_prefix": key_prefix,
     }
-    if allow_roots:
-        settings["allow_roots"] = [os.path.abspath(folder) for folder in allow_roots]
-    inputs = {"table": digest_file(table)}
-    opened: dict[str, Any] = {"kind": KIND, "config": settings, "inputs": inputs}
+    roots = [os.path.abspath(folder) for folder in allow_roots]
+    further = {"allow_roots": roots, "held_out": dict(held_out)}
+    settings |= {name: value for name, value in further.items() if value}
+    opened: Any = {"kind": KIND, "config": settings, "inputs": {"table": digest_file(table)}}
     # Nothing is written yet: a table without usable rows must leave nothing behind.
     done = Artifact.open(out, **opened, force=force, write=False).manifest
     if done is not None:
@@ -106,40 +110,70 @@ def pack(
             f"no usable image in {table}: {'; '.join(findings.lines(_REASONS)) or 'it has no rows'}"
         )
     artifact = Artifact.open(out, **opened, force=force)
-    samples = _samples(entries, key_prefix, path_column)
-    return _write(artifact, samples, entries, samples_per_shard, findings)
+    samples = _samples(entries, key_prefix, path_column, held_out)
+    return _write(artifact, samples, len(entries), samples_per_shard, findings)
 
 
 def _write(
     artifact: Artifact,
     samples: Iterator[PackedSample],
-    entries: dict[str, _Entry],
+    total: int,
     samples_per_shard: int,
     findings: Findings,
 ) -> Manifest:
-    out = artifact.directory
-    shown = progress(samples, total=len(entries), description="pack")
-    shards = write_shards(shown, out, samples_per_shard)
-    counts = {
-        "samples": len(entries),
-        "captions": sum(len(entry.captions) for entry in entries.values()),
-        "shards": len(shards),
-        "findings": findings.to_json(),
+    held_out = artifact.config.get("held_out")
+    shares: dict[str, dict[str, int]] = {
+        folder: {"samples": 0, "captions": 0, "shards": 0}
+        for folder in ([*held_out, _REST] if held_out else [""])
     }
-    log.info("pack: %d samples with %d captions in %d shards", *list(counts.values())[:3])
-    if any(len(entry.captions) > 1 for entry in entries.values()):
+    several = 0
+
+    def counted() -> Iterator[PackedSample]:
+        nonlocal several
+        for sample in progress(samples, total=total, description="pack"):
+            share = shares[sample.folder]
+            share["samples"] += 1
+            share["captions"] += len(sample.captions)
+            several += len(sample.captions) > 1
+            yield sample
+
+    out = artifact.directory
+    for path in write_shards(counted(), out, samples_per_shard):
+        shares["" if path.parent == out else path.parent.name]["shards"] += 1
+    counts: dict[str, Any] = {
+        name: sum(share[name] for share in shares.values())
+        for name in ("samples", "captions", "shards")
+    }
+    if held_out:
+        counts["shares"] = shares
+    log.info(
+        "pack: %d samples with %d captions in %d shards",
+        counts["samples"], counts["captions"], counts["shards"],
+    )  # fmt: skip
+    if several:
         log.info(
             "pack: some have several captions; sources that read all have captions: json:captions"
         )
     for line in findings.lines(_REASONS):
         log.warning("pack: %s", line)
-    return artifact.finish(counts)
+    return artifact.finish({**counts, "findings": findings.to_json()})
+
+
+def _check_held_out(held_out: Mapping[str, float], out: Path) -> None:
+    for name, share in held_out.items():
+        if not re.fullmatch(r"\w+", name) or name == _REST or not 0 < share < 1:
+            raise ValueError(
+                f"held_out has {name!r}: {share}: wanted the name of a folder other than "
+                f"{_REST!r}, and a share of the pictures between 0 and 1"
+            )
+    if sum(held_out.values()) >= 1:
+        raise ValueError(f"held_out is {dict(held_out)}: nothing is left for {_REST!r}")
+    check_foreign(out, "pack", *held_out, *([_REST] if held_out else []))
 
 
 def _check(
     table: Path,
     folders: Sequence[Path],
-    out: Path,
     samples_per_shard: int,
     key_prefix: str,
     delimiter: str | None,
@@ -151,7 +185,6 @@ def _check(
     for folder in folders:
         if not folder.is_dir():
             raise FileNotFoundError(f"no folder of images at {folder}")
-    check_foreign(out, "pack")
     if samples_per_shard < 1:
         raise ValueError(f"samples_per_shard is {samples_per_shard}, expected at least 1")
     if split_member_name(f"{key_prefix}0.jpg") != (f"{key_prefix}0", "jpg"):
@@ -241,15 +274,28 @@ def _usable(
 
 
 def _samples(
-    entries: dict[str, _Entry], key_prefix: str, path_column: str
+    entries: dict[str, _Entry], key_prefix: str, path_column: str, held_out: Mapping[str, float]
 ) -> Iterator[PackedSample]:
     for number, (path, entry) in enumerate(entries.items()):
         data = entry.file.read_bytes()
-        facts = {path_column: path, "sha256": hashlib.sha256(data).hexdigest()}
+        digest = hashlib.sha256(data)
+        facts = {path_column: path, "sha256": digest.hexdigest()}
         yield PackedSample(
             key=f"{key_prefix}{number:0{_KEY_DIGITS}d}",
             image=data,
             extension=Path(path).suffix.lower().removeprefix("."),
             captions=entry.captions,
             metadata={**entry.metadata, **facts},
+            folder=_folder(digest.digest(), held_out),
         )
+
+
+def _folder(digest: bytes, held_out: Mapping[str, float]) -> str:
+    """The folder of a picture: its digest as a number in [0, 1) falls into one of the intervals
+    that the shares make, one after another from 0 on, or into the rest."""
+    place, end = int.from_bytes(digest[:8], "big") / 2**64, 0.0
+    for name, share in held_out.items():
+        end += share
+        if place < end:
+            return name
+    return _REST if held_out else ""

@@ -27,14 +27,14 @@ from tests.unit.test_architecture import edges
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
     "files": 207,
-    "lines": 32_162,
-    "functions": 2_583,
+    "lines": 32_214,
+    "functions": 2_586,
     "functions of two lines or fewer": 670,
     "classes": 315,
     "dataclasses": 153,
     "options": 262,
     "arrows between rooms": 230,
-    "lines of tests": 47_106,
+    "lines of tests": 47_146,
 }
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 SILENT |= {tokenize.ENCODING, tokenize.ENDMARKER}

@@ -8,10 +8,11 @@ times are 0, owners fixed.
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,17 @@ _OWN_NAME = re.compile(r"\d{5,}\.tar")
 
 @dataclass(frozen=True)
 class PackedSample:
-    """One image, byte for byte as it is stored, with its captions (the first goes to ``.txt``)."""
+    """One image, byte for byte as it is stored, with its captions (the first goes to ``.txt``).
+
+    ``folder``: its shard lies in this folder of that of all shards; "" is the latter itself.
+    """
 
     key: str
     image: bytes
     extension: str
     captions: list[str]
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    folder: str = ""
 
     def members(self) -> dict[str, Any]:
         """The tar members by extension, as webdataset's writer takes them.
@@ -63,7 +68,8 @@ class PackedSample:
 def write_shards(
     samples: Iterable[PackedSample], directory: Path, samples_per_shard: int
 ) -> list[Path]:
-    """Writes ``{shard:05d}.tar`` files of ``samples_per_shard`` samples; returns them in order.
+    """Writes ``{shard:05d}.tar`` files of ``samples_per_shard`` samples, one series for each folder
+    that samples name; returns them in the order in which they were begun.
 
     A shard has a temporary name until it is whole, so that a killed writer leaves none that looks
     finished. Existing shards of the same number are replaced, and those of higher numbers, which a
@@ -75,16 +81,28 @@ def write_shards(
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     remove_leftovers(directory)
-    stream = _with_unique_keys(samples)
     paths: list[Path] = []
-    while (first := next(stream, None)) is not None:
-        path = directory / f"{len(paths):05d}.tar"
-        rest = itertools.islice(stream, samples_per_shard - 1)
-        _write_shard(path, itertools.chain([first], rest))
-        paths.append(path)
-    for stale in {*directory.glob("*.tar")} - {*paths}:
-        if _OWN_NAME.fullmatch(stale.name):
-            stale.unlink()
+    counts: Counter[str] = Counter()
+    writers: dict[str, TarWriter] = {}
+    shards: dict[str, ExitStack] = {}  # closed: the shard is whole; left by an error: it is removed
+    with ExitStack() as every:
+        for sample in _with_unique_keys(samples):
+            folder = sample.folder
+            number, place = divmod(counts[folder], samples_per_shard)
+            if place == 0:
+                if number == 0:
+                    remove_leftovers(directory / folder)
+                    shards[folder] = every.enter_context(ExitStack())
+                paths.append(directory / folder / f"{number:05d}.tar")
+                writers[folder] = shards[folder].enter_context(_open_shard(paths[-1]))
+            writers[folder].write(sample.members())
+            counts[folder] += 1
+            if place == samples_per_shard - 1:
+                shards[folder].close()
+    for within in {directory, *(path.parent for path in paths)}:
+        for stale in {*within.glob("*.tar")} - {*paths}:
+            if _OWN_NAME.fullmatch(stale.name):
+                stale.unlink()
     return paths
 
 
@@ -113,10 +131,10 @@ def _with_unique_keys(samples: Iterable[PackedSample]) -> Iterator[PackedSample]
         yield sample
 
 
-def _write_shard(path: Path, samples: Iterable[PackedSample]) -> None:
+@contextmanager
+def _open_shard(path: Path) -> Iterator[TarWriter]:
     with (
         whole_file(path) as file,
         TarWriter(file, user=_OWNER, group=_OWNER, mtime=0, encoder=False) as writer,
     ):
-        for sample in samples:
-            writer.write(sample.members())
+        yield writer

@@ -311,3 +311,48 @@ def test_real_photographs_packed_and_indexed(tmp_path: Path, shared_data: Path) 
     shard = found.shards[found.shard_of[0]]
     image = Path(shard.path).read_bytes()[found.image_offset[0] :][: found.image_size[0]]
     assert image == (folder / rows[1][0]).read_bytes()
+
+
+def test_shares_are_held_out_by_the_bytes_of_pictures(tmp_path: Path, images: Path) -> None:
+    rows = []
+    for number in range(400):
+        for copy in "ab":  # two files of the same bytes
+            (images / f"{number}{copy}.jpg").write_bytes(b"picture %d" % number)
+            rows.append([f"{number}{copy}.jpg", f"caption {number}"])
+    shares = {"choose": 0.1, "report": 0.2}
+    manifest = run(tmp_path, images, rows, held_out=shares, samples_per_shard=100)
+    found: dict[str, set[bytes]] = {}
+    for path in sorted((tmp_path / "out").glob("*/*.tar")):
+        pictures = {data for name, data in read_tar(path).items() if name.endswith("jpg")}
+        found.setdefault(path.parent.name, set()).update(pictures)
+    assert sorted(found) == ["choose", "report", "train"]
+    for data in (b"picture %d" % number for number in range(400)):
+        place = int(hashlib.sha256(data).hexdigest()[:16], 16) / 2**64
+        want = "choose" if place < 0.1 else "report" if place < 0.1 + 0.2 else "train"
+        assert [name for name in found if data in found[name]] == [want]
+    counts = manifest.counts["shares"]
+    assert {name: share["samples"] for name, share in counts.items()} == {
+        name: 2 * len(pictures) for name, pictures in found.items()
+    }
+    assert sum(share["shards"] for share in counts.values()) == manifest.counts["shards"]
+    assert manifest.counts["samples"] == manifest.counts["captions"] == 800
+    assert run(tmp_path, images, rows, held_out=shares, samples_per_shard=100) == manifest
+    with pytest.raises(ValueError, match=r"held_out\.choose was 0\.1, now absent"):
+        run(tmp_path, images, rows, samples_per_shard=100)
+
+
+@pytest.mark.parametrize(
+    ("held_out", "message"),
+    [
+        ({"train": 0.1}, "other than 'train'"),
+        ({"../x": 0.1}, "wanted the name of a folder"),
+        ({"a": 0.0}, "between 0 and 1"),
+        ({"a": 0.5, "b": 0.5}, "nothing is left for 'train'"),
+    ],
+)
+def test_wrong_shares(
+    tmp_path: Path, images: Path, held_out: dict[str, float], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, images, [["a.jpg", "1"]], held_out=held_out)
+    assert not (tmp_path / "out").exists()
