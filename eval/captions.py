@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,10 @@ from typing import Any
 import numpy as np
 
 from mclclip.data.shard_scan import parse_captions
+from mclclip.data.table_formats import NamedTexts, captions_of_json
 from mclclip.eval.images import read_lines, read_range, read_rows, read_shards
 from mclclip.eval.metrics import IntArray
-from mclclip.files import below, read_json
-
-NamedTexts = tuple[Iterable[str], Sequence[tuple[str, str]]]
-"""Files that are candidates with or without a caption, and (file, caption) pairs."""
+from mclclip.files import below
 
 
 @dataclass(frozen=True)
@@ -210,66 +208,10 @@ def _caption_tokens(path: Path, split: str | None) -> NamedTexts:
     return (), pairs
 
 
-def _caption_json(path: Path, split: str | None) -> NamedTexts:
-    content = read_json(path)
-    keys = content.keys() if isinstance(content, dict) else set()
-    try:
-        if isinstance(content, list):
-            names, pairs = _conversations(content)
-        elif {"images", "annotations"} <= keys:
-            names, pairs = _coco(content, path)
-        elif "images" in keys and all("sentences" in image for image in content["images"]):
-            names, pairs = _karpathy(content, split)
-        else:
-            raise ValueError(
-                f"{path} holds neither COCO captions (images, annotations) nor Karpathy's split "
-                f"(images with sentences)"
-            )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path} lacks a field of COCO's, Karpathy's or ShareGPT4V's layout, or has another "
-            f"type there: {error!r}"
-        ) from None
-    texts = [*names, *(item for pair in pairs for item in pair)]
-    if strange := [text for text in texts if not isinstance(text, str)]:
-        raise ValueError(f"{path} has {strange[0]!r} where a file name or a caption is wanted")
-    return names, pairs
-
-
-def _conversations(entries: list[Any]) -> NamedTexts:
-    """ShareGPT4V: the first ``value`` that is ``from`` "gpt" is the caption of ``image``."""
-    pairs = []
-    for entry in entries:
-        answers = [turn["value"] for turn in entry["conversations"] if turn["from"] == "gpt"]
-        if not answers:
-            raise KeyError("a conversation with a turn from 'gpt'")
-        pairs.append((entry["image"], answers[0]))
-    return (), pairs
-
-
-def _coco(content: Mapping[str, Any], path: Path) -> NamedTexts:
-    names = {image["id"]: image["file_name"] for image in content["images"]}
-    if strangers := {a["image_id"] for a in content["annotations"]} - names.keys():
-        raise ValueError(
-            f"{path} has captions of images it does not list, such as {min(strangers, key=str)}"
-        )
-    pairs = [(names[a["image_id"]], a["caption"]) for a in content["annotations"]]
-    return dict.fromkeys(names.values()), pairs
-
-
-def _karpathy(content: Mapping[str, Any], split: str | None) -> NamedTexts:
-    return (), [
-        (str(Path(image.get("filepath", "")) / image["filename"]), sentence["raw"])
-        for image in content["images"]
-        if split is None or image["split"] == split
-        for sentence in image["sentences"]
-    ]
-
-
 _READERS: Mapping[str, Callable[[Path, str | None], NamedTexts]] = {
     ".csv": _caption_table,
     ".tsv": _caption_table,
-    ".json": _caption_json,
+    ".json": captions_of_json,
     ".jsonl": _caption_lines,
     ".jsonlines": _caption_lines,
     ".token": _caption_tokens,

@@ -70,8 +70,8 @@ _VERBS = {
     },
     "data": {
         "pack": (
-            "images + CSV/TSV -> WebDataset shards in img2dataset's layout",
-            "--table photos.csv --images photos --out shards",
+            "pictures with captions -> WebDataset shards in img2dataset's layout",
+            "photos --captions captions.csv --out shards",
         ),
         "make-dataset": (
             "a built-in or published data set -> shards",
@@ -190,13 +190,14 @@ def _add_config_options(verb: argparse.ArgumentParser) -> None:
 
 def _add_pack(verbs: Any) -> None:
     add = _add(verbs, "pack").add_argument
-    add("--table", type=Path, required=True, help="CSV or TSV with a header")
-    add("--images", type=Path, required=True, help="folder the paths start from")
+    source = "folder of pictures (a.jpg, a.txt), CSV, TSV, JSONL, Parquet, saved data set, shards"
+    add("source", type=Path, help=source)
+    add("--captions", metavar="TABLE", type=Path, help="captions of the pictures in the folder")
+    add("--out", type=Path, required=True, help="folder for the shards")
     root = "another folder in which images may lie, such as the one that a link leads to"
     add("--allow-root", dest="allow_roots", metavar="FOLDER", type=Path, help=root, **_SEVERAL)
-    add("--out", type=Path, required=True, help="folder for the shards")
-    add("--path-column", default="filepath")
-    add("--caption-column", help="default: title, or no captions without that column")
+    add("--path-column", help="column of image paths or images; default: found by its name")
+    add("--caption-column", help="default: found by its name; without one, no captions")
     add("--samples-per-shard", type=int, default=10_000)
     add("--delimiter", default=None, help="default: by suffix (.tsv: tab)")
     add("--key-prefix", default="", help="put before the running number of a key")

@@ -1,40 +1,43 @@
-"""Verb: images + a CSV or TSV that names them -> tar shards in img2dataset's layout.
+"""Verb: pictures with captions, in the formats in which people have them -> tar shards in
+img2dataset's layout.
 
-Images are stored byte for byte. Keys are running numbers in the order in which the table first
-names each image; several rows of one image are several captions of one sample. Captions are
+Images are stored byte for byte. Keys are running numbers in the order in which the data first name
+each image. Several rows of one image are several captions of one sample: of one path, wherever they
+stand, and where the data hold the images themselves, of equal bytes one after another. Captions are
 optional: an image without any is packed without a ``.txt`` member.
 """
 
 from __future__ import annotations
 
-import csv
 import hashlib
+import itertools
 import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mclclip.data.shard_scan import IMAGE_EXTENSIONS, Findings, split_member_name
-from mclclip.data.shard_writer import PackedSample, check_foreign, write_shards
-from mclclip.files import Roots, digest_file
+from mclclip.data.shard_scan import IMAGE_EXTENSIONS, REASONS, Findings, split_member_name
+from mclclip.data.shard_writer import PackedSample, check_foreign, image_extension, write_shards
+from mclclip.data.table_formats import CAPTION_COLUMNS
+from mclclip.data.tables import Row, Table, open_table
+from mclclip.files import Roots
 from mclclip.run.artifacts import Artifact, Manifest
 from mclclip.run.runlog import progress
 
 log = logging.getLogger("mclclip")
 KIND = "shards"
-_DELIMITERS = {".csv": ",", ".tsv": "\t", ".tab": "\t"}
-_CAPTION_COLUMN = "title"  # where the table has it and no other is named
 _KEY_DIGITS = 9
 _REST = "train"  # the folder of what is not held out
 _REASONS = {
-    "no_path": "rows without an image path, left out",
+    **REASONS,
+    "no_path": "rows without an image, left out",
     "empty_caption": "rows with an empty caption, which does not count",
-    "outside_folder": "images that lie in none of the folders of --images and --allow-root, with "
-    "all links followed, left out",
+    "outside_folder": "images that lie neither below the folder of the data nor below one of "
+    "--allow-root, with all links followed, left out",
     "missing_image": "images that are not in the folder, left out",
     "zero_byte_image": "images of zero bytes, left out",
     "unsupported_extension": f"images that are not {', '.join(IMAGE_EXTENSIONS)}, left out",
@@ -42,22 +45,12 @@ _REASONS = {
 }
 
 
-@dataclass
-class _Entry:
-    """One image of the table: its captions in the order of the rows, and its first row's other
-    columns. ``file`` is where its image lies, with all links followed."""
-
-    file: Path = Path()
-    captions: list[str] = field(default_factory=list)
-    metadata: dict[str, str] = field(default_factory=dict)
-
-
 def pack(
-    table: Path,
-    images: Path,
+    source: Path,
     out: Path,
     *,
-    path_column: str = "filepath",
+    captions: Path | None = None,
+    path_column: str | None = None,
     caption_column: str | None = None,
     samples_per_shard: int = 10_000,
     delimiter: str | None = None,
@@ -65,59 +58,84 @@ def pack(
     allow_roots: Sequence[Path] = (),
     held_out: Mapping[str, float] = MappingProxyType({}),
     force: bool = False,
+    command: Sequence[str] = (),
 ) -> Manifest:
-    """Packs the images that ``table`` names (relative to the folder ``images``) into ``out``.
+    """Packs the pictures of ``source`` with the ``captions``, a table, or with those that it has.
 
-    Shards are given to others: only images that lie below ``images`` or one of ``allow_roots``,
-    with all links followed, are packed. ``held_out`` has shares of the pictures by the folder of
-    ``out`` that gets them, by their bytes, so that copies stay together; the rest is ``out/train``.
+    See ``open_table`` for what both may be. Shards are given to others: only images that lie below
+    ``source`` (the folder of a table) or ``allow_roots``, with all links followed, are packed.
+    Other columns of an image's first row are kept in its ``.json``. ``held_out`` has shares of the
+    pictures by the folder of ``out`` that gets them, by their bytes, so that copies stay together;
+    the rest is ``out/train``. What cannot be used is counted by reason, in log and manifest. A
+    finished ``out`` of the same data and options is skipped; one of others is an error, unless
+    ``force`` moves it aside. ``command`` is what the user typed, for errors that complete it.
 
-    ``delimiter`` None: chosen by the table's suffix. ``caption_column`` None: ``title`` if the
-    table has that column, else no image gets a caption. Other columns of an image's first row are
-    kept in its ``.json``. Rows and images that cannot be used, and images without a caption, are
-    counted by reason, in the log and in the manifest. A finished ``out`` of the same table and
-    options is skipped; one of others is an error, unless ``force`` moves it aside.
-
-    Raises FileNotFoundError for a missing table or folder, ValueError for a missing column, a
-    table that does not parse or yields no sample, and an ``out`` that holds foreign shards.
+    Raises the errors of ``open_table``, and ValueError where no sample can be packed and for an
+    ``out`` that holds foreign shards.
     """
-    table, images, out = Path(table), Path(images), Path(out)
-    delimiter = _check(table, [images, *allow_roots], samples_per_shard, key_prefix, delimiter)
-    _check_held_out(held_out, out)
-    caption_column = _checked_columns(table, delimiter, path_column, caption_column)
-    settings: dict[str, Any] = {
-        "images": os.path.abspath(images),
-        "path_column": path_column,
-        "caption_column": caption_column,
-        "samples_per_shard": samples_per_shard,
-        "delimiter": delimiter,
-        "key_prefix": key_prefix,
-    }
-    roots = [os.path.abspath(folder) for folder in allow_roots]
-    further = {"allow_roots": roots, "held_out": dict(held_out)}
-    settings |= {name: value for name, value in further.items() if value}
-    opened: Any = {"kind": KIND, "config": settings, "inputs": {"table": digest_file(table)}}
-    # Nothing is written yet: a table without usable rows must leave nothing behind.
+    source, out = Path(source), Path(out)
+    captions = None if captions is None else Path(captions)
+    _check(out, samples_per_shard, key_prefix, allow_roots, held_out)
+    table = open_table(
+        source, captions, image_column=path_column, caption_column=caption_column,
+        delimiter=delimiter, command=command or _command(source, captions, out),
+    )  # fmt: skip
+    if table.caption_column is None:
+        log.warning(
+            "pack: %s has no column of captions (%s), it has %s: its images are packed without "
+            "captions; name the column with --caption-column if one of these holds them",
+            table.path, ", ".join(CAPTION_COLUMNS), table.columns,
+        )  # fmt: skip
+    settings = _settings(table, samples_per_shard, key_prefix, allow_roots, held_out)
+    opened: Any = {"kind": KIND, "config": settings, "inputs": {"table": table.digest}}
+    # Nothing is written before there is a sample: data without any leave nothing behind.
     done = Artifact.open(out, **opened, force=force, write=False).manifest
     if done is not None:
         log.info("pack: %s is finished, nothing to do", out)
         return done
     findings = Findings()
-    entries = _read_table(table, delimiter, path_column, caption_column, findings)
-    entries = _usable(entries, images, Roots(images, *allow_roots), findings)
-    if not entries:
+    rows, total = _joined(table, findings)
+    samples = _samples(rows, table, Roots(table.root, *allow_roots), findings, held_out, key_prefix)
+    first = next(samples, None)
+    if first is None:
         raise ValueError(
-            f"no usable image in {table}: {'; '.join(findings.lines(_REASONS)) or 'it has no rows'}"
+            f"no usable image in {table.path}: "
+            f"{'; '.join(findings.lines(_REASONS)) or 'it has no rows'}"
         )
     artifact = Artifact.open(out, **opened, force=force)
-    samples = _samples(entries, key_prefix, path_column, held_out)
-    return _write(artifact, samples, len(entries), samples_per_shard, findings)
+    samples = itertools.chain([first], samples)
+    return _write(artifact, samples, total, samples_per_shard, findings)
+
+
+def _settings(
+    table: Table,
+    samples_per_shard: int,
+    key_prefix: str,
+    allow_roots: Sequence[Path],
+    held_out: Mapping[str, float],
+) -> dict[str, Any]:
+    """The configuration of the artifact: all that changes it beside the data."""
+    roots = [os.path.abspath(folder) for folder in allow_roots]
+    further = {"allow_roots": roots, "held_out": dict(held_out)}
+    return {
+        "images": os.path.abspath(table.root),
+        "path_column": table.image_column,
+        "caption_column": table.caption_column,
+        "samples_per_shard": samples_per_shard,
+        "delimiter": table.delimiter,
+        "key_prefix": key_prefix,
+    } | {name: value for name, value in further.items() if value}
+
+
+def _command(source: Path, captions: Path | None, out: Path) -> list[str]:
+    given = ["--captions", str(captions)] if captions else []
+    return ["mclclip", "pack", str(source), *given, "--out", str(out)]
 
 
 def _write(
     artifact: Artifact,
     samples: Iterator[PackedSample],
-    total: int,
+    total: int | None,
     samples_per_shard: int,
     findings: Findings,
 ) -> Manifest:
@@ -159,7 +177,21 @@ def _write(
     return artifact.finish({**counts, "findings": findings.to_json()})
 
 
-def _check_held_out(held_out: Mapping[str, float], out: Path) -> None:
+def _check(
+    out: Path,
+    samples_per_shard: int,
+    key_prefix: str,
+    allow_roots: Sequence[Path],
+    held_out: Mapping[str, float],
+) -> None:
+    """Raises the errors of ``pack`` for what can be known before the data are opened."""
+    for folder in allow_roots:
+        if not Path(folder).is_dir():
+            raise FileNotFoundError(f"no folder of images at {folder}")
+    if samples_per_shard < 1:
+        raise ValueError(f"samples_per_shard is {samples_per_shard}, expected at least 1")
+    if split_member_name(f"{key_prefix}0.jpg") != (f"{key_prefix}0", "jpg"):
+        raise ValueError(f"key_prefix is {key_prefix!r}: keys are cut at a dot, use none")
     for name, share in held_out.items():
         if not re.fullmatch(r"\w+", name) or name == _REST or not 0 < share < 1:
             raise ValueError(
@@ -171,123 +203,93 @@ def _check_held_out(held_out: Mapping[str, float], out: Path) -> None:
     check_foreign(out, "pack", *held_out, *([_REST] if held_out else []))
 
 
-def _check(
-    table: Path,
-    folders: Sequence[Path],
-    samples_per_shard: int,
-    key_prefix: str,
-    delimiter: str | None,
-) -> str:
-    """Returns the delimiter, by the table's suffix where none was given. Raises the errors of
-    ``pack`` for what can be known before the table is read."""
-    if not table.is_file():
-        raise FileNotFoundError(f"no table at {table}")
-    for folder in folders:
-        if not folder.is_dir():
-            raise FileNotFoundError(f"no folder of images at {folder}")
-    if samples_per_shard < 1:
-        raise ValueError(f"samples_per_shard is {samples_per_shard}, expected at least 1")
-    if split_member_name(f"{key_prefix}0.jpg") != (f"{key_prefix}0", "jpg"):
-        raise ValueError(f"key_prefix is {key_prefix!r}: keys are cut at a dot, use none")
-    delimiter = _DELIMITERS.get(table.suffix.lower()) if delimiter is None else delimiter
-    if delimiter is None:
-        raise ValueError(
-            f"{table} ends in {table.suffix!r}, expected .csv or .tsv: give the delimiter"
-        )
-    if len(delimiter) != 1:
-        raise ValueError(f"delimiter is {delimiter!r}, expected one character")
-    return delimiter
+def _joined(table: Table, findings: Findings) -> tuple[Iterator[Row], int | None]:
+    """One row for each image, with all its captions, and how many they are, where it is known.
+
+    Rows that name files are held in memory, since those of one file may stand anywhere.
+    """
+    rows = _usable(table, findings)
+    if table.holds_images:
+        groups = itertools.groupby(rows, lambda row: (row.path, row.image))
+        return (_merged(group) for _, group in groups), table.count
+    by_path: dict[str, Row] = {}
+    for row in rows:
+        if (first := by_path.setdefault(row.path, row)) is not row:
+            first.captions.extend(row.captions)
+    return iter(by_path.values()), len(by_path)
 
 
-def _checked_columns(
-    table: Path, delimiter: str, path_column: str, caption_column: str | None
-) -> str | None:
-    """The column of captions: the one given, else ``title`` if the table has it, else None, with a
-    warning. Raises ValueError where the table lacks a column."""
-    with open(table, encoding="utf-8-sig", newline="") as file:
-        try:
-            found = next(csv.reader(file, delimiter=delimiter), [])
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{table} line 1 does not parse: {error}") from None
-    for name in (path_column, *([caption_column] if caption_column else [])):
-        if name not in found:
-            raise ValueError(
-                f"{table} has no column {name!r}, it has {found}: name the columns of image path "
-                "and caption"
-            )
-    if caption_column or _CAPTION_COLUMN in found:
-        return caption_column or _CAPTION_COLUMN
-    log.warning(
-        "pack: %s has no column %r, it has %s: its images are packed without captions; name the "
-        "column with --caption-column if one of these holds them",
-        table, _CAPTION_COLUMN, found,
-    )  # fmt: skip
-    return None
+def _merged(group: Iterator[Row]) -> Row:
+    first = next(group)
+    for row in group:
+        first.captions.extend(row.captions)
+    return first
 
 
-def _read_table(
-    table: Path, delimiter: str, path_column: str, caption_column: str | None, findings: Findings
-) -> dict[str, _Entry]:
-    """Images by their normalised path, in the order in which the table first names them."""
-    entries: dict[str, _Entry] = {}
-    with open(table, encoding="utf-8-sig", newline="") as file:
-        # Cells that a short row lacks are empty.
-        reader = csv.DictReader(file, delimiter=delimiter, restkey="", restval="")
-        try:
-            for row in reader:
-                line = reader.line_num
-                row.pop("", None)  # cells beyond the header, and columns without a name
-                if not row[path_column].strip():
-                    findings.add("no_path", f"{table.name} line {line}")
-                    continue
-                path = os.path.normpath(row.pop(path_column).strip())
-                caption = row.pop(caption_column).strip() if caption_column else None
-                entry = entries.setdefault(path, _Entry(metadata=row))
-                if caption:
-                    entry.captions.append(caption)
-                elif caption is not None:
-                    findings.add("empty_caption", f"{table.name} line {line}: {path}")
-        except (csv.Error, UnicodeDecodeError) as error:
-            at = reader.line_num + 1
-            raise ValueError(f"{table} line {at} does not parse: {error}") from None
-    return entries
-
-
-def _usable(
-    entries: dict[str, _Entry], images: Path, roots: Roots, findings: Findings
-) -> dict[str, _Entry]:
-    usable = {}
-    for path, entry in entries.items():
-        if Path(path).suffix.lower().removeprefix(".") not in IMAGE_EXTENSIONS:
-            findings.add("unsupported_extension", path)
-        elif "\0" in path or (file := roots.real_path(images / path)) is None:
-            findings.add("outside_folder", path)
-        elif not file.is_file():
-            findings.add("missing_image", path)
-        elif file.stat().st_size == 0:
-            findings.add("zero_byte_image", path)
-        else:
-            usable[path] = replace(entry, file=file)
-            if not entry.captions:
-                findings.add("no_caption", path)
-    return usable
+def _usable(table: Table, findings: Findings) -> Iterator[Row]:
+    """The rows that have an image, with a normal path and without empty captions."""
+    for row in table.rows(findings):
+        if row.image is None and not row.path:
+            findings.add("no_path", row.where)
+            continue
+        path = os.path.normpath(row.path) if row.path else ""
+        captions = [text for text in map(str.strip, row.captions) if text]
+        if empty := len(row.captions) - len(captions):
+            named = f"{row.where}: {path}" if path else row.where
+            findings.add("empty_caption", named, count=empty)
+        yield replace(row, path=path, captions=captions)
 
 
 def _samples(
-    entries: dict[str, _Entry], key_prefix: str, path_column: str, held_out: Mapping[str, float]
+    rows: Iterator[Row],
+    table: Table,
+    roots: Roots,
+    findings: Findings,
+    held_out: Mapping[str, float],
+    key_prefix: str,
 ) -> Iterator[PackedSample]:
-    for number, (path, entry) in enumerate(entries.items()):
-        data = entry.file.read_bytes()
+    number = 0
+    for row in rows:
+        if (found := _image(row, table.root, roots, findings)) is None:
+            continue
+        data, extension = found
+        if not row.captions:
+            findings.add("no_caption", row.path or row.where)
         digest = hashlib.sha256(data)
-        facts = {path_column: path, "sha256": digest.hexdigest()}
+        facts = {table.image_column: row.path} if row.path else {}
         yield PackedSample(
             key=f"{key_prefix}{number:0{_KEY_DIGITS}d}",
             image=data,
-            extension=Path(path).suffix.lower().removeprefix("."),
-            captions=entry.captions,
-            metadata={**entry.metadata, **facts},
+            extension=extension,
+            captions=row.captions,
+            metadata={**row.metadata, **facts, "sha256": digest.hexdigest()},
             folder=_folder(digest.digest(), held_out),
         )
+        number += 1
+
+
+def _image(row: Row, root: Path, roots: Roots, findings: Findings) -> tuple[bytes, str] | None:
+    """Bytes and extension of a row's image; None, and a finding, where it cannot be packed."""
+    reason, data = None, row.image or b""
+    extension = image_extension(data) if data else Path(row.path).suffix.lower().removeprefix(".")
+    if row.image is None:
+        file = None if "\0" in row.path else roots.real_path(root / row.path)
+        if extension not in IMAGE_EXTENSIONS:
+            reason = "unsupported_extension"
+        elif file is None:
+            reason = "outside_folder"
+        elif not file.is_file():
+            reason = "missing_image"
+        else:
+            data = file.read_bytes()
+    if reason is None and not data:
+        reason = "zero_byte_image"
+    elif reason is None and extension is None:
+        reason = "unsupported_extension"
+    if reason is not None or extension is None:
+        findings.add(reason or "", row.path or row.where)
+        return None
+    return data, extension
 
 
 def _folder(digest: bytes, held_out: Mapping[str, float]) -> str:

@@ -49,7 +49,8 @@ from mclclip.data.options import DataConfig
 from mclclip.data.remote import RemoteOptions, protocol_of
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_reader import ShardReader
-from mclclip.data.shard_scan import ARRAY_EXTENSION, caption_field
+from mclclip.data.shard_scan import caption_field
+from mclclip.data.shard_writer import image_extension
 from mclclip.data.tar_members import TarFault, read_members
 from mclclip.ranks import collectives
 from mclclip.ranks.parent_death import map_in_pool
@@ -72,7 +73,6 @@ _HEADERS_BYTES = 2048  # of a sample in a tar at most, for names of usual length
 _TAR_BYTES = 10_240  # of a tar's end
 _SHOWN = 3  # samples that are not copied, in a log line
 _WINDOW_BYTES = 1 << 26  # of samples that are read before they are written
-_MAGIC = {b"\xff\xd8\xff": "jpg", b"\x89PNG": "png", b"\x93NUMPY": ARRAY_EXTENSION, b"RIFF": "webp"}
 
 
 def run(config: Config, context: Context, *, stage: int, force: Force = False) -> Path:
@@ -342,7 +342,7 @@ def _write(path: Path, source: _Source, ids: Integers) -> Integers:
                 if not data:
                     continue
                 # An image that no reader will decode is named as a JPEG.
-                kind = next((k for magic, k in _MAGIC.items() if data[0].startswith(magic)), "jpg")
+                kind = image_extension(data[0]) or "jpg"
                 own = {kind: data[0], extension: data[1]} if data[1] else {kind: data[0]}
                 writer.write({"__key__": name, **own})
                 for column, (suffix, content) in enumerate(own.items()):

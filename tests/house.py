@@ -26,15 +26,15 @@ from tests.unit.test_architecture import edges
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
-    "files": 207,
-    "lines": 32_214,
-    "functions": 2_586,
-    "functions of two lines or fewer": 670,
-    "classes": 315,
-    "dataclasses": 153,
+    "files": 209,
+    "lines": 32_638,
+    "functions": 2_621,
+    "functions of two lines or fewer": 677,
+    "classes": 317,
+    "dataclasses": 155,
     "options": 262,
     "arrows between rooms": 230,
-    "lines of tests": 47_146,
+    "lines of tests": 47_434,
 }
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 SILENT |= {tokenize.ENCODING, tokenize.ENDMARKER}

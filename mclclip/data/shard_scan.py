@@ -198,7 +198,7 @@ class ShardScan:
 
 
 @dataclass(slots=True)
-class _Group:
+class Group:
     """Members of one key, as (offset, size)."""
 
     image: tuple[int, int] | None = None
@@ -259,13 +259,11 @@ def scan_shard(
                 "positions, which needs plain tar files. Decompress it first"
             )
         file.seek(0)
-        groups = _group_members(file, path, text_extension, findings)
+        groups = group_members(file, path, text_extension, findings)
         reasons: list[str | None] = [None] * len(groups)
         if chosen is not None:
             jsons = [group.json for group in groups.values()]
-            reasons = chosen.why_not(
-                path, [*groups], lambda n: _read_bounded(file, jsons[n]), remote
-            )
+            reasons = chosen.why_not(path, [*groups], lambda n: read_member(file, jsons[n]), remote)
         for (key, group), reason in zip(groups.items(), reasons, strict=True):
             row: dict[str, Any] = {"key": f"{source}/{key}"}
             if reason is not None:
@@ -289,7 +287,7 @@ def scan_shard(
 def _fill_row(
     row: dict[str, Any],
     file: BinaryIO,
-    group: _Group,
+    group: Group,
     captions: str,
     attributes: Sequence[str],
     findings: Findings,
@@ -322,7 +320,7 @@ def _fill_row(
         findings.add(reason, full)
     row |= zip(RANGES, (*image, *(text or (0, 0))), strict=True)
     row["num_captions"] = num_captions
-    values = parse_attributes(_read_bounded(file, group.json), attributes) if attributes else []
+    values = parse_attributes(read_member(file, group.json), attributes) if attributes else []
     for name, value in zip(attributes, values, strict=True):
         row[ATTRIBUTE + name] = value
         if value is None:
@@ -330,12 +328,12 @@ def _fill_row(
     return True
 
 
-def _group_members(
+def group_members(
     file: BinaryIO, path: str, text_extension: str, findings: Findings
-) -> dict[str, _Group]:
+) -> dict[str, Group]:
     """The members of a tar by key, in its order, up to the first fault, which is counted; of
     members of the same name the first is kept."""
-    groups: dict[str, _Group] = {}
+    groups: dict[str, Group] = {}
     try:
         for member in read_members(file):
             split = None if len(member.name) > MAX_NAME else split_member_name(member.name)
@@ -343,14 +341,14 @@ def _group_members(
                 reason = "sparse_member" if member.sparse else "bad_name"
                 findings.add(reason, f"{_printable_name(member.name)} in {clean(path)}")
             elif split is not None and not _METADATA.match(member.name):
-                _add_member(groups.setdefault(split[0], _Group()), split[1], member, text_extension)
+                _add_member(groups.setdefault(split[0], Group()), split[1], member, text_extension)
     except TarFault as fault:
         log.debug("%s: %s", clean(path), fault)
         findings.add(fault.reason, clean(path))
     return groups
 
 
-def _add_member(group: _Group, extension: str, member: Member, text_extension: str) -> None:
+def _add_member(group: Group, extension: str, member: Member, text_extension: str) -> None:
     if extension in group.extensions:
         group.repeated[extension] = group.repeated.get(extension, 0) + 1
         return
@@ -375,6 +373,6 @@ def _read(file: BinaryIO, place: tuple[int, int] | None) -> bytes:
     return b"" if place is None else os.pread(file.fileno(), place[1], place[0])
 
 
-def _read_bounded(file: BinaryIO, place: tuple[int, int] | None) -> bytes:
-    """A ``.json`` member; empty where there is none or it is too large to be read."""
+def read_member(file: BinaryIO, place: tuple[int, int] | None) -> bytes:
+    """A member with text; empty where there is none or it is too large to be read."""
     return b"" if place is None or place[1] > MAX_TEXT_BYTES else _read(file, place)

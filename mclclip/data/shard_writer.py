@@ -24,6 +24,7 @@ from mclclip.files import remove_leftovers, whole_file
 from mclclip.run.artifacts import made_of
 
 _OWNER = "mclclip"
+_MAGIC = {b"\xff\xd8\xff": "jpg", b"\x89PNG": "png", b"\x93NUMPY": ARRAY_EXTENSION, b"RIFF": "webp"}
 _OWN_NAME = re.compile(r"\d{5,}\.tar")
 
 
@@ -104,6 +105,11 @@ def write_shards(
             if _OWN_NAME.fullmatch(stale.name):
                 stale.unlink()
     return paths
+
+
+def image_extension(data: bytes) -> str | None:
+    """The extension of an image of a kind that shards hold, by its first bytes; None of another."""
+    return next((name for magic, name in _MAGIC.items() if data.startswith(magic)), None)
 
 
 def check_foreign(out: Path, verb: str, *folders: str) -> None:

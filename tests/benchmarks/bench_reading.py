@@ -255,7 +255,7 @@ def photographs(folder: Path, every: int = 7, samples_per_shard: int = 40) -> li
         writer.writerows(row for row in rows if row["filepath"] in chosen)
     out = folder / "shards"
     images = _images(source, rows[0])
-    pack.pack(folder / "captions.csv", images, out, samples_per_shard=samples_per_shard)
+    pack.pack(images, out, captions=folder / "captions.csv", samples_per_shard=samples_per_shard)
     return sorted(out.glob("*.tar"))
 
 

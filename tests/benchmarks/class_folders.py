@@ -3,7 +3,7 @@
 Each function fills a new folder ``out`` and returns it; ``out/train.csv`` (filepath, title: the
 class's name) is what ``mclclip pack`` reads to train on the same pictures::
 
-    pack.pack(out / "train.csv", out, shards)
+    pack.pack(out, shards, captions=out / "train.csv")
 
 Other images can be put aside as ``teacher/<class>/`` and ``teacher.csv``.
 """

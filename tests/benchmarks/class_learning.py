@@ -210,9 +210,9 @@ def prepare(name: str, per_class: tuple[int, int, int], where: Path) -> None:
             raise ValueError(
                 f"{folders / part} has {there} images per class, wanted {wanted}: use another --out"
             )
-    pack.pack(folders / "train.csv", folders, where / _shards(REFERENCE))
+    pack.pack(folders, where / _shards(REFERENCE), captions=folders / "train.csv")
     if per_class[2]:
-        pack.pack(folders / "teacher.csv", folders, where / _shards(TEACHER))
+        pack.pack(folders, where / _shards(TEACHER), captions=folders / "teacher.csv")
 
 
 def shrink(folders: Path) -> None:

@@ -56,7 +56,7 @@ def of_run(function: Call, **flags: Any) -> Call:
 def call_pack(folder: Path, change: Any = (), force: Any = False) -> object:
     options = {"samples_per_shard": 2} | dict(change)
     table, images = folder / "run" / "table.csv", (folder / "data" / "pictures").resolve()
-    return pack.pack(table, images, folder / "run" / "packed", **options, force=force)
+    return pack.pack(images, folder / "run" / "packed", captions=table, **options, force=force)
 
 
 def call_make_dataset(folder: Path, change: Any = (), force: Any = False) -> object:

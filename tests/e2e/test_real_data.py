@@ -91,8 +91,8 @@ def checkout(ucm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which everything up to ``mclclip run`` was typed, and both parts were packed."""
     folder = tmp_path_factory.mktemp("ucm")
     lines = commands(RECIPE)
-    where = "--images $data --allow-root $ucm/images --out $data/held_out"
-    held_out = f"mclclip pack --table $data/held_out.csv {where} --samples-per-shard 100"
+    where = "--allow-root $ucm/images --out $data/held_out"
+    held_out = f"mclclip pack $data --captions $data/held_out.csv {where} --samples-per-shard 100"
     type_in(folder, ucm, [*lines[:-1], held_out])
     return folder
 

@@ -98,7 +98,7 @@ def test_every_verb_has_help(main: Any, verb: str) -> None:
         ("eval", "eval.run.run"),
         ("analyse --figures tsne,clam", "figures.run"),
         ("make-dataset patterns --out x", "make_dataset.run"),
-        ("pack --table a --images b --out c", "pack.pack"),
+        ("pack a --captions b --out c", "pack.pack"),
         ("doctor", "doctor.run"),
         ("report runs/mine --out page.html", "report.run"),
     ],

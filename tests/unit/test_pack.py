@@ -39,7 +39,7 @@ def images(tmp_path: Path) -> Path:
 
 def run(tmp_path: Path, images: Path, rows: Rows, **options: Any) -> Manifest:
     table = write_table(tmp_path / "t.csv", [["filepath", "title"], *rows])
-    return pack(table, images, tmp_path / "out", **options)
+    return pack(images, tmp_path / "out", captions=table, **options)
 
 
 def test_images_byte_for_byte_with_running_keys(tmp_path: Path, images: Path) -> None:
@@ -79,9 +79,9 @@ def test_tsv_columns_by_name_prefix_and_further_columns(tmp_path: Path, images: 
     rows = [["", "text", "file", "licence"], ["0", "1", "a.jpg", "by"], ["1", "2", "a.jpg", "nc"]]
     table = write_table(tmp_path / "t.tsv", rows, "\t")
     pack(
-        table,
         images,
         tmp_path / "out",
+        captions=table,
         path_column="file",
         caption_column="text",
         key_prefix="set/x",
@@ -95,7 +95,7 @@ def test_a_table_without_captions_makes_shards_without_captions(
     tmp_path: Path, images: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     table = write_table(tmp_path / "t.csv", [["filepath", "class"], ["a.jpg", "x"], ["b.PNG", "y"]])
-    manifest = pack(table, images, tmp_path / "out")
+    manifest = pack(images, tmp_path / "out", captions=table)
     found = read_tar(tmp_path / "out" / "00000.tar")
     assert sorted(found) == [f"00000000{name}" for name in ("0.jpg", "0.json", "1.json", "1.png")]
     assert json.loads(found["000000001.json"])["captions"] == []
@@ -105,12 +105,12 @@ def test_a_table_without_captions_makes_shards_without_captions(
     assert manifest.counts["findings"] == {
         "no_caption": {"count": 2, "examples": ["a.jpg", "b.PNG"]}
     }
-    assert "no column 'title', it has ['filepath', 'class']: its images are packed" in caplog.text
+    assert "it has ['filepath', 'class']: its images are packed" in caplog.text
     assert "2 images without any caption, packed without one" in caplog.text
     with pytest.raises(
         ValueError, match="no column 'title', it has"
     ):  # a named one has to be there
-        pack(table, images, tmp_path / "other", caption_column="title")
+        pack(images, tmp_path / "other", captions=table, caption_column="title")
     source = {"shards": str(tmp_path / "out" / "*.tar")}
     options = {"run_dir": str(tmp_path / "run"), "data": {"sources": {"s": source}}}
     assert index.run(config.from_tree(options), SINGLE).num_captions.tolist() == [0, 0]
@@ -120,8 +120,8 @@ def test_delimiter_and_byte_order_mark(tmp_path: Path, images: Path) -> None:
     table = tmp_path / "t.txt"
     table.write_text("filepath|title\na.jpg|one\n", encoding="utf-8-sig")
     with pytest.raises(ValueError, match=r"t\.txt ends in '\.txt'.*give the delimiter"):
-        pack(table, images, tmp_path / "out")
-    assert pack(table, images, tmp_path / "out", delimiter="|").counts["samples"] == 1
+        pack(images, tmp_path / "out", captions=table)
+    assert pack(images, tmp_path / "out", captions=table, delimiter="|").counts["samples"] == 1
 
 
 def test_what_cannot_be_packed_is_counted_by_reason(
@@ -189,7 +189,7 @@ def test_nothing_outside_of_the_folder_is_packed(
     assert b"private key" not in b"".join(packed.values())
     assert "--allow-root" in caplog.text and "../private/key.jpg" in caplog.text
     with pytest.raises(ValueError, match="no usable image in .*outside_folder"):
-        pack(tmp_path / "t.csv", images / "sub", tmp_path / "other")
+        pack(images / "sub", tmp_path / "other", captions=tmp_path / "t.csv")
 
 
 def test_a_further_folder_may_be_allowed(tmp_path: Path, images: Path, secret: Path) -> None:
@@ -241,17 +241,17 @@ def test_a_misspelled_column_is_named_over_a_finished_output_too(
     tmp_path: Path, images: Path, column: str
 ) -> None:
     table = write_table(tmp_path / "t.csv", [["filepath", "title"], ["a.jpg", "x"]])
-    pack(table, images, tmp_path / "out")
+    pack(images, tmp_path / "out", captions=table)
     with pytest.raises(ValueError, match="no column 'titel', it has") as error:
-        pack(table, images, tmp_path / "out", **{column: "titel"})  # type: ignore[arg-type]
+        pack(images, tmp_path / "out", captions=table, **{column: "titel"})  # type: ignore[arg-type]
     assert "--force" not in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"path,title\na.jpg,x\n", r"no column 'filepath', it has \['path', 'title'\]"),
-        (b"", r"no column 'filepath', it has \[\]"),
+        (b"picture,title\na.jpg,x\n", r"no column of images .*it has \['picture', 'title'\]"),
+        (b"", r"no column of images .*it has \[\]"),
         (b"filepath,title\n", "no usable image in .*it has no rows"),
         (b"filepath,title\nnone.jpg,x\n", "no usable image in .*1 images that are not in the fold"),
         (b"filepath,title\na.jpg," + b"x" * 200_000 + b"\n", "does not parse: field larger"),
@@ -263,7 +263,7 @@ def test_wrong_tables_leave_nothing_behind(
 ) -> None:
     (tmp_path / "t.csv").write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        pack(tmp_path / "t.csv", images, tmp_path / "out")
+        pack(images, tmp_path / "out", captions=tmp_path / "t.csv")
     assert not (tmp_path / "out").exists()
 
 
@@ -284,14 +284,14 @@ def test_wrong_options(tmp_path: Path, images: Path, options: dict[str, Any], me
 
 def test_missing_table_folder_and_foreign_shards(tmp_path: Path, images: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no table"):
-        pack(tmp_path / "none.csv", images, tmp_path / "out")
+        pack(images, tmp_path / "out", captions=tmp_path / "none.csv")
     table = write_table(tmp_path / "t.csv", [["filepath", "title"], ["a.jpg", "1"]])
     with pytest.raises(FileNotFoundError, match="no folder of images"):
-        pack(table, tmp_path / "none", tmp_path / "out")
+        pack(tmp_path / "none", tmp_path / "out", captions=table)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "00000.tar").write_bytes(b"someone's shard")
     with pytest.raises(ValueError, match="did not write"):
-        pack(table, images, tmp_path / "out")
+        pack(images, tmp_path / "out", captions=table)
     assert (tmp_path / "out" / "00000.tar").read_bytes() == b"someone's shard"
 
 
@@ -301,7 +301,7 @@ def test_real_photographs_packed_and_indexed(tmp_path: Path, shared_data: Path) 
     with open(folder / "captions.csv", newline="") as file:
         rows = [row for row in csv.reader(file)][:401]
     table = write_table(tmp_path / "t.csv", rows)
-    counts = pack(table, folder, tmp_path / "out", samples_per_shard=30).counts
+    counts = pack(folder, tmp_path / "out", captions=table, samples_per_shard=30).counts
     assert (counts["captions"], counts["findings"]) == (400, {})
     source = {"shards": str(tmp_path / "out" / "*.tar"), "captions": "json:captions"}
     options = {"run_dir": str(tmp_path / "run"), "data": {"sources": {"ucm": source}}}

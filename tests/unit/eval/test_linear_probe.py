@@ -405,5 +405,5 @@ def test_labels_and_metrics_that_do_not_fit_get_one_line(numbers: Path, planted:
 
 def test_the_table_of_train_images_can_be_packed(tmp_path: Path) -> None:
     root = class_folders.rendered(tmp_path / "data", 3, 1, attribute="size")
-    manifest = pack(root / "train.csv", root, tmp_path / "shards")
+    manifest = pack(root, tmp_path / "shards", captions=root / "train.csv")
     assert manifest.counts["samples"] == manifest.counts["captions"] == 6

@@ -1,0 +1,350 @@
+"""Every format in which people have pictures with captions: packed alike, and refused in a line."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from mclclip.pack import pack
+from tests.tars import read_tar, write_tar
+
+TEXTS = {
+    "sub/a.jpg": ["a red square", "one more"],
+    "b.png": ["blue, with a comma"],
+    "c.webp": ["grün\nund gelb"],
+}
+PAIRS = [(name, text) for name, texts in TEXTS.items() for text in texts]
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    folder = tmp_path / "photos"
+    (folder / "sub").mkdir(parents=True)
+    for number, name in enumerate(TEXTS):
+        Image.new("RGB", (4, 3), (80 * number, 9, 200)).save(folder / name)
+    return folder
+
+
+def write_csv(path: Path, columns: list[str], rows: Any) -> Path:
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",").writerows(
+            [columns, *rows]
+        )
+    return path
+
+
+def write_lines(path: Path, rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write_arrow(path: Path, table: pa.Table) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    return path
+
+
+def hub_table(photos: Path, image: str = "image") -> pa.Table:
+    """As the Hub's data sets are: a struct of bytes and path, and a list of captions."""
+    images = [{"bytes": (photos / name).read_bytes(), "path": name} for name in TEXTS]
+    ids = pa.array([1.0, float("nan"), 3.0])
+    return pa.table({image: images, "caption": [*TEXTS.values()], "score": ids})
+
+
+def flat_table(photos: Path) -> pa.Table:
+    """A row for each caption, with the bytes of its image alone."""
+    data = [(photos / name).read_bytes() for name, _ in PAIRS]
+    return pa.table({"jpg": data, "text": [text for _, text in PAIRS]})
+
+
+def coco(path: Path) -> Path:
+    images = [{"id": n, "file_name": name} for n, name in enumerate(TEXTS)]
+    ids = {image["file_name"]: image["id"] for image in images}
+    notes = [{"image_id": ids[name], "caption": text} for name, text in PAIRS]
+    path.write_text(json.dumps({"images": images, "annotations": notes}))
+    return path
+
+
+def parquet(path: Path, table: pa.Table) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, path, row_group_size=2)
+    return path
+
+
+def shards(folder: Path, photos: Path, kind: str) -> Path:
+    members = []
+    for number, (name, texts) in enumerate(TEXTS.items()):
+        members.append((f"{number}.{Path(name).suffix[1:]}", (photos / name).read_bytes()))
+        facts = {"json:captions": {"captions": texts, "url": "u"}, "txt": {"caption": "x"}}
+        members.append((f"{number}.json", json.dumps(facts[kind]).encode()))
+        members.append((f"{number}.txt", texts[0].encode()))
+    write_tar(folder / "00000.tar", members[:6])
+    write_tar(folder / "00001.tar", members[6:])
+    return folder
+
+
+def saved(folder: Path, photos: Path) -> Path:
+    write_arrow(folder / "data-00000-of-00001.arrow", hub_table(photos))
+    (folder / "state.json").write_text("{}")
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
+
+
+def pathed(column: str, text: str) -> Any:
+    return [{column: name, text: texts} for name, texts in TEXTS.items()]
+
+
+Made = Callable[[Path, Path], tuple[Path, Path | None]]
+FORMATS: dict[str, Made] = {
+    "csv": lambda at, photos: (photos, write_csv(at / "t.csv", ["image", "caption"], PAIRS)),
+    "tsv": lambda at, photos: (photos, write_csv(at / "t.tsv", ["file_name", "text"], PAIRS)),
+    "csv alone": lambda at, photos: (
+        write_csv(at / "t.csv", ["Path", "Title"], [(f"photos/{n}", t) for n, t in PAIRS]), None
+    ),
+    "jsonl": lambda at, photos: (
+        photos, write_lines(at / "t.jsonl", pathed("image_path", "captions"))
+    ),
+    "parquet of paths": lambda at, photos: (
+        photos, parquet(at / "t.parquet", pa.Table.from_pylist(pathed("url", "caption")))
+    ),
+    "parquet of the hub": lambda at, photos: (parquet(at / "t.parquet", hub_table(photos)), None),
+    "parquet of bytes": lambda at, photos: (parquet(at / "t.parquet", flat_table(photos)), None),
+    "folder of parquet": lambda at, photos: (
+        [
+            parquet(at / f"hub/data/train-0000{n}-of-00002.parquet", hub_table(photos)[start:stop])
+            for n, (start, stop) in enumerate([(0, 1), (1, 3)])
+        ][0].parents[1],
+        None,
+    ),
+    "saved data set": lambda at, photos: (saved(at / "saved", photos), None),
+    "shards": lambda at, photos: (shards(at / "tars", photos, "json:captions"), None),
+    "pattern of shards": lambda at, photos: (
+        shards(at / "tars", photos, "json:captions") / "{00000..00001}.tar", None
+    ),
+    "coco": lambda at, photos: (photos, coco(at / "captions.json")),
+}  # fmt: skip
+
+
+def packed(out: Path) -> dict[bytes, list[str]]:
+    """Bytes of every image with its captions, in order."""
+    found = {}
+    for path in sorted(out.glob("*.tar")):
+        members = read_tar(path)
+        for name, data in members.items():
+            if not name.endswith((".json", ".txt")):
+                key = name.partition(".")[0]
+                found[data] = json.loads(members[f"{key}.json"])["captions"]
+                assert members[f"{key}.txt"].decode() == found[data][0]
+    return found
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_same_pixels_and_captions_whatever_the_format(
+    name: str, tmp_path: Path, photos: Path
+) -> None:
+    source, captions = FORMATS[name](tmp_path, photos)
+    manifest = pack(source, tmp_path / "out", captions=captions, samples_per_shard=2)
+    assert packed(tmp_path / "out") == {
+        (photos / file).read_bytes(): texts for file, texts in TEXTS.items()
+    }
+    assert manifest.counts == {"samples": 3, "captions": 4, "shards": 2, "findings": {}}
+    assert pack(source, tmp_path / "out", captions=captions, samples_per_shard=2) == manifest
+
+
+def test_texts_beside_pictures(tmp_path: Path, photos: Path) -> None:
+    for name, texts in TEXTS.items():
+        (photos / name).with_suffix(".txt").write_text(f" {texts[0]}\n", encoding="utf-8-sig")
+    (photos / "none.jpg").write_bytes((photos / "b.png").read_bytes())
+    (photos / "old.gif").write_bytes(b"GIF89a")
+    (photos / "._a.jpg").write_bytes(b"of another system")
+    counts = pack(photos, tmp_path / "out").counts
+    findings = {reason: entry["examples"] for reason, entry in counts["findings"].items()}
+    assert findings == {"no_caption": ["none.jpg"], "unsupported_extension": ["old.gif"]}
+    assert counts["samples"] == 4 and counts["captions"] == 3
+    (photos / "sub" / "a.txt").write_text("another caption")
+    with pytest.raises(ValueError, match=r"inputs\.table was"):
+        pack(photos, tmp_path / "out")
+
+
+def test_a_text_beside_a_picture_is_not_read_through_a_link(tmp_path: Path, photos: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("a private text")
+    (photos / "b.txt").write_text("a caption")
+    (photos / "c.txt").symlink_to(secret)
+    counts = pack(photos, tmp_path / "out").counts
+    assert counts["captions"] == 1
+    assert b"private" not in (tmp_path / "out" / "00000.tar").read_bytes()
+
+
+def test_what_rows_lack_is_counted(tmp_path: Path, photos: Path) -> None:
+    good = (photos / "b.png").read_bytes()
+    images = [good, None, b"", b"GIF89a of old", good[:-1], good[:-2]]
+    table = pa.table({"image": images, "text": ["a", "b", "c", "d", " ", None]})
+    counts = pack(parquet(tmp_path / "t.parquet", table), tmp_path / "out").counts
+    assert {r: e["count"] for r, e in counts["findings"].items()} == {
+        "no_path": 1, "zero_byte_image": 1, "unsupported_extension": 1, "empty_caption": 2,
+        "no_caption": 2,
+    }  # fmt: skip
+    assert counts["findings"]["zero_byte_image"]["examples"] == ["t.parquet row 3"]
+    lines = [
+        {"text": "x"},
+        {"image": "b.png", "text": 3},
+        {"image": "b.png", "text": None},
+        {"image": ["b.png"]},
+        {"image": "/x.png"},
+    ]
+    table_of_lines = write_lines(tmp_path / "t.jsonl", lines)
+    counts = pack(photos, tmp_path / "two", captions=table_of_lines).counts
+    assert {r: e["count"] for r, e in counts["findings"].items()} == {
+        "no_path": 2, "outside_folder": 1, "empty_caption": 3, "no_caption": 1,
+    }  # fmt: skip
+
+
+def test_a_struct_of_the_hub_opens_no_file_outside(tmp_path: Path, photos: Path) -> None:
+    """Data sets of the Hub may hold paths alone."""
+    (tmp_path / "key.png").write_bytes((photos / "b.png").read_bytes())
+    images = [{"bytes": None, "path": path} for path in ("b.png", "../key.png", None)]
+    table = parquet(photos / "t.parquet", pa.table({"image": images, "caption": ["a", "b", "c"]}))
+    counts = pack(table, tmp_path / "out").counts
+    assert {r: e["count"] for r, e in counts["findings"].items()} == {
+        "outside_folder": 1, "no_path": 1,
+    }  # fmt: skip
+    assert packed(tmp_path / "out") == {(photos / "b.png").read_bytes(): ["a"]}
+
+
+def test_rows_of_bytes_keep_further_columns(tmp_path: Path, photos: Path) -> None:
+    source = parquet(tmp_path / "t.parquet", hub_table(photos))
+    pack(source, tmp_path / "out")
+    members = read_tar(tmp_path / "out" / "00000.tar")
+    facts = [json.loads(data) for name, data in members.items() if name.endswith("json")]
+    assert [fact["score"] for fact in facts] == [1.0, None, 3.0]
+    assert [fact["image"] for fact in facts] == [*TEXTS]
+
+
+def hub_splits(at: Path, photos: Path) -> Path:
+    for split in ("test", "train"):
+        parquet(at / f"hub/data/{split}-00000-of-00001.parquet", hub_table(photos))
+    return at / "hub"
+
+
+def saved_splits(at: Path, photos: Path) -> Path:
+    for split in ("train", "valid"):
+        saved(at / "saved" / split, photos)
+    (at / "saved" / "dataset_dict.json").write_text("{}")
+    return at / "saved"
+
+
+AMBIGUOUS: dict[str, tuple[Made, str, str]] = {
+    "two columns of paths": (
+        lambda at, p: (p, write_csv(at / "t.csv", ["image", "path", "text"], [["b.png"] * 3])),
+        "images in 'image' and 'path', choose one",
+        "mclclip pack photos --captions t.csv --out out --path-column image",
+    ),
+    "an odd name": (
+        lambda at, p: (p, write_csv(at / "t.csv", ["id", "my file"], [["7", "b.png"]])),
+        "no column of images",
+        "mclclip pack photos --captions t.csv --out out --path-column 'my file'",
+    ),
+    "two columns of captions": (
+        lambda at, p: (
+            p, write_lines(at / "t.jsonl", [{"image": "b.png", "text": "x", "title": "y"}])
+        ),
+        "captions in 'text' and 'title', choose one",
+        "mclclip pack photos --captions t.jsonl --out out --caption-column text",
+    ),
+    "two images in a row": (
+        lambda at, p: (
+            parquet(at / "t.parquet", hub_table(p).append_column("old", hub_table(p)["image"])),
+            None,
+        ),
+        "images in 'image' and 'old', choose one",
+        "mclclip pack t.parquet --out out --path-column image",
+    ),
+    "a table among pictures": (
+        lambda at, p: (write_csv(p / "captions.csv", ["image", "text"], PAIRS).parent, None),
+        "pictures without texts beside them, and captions.csv",
+        "mclclip pack photos --out out --captions photos/captions.csv",
+    ),
+    "shards among pictures": (
+        lambda at, p: (write_tar(p / "x.tar", []).parent, None),
+        "holds pictures, and x.tar too",
+        "mclclip pack 'photos/**/*.tar' --out out",
+    ),
+    "splits of the hub": (
+        lambda at, p: (hub_splits(at, p), None),
+        "several data sets or splits (data/test, data/train), choose one",
+        "mclclip pack 'hub/data/test*.parquet' --out out",
+    ),
+    "saved splits": (
+        lambda at, p: (saved_splits(at, p), None),
+        "holds the splits train, valid, choose one",
+        "mclclip pack saved/train --out out",
+    ),
+    "a folder of a table": (
+        lambda at, p: (coco(at / "notes" / "c.json").parent, None),
+        "holds no pictures, but tables such as c.json",
+        "mclclip pack notes/c.json --out out",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_what_is_ambiguous_is_one_line_with_the_command(
+    name: str, tmp_path: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes").mkdir()
+    made, message, command = AMBIGUOUS[name]
+    source, captions = made(tmp_path, photos)
+    paths = [path and path.relative_to(tmp_path) for path in (source, captions)]
+    with pytest.raises(ValueError) as error:
+        pack(paths[0] or source, Path("out"), captions=paths[1])
+    assert message in str(error.value) and str(error.value).endswith(f": {command}")
+    assert "\n" not in str(error.value) and not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("t.parquet", b"PAR1 is not all of it", r"t\.parquet cannot be read .*fetch or write it"),
+        ("t.arrow", b"no arrow", r"t\.arrow cannot be read"),
+        ("t.jsonl", b'{"image": "b.png"}\n{"image": \n', r"t\.jsonl line 2 is not valid JSON"),
+        ("t.jsonl", b"[1]\n", "line 1 is not an object of columns"),
+        ("t.jsonl", b"[" * 900 + b"]" * 900, "line 1 is nested deeper than 64 levels"),
+        ("t.json", b"{}", "holds neither COCO captions"),
+        ("t.tar", b"no tar" * 100, "no usable image in .*unreadable_shard"),
+        ("t.xlsx", b"PK", "ends in '.xlsx', expected one of"),
+        ("t.csv", b"url,text\nhttp://x/a.jpg,a\n", "has addresses in 'url': fetch the images"),
+    ],
+)
+def test_damaged_files_are_one_line(
+    name: str, data: bytes, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=message) as error:
+        pack(tmp_path / name, tmp_path / "out")
+    assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+
+def test_a_parquet_that_was_cut_short(tmp_path: Path, photos: Path) -> None:
+    path = parquet(tmp_path / "t.parquet", hub_table(photos))
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(ValueError, match="cannot be read"):
+        pack(path, tmp_path / "out")
+
+
+def test_nothing_there_names_what_is_wanted(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="wanted a folder of pictures or of shards, or"):
+        pack(tmp_path / "none", tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="empty holds no pictures"):
+        pack(tmp_path / "empty", tmp_path / "out")
