@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from mclclip.data.shard_scan import parse_captions
-from mclclip.data.table_formats import NamedTexts, captions_of_json
+from mclclip.data.shard_scan import Findings, parse_captions
+from mclclip.data.table_formats import NamedTexts, captions_of_json, named
+from mclclip.data.tables import IMAGE_COLUMNS, open_table
 from mclclip.eval.images import read_lines, read_range, read_rows, read_shards
 from mclclip.eval.metrics import IntArray
 from mclclip.files import below
@@ -61,10 +62,11 @@ def read_captions(
 ) -> ImageTexts:
     """The images and captions of a named protocol, after a check of their numbers.
 
-    ``path``: .csv or .tsv with the columns filepath, title and perhaps split; .json, COCO's,
-    Karpathy's or ShareGPT4V's; .jsonl or .jsonlines, DOCCI's; .token, Flickr30k's; or a folder with
-    a .txt per image, Urban1k's. Files are named from the folder ``images``. ``split`` overrides the
-    protocol's. COCO's images without a caption are kept as candidates.
+    ``path``: .csv, .tsv, .jsonl or .parquet with names of files, captions and perhaps a column
+    split (see ``open_table``); .json, COCO's, Karpathy's or ShareGPT4V's; .jsonl, DOCCI's; .token,
+    Flickr30k's; or a folder with a .txt per image, Urban1k's. Files are named from the folder
+    ``images``. ``split`` overrides the protocol's. COCO's images without a caption are kept as
+    candidates.
     """
     path, images = Path(path), Path(images)
     rule = _rule(path, images, protocol)
@@ -179,16 +181,29 @@ def _caption_files(folder: Path, images: Path) -> NamedTexts:
 
 
 def _caption_table(path: Path, split: str | None) -> NamedTexts:
-    columns = ["filepath", "title", *(["split"] if split else [])]
-    rows = read_rows(path, columns, "table of captions")
-    return (), [(file, title) for _, (file, title, *own) in rows if own in ([], [split])]
+    """Names of files and captions in the columns that ``open_table`` finds, of one ``split``."""
+    table = open_table(path)
+    needed = {"captions": table.caption_column, "split": not split or "split" in table.columns}
+    if missing := [what for what, there in needed.items() if not there]:
+        raise ValueError(
+            f"{path} has the columns {table.columns}, missing {missing}: its first line must name "
+            "them, such as 'filepath,title,split'"
+        )
+    if table.holds_images:
+        raise ValueError(f"{path} holds images: pack it, and give the folder of its shards")
+    rows = (r for r in table.rows(Findings()) if not split or r.metadata.get("split") == split)
+    return (), [(row.path, text) for row in rows for text in row.captions]
 
 
 def _caption_lines(path: Path, split: str | None) -> NamedTexts:
-    """DOCCI: an object per line with ``image_file``, ``description`` and perhaps ``split``."""
+    """DOCCI: an object per line with ``image_file``, ``description`` and perhaps ``split``; or a
+    table with columns of common names."""
+    lines = read_lines(path)
+    if lines and isinstance(lines[0][1], dict) and named(lines[0][1], IMAGE_COLUMNS):
+        return _caption_table(path, split)
     fields = ("image_file", "description", *(["split"] if split else []))
     pairs: list[tuple[str, str]] = []
-    for line, row in read_lines(path):
+    for line, row in lines:
         values: list[Any] = [row.get(f) for f in fields] if isinstance(row, dict) else [None]
         if not all(isinstance(value, str) for value in values):
             raise ValueError(f"{line} wants the texts {', '.join(fields)}")
@@ -212,6 +227,7 @@ _READERS: Mapping[str, Callable[[Path, str | None], NamedTexts]] = {
     ".csv": _caption_table,
     ".tsv": _caption_table,
     ".json": captions_of_json,
+    ".parquet": _caption_table,
     ".jsonl": _caption_lines,
     ".jsonlines": _caption_lines,
     ".token": _caption_tokens,

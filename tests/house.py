@@ -27,14 +27,14 @@ from tests.unit.test_architecture import edges
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
     "files": 209,
-    "lines": 32_638,
-    "functions": 2_621,
+    "lines": 32_660,
+    "functions": 2_622,
     "functions of two lines or fewer": 677,
     "classes": 317,
     "dataclasses": 155,
     "options": 262,
     "arrows between rooms": 230,
-    "lines of tests": 47_434,
+    "lines of tests": 47_459,
 }
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 SILENT |= {tokenize.ENCODING, tokenize.ENDMARKER}

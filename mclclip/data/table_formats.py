@@ -64,7 +64,9 @@ def is_stored(value: Any) -> bool:
 
 
 def named(columns: Fields, names: Sequence[str]) -> list[str]:
-    return [column for column in columns if column.strip().lower() in names]
+    """The columns of these names, whatever their case, in the order of the names."""
+    found = [column for column in columns if column.strip().lower() in names]
+    return sorted(found, key=lambda column: names.index(column.strip().lower()))
 
 
 def walk(folder: Path) -> Iterator[Path]:
@@ -75,25 +77,31 @@ def walk(folder: Path) -> Iterator[Path]:
 
 
 def csv_format(path: Path, delimiter: str) -> Format:
-    def rows(_: Findings) -> Rows:
+    """The rows of a table of text with a header; blanks after a delimiter are ignored."""
+
+    @contextmanager
+    def opened() -> Iterator[tuple[csv.DictReader[str], Sequence[str]]]:
         with open(path, encoding="utf-8-sig", newline="") as file:
             # Cells that a short row lacks are empty.
-            reader = csv.DictReader(file, delimiter=delimiter, restkey="", restval="")
-            at = 1
+            reader = csv.DictReader(
+                file, delimiter=delimiter, restkey="", restval="", skipinitialspace=True
+            )
             try:
-                for row in reader:
-                    at = reader.line_num
-                    row.pop("", None)  # cells beyond the header, and columns without a name
-                    yield f"{path.name} line {at}", row
-                    at += 1
+                names = [name.strip() for name in reader.fieldnames or []]
+                reader.fieldnames = names
+                yield reader, names
             except (csv.Error, UnicodeDecodeError) as error:
+                at = reader.line_num + 1
                 raise ValueError(f"{path} line {at} does not parse: {error}") from None
 
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        try:
-            columns = dict.fromkeys(next(csv.reader(file, delimiter=delimiter), []), "")
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} line 1 does not parse: {error}") from None
+    def rows(_: Findings) -> Rows:
+        with opened() as (reader, _names):
+            for row in reader:
+                row.pop("", None)  # cells beyond the header, and columns without a name
+                yield f"{path.name} line {reader.line_num}", row
+
+    with opened() as (_, names):
+        columns = dict.fromkeys(names, "")
     _, first = next(rows(Findings()), ("", {}))
     return Format({name: first.get(name, "") for name in columns}, rows)
 

@@ -117,7 +117,8 @@ def open_table(
     layout, or a folder or pattern (``{0..9}``, ``*``) of several Parquet, Arrow or tar files.
 
     Raises FileNotFoundError where nothing is there, and ValueError where columns or files are
-    missing or ambiguous: ``command`` is what the user typed, which the line then completes.
+    missing or ambiguous: ``command`` is what the user typed, which the line then completes. Without
+    a command the first that fits is taken of several columns, in the order of their common names.
     """
     if captions is not None:
         if not source.is_dir():
@@ -138,8 +139,9 @@ def open_table(
     else:
         table, delimiter = FORMATS[kind](files or [source]), None
     root = source if source.is_dir() else files[0].parent
-    images = _image_column(path, root, table, image_column, ask)
-    texts = _caption_column(path, table, caption_column, ask)
+    first = not command
+    images = _image_column(path, root, table, image_column, first, ask)
+    texts = _caption_column(path, table, caption_column, first, ask)
     return Table(
         path=path,
         root=root,
@@ -162,7 +164,7 @@ def _complete(command: Sequence[str], path: Path, what: str, *words: object) -> 
     data set ``path`` stood, a flag and its value at the end."""
     others = [str(words[0]) if word == str(path) else word for word in command]
     typed = others if len(words) == 1 else [*command, *map(str, words)]
-    return ValueError(f"{what}: {shlex.join(typed)}")
+    return ValueError(f"{what}: {shlex.join(typed)}" if command else what)
 
 
 def _files(path: Path, ask: _Ask) -> list[Path]:
@@ -246,7 +248,9 @@ def _digest(path: Path, files: Sequence[Path]) -> str:
 # --- columns -------------------------------------------------------------------------------------
 
 
-def _image_column(path: Path, root: Path, table: Format, given: str | None, ask: _Ask) -> str:
+def _image_column(
+    path: Path, root: Path, table: Format, given: str | None, first: bool, ask: _Ask
+) -> str:
     if given is not None or table.chosen:
         return _checked(path, table, given or (table.chosen or ("", ""))[0])
     stored = [name for name, value in table.columns.items() if is_stored(value)]
@@ -255,7 +259,7 @@ def _image_column(path: Path, root: Path, table: Format, given: str | None, ask:
     ]
     addresses = [name for name in paths if "://" in table.columns[name]]
     found = stored or [name for name in paths if name not in addresses]
-    if len(found) == 1:
+    if len(found) == 1 or (found and first):
         return found[0]
     if found:
         names = " and ".join(map(repr, found))
@@ -273,7 +277,9 @@ def _image_column(path: Path, root: Path, table: Format, given: str | None, ask:
     )  # fmt: skip
 
 
-def _caption_column(path: Path, table: Format, given: str | None, ask: _Ask) -> str | None:
+def _caption_column(
+    path: Path, table: Format, given: str | None, first: bool, ask: _Ask
+) -> str | None:
     if given is not None or table.chosen:
         return _checked(path, table, given or (table.chosen or ("", ""))[1])
     found = [
@@ -281,7 +287,7 @@ def _caption_column(path: Path, table: Format, given: str | None, ask: _Ask) -> 
         for name in named(table.columns, CAPTION_COLUMNS)
         if isinstance(table.columns[name], str | list)
     ]
-    if len(found) > 1:
+    if len(found) > 1 and not first:
         names = " and ".join(map(repr, found))
         raise ask(f"{path} has captions in {names}, choose one", "--caption-column", found[0])
     return found[0] if found else None

@@ -258,8 +258,8 @@ AMBIGUOUS: dict[str, tuple[Made, str, str]] = {
         lambda at, p: (
             p, write_lines(at / "t.jsonl", [{"image": "b.png", "text": "x", "title": "y"}])
         ),
-        "captions in 'text' and 'title', choose one",
-        "mclclip pack photos --captions t.jsonl --out out --caption-column text",
+        "captions in 'title' and 'text', choose one",
+        "mclclip pack photos --captions t.jsonl --out out --caption-column title",
     ),
     "two images in a row": (
         lambda at, p: (

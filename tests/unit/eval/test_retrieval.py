@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
@@ -201,6 +202,35 @@ def test_equals_brute_force_with_unequal_numbers_of_captions(make_table: Any, pl
         assert figures[f"text_to_image/R@{k}"].value == pytest.approx(100 * by_text)
 
 
+TABLES: dict[str, Callable[[Path, list[dict[str, str]]], object]] = {
+    "a.csv": lambda path, rows: pd.DataFrame(rows).to_csv(path, index=False),
+    "a.tsv": lambda path, rows: pd.DataFrame(rows).to_csv(path, index=False, sep="\t"),
+    "a.jsonl": lambda path, rows: path.write_text("\n".join(map(json.dumps, rows))),
+    "a.parquet": lambda path, rows: pd.DataFrame(rows).to_parquet(path),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_that_pack_reads_give_the_same_figures(
+    name: str, make_table: Any, planted: Any
+) -> None:
+    root, encoder = make_table([2, 1, 3]), planted("perfect", 3)
+    with open(root / "captions.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    other = [
+        {"image": row["filepath"], "text": row["title"], "split": row["split"]} for row in rows
+    ]
+    TABLES[name](root / name, other)
+    for split in (None, "test"):
+        expected = run(encoder, root, split=split)
+        assert run(encoder, root, captions=name, split=split) == expected
+
+
+def test_of_several_columns_of_captions_the_title_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('text,filepath,title\nx,a.jpg, "y, z"\n')
+    assert read_captions(tmp_path / "a.csv", tmp_path).captions == ["y, z"]
+
+
 def test_missing_images_are_counted_and_the_option_is_named(make_table: Any, planted: Any) -> None:
     root = make_table([1, 1, 1])
     for path in sorted(root.rglob("*.png"))[1:]:
@@ -294,9 +324,10 @@ def test_a_named_protocol_has_its_size(tmp_path: Path, protocol: str) -> None:
 
 
 WRONG_FILES: list[tuple[str, str | bytes, str]] = [
-    ("a.csv", "path,caption\na.jpg,x\n", "missing .*filepath"),
+    ("a.csv", "picture,caption\na.jpg,x\n", "no column of images .*filepath.* it has .*picture"),
+    ("a.csv", "path,words\na.jpg,x\n", r"missing \['captions'\]: its first line must name"),
     ("a.csv", "filepath,title\n", "has no captions"),
-    ("a.csv", b"filepath,title\na.jpg,\xff\n", "a.csv does not parse"),
+    ("a.csv", b"filepath,title\na.jpg,\xff\n", "a.csv line 1 does not parse"),
     ("a.json", '{"images": [{"id": 1}]}', "neither COCO captions"),
     (
         "a.json",
