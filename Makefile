@@ -5,6 +5,7 @@
 #   make test    the tests, without the slow ones
 #   make lint    ruff, mypy, and how much there is to read
 #   make modules every module with what it is
+#   make docs    the documentation as a site in docs/site; fails on a broken link
 #   make bench   figures with their units, and their ratios in one table (an hour; BENCH=--short: minutes)
 #   make peers   the environment of open_clip_train, which benchmarks compare with
 #   make slow    one short instance of the slow tests
@@ -14,7 +15,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint modules bench peers slow soak clean
+.PHONY: help setup demo test lint modules docs bench peers slow soak clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -65,6 +66,10 @@ lint: $(INSTALLED)
 modules: $(INSTALLED)
 	@$(BIN)/python -m tests.house --modules
 
+# The notice that is switched off is about another product.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file docs/mkdocs.yml
+
 # This environment has its own packages, and through a .pth file those of .venv.
 peers: $(PEERS_INSTALLED)
 
@@ -90,7 +95,7 @@ soak: $(INSTALLED)
 	MCLCLIP_SOAK=1 $(PYTEST) -m slow --durations 0 $(TEST)
 
 clean:
-	rm -rf $(VENV) $(PEERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist docs/site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # On a machine with a GPU (tests/gpu/README.md); GPU adds options: make gpu GPU='--only k-means'.

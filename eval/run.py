@@ -72,7 +72,7 @@ def load_suite(where: str, variables: Mapping[str, str] | None = None) -> Suite:
         lacks = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(
             f"{path} is not a suite ({lacks}): wanted 'benchmarks:' and below it for each NAME its "
-            "kind, path and options, as eval/README.md shows"
+            "kind, path and options, such as 'pets: {kind: zeroshot, path: /data/pets}'"
         ) from None
     return Suite(benchmarks, references)
 

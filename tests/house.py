@@ -34,7 +34,7 @@ CEILINGS = {
     "dataclasses": 155,
     "options": 262,
     "arrows between rooms": 230,
-    "lines of tests": 47_459,
+    "lines of tests": 47_543,
 }
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 SILENT |= {tokenize.ENCODING, tokenize.ENDMARKER}

@@ -85,7 +85,7 @@ class BenchmarkConfig:
     kind: Annotated[str, AfterValidator(_known)]
     """Which evaluator: a module of eval/protocols."""
     path: str
-    """Folder of the benchmark, in the layout that eval/README.md gives for its kind."""
+    """Folder of the benchmark, in the layout of its kind (the page "Benchmarks")."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the evaluator, by its own names."""
     source: str = ""

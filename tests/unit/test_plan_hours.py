@@ -343,7 +343,7 @@ def test_hours_are_unknown_without_a_number_of_samples() -> None:
     assert line.split()[2:] == ["unknown", "unknown"]
 
 
-SCALE = (tiny.ROOT / "launch" / "SCALE.md").read_text()
+SCALE = (tiny.ROOT / "docs/pages/evidence/cost.md").read_text()
 SHOWN = re.findall(r"```bash\nmclclip (config [^\n]*)\n```\n\n```text\n(.*?)```", SCALE, re.DOTALL)
 
 

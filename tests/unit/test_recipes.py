@@ -20,6 +20,7 @@ from mclclip.plan import steps as planned
 from tests import tiny
 
 FOLDER = tiny.ROOT / "launch" / "recipes"
+PAGES = tiny.ROOT / "docs" / "pages"
 RECIPES = sorted(FOLDER.glob("*.yaml"))
 SWEEPS = sorted(FOLDER.glob("*.sweep"))
 PAPER = ["cc12m_vitl14_paper", "cc12m_rn50_paper"]
@@ -217,7 +218,7 @@ def test_the_shares_in_headers_and_readme_are_those_of_the_plan() -> None:
 
     ours, paper = rows("cc12m_vitl14"), rows("cc12m_vitl14_paper")
     equal, tailed = ([percent(row["full_label_share"]) for row in ours[n::2]] for n in (0, 1))
-    header, readme = words(FOLDER / "cc12m_vitl14.yaml"), words(FOLDER.parent / "README.md")
+    header, readme = words(FOLDER / "cc12m_vitl14.yaml"), words(PAGES / "reference/recipes.md")
     for shares, groups in ((equal, "equal groups"), (tailed, "long-tailed ones")):
         assert re.search("{}, {} and {} %[^;]*{}".format(*shares, groups), header)
     for stage in range(3):
@@ -408,7 +409,7 @@ def test_the_text_tower_is_trained_as_the_image_tower() -> None:
     """MLCD, 4.1 and A.2: from scratch, that is on the export of the recipe from scratch."""
     lit, laion = (config.load(FOLDER / f"{name}.yaml") for name in ("lit", "mlcd_laion_vitl14"))
     assert lit.model.name == f"local-dir:{laion.run_dir}/stage_1/export"
-    assert lit.model.name in (FOLDER.parent / "README.md").read_text()
+    assert lit.model.name in (PAGES / "how-to/many-classes.md").read_text()
     text, image = lit.base, laion.train
     assert text is not None and (lit.num_stages, text.lock.text) == (0, True)
     assert (text.lock.image_blocks, text.lock.image_norm) == (0, False)

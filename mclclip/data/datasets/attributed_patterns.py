@@ -1,7 +1,7 @@
 """The demo's pictures without captions: seven independent attributes of a rendered scene.
 
 They are those of ``data.patterns``, for encoders of images alone: background fills the picture, and
-SimCLR reads count and shape worse than an untrained network does (launch/README.md).
+SimCLR reads count and shape worse than an untrained network does (docs/pages/evidence/remedies.md).
 """
 
 from __future__ import annotations
