@@ -14,6 +14,7 @@ import itertools
 import logging
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -98,13 +99,18 @@ def pack(
     samples = _samples(rows, table, Roots(table.root, *allow_roots), findings, held_out, key_prefix)
     first = next(samples, None)
     if first is None:
-        raise ValueError(
-            f"no usable image in {table.path}: "
-            f"{'; '.join(findings.lines(_REASONS)) or 'it has no rows'}"
-        )
+        raise _nothing_usable(table, findings, source, out)
     artifact = Artifact.open(out, **opened, force=force)
     samples = itertools.chain([first], samples)
     return _write(artifact, samples, total, samples_per_shard, findings)
+
+
+def _nothing_usable(table: Table, findings: Findings, source: Path, out: Path) -> ValueError:
+    told = "; ".join(findings.lines(_REASONS)) or "it has no rows"
+    if source == table.path and not table.holds_images and "missing_image" in findings.to_json():
+        command = shlex.join(_command(Path("FOLDER"), source, out))
+        told += f". Its files are named from {table.root}; if they lie in another FOLDER: {command}"
+    return ValueError(f"no usable image in {table.path}: {told}")
 
 
 def _settings(

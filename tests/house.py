@@ -27,14 +27,14 @@ from tests.unit.test_architecture import edges
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
     "files": 209,
-    "lines": 32_660,
-    "functions": 2_622,
-    "functions of two lines or fewer": 677,
+    "lines": 32_666,
+    "functions": 2_624,
+    "functions of two lines or fewer": 678,
     "classes": 317,
     "dataclasses": 155,
     "options": 262,
     "arrows between rooms": 230,
-    "lines of tests": 47_543,
+    "lines of tests": 47_560,
 }
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 SILENT |= {tokenize.ENCODING, tokenize.ENDMARKER}

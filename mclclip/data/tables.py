@@ -183,10 +183,10 @@ def _files(path: Path, ask: _Ask) -> list[Path]:
 
 
 def _files_of_folder(folder: Path, ask: _Ask) -> list[Path]:
-    if (folder / "dataset_dict.json").is_file():
-        splits = sorted(path.parent for path in folder.glob("*/state.json"))
+    splits = sorted(path.parent for path in folder.glob("*/state.json"))
+    if splits:
         names = ", ".join(path.name for path in splits)
-        raise ask(f"{folder} holds the splits {names}, choose one", *splits[:1])
+        raise ask(f"{folder} holds the splits {names}, choose one", min(splits, key=_not_train))
     found: dict[str, list[Path]] = {}
     for path in walk(folder):
         found.setdefault(path.suffix.lower(), []).append(path)
@@ -215,13 +215,17 @@ def _files_of_folder(folder: Path, ask: _Ask) -> list[Path]:
 
 def _one_split(folder: Path, files: list[Path], ask: _Ask) -> list[Path]:
     """The files; ValueError where their names or folders say that they are several splits."""
-    splits = {(path.parent, _NUMBER.sub("", path.stem)): path for path in reversed(files)}
+    splits = sorted({path.parent / _NUMBER.sub("", path.stem) for path in files})
     if len(splits) > 1:
-        (parent, name), path = next(reversed(splits.items()))
-        names = ", ".join(sorted(str((p / n).relative_to(folder)) for p, n in splits))
-        one = parent / f"{name}*{path.suffix}"
-        raise ask(f"{folder} holds several data sets or splits ({names}), choose one", one)
+        names = ", ".join(str(split.relative_to(folder)) for split in splits)
+        one = min(splits, key=_not_train)
+        pattern = one / f"*{files[0].suffix}" if one.is_dir() else f"{one}*{files[0].suffix}"
+        raise ask(f"{folder} holds several data sets or splits ({names}), choose one", pattern)
     return files
+
+
+def _not_train(split: Path) -> tuple[bool, Path]:
+    return "train" not in split.name, split
 
 
 def _kind(path: Path, delimiter: str | None) -> str:

@@ -64,6 +64,14 @@ def test_images_byte_for_byte_with_running_keys(tmp_path: Path, images: Path) ->
     }
     assert manifest.counts == {"samples": 3, "captions": 3, "shards": 2, "findings": {}}
     assert read_manifest(tmp_path / "out", KIND) == manifest
+    assert manifest.config == {
+        "images": str(images),
+        "path_column": "filepath",
+        "caption_column": "title",
+        "samples_per_shard": 2,
+        "delimiter": ",",
+        "key_prefix": "",
+    }
 
 
 def test_rows_of_one_image_are_its_captions_in_order(tmp_path: Path, images: Path) -> None:

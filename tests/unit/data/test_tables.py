@@ -239,7 +239,6 @@ def hub_splits(at: Path, photos: Path) -> Path:
 def saved_splits(at: Path, photos: Path) -> Path:
     for split in ("train", "valid"):
         saved(at / "saved" / split, photos)
-    (at / "saved" / "dataset_dict.json").write_text("{}")
     return at / "saved"
 
 
@@ -282,7 +281,17 @@ AMBIGUOUS: dict[str, tuple[Made, str, str]] = {
     "splits of the hub": (
         lambda at, p: (hub_splits(at, p), None),
         "several data sets or splits (data/test, data/train), choose one",
-        "mclclip pack 'hub/data/test*.parquet' --out out",
+        "mclclip pack 'hub/data/train*.parquet' --out out",
+    ),
+    "shares of another pack": (
+        lambda at, p: ([shards(at / "out0" / s, p, "txt").parent for s in ("a", "train")][0], None),
+        "several data sets or splits (a, train), choose one",
+        "mclclip pack 'out0/train/*.tar' --out out",
+    ),
+    "names from another folder": (
+        lambda at, p: (coco(at / "notes" / "c.json"), None),
+        "Its files are named from notes; if they lie in another FOLDER",
+        "mclclip pack FOLDER --captions notes/c.json --out out",
     ),
     "saved splits": (
         lambda at, p: (saved_splits(at, p), None),
