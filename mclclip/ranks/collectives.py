@@ -214,7 +214,8 @@ class OutsideParameters(Protocol):
     """Parameters that are trained together with a module that an engine wraps, but not wrapped.
 
     Their gradients are not averaged over the ranks, and they have their own optimizer. Sharded
-    class centers are an example.
+    class centers are an example. They compute their gradient themselves, in the backward pass of
+    the loss (``torch.autograd.Function``): gradient caching fills no ``.grad`` but the module's.
     """
 
     def begin(self, step: int, loss_scale: Tensor | float = 1.0) -> None:

@@ -113,13 +113,6 @@ def opening(
     pseudo = write_arrays(root / "pseudo", "pseudo_labels", pseudo_labels=labels[:, None])
     blocks = LabelBlocks(labels, (CLUSTERS,))
     StageGroups(root / "grouped").write(blocks, blocks.sizes(), np.zeros(0, np.int64))
-    header = files.read_json(root / "grouped" / "grouped_index.json")
-    plain = root / "plain"
-    plain.mkdir()
-    for path in (root / "grouped").glob("*.npy"):
-        (plain / path.name).hardlink_to(path)
-    kept = {name: header[name] for name in ("radices", "digest", "num_samples", "num_groups")}
-    files.write_json(plain / "grouped_index.json", kept)
 
     def arrays(directory: Path, kind: str, checked: bool) -> None:
         manifest = read_manifest(directory, kind)
@@ -137,7 +130,8 @@ def opening(
             lambda: arrays(pseudo, "pseudo_labels", False),
         ),
         "grouped index": (
-            lambda: GroupedIndex.open(root / "grouped"), lambda: GroupedIndex.open(plain)
+            lambda: GroupedIndex.open(root / "grouped"),
+            lambda: GroupedIndex.open(root / "grouped", compare=False),
         ),
     }  # fmt: skip
 

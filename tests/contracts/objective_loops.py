@@ -266,7 +266,8 @@ def weighted(*terms: tuple[float, Callable[[], Loop]]) -> Callable[[], Loop]:
 class Case:
     """Settings of an objective, and what makes its loop (the loop may remember earlier steps).
 
-    ``cached``: gradients can be computed in micro-batches, which trained batch norms forbid.
+    ``cached``: gradients can be computed in micro-batches, which trained batch norms forbid, and
+    parameters outside whose gradient is autograd's alone.
     ``zero``: DeepSpeed runs it; ``resnet``: its model has batch norms; ``coupled``: batch norms of
     its own let any sample influence any other; ``frozen_text``: the text tower is locked.
     """
@@ -415,5 +416,5 @@ CASES: dict[str, Case] = {
     "toy_two_views": Case({"kind": "toy_two_views"}, lambda: two_views_without_a_mask),
     "toy_momentum": Case({"kind": "toy_momentum"}, lambda: toy_momentum, zero=False),
     "toy_adversary": Case({"kind": "toy_adversary"}, contrastive("captions", contrast.info_nce)),
-    "toy_prototypes": Case({"kind": "toy_prototypes"}, lambda: toy_prototypes),
+    "toy_prototypes": Case({"kind": "toy_prototypes"}, lambda: toy_prototypes, cached=False),
 }
