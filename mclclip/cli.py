@@ -135,7 +135,15 @@ def _config(args: argparse.Namespace) -> object:
     return None
 
 
+def _finetune(args: argparse.Namespace) -> object:
+    from mclclip import api
+
+    api.run_verb(_flags(args) | {"overrides": args.overrides})
+    return None
+
+
 _FUNCTIONS: dict[str, Callable[..., object]] = {
+    "finetune": _finetune,
     "pack": _function("pack.pack"),
     "make-dataset": _function("make_dataset.run"),
     "soup": _soup,

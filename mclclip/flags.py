@@ -61,6 +61,10 @@ class _Parser(argparse.ArgumentParser):
 # Group -> verb -> what it does, and an example of what follows it.
 _VERBS = {
     "begin": {
+        "finetune": (
+            "captioned pictures -> a better encoder: settings, training, control, verdict",
+            "photos --captions captions.csv --base ViT-B-32-quickgelu@openai --out runs/mine",
+        ),
         "demo": ("the whole method on built-in data, on a laptop", "--short"),
         "config": (
             "check a configuration and print it resolved, or its plan",
@@ -147,7 +151,15 @@ def build_parser() -> argparse.ArgumentParser:
         dest="verb", required=True, metavar="VERB", prog="mclclip", help=hidden
     )
     for add in (
-        *(_add_pack, _add_make_dataset, _add_soup, _add_compare, _add_report, _add_demo),
+        *(
+            _add_finetune,
+            _add_pack,
+            _add_make_dataset,
+            _add_soup,
+            _add_compare,
+            _add_report,
+            _add_demo,
+        ),
         *(_add_checks, _add_stages, _add_figures, _add_blindspots, _add_filter, _add_run),
     ):
         add(verbs)
@@ -186,6 +198,32 @@ def _add_config_options(verb: argparse.ArgumentParser) -> None:
 
 
 # --- flags of verbs that stand alone -----------------------------------------------------------
+
+
+def _add_finetune(verbs: Any) -> None:
+    verb = _add(verbs, "finetune")
+    add = verb.add_argument
+    add("images", type=Path, metavar="IMAGES", help="what 'mclclip pack' packs")
+    add("--captions", type=Path, metavar="TABLE", help="that names pictures and captions")
+    add("--base", required=True, help="open_clip NAME@TAG, NAME@random, or a folder")
+    add("--out", type=Path, required=True, metavar="FOLDER", help="folder of the run")
+    share = "pictures to choose the best encoder by, and as many to report on"
+    column = "of the table, where common names do not say it"
+    add("--path-column", metavar="NAME", help=f"pictures: a column {column}")
+    add("--caption-column", metavar="NAME", help=f"captions: a column {column}")
+    root = "another folder in which pictures may lie, such as the one that a link leads to"
+    add("--allow-root", dest="allow_roots", metavar="FOLDER", type=Path, help=root, **_SEVERAL)
+    add("--held-out", type=float, default=0.1, metavar="SHARE", help=share)
+    add("--seed", type=int, default=0)
+    add("--force", action="store_true", help="choose settings anew, and move the old aside")
+    given = "a setting in the place of the chosen one, such as train.lr=1e-5"
+    add("overrides", nargs="*", metavar="key.path=value", help=given)
+    add = verb.add_argument_group("settings alone").add_argument
+    add("--dry-run", action="store_true", help="print the settings; writes nothing")
+    gpu = "of --dry-run: choose for a GPU of this memory, which need not be here"
+    add("--gpu-gib", type=float, metavar="M", help=gpu)
+    samples = "of --dry-run: how many pictures there will be (default: counted)"
+    add("--samples", type=int, metavar="N", help=samples)
 
 
 def _add_pack(verbs: Any) -> None:

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from mclclip.config import Config
     from mclclip.data.samples import TarDataset
+    from mclclip.models.encoder import Encoder
     from mclclip.models.model import Model
 
 Ids = Sequence[int] | NDArray[np.int64]
@@ -95,7 +96,7 @@ class Run:
         *,
         config: Config | None = None,
         checks_index: bool = True,
-    ) -> Run:
+    ) -> Self:
         """The run in a folder, with the configuration that it recorded, or the given one.
 
         ``checks_index``: whether the tables of its index are compared with their records, which
@@ -163,12 +164,19 @@ class Run:
 
     @property
     def results(self) -> DataFrame:
-        """``result_rows`` as a table, a row per figure; values and bounds in the row's unit."""
+        """``result_rows`` as a table, a row per figure: encoder, benchmark, metric, value, interval
+        (both bounds), unit, count and protocol; values and bounds in the row's unit."""
         import pandas
 
-        columns = [*(each.name for each in fields(Result)), "unit"]
-        rows = [asdict(row) | {"unit": row.unit.name} for row in self.result_rows]
-        return pandas.DataFrame(rows, columns=columns)
+        columns = ["encoder", "benchmark", "metric", "value", "interval", "unit", "count"]
+        rows = [
+            (
+                *(row.model, row.benchmark, row.metric, row.value),
+                *((row.ci_low, row.ci_high), row.unit.name, row.count, row.protocol),
+            )
+            for row in self.result_rows
+        ]
+        return pandas.DataFrame(rows, columns=[*columns, "protocol"])
 
     def finished(self, folder: Literal["filters", "blindspots"]) -> dict[str, Path]:
         """The finished artifacts of ``mclclip filter`` or ``blindspots`` by name, without those
@@ -380,13 +388,20 @@ class Stage:
         (``read_records``)."""
         return read_records(self.directory("train") / f"{name}.jsonl")
 
-    def encoder(self, device: str | torch.device = "cpu", projector: Sequence[int] = ()) -> Model:
-        """Its exported encoder, in evaluation mode; with a ``projector`` of these widths behind it,
-        which exports have none of, so that its weights are random."""
+    def encoder(self, device: str | torch.device = "cpu") -> Encoder:
+        """Its exported encoder, as ``mclclip.load_model`` gives it."""
+        from mclclip.models.encoder import load_model
+
+        self.manifest("export")
+        return load_model(self.directory("export"), device=device)
+
+    def model(self, projector: Sequence[int] = ()) -> Model:
+        """What it trains, in evaluation mode, with its exported weights; a ``projector`` of these
+        widths behind it has random weights, since exports have none."""
         from mclclip.models.loading import load_towers
 
         self.manifest("export")
-        return load_towers(self.directory("export"), projector=projector).to(device).eval()
+        return load_towers(self.directory("export"), projector=projector)
 
 
 @dataclass(frozen=True)

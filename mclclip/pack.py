@@ -26,7 +26,7 @@ from mclclip.data.shard_writer import PackedSample, check_foreign, image_extensi
 from mclclip.data.table_formats import CAPTION_COLUMNS
 from mclclip.data.tables import Row, Table, open_table
 from mclclip.files import Roots
-from mclclip.run.artifacts import Artifact, Manifest
+from mclclip.run.artifacts import Artifact, Force, Manifest
 from mclclip.run.runlog import progress
 
 log = logging.getLogger("mclclip")
@@ -58,7 +58,7 @@ def pack(
     key_prefix: str = "",
     allow_roots: Sequence[Path] = (),
     held_out: Mapping[str, float] = MappingProxyType({}),
-    force: bool = False,
+    force: Force = False,
     command: Sequence[str] = (),
 ) -> Manifest:
     """Packs the pictures of ``source`` with the ``captions``, a table, or with those that it has.

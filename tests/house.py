@@ -26,15 +26,15 @@ from tests.unit.test_architecture import edges
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
-    "files": 209,
-    "lines": 32_666,
-    "functions": 2_624,
-    "functions of two lines or fewer": 678,
-    "classes": 317,
-    "dataclasses": 155,
+    "files": 211,
+    "lines": 33_184,
+    "functions": 2_664,
+    "functions of two lines or fewer": 689,
+    "classes": 319,
+    "dataclasses": 156,
     "options": 262,
-    "arrows between rooms": 230,
-    "lines of tests": 47_560,
+    "arrows between rooms": 250,
+    "lines of tests": 47_790,
 }
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 SILENT |= {tokenize.ENCODING, tokenize.ENDMARKER}

@@ -250,7 +250,7 @@ class Inputs:
         projector: Sequence[int] = ()
         if gates is not None:
             projector = self.config.model_of("train" if stage.number else "base").projector
-        model = stage.encoder(projector=projector)
+        model = stage.model(projector)
         if gates is not None and projector:
             model.get_submodule("projector").load_state_dict(gates.projector)
         return PixelEncoder(model, gates).to(self.device).eval()

@@ -16,13 +16,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, overload
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from mclclip import files
+from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode_image
 from mclclip.models import clip, transformers_encoder, weights
 from mclclip.models.loading import common_config, load_towers, refuse_without_weights
 from mclclip.models.model import Model, unit
@@ -34,14 +38,19 @@ RANDOM = "random"
 """Stands for random weights in the place of open_clip's tag."""
 _SCHEMAS = (1, 2)  # 2: has weights of its stages, which a reader of 1 would overlook
 _MOST_STAGES = 64
+Picture = str | Path | Image.Image
 
 
 class Encoder(nn.Module):
     """One model, or the stages of a run joined; dot products of features are the similarities.
 
-    Inputs are already transformed (`preprocess_val`, `tokenizer`); they may be on any device.
-    Features have unit length in fp32, no graph, and are on the encoder's device. Without a text
-    tower, texts raise ValueError. The models are frozen and put into eval mode.
+        encoder = mclclip.load_model("ViT-B-32-quickgelu@openai")
+        cosines = encoder.encode_image(["a.jpg", "b.jpg"]) @ encoder.encode_text(["a dog"]).T
+
+    `encode_image` and `encode_text` take pictures (paths or PIL images) and texts, and give numpy.
+    They also take what is already transformed (`preprocess_val`, `tokenizer`), on any device, and
+    then give tensors on the encoder's device. Features are unit rows in fp32 without a graph.
+    Without a text tower, texts raise ValueError. The models are frozen and put into eval mode.
 
     With a `variant` the stages are joined. With c_s the cosine and z_s the raw image feature of
     stage s, the similarity of `raw` is sum_s |z_s| c_s / (sqrt(S) sqrt(sum_s |z_s|^2)), that of
@@ -99,21 +108,71 @@ class Encoder(nn.Module):
             return [self.stages[0].encode_text(tokens)] * len(self.stages)
         return [model.encode_text(tokens) for model in self.stages]
 
+    @overload
+    def encode_image(self, images: Tensor) -> Tensor: ...
+    @overload
+    def encode_image(
+        self, images: Picture | Sequence[Picture], batch_size: int = 64
+    ) -> NDArray[np.float32]: ...
     @torch.no_grad()
-    def encode_image(self, images: Tensor) -> Tensor:
-        """[B, 3, H, W] -> unit [B, E]."""
+    def encode_image(
+        self, images: Tensor | Picture | Sequence[Picture], batch_size: int = 64
+    ) -> Tensor | NDArray[np.float32]:
+        """[B, 3, H, W] -> unit [B, E]; n pictures, `batch_size` at a time -> unit [n, E] of numpy.
+
+        Raises FileNotFoundError and ValueError for a path that is missing or no picture.
+        """
+        if not isinstance(images, Tensor):
+            pictures = [images] if isinstance(images, Picture) else [*images]
+            parts = [
+                self.encode_image(torch.stack([*map(self._transformed, part)]))
+                for part in _parts(pictures, batch_size)
+            ]
+            return self._joined(parts)
         features = self.stage_features(images)
         if self.variant is None:
             return unit(features[0])
         return join_image_features(features, self.variant, self.stage_weights)
 
+    @overload
+    def encode_text(self, tokens: Tensor) -> Tensor: ...
+    @overload
+    def encode_text(
+        self, tokens: str | Sequence[str], batch_size: int = 256
+    ) -> NDArray[np.float32]: ...
     @torch.no_grad()
-    def encode_text(self, tokens: Tensor) -> Tensor:
-        """[B, context] int64 -> unit [B, E]: each stage's text, or the shared one tiled."""
+    def encode_text(
+        self, tokens: Tensor | str | Sequence[str], batch_size: int = 256
+    ) -> Tensor | NDArray[np.float32]:
+        """[B, context] int64 -> unit [B, E]: each stage's text, or the shared one tiled.
+
+        n texts, `batch_size` at a time, give unit [n, E] of numpy.
+        """
+        if not isinstance(tokens, Tensor):
+            if self.tokenizer is None:
+                raise ValueError("the encoder has no text tower: it encodes images alone")
+            texts = [tokens] if isinstance(tokens, str) else [*tokens]
+            parts = [self.encode_text(self.tokenizer(part)) for part in _parts(texts, batch_size)]
+            return self._joined(parts)
         features = self.stage_text_features(tokens)
         if self.variant is None:
             return unit(features[0])
         return join_text_features(features, self.stage_weights)
+
+    def _transformed(self, picture: Picture) -> Tensor:
+        """[3, H, W], as evaluation sees it."""
+        if not isinstance(picture, Image.Image):
+            try:
+                picture = decode_image(Path(picture).read_bytes(), MAX_IMAGE_PIXELS)
+            except DecodeError as error:
+                raise ValueError(f"{picture} cannot be decoded ({error}): leave it out") from None
+        tensor: Tensor = self.preprocess_val(picture)
+        return tensor
+
+    def _joined(self, parts: Sequence[Tensor]) -> NDArray[np.float32]:
+        if not parts:
+            return np.zeros((0, self.embed_dim), np.float32)
+        return np.asarray(torch.cat([*parts]).cpu().numpy(), np.float32)
 
     @torch.no_grad()
     def encode_pooled(self, images: Tensor) -> Tensor:
@@ -148,6 +207,10 @@ class Encoder(nn.Module):
                 "knows: give stage_weights, or take stage_norm or weighted"
             )
         return self.stage_weights or [1 / len(self.stages)] * len(self.stages)
+
+
+def _parts(items: Sequence[Any], size: int) -> list[list[Any]]:
+    return [[*items[start : start + size]] for start in range(0, len(items), size)]
 
 
 # --- joining ---------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ ROOMS: dict[str, set[str]] = {
     "engines": {"ranks"},
     "objectives": {"ranks"},
     "data": {"ranks", "run"},
-    "models": {"run"},
+    "models": {"run", "data"},  # an encoder reads pictures as data does
     "clustering": {"ranks", "data"},
     "checkpoint": {"ranks", "run"},
     "eval": {"ranks", "run", "data", "models"},
@@ -52,6 +52,10 @@ ROOMS["pilot"] = {"compare", "plan", "config", "eval", "data", "run", "opened_ru
 # The method calls verbs, and what is above it the method.
 ROOMS["pipeline"] = {*ROOMS}
 ROOMS["demo"] = {*ROOMS}
+# The front door: the settings of a run, and the public functions.
+ROOMS["choices"] = {"config", "models", "plan"}
+ROOMS["process"] = {"ranks", "run", "config"}
+ROOMS["api"] = {*ROOMS}
 ROOMS["process"] = {"ranks", "run", "config"}
 ROOMS["flags"] = {"data", "process"}
 ROOMS["cli"] = {*ROOMS}

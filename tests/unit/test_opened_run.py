@@ -73,9 +73,9 @@ def test_parts_are_those_on_disk_and_nothing_is_written(made: Path) -> None:
     assert [row["seconds"] for row in stage.records("epochs")[0]] == [60.0]
 
     table = run.results
-    assert table.columns.tolist()[:4] == ["model", "benchmark", "metric", "value"]
+    assert table.columns.tolist()[:4] == ["encoder", "benchmark", "metric", "value"]
     assert set(table["unit"]) == {"%"} and len(table) == len(run.result_rows) == 15
-    chosen = table[(table.model == "stage_1") & (table.metric == "average")]
+    chosen = table[(table.encoder == "stage_1") & (table.metric == "average")]
     assert chosen["value"].tolist() == [50.0]
     assert digests(made, "**/*") == before
 

@@ -1,0 +1,315 @@
+"""The public functions and classes: ``mclclip.finetune``, ``Run``, ``load_model``, ``Encoder``.
+
+    run = mclclip.finetune("photos", captions="captions.csv", base="ViT-B-32-quickgelu@openai",
+                           out="runs/mine")
+    run.results                                # pandas.DataFrame
+    run.encoder().encode_image(["a.jpg"])      # numpy, unit rows
+    run.report()                               # path of a page to look at
+
+The front door calls the verbs in their order and writes nothing but what they write, and the
+settings that it chose.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+
+from mclclip import choices, compare, files, opened_run, pack, pipeline, process, report
+from mclclip import config as configuration
+from mclclip.choices import Situation
+from mclclip.compare import Comparison
+from mclclip.config import Config
+from mclclip.data.shard_scan import Findings
+from mclclip.data.tables import Table, open_table
+from mclclip.eval import results
+from mclclip.models.encoder import Encoder, load_model
+from mclclip.plan.machine import GIB, Machine
+from mclclip.ranks import collectives, process_group
+from mclclip.ranks.process_group import Context
+from mclclip.run.artifacts import Artifact
+from mclclip.run.lock import RunLock
+
+__all__ = ["Encoder", "Run", "finetune", "load_model"]
+
+log = logging.getLogger("mclclip")
+HELD_OUT = 0.1
+"""Share of the pictures that each of the two held-out shares has."""
+SETTINGS = "settings.yaml"
+
+
+class Run(opened_run.Run):
+    """A run directory: what ``finetune`` or ``mclclip run`` left there, opened by name.
+
+        run = mclclip.Run.open("runs/mine")
+
+    Beside what ``opened_run.Run`` has: ``encoder``, ``verdict`` and ``report``.
+    """
+
+    def encoder(self, name: str | None = None, device: str = "cpu") -> Encoder:
+        """An encoder of the run by its name in ``results``; default is the best one on the share
+        ``choose`` (``best``).
+
+        Raises FileNotFoundError where it was not exported, and ValueError for an unknown name.
+        """
+        name = name or self.best()
+        paths = self.exports()
+        if name not in paths:
+            raise ValueError(f"no encoder {name!r} in {self.directory}: it has {', '.join(paths)}")
+        return load_model(paths[name], device=device)
+
+    def exports(self) -> dict[str, Path]:
+        """The folders of all exported encoders, of controls too, by their names in ``results``."""
+        found = {}
+        for run in (self, *self.controls.values()):
+            layout = run.layout
+            for stage in run.stages:
+                if stage.has("export") and (stage.number or run is self):
+                    found[stage.name] = stage.directory("export")
+            for path in sorted((layout.root / "exports").glob("*/manifest.json")):
+                found[layout.model_name(path.parent.name)] = path.parent
+        return found
+
+    def best(self) -> str:
+        """The encoder with the highest mean of the share ``choose``'s main metrics, of controls
+        too; where there is no such share, of all benchmarks' main metrics."""
+        rows = [row for row in self.result_rows if row.protocol.get("level") == "headline"]
+        chosen = [row for row in rows if row.benchmark == "choose"] or rows
+        if not chosen:
+            raise FileNotFoundError(
+                f"no results in {self.layout.results}: run 'mclclip eval' first"
+            )
+        scores: dict[str, list[float]] = {}
+        for row in chosen:
+            scores.setdefault(row.model, []).append(row.unit.sign * row.value)
+        return max(scores, key=lambda name: mean(scores[name]))
+
+    def verdict(self) -> list[str]:
+        """Three sentences on the share ``report``: what got better than the base, what got worse,
+        and whether that is beyond chance and beyond the ungrouped control."""
+        return _verdict(self)
+
+    def report(self) -> Path:
+        """Writes ``report.html``, one page of all that the run left; returns its path."""
+        return report.run(str(self.directory))
+
+
+# --- fine-tuning ---------------------------------------------------------------------------------
+
+
+def finetune(
+    images: str | Path,
+    *,
+    captions: str | Path | None = None,
+    base: str,
+    out: str | Path,
+    options: Mapping[str, Any] | Sequence[str] = (),
+    held_out: float = HELD_OUT,
+    seed: int = 0,
+    force: bool = False,
+    **packing: Any,
+) -> Run:
+    """Fine-tunes ``base`` on captioned pictures by MCL, beside its ungrouped control.
+
+        run = mclclip.finetune("photos", captions="captions.csv", base="ViT-B-32@openai", out="run")
+
+    Packs ``images`` with their captions (see ``mclclip pack``, whose arguments such as
+    ``caption_column`` can be given too), holds out two shares of the pictures by a hash of their
+    bytes, chooses all settings (``out/finetune/settings.yaml``), trains, evaluates, and returns the
+    run. The same call goes on where it was stopped.
+
+    ``base``: NAME@TAG of open_clip, NAME@random, or a folder. ``options``: settings in the place of
+    chosen ones, ``{"train.lr": 1e-5}`` or ``["train.lr=1e-5"]``. ``held_out``: the share of the
+    pictures that each of both shares gets. Raises ValueError and FileNotFoundError, one line, for
+    what is wrong, such as an ``out`` that was begun with other arguments; ``force`` moves aside
+    what does not fit and makes it again.
+    """
+    overrides = _overrides(options)
+    first = _first(out, overrides)
+    context = process_group.init(first.device, deterministic=first.deterministic)
+    with RunLock(Path(out)), process_group.num_threads(first.num_threads):
+        return run(
+            context, Path(images), captions=captions, base=base, out=Path(out),
+            overrides=overrides, held_out=held_out, seed=seed, force=force, **packing,
+        )  # fmt: skip
+
+
+def run(
+    context: Context,
+    images: Path,
+    *,
+    captions: str | Path | None,
+    base: str,
+    out: Path,
+    overrides: Sequence[str],
+    held_out: float,
+    seed: int,
+    force: bool,
+    **packing: Any,
+) -> Run:
+    """``finetune`` in a process that has its place among the ranks and the lock of ``out``."""
+
+    def settle() -> str:
+        choices.architecture(base)  # refused before hours of packing
+        columns = {n: packing[n] for n in ("path_column", "caption_column") if n in packing}
+        given = ["--captions", str(captions)] if captions else []
+        command = ["mclclip", "finetune", str(images), *given, "--base", base, "--out", str(out)]
+        table = None if captions is None else Path(captions)
+        _table(images, table, command=command, **columns)
+        packed = pack.pack(
+            images, out / "data", captions=table, command=command, force=force and "unfit",
+            held_out={"choose": held_out, "report": held_out}, **packing,
+        )  # fmt: skip
+        wanted = {"base": base, "seed": seed, "given": list(overrides)}
+        folder, inputs = out / "finetune", {"shards": packed.digest}
+        made = Artifact.open(
+            folder, kind="finetune", config=wanted, inputs=inputs, force=force and "unfit"
+        )
+        if not made.finished:
+            count = packed.counts["shares"]["train"]["samples"]
+            machine, half = choose_machine(context)
+            cores = len(os.sched_getaffinity(0)) // context.world_size
+            at = Situation(base, count, out / "data", out, machine, cores, half, seed)
+            text = choices.choose(at, overrides)
+            files.write_bytes(folder / SETTINGS, text.encode())
+            made.finish({"samples": count})
+            log.info("chose the settings in %s:\n%s", folder / SETTINGS, text)
+        return str(folder / SETTINGS)
+
+    settings = collectives.on_main(settle)
+    pipeline.run(configuration.load(settings), context, force=force)
+    return Run.open(out)
+
+
+def _table(
+    images: Path,
+    captions: Path | None,
+    *,
+    path_column: str | None = None,
+    caption_column: str | None = None,
+    command: Sequence[str] = (),
+) -> Table:
+    """The pictures with their captions. Raises ValueError where there are no captions."""
+    table = open_table(
+        images, captions, image_column=path_column, caption_column=caption_column, command=command
+    )
+    if table.caption_column is None:
+        raise ValueError(
+            f"{table.path} has no column of captions, it has {', '.join(table.columns)}: a CLIP is "
+            "fine-tuned on pictures with captions; name the column with --caption-column"
+        )
+    return table
+
+
+def dry_run(
+    images: Path,
+    *,
+    base: str,
+    gpu_gib: float | None,
+    samples: int | None,
+    captions: Path | None,
+    out: Path,
+    overrides: Sequence[str],
+    held_out: float,
+    seed: int,
+    path_column: str | None,
+    caption_column: str | None,
+) -> str:
+    """The settings that ``run`` would choose on a GPU of so many GiB, or on this machine's
+    processors; reads no weights and writes nothing. ``samples`` None: they are counted."""
+    if samples is None:
+        table = _table(images, captions, path_column=path_column, caption_column=caption_column)
+        rows = table.rows(Findings())
+        samples = sum(1 for _ in rows) if table.holds_images else len({row.path for row in rows})
+    machine = Machine(memory_gib=gpu_gib, elsewhere=True)
+    train, cores = round(samples * (1 - 2 * held_out)), len(os.sched_getaffinity(0))
+    at = Situation(base, train, out / "data", out, machine, cores, seed=seed)
+    return choices.choose(at, overrides)
+
+
+def choose_machine(context: Context) -> tuple[Machine, str]:
+    """The ranks with the memory of a GPU of theirs, and the 16-bit format that it computes in."""
+    device, ranks = context.device, context.world_size
+    if device.type == "cpu":
+        return Machine(gpus_per_node=ranks), "bf16"
+    memory_gib = torch.cuda.mem_get_info(device)[1] / GIB
+    half = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    return Machine(gpus_per_node=ranks, memory_gib=memory_gib), half
+
+
+def run_verb(args: Mapping[str, Any]) -> None:
+    """The verb ``finetune`` of the command line."""
+    given = dict(args)
+    ahead = {name: given.pop(name) for name in ("gpu_gib", "samples")}
+    if given.pop("dry_run"):
+        unused = ("force", "allow_roots")
+        asked = {name: value for name, value in given.items() if name not in unused}
+        print(dry_run(**asked, **ahead), end="")
+        return
+    if named := [f"--{name.replace('_', '-')}" for name, value in ahead.items() if value]:
+        raise ValueError(f"{named[0]} is for --dry-run: add that, or leave it out")
+
+    def work(context: Context) -> None:
+        done = run(context, **given)
+        if context.is_main:
+            print(results.table(done.result_rows))
+            print("", *done.verdict(), f"Report, to open in a browser: {done.report()}", sep="\n")
+
+    process.run(_first(given["out"], given["overrides"]), "finetune", work)
+
+
+def _first(out: str | Path, overrides: Sequence[str]) -> Config:
+    """The options of the process that are known before the settings are chosen."""
+    top = [each for each in overrides if "." not in each.partition("=")[0]]
+    return configuration.from_tree({"run_dir": str(out)}, top)
+
+
+def _overrides(options: Mapping[str, Any] | Sequence[str]) -> list[str]:
+    if isinstance(options, Mapping):
+        return [f"{name}={json.dumps(value)}" for name, value in options.items()]
+    return list(options)
+
+
+# --- the verdict ---------------------------------------------------------------------------------
+
+
+def _verdict(run: Run) -> list[str]:
+    best, rows = run.best(), [row for row in compare.rows_of(run) if row[0].benchmark == "report"]
+    if best == "stage_0":
+        return [
+            "Better: nothing; on the share choose no encoder is better than the base.",
+            "Worse: nothing, since the base is kept.",
+            "Beyond chance: there is no gain to judge. More pictures, captions that say more, or "
+            "another base may help.",
+        ]
+    control = [name for name in run.exports() if name.startswith("control_ungrouped_")]
+    against = {"the base": "stage_0"}
+    if not best.startswith("control_") and f"control_ungrouped_{best}" in control:
+        against["the same training without groups"] = f"control_ungrouped_{best}"
+    compared = {name: compare.compare(rows, [best], other) for name, other in against.items()}
+    of_base = compared["the base"]
+    better = [_gain(c) for c in of_base if c.gain > 0]
+    worse = [_gain(c) for c in of_base if c.gain < 0]
+    sure = [f"against {name} {_judged(judged)}" for name, judged in compared.items()]
+    return [
+        f"Better: {', '.join(better) or 'nothing'} ({best} against the base, on the share report).",
+        f"Worse: {', '.join(worse) or 'nothing that was measured'}.",
+        f"Beyond chance: {'; '.join(sure)}. One training says nothing of other seeds.",
+    ]
+
+
+def _gain(c: Comparison) -> str:
+    own, other, change, *_ = c.texts()
+    return f"{c.row.metric} {other} -> {own} ({change} {c.row.unit.difference})"
+
+
+def _judged(judged: Sequence[Comparison]) -> str:
+    words = [f"{c.row.metric} is {c.verdict} (p = {c.corrected:.2g})" for c in judged]
+    return ", ".join(words)

@@ -1,0 +1,268 @@
+"""The settings of ``finetune``: a whole configuration, with the reason of every line.
+
+What is chosen follows from the number of pictures, the base, and the memory of the device. Memory
+is measured as ``config --plan`` measures it, so a choice that is too large is seen before anything
+runs. Rates and lengths are rules of thumb, which the reasons say; whatever is chosen can be given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from mclclip import config as configuration
+from mclclip.config import Config
+from mclclip.models.encoder import RANDOM, split_name
+from mclclip.models.loading import model_config, refuse_without_weights
+from mclclip.models.memory import load_shapes
+from mclclip.models.options import ModelConfig, num_blocks
+from mclclip.plan import memory
+from mclclip.plan.machine import GIB, Machine
+
+FEWEST = 100
+"""Pictures to train on, below which groups of them are no batches."""
+_USABLE = 0.9  # share of a device's memory that the plan may fill
+_SMALLEST_BATCH, _LARGEST_BATCH, _MOST_CLUSTERS = 16, 1024, 25
+
+Choice = tuple[str, Any, str]
+"""Dotted option, its value, and the reason."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What the choices follow from.
+
+    base          NAME@TAG, a folder, or NAME@random
+    samples       pictures to train on
+    data          folder with the shards ``train``, ``choose`` and ``report``
+    machine       ranks, and the memory of each GPU; ``memory_gib`` None: a CPU
+    cores         processor cores of each rank
+    half          the 16-bit format that the GPU computes in
+    """
+
+    base: str
+    samples: int
+    data: Path
+    run_dir: Path
+    machine: Machine
+    cores: int
+    half: str = "bf16"
+    seed: int = 0
+
+
+def choose(at: Situation, overrides: Sequence[str] = ()) -> str:
+    """A commented YAML of the whole choice; ``overrides`` (``key.path=value``) replace choices.
+
+    Raises ValueError where there are too few pictures, where the base has no weights and none are
+    asked for, and where nothing fits the memory.
+    """
+    if at.samples < FEWEST:
+        raise ValueError(
+            f"there are {at.samples} pictures to train on: at least {FEWEST} are needed, since "
+            "batches are drawn from groups of them"
+        )
+    choices = [*_choices(at)]
+    for name in ("base", "train"):
+        choices += _fitting(at, name, choices, overrides)
+    given = configuration.from_tree(_tree(choices), overrides)  # raises for what is wrong
+    return _commented(choices, given, overrides)
+
+
+# --- what follows from the data and the base --------------------------------------------------
+
+
+def _choices(at: Situation) -> Iterator[Choice]:
+    name, tag = architecture(at.base)
+    is_new, on_gpu = tag == RANDOM, at.machine.memory_gib is not None
+    batch = _batch(at)
+    stages, clusters = _clusters(at.samples, batch)
+    yield "run_dir", str(at.run_dir), "everything of this run is written there"
+    yield "seed", at.seed, "of weights, data order and clusters"
+    if on_gpu:
+        yield "device", "cuda", f"a GPU of {at.machine.memory_gib:.3g} GiB"
+    else:
+        yield "device", "cpu", "no GPU was found or named"
+    if not on_gpu:
+        threads = max(at.cores - 1, 1)
+        yield "num_threads", threads, f"of {at.cores} cores; the rest reads pictures"
+    yield "data.sources.mine.shards", str(at.data / "train" / "*.tar"), "what is not held out"
+    yield "data.sources.mine.captions", "json:captions", "all captions; an epoch draws one of them"
+    yield "data.num_workers", max(min(at.cores, 8), 1), f"{at.cores} cores for each process"
+    yield "model.name", name, "--base"
+    if is_new:
+        yield "model.augmentation.scale", [0.3, 1.0], "random weights: crops vary more than usual"
+    else:
+        yield "model.pretrained", tag, "--base"
+    yield "num_stages", stages, f"{at.samples:,} pictures make {clusters**stages} groups"
+    yield (
+        "cluster.num_clusters", clusters,
+        f"a group has {at.samples // clusters**stages:,} pictures, more than a batch",
+    )  # fmt: skip
+    yield "controls", ["ungrouped"], "the same training without groups: what grouping itself adds"
+    precision = at.half if on_gpu else "fp32"
+    reason = "half the memory and twice the speed of fp32" if on_gpu else "what CPUs are fast in"
+    yield "embed.precision", "bf16" if precision == "bf16" else "fp32", reason
+    yield from _trainings(at, name, is_new, batch, precision, reason)
+    shares = {
+        "choose": "by it the best encoder is chosen",
+        "report": "on it the result is reported, and nothing is chosen",
+    }
+    for share, what in shares.items():
+        yield f"eval.suite.{share}.kind", "retrieval", what
+        yield f"eval.suite.{share}.path", str(at.data), "pictures held out by a hash of their bytes"
+        yield f"eval.suite.{share}.options.captions", share, "the folder of its shards"
+        yield f"eval.suite.{share}.options.shard_captions", "json:captions", "all captions"
+
+
+def _trainings(
+    at: Situation, name: str, is_new: bool, batch: int, precision: str, reason: str
+) -> Iterator[Choice]:
+    epochs = 10 * (1000 / at.samples) ** 0.3  # 10 of 1,000 pictures, 5 of 10,000
+    if is_new:
+        yield "base.global_batch", 2 * batch, "stage 0 is not drawn from groups"
+        yield "base.epochs", _rounded(8 * epochs), "from random weights, eight times as long"
+        yield "base.lr", 1e-3, "usual from random weights"
+        yield "base.weight_decay", 0.1, "few pictures"
+        yield "base.precision", precision, reason
+        yield "base.checkpoint.every", 100, "what a kill can cost, in steps"
+    yield "train.global_batch", batch, "a power of two, at most a sixteenth of the pictures"
+    yield "train.epochs", _rounded(epochs), "few pictures are seen more often than many"
+    if model_config(name).get("init_logit_bias") is not None:
+        yield "train.objective.kind", "sigmoid", "the base was trained by it"
+    blocks = num_blocks(ModelConfig(name=name))
+    trained: int | str = "all" if blocks is None else math.ceil(blocks / 2)
+    yield "train.lock.image_blocks", trained, f"the upper half of {blocks} blocks, as MCL trains"
+    norms = (isinstance(m, _BatchNorm) for m in load_shapes(name, text=False).modules())
+    if not is_new and any(norms):
+        yield (
+            "train.lock.image_norm", False,
+            "batch norms keep the base's statistics: groups are no fair sample of all pictures",
+        )  # fmt: skip
+    yield "train.lock.text", False, "frozen as in MCL: captions are embedded once"
+    yield "train.lock.logit_scale", False, "frozen with the text tower"
+    lr = 5e-4 if is_new else 2e-5 * math.sqrt(batch / 256)
+    yield (
+        "train.lr", _rounded(lr),
+        "half of stage 0's" if is_new else "low, or the base forgets; grows with the batch's root",
+    )  # fmt: skip
+    yield "train.weight_decay", 0.1, "few pictures"
+    yield "train.precision", precision, reason
+    yield "train.checkpoint.every", 100, "what a kill can cost, in steps"
+
+
+def architecture(base: str) -> tuple[str, str | None]:
+    """The name or path of a base's architecture, such as that of ``tiny_clip``, which is shipped
+    beside the recipes, and its tag. Raises ValueError where the base names no weights."""
+    name, tag = split_name(base)
+    path = configuration.recipes_folder() / f"{name}.json"
+    name = str(path) if Path(name).name == str(name) and path.is_file() else str(name)
+    if tag is None:
+        refuse_without_weights(name)
+    elif tag != RANDOM:
+        model_config(name)
+    return name, tag
+
+
+def _batch(at: Situation) -> int:
+    """The largest power of two that is at most a sixteenth of the pictures and fits all ranks."""
+    most = _LARGEST_BATCH if at.machine.memory_gib is not None else 256
+    batch = min(max(1 << int(math.log2(at.samples / 16)), _SMALLEST_BATCH), most)
+    return math.ceil(batch / at.machine.ranks) * at.machine.ranks
+
+
+def _clusters(samples: int, batch: int) -> tuple[int, int]:
+    """Stages, and K of each: as many groups as leave each a quarter more pictures than a batch."""
+    most = samples / (1.25 * batch)
+    stages = 2 if most >= 4 else 1
+    return stages, min(max(int(most ** (1 / stages)), 2), _MOST_CLUSTERS)
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.2g}")
+
+
+# --- what fits the memory ----------------------------------------------------------------------
+
+
+def _fitting(
+    at: Situation, name: str, choices: Sequence[Choice], overrides: Sequence[str]
+) -> list[Choice]:
+    """How the training ``name`` fits the memory: the quickest way, then those that need less."""
+    if at.machine.memory_gib is None or not any(key.startswith(f"{name}.") for key, *_ in choices):
+        return []
+    least = 0.0
+    for extra in _ways(name, choices):
+        config = configuration.from_tree(_tree([*choices, *extra]), overrides)
+        try:
+            measured = memory.measure(config, name, config.trainings[name], at.machine)
+        except ValueError:  # gradient caching with trained batch norms
+            continue
+        need = measured["sum"] / GIB
+        if need <= _USABLE * at.machine.memory_gib:
+            fits = f"{need:.1f} of {at.machine.memory_gib:g} GiB"
+            return [(key, value, f"{reason}: {fits}") for key, value, reason in extra]
+        least = min(least or need, need)
+    raise ValueError(
+        f"{name} needs at least {least:.1f} GiB of each GPU, of which there are "
+        f"{at.machine.memory_gib:g}: take a smaller base, or more memory"
+    )
+
+
+def _ways(name: str, choices: Sequence[Choice]) -> Iterator[list[Choice]]:
+    batch = next(value for key, value, _ in choices if key == f"{name}.global_batch")
+    recompute = (f"{name}.engine.grad_checkpointing", True, "activations are computed twice")
+    few = f"{name}.engine.micro_batch", "gradient caching, the same gradient in parts"
+    parts = [2**power for power in range(int(math.log2(batch)), 2, -1)]
+    engine: list[list[Choice]] = [[(few[0], None, "the whole batch at once")], [recompute]]
+    engine += [[(few[0], part, few[1])] for part in parts]
+    engine += [[(few[0], part, few[1]), recompute] for part in (64, 8) if part < batch]
+    adapters = (f"{name}.lora.rank", 8, "small adapters in the place of whole layers")
+    rate = (f"{name}.lr", 2e-4, "usual of adapters")
+    for lora in ([], [adapters, rate]) if name == "train" else ([],):
+        yield from (lora + each for each in engine)
+
+
+# --- YAML ----------------------------------------------------------------------------------------
+
+
+def _tree(choices: Sequence[Choice]) -> dict[str, Any]:
+    """The choices as nested mappings; the last one of an option counts."""
+    tree: dict[str, Any] = {}
+    for key, value, _ in choices:
+        *parents, last = key.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return tree
+
+
+def _commented(choices: Sequence[Choice], config: Config, overrides: Sequence[str]) -> str:
+    """The choices as YAML, each with its reason; what was given has the given value."""
+    reasons = {key: reason for key, _, reason in choices}
+    tree, plain = _tree(choices), configuration.to_tree(config)
+    for key in (override.partition("=")[0] for override in overrides):
+        *parents, last = key.split(".")
+        node, value = tree, plain
+        for parent in parents:
+            node, value = node.setdefault(parent, {}), value[parent]
+        node[last], reasons[key] = value[last], "given"
+    return "".join(_lines(tree, reasons))
+
+
+def _lines(tree: Mapping[str, Any], reasons: Mapping[str, str], path: str = "") -> Iterator[str]:
+    indent = "  " * path.count(".")
+    for key, value in tree.items():
+        if isinstance(value, dict) and f"{path}{key}" not in reasons:
+            yield f"{indent}{key}:\n"
+            yield from _lines(value, reasons, f"{path}{key}.")
+        else:
+            text = yaml.safe_dump(value, default_flow_style=True, width=10**6)
+            text = text.removesuffix("\n").removesuffix("\n...")
+            yield f"{indent}{key}: {text}  # {reasons[f'{path}{key}']}\n"

@@ -1,0 +1,120 @@
+"""The public names: what they are, and a whole fine-tuning through them."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import mclclip
+from mclclip.ranks import process_group
+from tests import photos, tiny
+
+
+def test_the_public_names() -> None:
+    """No other one, none that a module has, each with an example or its arguments in words."""
+    assert mclclip.__all__ == ["Encoder", "Run", "__version__", "finetune", "load_model"]
+    assert set(mclclip.__all__) <= set(dir(mclclip))
+    folder = Path(mclclip.__file__).parent
+    for name in set(mclclip.__all__) - {"__version__"}:
+        assert not (folder / f"{name}.py").exists() and not (folder / name).exists()
+        documented = inspect.getdoc(getattr(mclclip, name)) or ""
+        assert len(documented) > 100
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        mclclip.nothing  # noqa: B018
+
+
+def test_importing_loads_nothing_heavy() -> None:
+    code = "import sys, mclclip; print({'torch', 'pandas', 'numpy'} & {*sys.modules})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=tiny.environment()
+    )
+    assert done.stdout.strip() == "set()", done.stderr
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, mclclip.Run]]:
+    folder = tmp_path_factory.mktemp("tuned")
+    photos.write(folder)
+    with process_group.num_threads(1):
+        yield folder, call(folder)
+
+
+def call(folder: Path, **others: object) -> mclclip.Run:
+    given = {
+        "base": photos.base(folder),
+        "options": photos.FEW_STEPS,
+        "captions": folder / "captions.csv",
+    }
+    return mclclip.finetune(folder, out=folder / "run", **given | others)  # type: ignore[arg-type]
+
+
+def test_a_fine_tuning_ends_with_encoders_and_a_verdict(tuned: tuple[Path, mclclip.Run]) -> None:
+    folder, run = tuned
+    table = run.results
+    names = ["encoder", "benchmark", "metric", "value", "interval", "unit"]
+    assert table.columns.tolist()[:6] == names
+    assert {"choose", "report"} == {*table.benchmark}
+    assert {"stage_0", "stage_1", "control_ungrouped_stage_1"} <= {*table.encoder}
+    assert {*run.exports()} == {*table.encoder}
+    assert run.best() in {*table.encoder}
+    sentences = run.verdict()
+    assert [each.partition(":")[0] for each in sentences] == ["Better", "Worse", "Beyond chance"]
+    assert run.report() == folder / "run/report.html"
+
+
+def test_no_copy_of_a_picture_lies_on_two_sides(tuned: tuple[Path, mclclip.Run]) -> None:
+    sides: dict[bytes, set[str]] = {}
+    for path in (tuned[0] / "run/data").glob("*/*.tar"):
+        with tarfile.open(path) as tar:
+            for member in tar:
+                if member.name.endswith(".jpg"):
+                    opened = tar.extractfile(member)
+                    assert opened is not None
+                    sides.setdefault(opened.read(), set()).add(path.parent.name)
+    assert len(sides) == 160 and all(len(each) == 1 for each in sides.values())
+    assert set().union(*sides.values()) == {"train", "choose", "report"}
+
+
+def test_pictures_and_texts_are_encoded_as_they_are_brought(
+    tuned: tuple[Path, mclclip.Run],
+) -> None:
+    folder, run = tuned
+    encoder = run.encoder("stage_1")
+    assert type(encoder) is mclclip.Encoder is type(run.stage(1).encoder())
+    paths = sorted((folder / "photos").glob("*.jpg"))[:5]
+    features = encoder.encode_image(paths, batch_size=2)
+    assert features.shape == (5, encoder.embed_dim) and features.dtype == np.float32
+    np.testing.assert_allclose(np.linalg.norm(features, axis=1), 1.0, rtol=1e-5)
+    opened = [Image.open(path) for path in paths]
+    np.testing.assert_allclose(encoder.encode_image(opened), features, atol=1e-6)
+    np.testing.assert_allclose(encoder.encode_image(str(paths[0])), features[:1], atol=1e-6)
+    texts = encoder.encode_text(["a red square", "a blue square"])
+    assert texts.shape == (2, encoder.embed_dim)
+    np.testing.assert_allclose(encoder.encode_text("a red square"), texts[:1], atol=1e-6)
+    assert encoder.encode_image([]).shape == (0, encoder.embed_dim)
+    with pytest.raises(ValueError, match=r"captions\.csv cannot be decoded .*: leave it out"):
+        encoder.encode_image([folder / "captions.csv"])
+    with pytest.raises(ValueError, match="no encoder 'stage_9' .*: it has stage_0"):
+        run.encoder("stage_9")
+
+
+def test_called_again_it_is_finished_and_other_arguments_are_refused(
+    tuned: tuple[Path, mclclip.Run],
+) -> None:
+    folder, run = tuned
+    before = tiny.digests(folder / "run", "**/manifest.json")
+    assert call(folder).result_rows == run.result_rows
+    assert tiny.digests(folder / "run", "**/manifest.json") == before
+    with pytest.raises(ValueError, match="config.seed was 0, now 1"):
+        call(folder, seed=1)
+    with pytest.raises(ValueError, match="held_out"):
+        call(folder, held_out=0.2)
+    assert tiny.digests(folder / "run", "**/manifest.json") == before

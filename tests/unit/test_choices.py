@@ -1,0 +1,72 @@
+"""The settings of ``finetune``: whole, explained, and within the memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mclclip import choices, config
+from mclclip.choices import Situation
+from mclclip.config import Config
+from mclclip.plan import memory
+from mclclip.plan.machine import GIB, Machine
+
+BASES = ("ViT-B-32-quickgelu@openai", "ViT-L-14@openai", "ViT-B-16-SigLIP@webli", "RN50@openai")
+
+
+def situation(base: str = BASES[0], samples: int = 10_000, **others: Any) -> Situation:
+    given = {"machine": Machine(), "cores": 4} | others
+    return Situation(base, samples, Path("data"), Path("run"), **given)
+
+
+def chosen(at: Situation, *overrides: str, folder: Path) -> tuple[str, Config]:
+    path = folder / "settings.yaml"
+    path.write_text(text := choices.choose(at, overrides))
+    return text, config.load(path)
+
+
+def test_every_line_has_its_reason(tmp_path: Path) -> None:
+    text, settled = chosen(situation(), "train.lr=3e-6", "train.plan.policy=wrap", folder=tmp_path)
+    values = [line for line in text.splitlines() if not line.endswith(":")]
+    assert len(values) > 25 and all(line.partition("  # ")[2] for line in values)
+    assert "lr: 3.0e-06  # given" in text and "policy: wrap  # given" in text
+    assert settled.train.lr == 3e-6 and settled.train.plan.policy == "wrap"
+    assert settled.controls == ["ungrouped"] and settled.base is None
+    assert settled.model.pretrained == "openai" and not settled.train.lock.text
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_groups_hold_a_batch_for_any_number_of_pictures(tmp_path: Path, ranks: int) -> None:
+    for samples in (100, 137, 333, 1_000, 1_344, 5_000, 20_000, 10**5, 10**6, 10**7):
+        at = situation("tiny_clip@random", samples, machine=Machine(gpus_per_node=ranks))
+        _, settled = chosen(at, folder=tmp_path)
+        batch, stages = settled.train.global_batch, settled.num_stages
+        assert batch % ranks == 0 and 1 <= stages <= 2
+        assert samples / settled.cluster.clusters_of(0) ** stages >= batch, samples
+        assert settled.base is not None and settled.base.global_batch <= samples
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("gib", [8.0, 80.0])
+def test_what_is_chosen_fits_the_memory(tmp_path: Path, base: str, gib: float) -> None:
+    machine = Machine(memory_gib=gib, elsewhere=True)
+    text, settled = chosen(situation(base, 100_000, machine=machine), folder=tmp_path)
+    measured = memory.measure(settled, "train", settled.train, machine)
+    assert measured["sum"] <= 0.9 * gib * GIB
+    assert f"of {gib:g} GiB" in text
+    if base.startswith("RN"):  # batch norms: kept, since groups are no fair sample
+        assert not settled.train.lock.image_norm
+    assert settled.train.objective.kind == ("sigmoid" if "SigLIP" in base else "info_nce")
+
+
+def test_what_cannot_be_is_one_line() -> None:
+    with pytest.raises(ValueError, match="99 pictures to train on: at least 100"):
+        choices.choose(situation(samples=99))
+    with pytest.raises(ValueError, match="ViT-B-32 names no weights"):
+        choices.choose(situation("ViT-B-32"))
+    with pytest.raises(ValueError, match="train needs at least .* GiB of each GPU"):
+        choices.choose(situation(machine=Machine(memory_gib=0.5, elsewhere=True)))
+    with pytest.raises(ValueError, match="train.lrr"):
+        choices.choose(situation(), ["train.lrr=1"])
