@@ -27,14 +27,14 @@ from tests.unit.test_architecture import edges
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
     "files": 211,
-    "lines": 33_184,
+    "lines": 33_188,
     "functions": 2_664,
     "functions of two lines or fewer": 689,
     "classes": 319,
     "dataclasses": 156,
     "options": 262,
     "arrows between rooms": 250,
-    "lines of tests": 47_790,
+    "lines of tests": 47_796,
 }
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 SILENT |= {tokenize.ENCODING, tokenize.ENDMARKER}

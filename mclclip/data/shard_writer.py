@@ -15,13 +15,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from webdataset.writer import TarWriter
+from typing import TYPE_CHECKING, Any
 
 from mclclip.data.shard_scan import ARRAY_EXTENSION, IMAGE_EXTENSIONS, split_member_name
 from mclclip.files import remove_leftovers, whole_file
 from mclclip.run.artifacts import made_of
+
+if TYPE_CHECKING:
+    from webdataset.writer import TarWriter
 
 _OWNER = "mclclip"
 _MAGIC = {b"\xff\xd8\xff": "jpg", b"\x89PNG": "png", b"\x93NUMPY": ARRAY_EXTENSION, b"RIFF": "webp"}
@@ -139,6 +140,8 @@ def _with_unique_keys(samples: Iterable[PackedSample]) -> Iterator[PackedSample]
 
 @contextmanager
 def _open_shard(path: Path) -> Iterator[TarWriter]:
+    from webdataset.writer import TarWriter  # imports torch: what is refused does not wait for it
+
     with (
         whole_file(path) as file,
         TarWriter(file, user=_OWNER, group=_OWNER, mtime=0, encoder=False) as writer,

@@ -20,8 +20,6 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-from webdataset.shardlists import expand_urls
-
 from mclclip.data.shard_scan import Findings
 from mclclip.data.table_formats import (
     CAPTION_COLUMNS,
@@ -173,8 +171,12 @@ def _files(path: Path, ask: _Ask) -> list[Path]:
         return [path]
     if path.is_dir():
         return _files_of_folder(path, ask)
-    found = (sorted(glob(pattern, recursive=True)) for pattern in expand_urls(str(path)))
-    files = [Path(name) for names in found for name in names]
+    patterns = [str(path)]
+    if "{" in str(path):
+        from webdataset.shardlists import expand_urls  # imports torch
+
+        patterns = expand_urls(str(path))
+    files = [Path(name) for pattern in patterns for name in sorted(glob(pattern, recursive=True))]
     if not files:
         raise FileNotFoundError(
             f"no {path}: wanted a folder of pictures or of shards, or a table ({', '.join(KINDS)})"

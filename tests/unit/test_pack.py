@@ -6,6 +6,9 @@ import csv
 import hashlib
 import json
 import logging
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -364,3 +367,17 @@ def test_wrong_shares(
     with pytest.raises(ValueError, match=message):
         run(tmp_path, images, [["a.jpg", "1"]], held_out=held_out)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_refused_does_not_wait_for_torch(tmp_path: Path) -> None:
+    lines = f"""
+        import sys
+        from pathlib import Path
+        from mclclip.pack import pack
+        try:
+            pack(Path({str(tmp_path)!r}, "none"), Path("out"))
+        except FileNotFoundError:
+            sys.exit(3 if "torch" in sys.modules else 7)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(lines)], check=False)
+    assert done.returncode == 7
