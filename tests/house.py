@@ -26,15 +26,15 @@ from tests.unit.test_architecture import edges
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
-    "files": 211,
-    "lines": 33_188,
-    "functions": 2_664,
-    "functions of two lines or fewer": 689,
-    "classes": 319,
-    "dataclasses": 156,
+    "files": 212,
+    "lines": 33_478,
+    "functions": 2_699,
+    "functions of two lines or fewer": 700,
+    "classes": 322,
+    "dataclasses": 157,
     "options": 262,
-    "arrows between rooms": 250,
-    "lines of tests": 47_796,
+    "arrows between rooms": 257,
+    "lines of tests": 47_972,
 }
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 SILENT |= {tokenize.ENCODING, tokenize.ENDMARKER}

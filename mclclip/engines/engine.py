@@ -188,13 +188,33 @@ class Engine:
             batch = batch.rows(0, self.micro_batch)
         for part in self.outside:
             part.begin(batch.step)
-        buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        devices = [self.context.device] if self.context.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
+        with self._unchanged():
             for _ in range(2):
                 loss: Tensor = self.run(batch)["loss"]
                 (loss * 0.0).backward()  # type: ignore[no-untyped-call]
                 self.zero_grad()
+
+    def measure(self, batch: Any) -> dict[str, Tensor]:
+        """The module's dictionary for ``batch``, without a gradient and with no change of anything,
+        random generators included."""
+        for part in self.outside:
+            part.begin(batch.step)
+        with torch.no_grad(), self._unchanged():
+            if self.micro_batch is None or len(batch) <= self.micro_batch:
+                found: dict[str, Tensor] = self.run(batch)
+                return found
+            features, *_ = gradient_cache.all_features(self, batch, self.micro_batch)
+            module: Any = self.module
+            found = module.loss(features, batch)
+            return found
+
+    @contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Restores buffers, and the state of random generators, after the block."""
+        buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        devices = [self.context.device] if self.context.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            yield
         for name, buffer in self.module.named_buffers():
             buffer.copy_(buffers[name])
 

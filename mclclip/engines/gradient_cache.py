@@ -34,12 +34,14 @@ def check(module: nn.Module) -> None:
             )
 
 
-def backward(engine: Any, batch: Any, micro_batch: int) -> dict[str, Tensor]:
-    """Adds the gradient of the global batch's loss to ``engine``'s; returns the loss and parts."""
-    module, device = engine.module, engine.context.device
+def all_features(
+    engine: Any, batch: Any, micro_batch: int
+) -> tuple[dict[str, Tensor], list[Any], list[tuple[Tensor, Any]]]:
+    """The features of the whole local batch by name, without a graph; its micro-batches; and the
+    states of the random generators of the CPU and of the GPU, if any, before each."""
+    device = engine.context.device
     on_gpu = None if device.type == "cpu" else torch.get_device_module(device)
-    starts = range(0, len(batch), micro_batch)
-    pieces = [batch.rows(start, start + micro_batch) for start in starts]
+    pieces = [batch.rows(at, at + micro_batch) for at in range(0, len(batch), micro_batch)]
     states, passes = [], []
     with torch.no_grad():
         for piece in pieces:
@@ -49,14 +51,22 @@ def backward(engine: Any, batch: Any, micro_batch: int) -> dict[str, Tensor]:
             name: torch.cat([each[name] for each in passes]) if value.ndim else value.clone()
             for name, value in passes[0].items()
         }
+    return features, pieces, states
+
+
+def backward(engine: Any, batch: Any, micro_batch: int) -> dict[str, Tensor]:
+    """Adds the gradient of the global batch's loss to ``engine``'s; returns the loss and parts."""
+    module, device = engine.module, engine.context.device
+    on_gpu = None if device.type == "cpu" else torch.get_device_module(device)
+    features, pieces, states = all_features(engine, batch, micro_batch)
     engine.phase_ended("forward")
     leaves = {n: f.requires_grad_() for n, f in features.items() if f.is_floating_point()}
     parts: dict[str, Tensor] = module.loss(features, batch)
     wanted = [*leaves.values(), *_trained(module.objective)]
     gradients = torch.autograd.grad(parts["loss"], wanted, allow_unused=True)
     of_features = {n: g for n, g in zip(leaves, gradients, strict=False) if g is not None}
-    for number, start in enumerate(starts):
-        last = number == len(starts) - 1
+    for number, start in enumerate(range(0, len(batch), micro_batch)):
+        last = number == len(pieces) - 1
         of_piece = {n: g[start : start + micro_batch] for n, g in of_features.items() if g.ndim}
         own: tuple[Tensor | None, ...] = ()
         if last:  # features of the whole batch and parameters are pulled back only once

@@ -202,11 +202,25 @@ class Objective(Stepping):
     parts.
     Its parameters are trained by the engine's optimizer and its buffers are saved with them. A
     frozen copy of the model, such as a momentum encoder, is a submodule without gradients.
+
+    counterparts  names of two of the features, whose rows i belong together and whose other rows
+                  mostly do not; None: the loss compares no features with each other
     """
+
+    counterparts: tuple[str, str] | None = None
 
     def outside(self) -> Sequence[OutsideParameters]:
         """Parameters that engines do not wrap; none by default."""
         return ()
+
+    def chance(self, given: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor | None:
+        """The loss of this batch for features that say nothing, whose mean over the ranks is that
+        of the global batch: for InfoNCE the logarithm of the number of candidates.
+
+        ``given`` and ``parts`` are what ``forward`` was given and returned at this step. A
+        collective; None, the default, where no such loss is known.
+        """
+        return None
 
     def features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Returns the model's features of this rank's batch, by name.

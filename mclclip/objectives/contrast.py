@@ -252,6 +252,7 @@ class Contrast(Objective):
         super().__init__()
         self.between, self.direction, self.tile = between, direction, tile
         self.names: tuple[str, ...] = _NAMES[between]
+        self.counterparts = _NAMES[between]
         self.temperature = temperature or Temperature()
 
     def rows(
@@ -290,13 +291,7 @@ class Contrast(Objective):
         _check(self.names, features, self.reads_classes)
         own = [wide(features[name]) for name in self.names]
         scale = self.temperature.scale(own[0], features.get("logit_scale"))
-        marks = [features["labels"][:, 0], features["sample_id"]]
-        if self.reads_classes:
-            marks.append(to_device(features["classes"][:, 0], own[0].device))
-        every = [collectives.gather_with_grad(side) for side in own]
-        all_marks = [collectives.gather(mark) for mark in marks]
-        directions = self.directions(own, every, marks, all_marks, scale)
-        by_direction = [self.rows(*direction, scale) for direction in directions]
+        by_direction = self._by_direction(own, features, scale)
         counted = {n: collectives.all_reduce_sum(r.sum()) for n, r in by_direction[0][1].items()}
         means = [losses.mean() for losses, _ in by_direction]
         return {
@@ -305,6 +300,25 @@ class Contrast(Objective):
             "logit_scale": scale,
             "temperature": 1.0 / scale.detach(),
         }
+
+    def chance(self, given: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
+        """The loss where all features are alike, under the same mask and logit scale."""
+        features, scale = wide(given[self.names[0]]), parts["logit_scale"]
+        alike = [features.new_ones(len(features), 1) for _ in self.names]
+        means = [losses.mean() for losses, _ in self._by_direction(alike, given, scale)]
+        return torch.stack(means).mean()
+
+    def _by_direction(
+        self, own: Sequence[Tensor], given: Mapping[str, Any], scale: Tensor
+    ) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        """What ``rows`` returns for each direction between the features ``own`` [b, D] by name."""
+        marks = [given["labels"][:, 0], given["sample_id"]]
+        if self.reads_classes:
+            marks.append(to_device(given["classes"][:, 0], own[0].device))
+        every = [collectives.gather_with_grad(side) for side in own]
+        all_marks = [collectives.gather(mark) for mark in marks]
+        directions = self.directions(own, every, marks, all_marks, scale)
+        return [self.rows(*direction, scale) for direction in directions]
 
     def directions(
         self,

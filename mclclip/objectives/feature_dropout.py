@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -222,6 +222,7 @@ class FeatureDropout(Objective):
     ) -> None:
         super().__init__()
         self.loss, self.adversary, self.epsilon = loss, adversary, epsilon
+        self.counterparts = loss.counterparts
         for name, value in zip(("mean", "deviation"), normalization, strict=True):
             self.register_buffer(name, value, persistent=False)
 
@@ -265,6 +266,10 @@ class FeatureDropout(Objective):
         if view_change is not None:
             parts["view_change"] = view_change.detach().mean()
         return parts
+
+    def chance(self, given: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor | None:
+        """That of the loss of the features."""
+        return self.loss.chance(given, parts)
 
 
 # --- the network ---------------------------------------------------------------------------------

@@ -254,6 +254,8 @@ class _WithCopy(Objective):
     how many rows and columns of the similarities are computed at a time.
     """
 
+    counterparts = ("image_features", "keys")
+
     def __init__(
         self,
         copy: MomentumCopy,

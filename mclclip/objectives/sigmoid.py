@@ -19,6 +19,7 @@ computed in tiles, so that memory is linear in the local batch.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -33,6 +34,7 @@ from mclclip.objectives.row_losses import (
     Pairs,
     Tiles,
     choose_no_autocast,
+    count_negatives,
     refuse_second_derivative,
 )
 from mclclip.options import STRICT
@@ -108,6 +110,7 @@ class Sigmoid(Objective):
     ) -> None:
         super().__init__()
         self.other, self.tile = other, tile
+        self.counterparts = ("image_features", other)
         start_scale = torch.full((1,), math.log(_START_SCALE))
         self.log_scale = nn.Parameter(start_scale) if own_scale else None
         self.bias = nn.Parameter(torch.full((1,), _START_BIAS)) if own_bias else None
@@ -139,9 +142,7 @@ class Sigmoid(Objective):
             )
         scale = features["logit_scale"] if self.log_scale is None else self.log_scale[0].exp()
         bias = features["logit_bias"] if self.bias is None else self.bias[0]
-        groups, first = labels[:, 0], collectives.rank() * len(labels)
-        every = collectives.gather(groups), collectives.gather(sample_id)
-        pairs = Pairs(groups, sample_id, *every, first, self.tile)
+        pairs = self._pairs(labels, sample_id)
         total, alone = sigmoid_sums(image_features, others, scale, bias, pairs)
         return {
             "loss": total / len(labels),
@@ -149,6 +150,20 @@ class Sigmoid(Objective):
             "logit_scale": scale,
             "logit_bias": bias.detach().clone(),  # FSDP frees what a view of a parameter shows
         }
+
+    def chance(self, given: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
+        """The least loss of one logit for all pairs: that of a probability of 1 in n, for the n
+        texts that an image is compared with."""
+        num = count_negatives(self._pairs(given["labels"], given["sample_id"])).double() + 1.0
+        losses: Tensor = torch.xlogy(num, num) - torch.xlogy(num - 1.0, num - 1.0)
+        return losses.mean()
+
+    def _pairs(self, labels: Tensor, sample_id: Tensor) -> Pairs:
+        """This rank's rows among the columns of all ranks."""
+        groups = labels[:, 0]
+        every = collectives.gather(groups), collectives.gather(sample_id)
+        first = collectives.rank() * len(labels)
+        return Pairs(groups, sample_id, *every, first, self.tile)
 
 
 # A compiler would unroll the loop over tiles.

@@ -153,6 +153,7 @@ class WeightedSum(Objective):
     ) -> None:
         super().__init__()
         self.terms, self.weights, self.names = nn.ModuleList(terms), list(weights), list(names)
+        self.counterparts = next((t.counterparts for t in terms if t.counterparts), None)
         own = [n for n, t in zip(names, terms, strict=True) if _makes_features(t)]
         if len(own) > 1:
             raise ValueError(
@@ -163,6 +164,16 @@ class WeightedSum(Objective):
     def outside(self) -> Sequence[OutsideParameters]:
         """The parameters outside of all terms."""
         return [part for term in self.terms for part in term.outside()]
+
+    def chance(self, given: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor | None:
+        """The weighted sum; None where it is not known of a term."""
+        total = torch.zeros((), dtype=torch.float64)
+        for term, weight, name in zip(self.terms, self.weights, self.names, strict=True):
+            own = term.chance(given, with_prefix(parts, f"{name}/"))
+            if own is None:
+                return None
+            total = total.to(own.device) + weight * own
+        return total
 
     def features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """The features of the term that makes its own, and the model's of every view."""

@@ -50,7 +50,8 @@ class Recorder:
     """Metrics of the steps since the last row, and the samples that had to be replaced.
 
     directory        gets metrics.jsonl (a row per ``log_every`` steps and after the last),
-                     epochs.jsonl (a row per epoch, or the part of it that ran) and the sinks
+                     epochs.jsonl (a row per epoch, or the part of it that ran), warnings.jsonl
+                     (where there are any) and the sinks
     start, total     steps done before, and in the whole training
     share_bad        makes this rank's replaced samples known to all ranks and returns how many are
                      known (data.sample_index.BadSamples.share); called by all ranks at every row
@@ -100,7 +101,7 @@ class Recorder:
         self.epoch.read()
         source = iter(batches)
         for done in itertools.count(self.start + 1):
-            self.peaks.watching = self._gives_row(done) or done <= self.start + _WATCHED
+            self.peaks.watching = self.gives_row(done) or done <= self.start + _WATCHED
             self.peaks.restart()
             before = time.perf_counter()
             try:
@@ -115,8 +116,9 @@ class Recorder:
             self.group_size = batch.group_size
             yield batch
 
-    def take(self, done: int, parts: Mapping[str, Tensor], lr: float) -> None:
-        """Records the ``done``-th step and writes a row if one is due (then it is a collective).
+    def take(self, done: int, parts: Mapping[str, Tensor], lr: float) -> Mapping[str, Any] | None:
+        """Records the ``done``-th step and writes a row if one is due (then it is a collective);
+        returns it.
 
         Raises NotFinite on all ranks where a row is due and the training has diverged.
         """
@@ -124,8 +126,7 @@ class Recorder:
         self.epoch.steps += 1
         self.loss_sum = self.loss_sum + parts["loss"].detach().double()
         self.watch.take(parts["loss"], parts["grad_norm"])
-        if self._gives_row(done):
-            self._write(done, parts, lr)
+        return self._write(done, parts, lr) if self.gives_row(done) else None
 
     def judge(self, done: int) -> None:
         """Raises NotFinite if the training has diverged within ``done`` steps; a collective."""
@@ -169,19 +170,30 @@ class Recorder:
         listed = ", ".join(f"{name} {value:.1f}" for name, value in figures.items())
         log.info("%s step %d: %s", self.name, done, listed)
 
+    def earlier_rows(self) -> Iterator[dict[str, Any]]:
+        """The rows of the steps before ``start``; on rank 0 alone, which has the file."""
+        return iter(()) if self.metrics is None else self.metrics.earlier_rows()
+
+    def warn(self, done: int, name: str, text: str) -> None:
+        """Logs a warning of the state after ``done`` steps, and adds it to warnings.jsonl."""
+        if self.metrics is not None:
+            log.warning("%s step %d: %s", self.name, done, text)
+            self.metrics.write(done, {"warning": name, "text": text}, "warnings")
+
     def close(self) -> None:
         """Closes the files and the sinks, each sink within ``runlog.CLOSE_S`` seconds."""
         if self.metrics is not None:
             self.metrics.close()
 
-    def _gives_row(self, done: int) -> bool:
+    def gives_row(self, done: int) -> bool:
+        """Whether the ``done``-th step gives a row."""
         return done % self.log_every == 0 or done == self.total
 
-    def _write(self, done: int, parts: Mapping[str, Tensor], lr: float) -> None:
+    def _write(self, done: int, parts: Mapping[str, Tensor], lr: float) -> dict[str, Any]:
         row = self._figures(done, self.row, {**parts, **self.watch.counts})
         counts = {name: int(row.pop(name)) for name in self.watch.counts}
+        row |= {"lr": lr, "group_size": self.group_size}
         if self.metrics is not None:
-            row |= {"lr": lr, "group_size": self.group_size}
             self.metrics.write(done, row)
             parts_text = "".join(f" {t % row[name]}" for name, t in _LOGGED.items() if name in row)
             log.info(
@@ -190,6 +202,7 @@ class Recorder:
                 row["samples_per_s"], 100 * row["data_wait_share"],
             )  # fmt: skip
         self.watch.judge(done, **counts)
+        return {"step": done, **row}
 
     def _figures(
         self, done: int, meter: Meter, parts: Mapping[str, Tensor | float]

@@ -191,6 +191,11 @@ class JsonLines:
             self._file.truncate(length)
             raise
 
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The rows of the file."""
+        with open(self.path, "rb") as lines:
+            yield from map(json.loads, lines)
+
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
@@ -198,7 +203,7 @@ class JsonLines:
 
 class MetricsLog:
     """``metrics.jsonl``, ``epochs.jsonl`` and the sinks of one training; where it is evaluated
-    (``evaluates``), ``evaluations.jsonl`` too.
+    (``evaluates``), ``evaluations.jsonl`` too, and where it is warned of, ``warnings.jsonl``.
 
     Writing and closing raise no errors: ``lost`` counts the failed writes of each file and sink by
     its name. Opening the files may raise OSError.
@@ -214,9 +219,11 @@ class MetricsLog:
     ) -> None:
         self.sinks = dict(sinks or {})
         self.lost: Counter[str] = Counter()
+        self._warnings = Path(directory) / "warnings.jsonl"
+        names = ["metrics.jsonl", "epochs.jsonl"]
+        names += [self._warnings.name] if self._warnings.exists() else []
         self._files = {
-            name: JsonLines(Path(directory) / name, resume_step=resume_step)
-            for name in ("metrics.jsonl", "epochs.jsonl")
+            name: JsonLines(Path(directory) / name, resume_step=resume_step) for name in names
         }
         if evaluates:  # a resumed training evaluates its first step again
             path = Path(directory) / "evaluations.jsonl"
@@ -224,12 +231,23 @@ class MetricsLog:
 
     def write(self, step: int, row: Mapping[str, Any], kind: str = "metrics") -> None:
         """Appends a row to KIND.jsonl: of a step (``metrics``), of an epoch that ended after it
-        (``epochs``) or of the figures after it (``evaluations``). Sinks get the first and last."""
+        (``epochs``), of the figures after it (``evaluations``) or a warning (``warnings``). Sinks
+        get steps and figures."""
         name = f"{kind}.jsonl"
-        self._try(name, partial(self._files[name].write, {"step": step, **row}))
-        if kind != "epochs":
+        self._try(name, lambda: self._file(name).write({"step": step, **row}))
+        if kind in ("metrics", "evaluations"):
             for sink_name, sink in self.sinks.items():
                 self._try(sink_name, partial(sink.write, step, row))
+
+    def earlier_rows(self) -> Iterator[dict[str, Any]]:
+        """The rows of metrics.jsonl so far."""
+        return self._files["metrics.jsonl"].rows()
+
+    def _file(self, name: str) -> JsonLines:
+        """The file of this name; that of warnings is made for the first."""
+        if name not in self._files:
+            self._files[name] = JsonLines(self._warnings, resume_step=0)
+        return self._files[name]
 
     def close(self) -> None:
         """Closes files and sinks, each within CLOSE_S seconds, and says how much was lost."""

@@ -35,6 +35,7 @@ from mclclip.run import runlog
 from mclclip.run.measures import NotFinite, StepProfiler
 from mclclip.run.recorder import Recorder
 from mclclip.train.options import EvaluateConfig
+from mclclip.train.symptoms import Symptoms
 
 log = logging.getLogger("mclclip")
 
@@ -60,6 +61,7 @@ class Trainee(nn.Module):
         self.model = model
         self.objective = objective
         self.precision = precision
+        self.seen: dict[str, Any] = {}  # what the objective was given last, without gradients
         # Number format of the output of the first blocks in this precision.
         self.trunk_dtype: torch.dtype | None = None
         self._normalization: tuple[Tensor, Tensor] | None = None  # on the device
@@ -82,9 +84,9 @@ class Trainee(nn.Module):
 
     def loss(self, features: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         """Features of the local batch -> {"loss": ..., parts}."""
-        parts: dict[str, Tensor] = self.objective(
-            **features, labels=batch.labels, sample_id=batch.sample_id, classes=batch.classes
-        )
+        marks = {"labels": batch.labels, "sample_id": batch.sample_id, "classes": batch.classes}
+        self.seen = {name: value.detach() for name, value in features.items()} | marks
+        parts: dict[str, Tensor] = self.objective(**features, **marks)
         return parts
 
     def on_device(self, batch: Batch, device: torch.device) -> Batch:
@@ -193,6 +195,7 @@ class Trainer:
 
     trainee            model and objective, which the engine runs
     learning_rate      step -> learning rate
+    symptoms           warns of known failures
     seed_words         integers that, with the step and the rank, seed dropout
     checkpoint_every   steps between checkpoints
     steps_per_epoch    steps in one pass over the plan
@@ -204,6 +207,7 @@ class Trainer:
     engine: Engine
     checkpoints: Checkpoints
     recorder: Recorder
+    symptoms: Symptoms
     boundary: StepBoundary
     learning_rate: Callable[[int], float]
     seed_words: tuple[int, ...]
@@ -286,18 +290,19 @@ class Trainer:
     def _step(self, batch: Batch, total: int) -> None:
         """One update, then the row, checkpoint and epoch row that are due."""
         peer_watch.note()
-        lr = self.learning_rate(batch.step)
+        lr, done = self.learning_rate(batch.step), batch.step + 1
         with self.profiler.step(batch.step):
             batch = self.trainee.on_device(batch, self.engine.context.device)
             seed_everything(*self.seed_words, batch.step, self.engine.context.rank)
             self.recorder.peaks.restart()
             epoch = batch.step / self.steps_per_epoch
             self.trainee.objective.begin(batch.step, total, epoch)
+            self.symptoms.before(batch)
             parts = self.engine.update(batch, lr)
+            parts |= self.symptoms.figures(done, parts)
             self.trainee.objective.stepped(self.trainee.model)
         peer_watch.note()
-        done = batch.step + 1
-        self.recorder.take(done, parts, lr)
+        self.symptoms.look(self.recorder.take(done, parts, lr))
         if done % self.checkpoint_every == 0 or done == total:
             self._save(done)
         self.recorder.end_epoch(done)

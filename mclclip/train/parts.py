@@ -40,6 +40,7 @@ from mclclip.run.layout import Layout
 from mclclip.run.measures import PeakMemory, StepProfiler
 from mclclip.run.recorder import Recorder
 from mclclip.train.loop import Judging, Trainee, Trainer
+from mclclip.train.symptoms import Symptoms
 
 _WEIGHTS = 5  # purpose of a random number: initial weights of a stage with train.start=random
 
@@ -291,6 +292,7 @@ def trainer_of(
         engine=engine,
         checkpoints=checkpoints,
         recorder=recorder,
+        symptoms=Symptoms(trainee, engine, recorder),
         boundary=StepBoundary(context, job.layout.run_dir, poll_s=poll_s, deadline=deadline),
         learning_rate=partial(
             learning_rate,

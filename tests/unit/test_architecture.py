@@ -27,6 +27,7 @@ ROOMS: dict[str, set[str]] = {
     "checkpoint": {"ranks", "run"},
     "eval": {"ranks", "run", "data", "models"},
     "train/loop": {"ranks", "run", "data", "models", "objectives", "engines", "checkpoint"},
+    "train/symptoms": {"ranks", "run", "models", "objectives", "engines"},
     "train/options": {"data", "models", "objectives", "engines", "checkpoint"},
     "config": {"data", "models", "objectives", "clustering", "eval", "train/options"},
     # A run directory, opened for whoever reads one: above the rooms whose files lie there.
@@ -35,7 +36,7 @@ ROOMS: dict[str, set[str]] = {
 }
 # Figures of clusters, and of gates, which lie in the checkpoints of an objective.
 ROOMS["figures"] |= {"clustering", "checkpoint", "objectives"}
-ROOMS["train/loop"] |= {"train/options"}
+ROOMS["train/loop"] |= {"train/options", "train/symptoms"}
 # A verb reads options and does its work with any room, and imports no other verb.
 VERBS = {"pack", "make_dataset", "index", "embed", "cluster", "export", "doctor"}
 VERBS |= {"plan", "compare", "report", "curate", "reshard"}
@@ -67,6 +68,7 @@ NO_CONFIG |= {
     "checkpoint",
     "train/loop",
     "train/options",
+    "train/symptoms",
     "eval",
 }
 MODULES = sorted(

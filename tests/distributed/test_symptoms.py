@@ -1,0 +1,30 @@
+"""Figures and warnings of several ranks are those of one, whatever the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tiny
+from tests.unit.train.test_symptoms import NOTHING_LEARNED, figures, lines, trained
+
+Ranks = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make_data(tmp_path_factory.mktemp("data"), num_samples=144)
+
+
+@pytest.mark.parametrize("engine", ["name=ddp", "name=fsdp", "micro_batch=5"])
+def test_two_ranks_warn_as_one(ranks: Ranks, tmp_path: Path, data: Path, engine: str) -> None:
+    options = *NOTHING_LEARNED, "precision=float64", f"engine.{engine}"
+    one = trained(tmp_path / "one", data, *options)
+    two = ranks(2, trained, tmp_path / "two", data, *options)[0]
+    for expected, found in zip(figures(one), figures(two), strict=True):
+        assert found == pytest.approx(expected, rel=1e-9)
+    told = [lines(directory / "warnings.jsonl") for directory in (one, two)]
+    assert told[0] == told[1] and len(told[0]) == 1

@@ -1,0 +1,229 @@
+"""Every known failure of a training is told once, of a run that has it; none of a healthy run."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mclclip import config, export, index
+from mclclip.config import Config
+from mclclip.objectives.contrast import Temperature
+from mclclip.objectives.info_nce import InfoNCE
+from mclclip.objectives.sigmoid import Sigmoid
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import Context
+from mclclip.train import verb as train
+from mclclip.train.symptoms import FAILURES, ROWS, Course, Failure
+from tests import tiny
+
+RESNET = tiny.MODEL | {
+    "vision_cfg": {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "patch_size": None}
+}
+NOTHING_LEARNED = ("lr=1e-9", "warmup=0", "objective.kind=info_nce", "objective.temperature=1.0")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make_data(tmp_path_factory.mktemp("data"), num_samples=144)
+
+
+def settings(run_dir: Path, data: Path, *options: str, model: Any = tiny.MODEL) -> Config:
+    tree = tiny.tree(run_dir, data) | {"model": {"name": model}}
+    tree["base"] |= {"steps": 65, "log_every": 5, "checkpoint": {"every": 1000}}
+    return config.from_tree(tree, [f"base.{option}" for option in options])
+
+
+def trained(run_dir: Path, data: Path, *options: str, model: Any = tiny.MODEL) -> Path:
+    """Trains stage 0 on this rank with options of ``base``; returns the folder of the training."""
+    torch.set_num_threads(1)
+    context = Context(collectives.rank(), collectives.world_size())
+    settled = settings(run_dir, data, *options, model=model)
+    index.run(settled, context)
+    return train.run(settled, context, stage=0)
+
+
+def exported(run_dir: Path, data: Path, *options: str, model: Any = tiny.MODEL) -> Path:
+    """The export of a training."""
+    trained(run_dir, data, *options, model=model)
+    return export.stage(settings(run_dir, data, *options, model=model), Context(), stage=0)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def warnings(directory: Path) -> list[str]:
+    """The names of the warnings of a training; each may be there once."""
+    names = [row["warning"] for row in lines(directory / "warnings.jsonl")]
+    assert len(set(names)) == len(names)
+    return names
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    """The export of a healthy training, which lies two folders above."""
+    return exported(tmp_path_factory.mktemp("learned"), data, "steps=200", "lr=3e-3")
+
+
+def test_nothing_is_said_of_a_healthy_training(learned: Path) -> None:
+    directory = learned.parent / "train"
+    rows = lines(directory / "metrics.jsonl")
+    assert rows[-1]["loss"] < 0.8 * rows[-1]["chance_loss"]
+    assert rows[-1]["chance_loss"] == pytest.approx(math.log(24))
+    assert not (directory / "warnings.jsonl").exists()
+
+
+def test_a_loss_that_stands_at_chance(
+    tmp_path: Path, data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING", "mclclip"):
+        assert warnings(trained(tmp_path, data, *NOTHING_LEARNED)) == ["loss_at_chance"]
+    assert "stage 0 step 55: the loss stands at 3.1" in caplog.text
+    assert "raise lr" in caplog.text
+
+
+def test_features_that_collapse_and_one_answer_for_all(tmp_path: Path, data: Path) -> None:
+    found = warnings(trained(tmp_path, data, "lr=1.0", "warmup=0"))
+    assert {"features_collapse", "one_answer"} <= set(found)
+
+
+def test_a_logit_scale_that_rose_to_its_limit(tmp_path: Path, data: Path) -> None:
+    temperature = "objective.temperature={learnable: true, start: 0.5, max_scale: 2.3}"
+    options = "objective.kind=info_nce", temperature, "lr=4e-3", "steps=150", "schedule=constant"
+    assert warnings(trained(tmp_path, data, *options)) == ["logit_scale_at_limit"]
+
+
+def test_a_learning_rate_that_undoes_what_was_learned(
+    tmp_path: Path, data: Path, learned: Path
+) -> None:
+    model, options = f"local-dir:{learned}", ("lr=0.2", "warmup=0.5", "steps=70", "log_every=1")
+    assert "lr_too_high" in warnings(trained(tmp_path, data, *options, model=model))
+
+
+@pytest.mark.parametrize(("image_norm", "found"), [("true", ["far_from_base"]), ("false", [])])
+def test_a_first_step_far_from_the_base_it_was_given(
+    tmp_path: Path, data: Path, folded: Path, image_norm: str, found: list[str]
+) -> None:
+    options = f"lock.image_norm={image_norm}", "steps=2", "lr=1e-6"
+    assert warnings(trained(tmp_path, data, *options, model=f"local-dir:{folded}")) == found
+
+
+@pytest.fixture(scope="module")
+def folded(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    """An export whose batch norms were folded into the convolutions before them, so that they have
+    statistics of 0 and 1, as published CNNs do."""
+    options = "steps=120", "lr=3e-3"
+    run_dir = tmp_path_factory.mktemp("folded")
+    directory = shutil.copytree(
+        exported(run_dir, data, *options, model=RESNET),
+        run_dir / "folded",
+        ignore=shutil.ignore_patterns("manifest.json"),  # with the digests of the weights
+    )
+    path = directory / "open_clip_model.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.endswith("running_mean")]:
+        norm = name.removesuffix("running_mean")
+        conv = norm.replace("bn", "conv").replace("downsample.1", "downsample.0") + "weight"
+        factor = tensors[norm + "weight"] / (tensors[norm + "running_var"] + 1e-5).sqrt()
+        tensors[conv] *= factor[:, None, None, None]
+        tensors[norm + "weight"].fill_(1.0)
+        tensors[norm + "bias"] -= tensors[name] * factor
+        tensors[name].zero_()
+        tensors[norm + "running_var"].fill_(1.0 - 1e-5)
+    save_file(tensors, path)
+    return directory
+
+
+# --- records -----------------------------------------------------------------------------------
+
+
+def test_a_resumed_training_warns_as_an_undisturbed_one(tmp_path: Path, data: Path) -> None:
+    """Killed before the step at which it would warn, and after it."""
+    options = *NOTHING_LEARNED, "checkpoint={every: 20, keep: 9}"
+    directory = trained(tmp_path, data, *options)
+    whole = figures(directory), lines(directory / "warnings.jsonl")
+    for last in (40, 60):
+        for kept in (directory / "checkpoints").glob("step_*"):
+            if int(kept.name.removeprefix("step_")) > last:
+                shutil.rmtree(kept)
+        (directory / "manifest.json").rename(directory / "in_progress.json")
+        trained(tmp_path, data, *options)
+        assert (figures(directory), lines(directory / "warnings.jsonl")) == whole
+
+
+def figures(directory: Path) -> list[tuple[float, ...]]:
+    names = "step", "loss", "chance_loss", "feature_spread", "top_answer_share"
+    return [tuple(row[name] for name in names) for row in lines(directory / "metrics.jsonl")]
+
+
+# --- what chance is ----------------------------------------------------------------------------
+
+
+def test_chance_of_info_nce_is_the_logarithm_of_its_candidates() -> None:
+    """Groups of 3 and 2, of which the second repeats a sample."""
+    features, labels = torch.eye(5), torch.tensor([[0], [0], [0], [1], [1]])
+    given = {"image_features": features, "text_features": features, "labels": labels}
+    given |= {"sample_id": torch.tensor([0, 1, 2, 3, 3])}
+    loss = InfoNCE("captions", Temperature(0.1))
+    expected = torch.tensor([3.0, 3.0, 3.0, 1.0, 1.0]).log().mean()
+    torch.testing.assert_close(loss.chance(given, loss(**given)), expected)
+
+
+def test_chance_of_the_sigmoid_loss_is_the_least_of_any_bias() -> None:
+    given = {"labels": torch.zeros(6, 1, dtype=torch.int64), "sample_id": torch.arange(6)}
+    biases = torch.linspace(-9.0, 9.0, 4001, dtype=torch.float64)
+    own, other = torch.nn.functional.softplus(-biases), torch.nn.functional.softplus(biases)
+    least = (own + 5 * other).min()
+    torch.testing.assert_close(Sigmoid().chance(given, {}), least, rtol=1e-5, atol=0)
+
+
+# --- the table ---------------------------------------------------------------------------------
+
+GOOD = {"loss": 1.0, "chance_loss": 3.0, "lr": 1e-3, "logit_scale": 20.0}
+BAD = GOOD | {"loss": 3.0, "feature_spread": 0.0, "top_answer_share": 1.0}
+
+
+def told(rows: list[dict[str, float]], every: int = 10) -> list[tuple[int, str]]:
+    """Step and name of each warning of a course of rows."""
+    course = Course(steps=50)
+    numbered = [row | {"step": every * number} for number, row in enumerate(rows, 1)]
+    return [(int(row["step"]), each.name) for row in numbered for each in course.take(row)]
+
+
+def test_a_failure_must_last() -> None:
+    assert told([BAD] * (ROWS - 1) + [GOOD] + [BAD] * (ROWS - 1)) == []
+    assert [step for step, _ in told([BAD] * 20, every=1)] == []
+    assert {step for step, _ in told([BAD] * 60, every=1)} == {51}
+    assert {step for step, _ in told([BAD] * 20, every=100)} == {100 * ROWS}
+
+
+def test_nothing_is_said_while_the_learning_rate_rises() -> None:
+    assert told([BAD | {"lr": 1e-5 * number} for number in range(1, 40)]) == []
+
+
+def test_every_failure_is_told_once() -> None:
+    names = [name for _, name in told([GOOD] * 3 + [BAD] * 30 + [GOOD] * 9 + [BAD] * 30)]
+    assert sorted(names) == ["features_collapse", "loss_at_chance", "lr_too_high", "one_answer"]
+
+
+def test_a_pretrained_logit_scale_may_stand_at_its_limit() -> None:
+    course, row = Course(steps=50, limit=100.0), GOOD | {"logit_scale": 100.0}
+    assert not any(course.take(row | {"step": step}) for step in range(1, 200))
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: failure.name)
+def test_messages_can_be_filled_in(failure: Failure) -> None:
+    row = BAD | {"scale": 100.0}
+    assert "{" not in failure.message.format(**row) + failure.remedy.format(**row)
+
+
+def test_rows_that_are_not_finite_or_lack_figures_are_read() -> None:
+    bare: dict[str, Any] = {"loss": None, "lr": 0.1}
+    assert told([bare] * 10 + [{"loss": 1.0, "lr": 0.1}] * 10) == []
