@@ -195,7 +195,9 @@ def test_every_exit_code_has_a_row() -> None:
 
 def test_every_recipe_has_a_row() -> None:
     named = re.findall(r"`([^`]+)`", " ".join(column(RECIPES, "recipe")))
-    assert sorted(named) == sorted(path.name for path in (ROOT / "launch" / "recipes").iterdir())
+    assert sorted(named) == sorted(
+        path.name for path in (ROOT / "launch" / "recipes").glob("*.[ys]*")
+    )
     quoted = set(re.findall(r"`(\w+\.(?:yaml|sweep))`", " ".join(TEXT[p] for p in PAGES)))
     assert quoted - {"config.yaml", "finetune.yaml", "mine.yaml"} == set(named)
 
@@ -275,7 +277,7 @@ def test_every_command_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         if args.verb == "demo":
             words = [word for word in [*args.seeds, *args.overrides] if "=" in word]
             demo.settings(Path(args.out or "runs/demo"), 3, words)
-        elif hasattr(args, "overrides") and getattr(args, "to", None) is None:
+        elif {"config", "overrides"} <= {*vars(args)} and getattr(args, "to", None) is None:
             options = config.load(args.config, args.overrides)
             if args.verb == "run":
                 out = f"{options.run_dir}/config.yaml"
