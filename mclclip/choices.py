@@ -24,6 +24,7 @@ from mclclip.models.memory import load_shapes
 from mclclip.models.options import ModelConfig, num_blocks
 from mclclip.plan import memory
 from mclclip.plan.machine import GIB, Machine
+from mclclip.shipped import RECIPES
 
 FEWEST = 100
 """Pictures to train on, below which groups of them are no batches."""
@@ -160,7 +161,7 @@ def architecture(base: str) -> tuple[str, str | None]:
     """The name or path of a base's architecture, such as that of ``tiny_clip``, which is shipped
     beside the recipes, and its tag. Raises ValueError where the base names no weights."""
     name, tag = split_name(base)
-    path = configuration.recipes_folder() / f"{name}.json"
+    path = RECIPES / f"{name}.json"
     name = str(path) if Path(name).name == str(name) and path.is_file() else str(name)
     if tag is None:
         refuse_without_weights(name)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mclclip import process
-from mclclip.flags import build_parser
+from mclclip.flags import build_parser, check_paths
 
 if TYPE_CHECKING:
     from mclclip.config import Config
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 # Parsed names that are not arguments of the function that a verb calls.
 _COMMON = {"verb", "debug", "config", "overrides", "function", "standalone", "trunk_cache"}
+_COMMON |= {"parser"}
+# Verbs that answer without torch.
+_QUICK = {"recipes", "completion", "compare"}
 # Flags of export to another library's layout.
 _CONVERSION = ("to", "model", "out", "images", "texts", "precision", "push", "public")
 # Flags of soup that say what soups are measured on.
@@ -120,8 +123,12 @@ def _report(args: argparse.Namespace) -> object:
 
 def _config(args: argparse.Namespace) -> object:
     from mclclip import config
+    from mclclip.config import explaining
     from mclclip.eval import prompts
 
+    if args.explain is not None:
+        print(explaining.explain(args.explain))
+        return None
     options = config.load(args.config, args.overrides)
     prompts.check_suite(options.eval.suite)
     if args.plan:
@@ -150,6 +157,8 @@ _FUNCTIONS: dict[str, Callable[..., object]] = {
     "compare": _function("compare.run"),
     "report": _report,
     "demo": _demo,
+    "recipes": _function("shipped.run"),
+    "completion": _function("completion.run"),
     "doctor": _function("doctor.run"),
     "config": _config,
     "index": _function("index.run"),
@@ -201,9 +210,16 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _call(args: argparse.Namespace) -> int:
+    check_paths(args)
+    if getattr(args, "config", None) is not None:
+        from mclclip import shipped
+
+        shipped.find_recipe(args.config)
     from mclclip.run import runlog
 
     runlog.setup(int(os.environ.get("RANK", "0")))
+    if args.verb not in _QUICK and "torch" not in sys.modules:
+        runlog.log.info("loading torch")
     if args.standalone:
         code = args.function(args)
         return code if isinstance(code, int) else process.EXIT_OK

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
-from mclclip import config, files, make_dataset, pipeline, report
+from mclclip import config, files, make_dataset, pipeline, report, shipped
 from mclclip.config import Config
 from mclclip.data.patterns import ATTRIBUTES, RARELY_NAMED
 from mclclip.eval import results
@@ -41,7 +41,7 @@ _COMPARED = ("stage_0", *_STEPS, *(f"control_ungrouped_{name}" for name in _STEP
 
 def recipe() -> Path:
     """The shipped recipe of the demo."""
-    return config.recipes_folder() / "demo.yaml"
+    return shipped.RECIPES / "demo.yaml"
 
 
 SHORT = (

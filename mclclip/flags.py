@@ -6,6 +6,7 @@ Imports nothing heavy, since ``--help`` answers at once; ``cli`` says which func
 from __future__ import annotations
 
 import argparse
+import re
 import textwrap
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,10 +15,41 @@ from mclclip import __version__, process
 from mclclip.data import datasets
 
 _VARIANTS = ["mcl", "ungrouped", "random_groups", "pilot", "pilot_ungrouped"]
+_VARIANT = f"the method itself, a control of it, or the pilot's: {', '.join(_VARIANTS)}"
+_STAGE = "number of the stage; 0 is the base model"
 _SEVERAL: dict[str, Any] = {"action": "append", "default": []}
 _FORCE = "make again, and move the old aside"
 _REMAKE = "make it again, and move aside what is there; what was begun is resumed"
 _VARIABLE = "variable of the suite, such as data=FOLDER"
+
+
+def _existing(text: str) -> Path:
+    """Type of flags whose path must exist; see ``check_paths``."""
+    return Path(text)
+
+
+def _named_existing(text: str) -> str:
+    """The same, of ``[NAME=]PATH``; what has no "/" may also be a name, such as ViT-B-32@openai."""
+    return text
+
+
+PATHS = (Path, _existing, _named_existing)
+"""Types of flags that are paths."""
+
+
+def check_paths(args: argparse.Namespace) -> None:
+    """Raises FileNotFoundError for a flag's path that must exist and does not; takes no time."""
+    for action in args.parser._actions:
+        if action.type not in (_existing, _named_existing):
+            continue
+        given = getattr(args, action.dest)
+        for value in given if isinstance(given, list) else [given]:
+            text = "" if value is None else str(value)
+            path = Path(text) if Path(text).exists() else Path(text.rpartition("=")[2])
+            named = action.type is _named_existing and ("/" not in text or re.search("[@:]", text))
+            if text and not named and not path.exists():
+                flag = "/".join(action.option_strings) or action.metavar
+                raise FileNotFoundError(f"{flag} {text}: there is no such file or folder")
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -58,82 +90,65 @@ class _Parser(argparse.ArgumentParser):
             raise
 
 
-# Group -> verb -> what it does, and an example of what follows it.
-_VERBS = {
-    "begin": {
-        "finetune": (
-            "captioned pictures -> a better encoder: settings, training, control, verdict",
-            "photos --captions captions.csv --base ViT-B-32-quickgelu@openai --out runs/mine",
-        ),
-        "demo": ("the whole method on built-in data, on a laptop", "--short"),
-        "config": (
-            "check a configuration and print it resolved, or its plan",
-            "--config ucm --plan",
-        ),
-        "doctor": ("versions, devices, disk and file-system checks", "--path runs"),
-    },
-    "data": {
-        "pack": (
-            "pictures with captions -> WebDataset shards in img2dataset's layout",
-            "photos --captions captions.csv --out shards",
-        ),
-        "make-dataset": (
-            "a built-in or published data set -> shards",
-            "patterns --out data/patterns",
-        ),
-    },
-    "the method, as a whole and verb by verb": {
-        "run": (
-            "the whole method: every verb, over all stages",
-            "--config ucm run_dir=runs/mine",
-        ),
-        "index": ("tar shards -> sample index", "--config ucm"),
-        "embed": ("index + encoder -> embeddings", "--config ucm --stage 0"),
-        "cluster": (
-            "embeddings -> cluster labels and pseudo labels",
-            "--config ucm --stage 0",
-        ),
-        "reshard": (
-            "samples + pseudo labels -> shards in the order of the groups",
-            "--config ucm --stage 1 reshard.enabled=true",
-        ),
-        "train": ("index + labels -> checkpoints", "--config ucm --stage 1"),
-        "export": (
-            "checkpoints -> open_clip models; without --stage: concat and soup; with --to: an "
-            "exported model -> another library's layout",
-            "--config ucm --stage 1",
-        ),
-    },
-    "encoders": {
-        "eval": (
-            "encoders -> rows of results.jsonl",
-            "--config ucm --model ViT-B-32@openai",
-        ),
-        "compare": (
-            "results of several encoders -> is one really better",
-            "runs/mine --against stage_0",
-        ),
-        "soup": (
-            "exported models of one base -> one model, an average of weights",
-            "uniform --model runs/a --model runs/b --out soup",
-        ),
-        "report": ("what a run left -> one page to look at, run_dir/report.html", "runs/mine"),
-    },
-    "what a run shows": {
-        "analyse": (
-            "what a run left -> figures, as data and as pictures",
-            "--config ucm --figures clam",
-        ),
-        "blindspots": (
-            "image pairs that one encoder confuses and another tells apart",
-            "--config ucm --stage 0 --other 1",
-        ),
-        "filter": (
-            "embeddings -> which samples to train on, as weights",
-            "--config ucm --keep-share 0.3",
-        ),
-    },
-}
+# The help: groups of verbs, and of each what it does and an example.
+_VERBS = """\
+begin:
+  finetune      captioned pictures -> a better encoder: settings, training,
+                control, verdict
+                $ mclclip finetune photos --base RN50@openai --out runs/mine
+  demo          the whole method on built-in data, on a laptop
+                $ mclclip demo --short
+  config        check a configuration and print it resolved, or its plan
+                $ mclclip config --explain train.lr
+  recipes       list the recipes, or copy them out with the launch scripts
+                $ mclclip recipes --copy .
+  doctor        versions, devices, disk and file-system checks
+                $ mclclip doctor --path runs
+  completion    a script by which bash or zsh completes verbs, flags and recipes
+                $ mclclip completion bash >> ~/.bash_completion
+
+data:
+  pack          pictures with captions -> WebDataset shards in img2dataset's
+                layout
+                $ mclclip pack photos --captions captions.csv --out shards
+  make-dataset  a built-in or published data set -> shards
+                $ mclclip make-dataset patterns --out data/patterns
+
+the method, as a whole and verb by verb:
+  run           the whole method: every verb, over all stages
+                $ mclclip run --config ucm run_dir=runs/mine
+  index         tar shards -> sample index
+                $ mclclip index --config ucm
+  embed         index + encoder -> embeddings
+                $ mclclip embed --config ucm --stage 0
+  cluster       embeddings -> cluster labels and pseudo labels
+                $ mclclip cluster --config ucm --stage 0
+  reshard       samples + pseudo labels -> shards in the order of the groups
+                $ mclclip reshard --config ucm --stage 1 reshard.enabled=true
+  train         index + labels -> checkpoints
+                $ mclclip train --config ucm --stage 1
+  export        checkpoints -> open_clip models; without --stage: concat and
+                soup; with --to: an exported model -> another library's layout
+                $ mclclip export --config ucm --stage 1
+
+encoders:
+  eval          encoders -> rows of results.jsonl
+                $ mclclip eval --config ucm --model ViT-B-32@openai
+  compare       results of several encoders -> is one really better
+                $ mclclip compare runs/mine --against stage_0
+  soup          exported models of one base -> one model, an average of weights
+                $ mclclip soup uniform --model runs/a --model runs/b --out soup
+  report        what a run left -> one page to look at, run_dir/report.html
+                $ mclclip report runs/mine
+
+what a run shows:
+  analyse       what a run left -> figures, as data and as pictures
+                $ mclclip analyse --config ucm --figures clam
+  blindspots    image pairs that one encoder confuses and another tells apart
+                $ mclclip blindspots --config ucm --stage 0 --other 1
+  filter        embeddings -> which samples to train on, as weights
+                $ mclclip filter --config ucm --keep-share 0.3
+"""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -142,7 +157,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="mclclip",
         usage="mclclip VERB [FLAGS]    (mclclip VERB --help: its flags)",
         description="Fine-tune CLIP at scale so that it sees what it was blind to.",
-        epilog="Exit codes: 0 done, 1 internal error, 2 user mistake (one line),\n"
+        epilog=f"{_VERBS}\nExit codes: 0 done, 1 internal error, 2 user mistake (one line),\n"
         "85 pre-empted (run it again), 130 interrupted.",
     )
     parser.add_argument("--version", action="version", version=f"mclclip {__version__}")
@@ -163,16 +178,7 @@ def build_parser() -> argparse.ArgumentParser:
         *(_add_checks, _add_stages, _add_figures, _add_blindspots, _add_filter, _add_run),
     ):
         add(verbs)
-    for title, group in _VERBS.items():
-        rows = (_row(name, *words) for name, words in group.items())
-        parser.add_argument_group(title, "\n".join(rows))
     return parser
-
-
-def _row(name: str, text: str, example: str) -> str:
-    """Lines of a verb in the help: its name and text, and an example below."""
-    text = textwrap.fill(text, 78, initial_indent=f"{name:14}", subsequent_indent=" " * 14)
-    return f"{text}\n{'':14}$ mclclip {name} {example}"
 
 
 def _add(verbs: Any, name: str, force: str | None = None) -> argparse.ArgumentParser:
@@ -180,11 +186,15 @@ def _add(verbs: Any, name: str, force: str | None = None) -> argparse.ArgumentPa
 
     Its flags are the arguments of the function that ``cli`` calls, where their units stand.
     """
-    ((text, example),) = (group[name] for group in _VERBS.values() if name in group)
+    ((text, example),) = re.findall(rf"^  {name} +(.*?)\n +\$ (.*?)$", _VERBS, re.M | re.S)
+    text = " ".join(text.split())
     verb: argparse.ArgumentParser = verbs.add_parser(
-        name, description=textwrap.fill(text, 80), epilog=f"example: mclclip {name} {example}"
+        name,
+        help=text,
+        description=textwrap.fill(text, 80),
+        epilog=f"example: {example}",
     )
-    verb.set_defaults(standalone=force is None)
+    verb.set_defaults(standalone=force is None, parser=verb)
     verb.add_argument("--debug", action="store_true", help="show tracebacks")
     if force is not None:
         _add_config_options(verb)
@@ -194,7 +204,12 @@ def _add(verbs: Any, name: str, force: str | None = None) -> argparse.ArgumentPa
 
 def _add_config_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--config", metavar="FILE", help="YAML, or a shipped recipe's name")
-    verb.add_argument("overrides", nargs="*", metavar="key.path=value")
+    _add_overrides(verb)
+
+
+def _add_overrides(verb: argparse.ArgumentParser) -> None:
+    text = "options of the configuration ('mclclip config --explain' has them all)"
+    verb.add_argument("overrides", nargs="*", metavar="key.path=value", help=text)
 
 
 # --- flags of verbs that stand alone -----------------------------------------------------------
@@ -229,14 +244,16 @@ def _add_finetune(verbs: Any) -> None:
 def _add_pack(verbs: Any) -> None:
     add = _add(verbs, "pack").add_argument
     source = "folder of pictures (a.jpg, a.txt), CSV, TSV, JSONL, Parquet, saved data set, shards"
-    add("source", type=Path, help=source)
-    add("--captions", metavar="TABLE", type=Path, help="captions of the pictures in the folder")
+    add("source", metavar="SOURCE", type=_existing, help=source)
+    add(
+        "--captions", metavar="TABLE", type=_existing, help="captions of the pictures in the folder"
+    )
     add("--out", type=Path, required=True, help="folder for the shards")
     root = "another folder in which images may lie, such as the one that a link leads to"
-    add("--allow-root", dest="allow_roots", metavar="FOLDER", type=Path, help=root, **_SEVERAL)
+    add("--allow-root", dest="allow_roots", metavar="FOLDER", type=_existing, help=root, **_SEVERAL)
     add("--path-column", help="column of image paths or images; default: found by its name")
     add("--caption-column", help="default: found by its name; without one, no captions")
-    add("--samples-per-shard", type=int, default=10_000)
+    add("--samples-per-shard", type=int, default=10_000, help="images of a tar")
     add("--delimiter", default=None, help="default: by suffix (.tsv: tab)")
     add("--key-prefix", default="", help="put before the running number of a key")
     add("--force", action="store_true", help=_FORCE)
@@ -245,24 +262,28 @@ def _add_pack(verbs: Any) -> None:
 def _add_make_dataset(verbs: Any) -> None:
     verb = _add(verbs, "make-dataset")
     add = verb.add_argument
-    add("name", choices=["patterns", *datasets.NAMES])
-    add("--out", type=Path, required=True)
-    add("--seed", type=int, default=0)
+    names = ["patterns", *datasets.NAMES]
+    add("name", choices=names, metavar="NAME", help=f"one of {', '.join(names)}")
+    add("--out", type=Path, required=True, metavar="FOLDER", help="folder for the shards")
+    add("--seed", type=int, default=0, help="of what is drawn")
     add("--force", action="store_true", help=_FORCE)
-    title = "options of some data sets (default: those of the data set)"
+    title = "options of some data sets"
     add = verb.add_argument_group(title).add_argument
     add("--source", action="append", metavar="NAME=FOLDER", help="where files are")
     download = "let torchvision fill the folders of --source first"
     add("--download", action="store_true", default=None, help=download)
-    add("--size", type=int, help="stored pixels (of files: of the shorter side)")
-    add("--samples-per-shard", type=int)
-    add("--test-share", type=float, help="trifeature, folder: drawn for testing")
-    add("--images-per-combination", type=int, help="trifeature")
-    add("--texture-period", type=float, help="trifeature: pixels of its canvas")
-    add("--copies", type=int, help="stl_digits: digits on a picture")
-    add("--subset", help="imagenet_subset: in1p, or a file of WordNet ids")
-    add("--num-train", type=int, help="attributed_patterns")
-    add("--num-test", type=int, help="attributed_patterns")
+    for flag, kind, text in (
+        ("--size", int, "stored pixels (of files: of the shorter side)"),
+        ("--samples-per-shard", int, "images of a tar"),
+        ("--test-share", float, "trifeature, folder: drawn for testing"),
+        ("--images-per-combination", int, "trifeature"),
+        ("--texture-period", float, "trifeature: pixels of its canvas"),
+        ("--copies", int, "stl_digits: digits on a picture"),
+        ("--subset", str, "imagenet_subset: in1p, or a file of WordNet ids"),
+        ("--num-train", int, "attributed_patterns: pictures for training"),
+        ("--num-test", int, "attributed_patterns: pictures for testing"),
+    ):
+        add(flag, type=kind, help=f"{text} (default: the data set's)")
     add("--full-captions", action="store_true", default=None, help="patterns: name every attribute")
 
 
@@ -272,23 +293,24 @@ def _add_soup(verbs: Any) -> None:
     methods = "equal shares; models that do not lower the score, the best first; the line between "
     add("method", choices=["uniform", "greedy", "wise"], help=f"{methods}two")
     model = "an export, a soup, or an open_clip directory with safetensors; twice or more"
-    add("--model", dest="models", metavar="[NAME=]FOLDER", required=True, help=model, **_SEVERAL)
+    named: dict[str, Any] = {"metavar": "[NAME=]FOLDER", "type": _named_existing, "required": True}
+    add("--model", dest="models", help=model, **named, **_SEVERAL)
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder to write")
     images = "training images (shards or files), to estimate batch norms on that differ"
-    add("--images", type=Path, metavar="FOLDER", help=images)
+    add("--images", type=_existing, metavar="FOLDER", help=images)
     base = "models do not record one base, but are known to have one"
     add("--any-base", action="store_true", help=base)
     add("--force", action="store_true", help=_FORCE)
     add = verb.add_argument_group("score").add_argument
     held_out = "shards with captions; the score is retrieval on them, the mean of both R@1"
-    add("--held-out", type=Path, metavar="FOLDER", help=held_out)
+    add("--held-out", type=_existing, metavar="FOLDER", help=held_out)
     add("--captions", default="txt", help="of --held-out: txt (default) or json:FIELD")
     add("--suite", help="benchmarks beside it: a shipped suite or a YAML file")
     add("--set", dest="variables", metavar="NAME=VALUE", help=_VARIABLE, **_SEVERAL)
-    add("--only", metavar="BENCHMARK", help="some of the suite", **_SEVERAL)
+    add("--only", metavar="BENCHMARK", help="some of the suite (default: all)", **_SEVERAL)
     metric = "what decides, the mean of several (default: the main ones of the first benchmark)"
     add("--metric", dest="metrics", metavar="BENCHMARK/METRIC", help=metric, **_SEVERAL)
-    add("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    add("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: a GPU if any")
     add = verb.add_argument_group("wise").add_argument
     alpha = "share of the second model; without it the one with the best score is written"
     add("--alpha", type=float, help=alpha)
@@ -298,14 +320,15 @@ def _add_soup(verbs: Any) -> None:
 
 def _add_compare(verbs: Any) -> None:
     add = _add(verbs, "compare").add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN_DIR", help="with results.jsonl")
+    add("runs", nargs="+", type=_existing, metavar="RUN_DIR", help="with results.jsonl")
     model = "a name in results.jsonl, with several runs as RUN:NAME (default: all)"
     add("--model", dest="models", metavar="NAME", help=model, **_SEVERAL)
     add("--against", metavar="NAME", help="default: stage_0, or the first model")
     add("--benchmark", dest="benchmarks", metavar="NAME", help="default: all", **_SEVERAL)
     metric = "default: the main ones of each benchmark"
     add("--metric", dest="metrics", metavar="NAME", help=metric, **_SEVERAL)
-    add("--format", default="text", choices=["text", "csv", "markdown", "latex"])
+    forms = ["text", "csv", "markdown", "latex"]
+    add("--format", default="text", choices=forms, help="of the table")
     add("--out", type=Path, metavar="FILE", help="default: the standard output")
 
 
@@ -318,7 +341,8 @@ def _add_report(verbs: Any) -> None:
 
 
 def _add_demo(verbs: Any) -> None:
-    add = _add(verbs, "demo").add_argument
+    verb = _add(verbs, "demo")
+    add = verb.add_argument
     add("--out", help="run directory (one below it per seed; default: runs/demo)")
     short = "every verb in seconds, to check an installation (default of --out: runs/demo_short)"
     add("--short", action="store_true", help=short)
@@ -326,15 +350,22 @@ def _add_demo(verbs: Any) -> None:
     text = "text tower: trained in every stage; frozen after stage 0; frozen, and trained before "
     text += "on captions that name every attribute; or all three compared"
     add("--text", default="trained", choices=["trained", "ignorant", "knowing", "all"], help=text)
-    add("overrides", nargs="*", metavar="key.path=value")
+    _add_overrides(verb)
 
 
 def _add_checks(verbs: Any) -> None:
     """Of the machine and of a configuration."""
+    copy = "write launch/ and slurm/ with all recipes and scripts into this folder"
+    _add(verbs, "recipes").add_argument("--copy", type=Path, metavar="FOLDER", help=copy)
+    verb = _add(verbs, "completion")
+    verb.add_argument("shell", choices=["bash", "zsh"], help="whose script to print")
     verb = _add(verbs, "doctor")
     verb.add_argument("--path", type=Path, default=".", help="where runs will be written")
     verb = _add(verbs, "config")
     _add_config_options(verb)
+    explain = "print text, type, default and allowed values of the option KEY, or of all that "
+    explain += "begin with it"
+    verb.add_argument("--explain", nargs="?", const="", metavar="KEY", help=explain)
     plan = "what the run will do and need; uses no GPU"
     add = verb.add_argument_group("plan", plan).add_argument
     add("--plan", action="store_true", help="print steps, memory, hours and disk")
@@ -365,22 +396,26 @@ def _add_stages(verbs: Any) -> None:
 
     verb("index")
     add = verb("embed").add_argument
-    add("--stage", type=int, required=True)
+    add("--stage", type=int, required=True, help=_STAGE)
     text = "captions too, also where the text tower is trained"
     add("--text", action="store_true", default=None, help=text)
     cache = "from what the frozen blocks make of every image, which stage 0 writes first (the same "
     cache += "as trunk_cache.enabled=true, which later verbs need too)"
     add("--trunk-cache", action="store_true", help=cache)
     add = verb("cluster").add_argument
-    add("--stage", type=int, required=True)
+    add("--stage", type=int, required=True, help=_STAGE)
     add = verb("reshard").add_argument
-    add("--stage", type=int, required=True)
+    add("--stage", type=int, required=True, help=_STAGE)
     train = verb("train")
-    train.add_argument("--stage", type=int, required=True)
-    train.add_argument("--variant", default="mcl", choices=_VARIANTS)
+    train.add_argument("--stage", type=int, required=True, help=_STAGE)
+    variant: dict[str, Any] = {"default": "mcl", "metavar": "NAME", "choices": _VARIANTS}
+    variant["help"] = _VARIANT
+    train.add_argument("--variant", **variant)
     export = verb("export")
-    export.add_argument("--stage", type=int)
-    export.add_argument("--variant", default="mcl", choices=_VARIANTS)
+    export.add_argument("--stage", type=int, help=f"{_STAGE} (default: join all)")
+    export.add_argument(
+        "--variant", default="mcl", metavar="NAME", choices=_VARIANTS, help=_VARIANT
+    )
     _add_conversion(export)
 
 
@@ -392,12 +427,12 @@ def _add_conversion(export: argparse.ArgumentParser) -> None:
     add("--to", choices=targets, help=to)
     source = "an exported stage, soup or concat; for clip_retrieval a stage's embeddings, or a "
     source += "concat of embedded stages"
-    add("--model", type=Path, metavar="FOLDER", help=source)
+    add("--model", type=_existing, metavar="FOLDER", help=source)
     add("--out", type=Path, metavar="FOLDER", help="folder to write")
     pictures = "folder of pictures for the certificate (default: drawn ones)"
-    add("--images", type=Path, metavar="FOLDER", help=pictures)
+    add("--images", type=_existing, metavar="FOLDER", help=pictures)
     texts = "a text per line for the certificate (default: some that are hard to tokenise)"
-    add("--texts", type=Path, metavar="FILE", help=texts)
+    add("--texts", type=_existing, metavar="FILE", help=texts)
     precision = "of onnx: numbers in which weights are stored (default: fp32)"
     add("--precision", choices=["fp32", "fp16"], help=precision)
     push = "upload it to this repository of the Hugging Face hub, a private one if it is new"
@@ -411,10 +446,11 @@ def _add_figures(verbs: Any) -> None:
     add = _add(verbs, "eval", _REMAKE).add_argument
     model = "export, concat, open_clip NAME@PRETRAINED (or NAME@random), or hf:FOLDER (or "
     model += "hf:ORG/NAME) of transformers; default: the run's exports"
-    add("--model", dest="models", metavar="[NAME=]PATH", help=model, **_SEVERAL)
+    named: dict[str, Any] = {"metavar": "[NAME=]PATH", "type": _named_existing}
+    add("--model", dest="models", help=model, **named, **_SEVERAL)
     add("--suite", help="a shipped suite (mcl) or a YAML file")
     add("--set", dest="variables", metavar="NAME=VALUE", help=_VARIABLE, **_SEVERAL)
-    add("--only", metavar="BENCHMARK", **_SEVERAL)
+    add("--only", metavar="BENCHMARK", help="some of the suite (default: all)", **_SEVERAL)
     add("--details", action="store_true", help="show further directions and optimistic figures too")
     verb = _add(verbs, "analyse", _REMAKE)
     figures = "some figures, such as clam; default: all for which no encoder runs"
@@ -425,7 +461,7 @@ def _add_blindspots(verbs: Any) -> None:
     add = _add(verbs, "blindspots", _REMAKE).add_argument
     add("--stage", type=int, default=0, help="the stage that confuses them (default: %(default)s)")
     other = "what tells them apart: a stage, or a folder of embeddings (default: the last stage)"
-    add("--other", metavar="STAGE|[NAME=]FOLDER", help=other)
+    add("--other", metavar="STAGE|[NAME=]FOLDER", type=_named_existing, help=other)
     above = "the stage confuses a pair above this cosine (default: %(default)s)"
     add("--above", type=float, metavar="COSINE", default=0.95, help=above)
     below = "the other encoder tells it apart below this one (default: %(default)s)"
@@ -452,7 +488,8 @@ def _add_filter(verbs: Any) -> None:
     within = "what is compared for it (default: clusters, where the stage has some)"
     add("--within", choices=["clusters", "all"], help=within)
     sets = "leave out copies of these evaluation images: embeddings by the same encoder, or .npy"
-    add("--against", metavar="[NAME=]FOLDER", help=sets, **_SEVERAL)
+    named: dict[str, Any] = {"metavar": "[NAME=]FOLDER", "type": _named_existing}
+    add("--against", help=sets, **named, **_SEVERAL)
     add("--against-cosine", type=float, metavar="COSINE", help="above this cosine (default: 0.95)")
 
 

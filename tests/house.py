@@ -26,15 +26,15 @@ from tests.unit.test_architecture import edges
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
-    "files": 212,
-    "lines": 33_478,
-    "functions": 2_699,
-    "functions of two lines or fewer": 700,
-    "classes": 322,
+    "files": 215,
+    "lines": 33_716,
+    "functions": 2_717,
+    "functions of two lines or fewer": 704,
+    "classes": 323,
     "dataclasses": 157,
     "options": 262,
-    "arrows between rooms": 257,
-    "lines of tests": 47_972,
+    "arrows between rooms": 264,
+    "lines of tests": 48_122,
 }
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 SILENT |= {tokenize.ENCODING, tokenize.ENDMARKER}

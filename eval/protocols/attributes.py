@@ -90,8 +90,10 @@ def evaluate(
     """Accuracy in percent of every attribute, as a metric of its name, on the shards ``root/test``
     with a classifier trained on ``root/train``; ``mean`` is over attributes.
 
-    ``probe``: ``linear``, with the L2 ``strength`` (None: chosen on ``validation_share`` of train)
+    ``attributes``: names of those that are judged, as the shards' ``.json`` have them. ``probe``:
+    ``linear``, with the L2 ``strength`` (None: chosen on ``validation_share`` of train)
     and ``solver`` (see ``linear_probe``), or ``knn``, the majority of the ``k`` nearest.
+    ``seed`` draws those that are validated on; ``max_iterations`` are the solver's at most.
     ``max_train``: only the first so many train images are used. Features are extracted once for all
     attributes. Figures do not depend on the number of ranks. Raises the errors of ``read_split``
     and ``coded``.

@@ -318,6 +318,7 @@ def evaluate(
     others 50), ``PART/pair`` (6.25) and ``PART/set`` (0.4) of photographs.
     ``captions``, ``images``, ``parts``: see ``read_items``, whose errors are raised. ``missing``:
     whether items without their images are refused, or left out and counted in the protocol.
+    ``prompt`` is put before every caption.
     """
     folders = {"captions": captions, "images": images}
     leave_out = missing == "leave_out"

@@ -51,9 +51,9 @@ def evaluate(
     ``captions``: ``txt`` or ``json:FIELD`` of the samples in ``root/*.tar``; or, as in
     ``retrieval``, a file or folder below ``root`` (see ``read_captions``) whose names start from
     the folder ``images``. The first caption of an image counts; ``max_samples``: only the first so
-    many images. Figures do not depend on the number of ranks. Raises FileNotFoundError where there
-    is no shard and ValueError for damaged ones and samples without a caption, and the errors of
-    ``read_captions``.
+    many images. ``chunk_bytes``: memory of the cosines that are there at once. Figures do not
+    depend on the number of ranks. Raises FileNotFoundError where there is no shard and ValueError
+    for damaged ones and samples without a caption, and the errors of ``read_captions``.
     """
     root = Path(root)
     pictures, texts = together(lambda: read_captioned(root, captions, images, max_samples))

@@ -89,10 +89,11 @@ def evaluate(
     feature: Feature = "projected",
 ) -> list[Figure]:
     """Accuracy and ``mean_per_class`` in percent of the images in ``root/test``, each classified by
-    its k nearest images of ``root/train``; both hold a folder per class.
+    its ``k`` nearest images of ``root/train``; both hold a folder per class.
 
-    ``weights``: majority, or similarity with ``temperature``. Ranks divide the test images; figures
-    do not depend on their number.
+    ``weights``: majority, or similarity with ``temperature``. ``feature``: ``projected``,
+    which is compared with texts, or ``pooled``, before that projection. Ranks divide the test
+    images; figures do not depend on their number.
     """
     parts = together(lambda: read_parts(Path(root)))
     parts.pop("valid", None)  # the neighbours are those of train alone

@@ -253,8 +253,10 @@ def evaluate(
     ``strength``: the L2 strength (see ``logistic``), one for all classes; None chooses it by
     ``metric`` on the data set's part ``valid``, or where there is none on ``validation_share`` of
     every class of train; then it trains on all of it. ``solver``: ``scikit_learn``, ``torch`` (over
-    the ranks, on their devices) or ``auto`` by the size of the training set. CLIP takes
-    ``feature="pooled"``; that features have equal length is ours. Figures do not depend on the
+    the ranks, on their devices) or ``auto`` by the size of the training set.
+    ``seed`` draws the part that is validated on; ``max_iterations`` are the solver's at most. Of
+    ``feature``, ``projected`` is compared with texts and ``pooled`` comes before that projection:
+    CLIP takes ``pooled``; that features have equal length is ours. Figures do not depend on the
     number of ranks.
     """
     several = metric == "map_11_point"

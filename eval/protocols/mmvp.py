@@ -51,7 +51,7 @@ def evaluate(
     A pair is right where both its decisions are (chance 25). ``directions``: statement_to_image is
     the official one, of which the metrics carry plain names; image_to_text (each image picks its
     statement) and group (both) are prefixed. ``near_tie``: cosine difference below which a decision
-    is counted in the protocol's ``near_ties``.
+    is counted in the protocol's ``near_ties``. ``prompt`` is put before every statement.
     """
     if unknown := [name for name in directions if name not in DIRECTIONS]:
         raise ValueError(f"unknown directions {unknown}: use some of {', '.join(DIRECTIONS)}")

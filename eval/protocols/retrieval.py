@@ -84,7 +84,9 @@ def evaluate(
     is put before every caption. Captions that the tokenizer cuts are counted, with a warning.
     ``languages``: some or ``all`` of those of the captions' file (see ``read_languages``); each is
     a retrieval of its own, ``fr/image_to_text/R@1``, and the figures without a language are means
-    over languages.
+    over languages. ``protocol``: the name of a published test set, whose split and numbers are
+    demanded, or ``table`` for other data; ``split`` overrides its split. ``ks``: the k of R@k.
+    ``chunk_bytes``: memory of the cosines that are there at once.
 
     An image is right at k where any of its captions is among the first k, a caption where its
     image is. Images without a caption are candidates but no queries. ``R@k_optimistic`` (ties for

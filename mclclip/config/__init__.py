@@ -1,7 +1,7 @@
 """The options of all rooms as one `Config`: loaded from YAML, overridden, checked, dumped."""
 
 from mclclip.config.options import Config
-from mclclip.config.reading import dump, from_tree, load, recipe_names, recipes_folder, to_tree
+from mclclip.config.reading import dump, from_tree, load, to_tree
 from mclclip.train.options import TrainConfig
 
 __all__ = [
@@ -10,7 +10,5 @@ __all__ = [
     "dump",
     "from_tree",
     "load",
-    "recipe_names",
-    "recipes_folder",
     "to_tree",
 ]

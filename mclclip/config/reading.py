@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import typing
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from mclclip.config.options import Config
 from mclclip.config.plain_yaml import parse_value, read_yaml
 from mclclip.objectives.base import ObjectiveOptions, options_class
 from mclclip.options import dotted, farthest, nearest
+from mclclip.shipped import find_recipe
 
 
 def load(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
@@ -160,33 +160,3 @@ def _options_in(annotation: Any) -> Any:
     if dataclasses.is_dataclass(annotation):
         return annotation
     return next(filter(None, map(_options_in, typing.get_args(annotation))), None)
-
-
-# --- shipped recipes: an installed package has no launch/recipes folder ------------------------
-
-
-def recipes_folder() -> Path:
-    """The recipes of the installed package; in a checkout a link to launch/recipes."""
-    return Path(str(resources.files("mclclip") / "recipes"))
-
-
-def recipe_names() -> list[str]:
-    """The names of all shipped recipes, sorted."""
-    return sorted(path.stem for path in recipes_folder().glob("*.yaml"))
-
-
-def find_recipe(where: Path | str) -> Path:
-    """The YAML file at a path, or the shipped recipe of that name, such as ``cc12m_vitb32``.
-
-    A file wins over a recipe of the same name. Raises FileNotFoundError, naming the shipped
-    recipes, where there is neither.
-    """
-    path = Path(where)
-    if path.is_file():
-        return path
-    if str(where) in (names := recipe_names()):
-        return recipes_folder() / f"{where}.yaml"
-    raise FileNotFoundError(
-        f"no configuration file at {where}: give a YAML file, or the name of a shipped recipe "
-        f"(nearest: {', '.join(nearest(path.stem, names))}; all: {', '.join(names)})"
-    )

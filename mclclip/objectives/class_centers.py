@@ -35,7 +35,7 @@ from torch.nn import functional
 from mclclip.objectives.row_losses import choose_no_autocast, refuse_second_derivative
 from mclclip.pair_products import pair_products
 from mclclip.ranks import collectives
-from mclclip.ranks.process_group import SINGLE, Context, to_device
+from mclclip.ranks.process_group import SINGLE, Context, not_compiled, to_device
 from mclclip.ranks.sharded_rows import ShardedRows
 
 Rule = Literal["two_path", "exclude_positives", "partial_fc"]
@@ -262,7 +262,7 @@ class Margin:
 
 
 # A compiler would unroll the loops over tiles, and compile again for every step's negatives.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@not_compiled
 def class_sums(
     features: Tensor,
     labels: Tensor,

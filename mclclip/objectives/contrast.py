@@ -36,7 +36,7 @@ from mclclip.objectives.base import (
 from mclclip.objectives.row_losses import TILE, Pairs, wide
 from mclclip.options import STRICT
 from mclclip.ranks import collectives
-from mclclip.ranks.process_group import to_device
+from mclclip.ranks.process_group import not_compiled, to_device
 
 Between = Literal["captions", "views"]
 Direction = Literal["both", "images", "texts"]
@@ -148,7 +148,7 @@ class Temperature(Stepping):
             self.now = self.options.at(epoch)
 
     # A compiler would compile again whenever the number moves.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @not_compiled
     def scale(self, features: Tensor, logit_scale: Tensor | None) -> Tensor:
         """The logit scale, 0-dimensional, with the type and device of ``features``.
 

@@ -45,6 +45,7 @@ from mclclip.options import STRICT
 from mclclip.randomness import mix_tensors
 from mclclip.ranks import collectives
 from mclclip.ranks.collectives import OutsideParameters
+from mclclip.ranks.process_group import not_compiled
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SMALLEST_SIDE = 5  # of an image, in pixels: the first layer mirrors four at each border
@@ -59,7 +60,6 @@ class Options(ContrastOptions):
     kind: Literal["feature_dropout"] = "feature_dropout"
     """Which objective."""
     temperature: AnyTemperature = 0.5
-    """As for other contrastive losses."""
     epsilon: NonNegativeFloat = 0.05
     """Largest mean change of an image's pixels, which lie between 0 and 1; 0: none."""
     adversary_lr: PositiveFloat = 1e-3
@@ -142,7 +142,7 @@ class Adversary:
         """Takes note of the step, on which the noise depends, and of the factor of the loss."""
         self._now, self._loss_scale = step, loss_scale
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @not_compiled
     def noise(self, view: int, sample_id: Tensor, size: Sequence[int]) -> Tensor:
         """[b, n] for the network, of this step's images of a height and width, as view ``view``."""
         count = self.network.num_noise(*size)

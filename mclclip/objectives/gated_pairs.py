@@ -25,6 +25,7 @@ from torch.nn import functional
 
 from mclclip.objectives.row_losses import blocks, refuse_second_derivative
 from mclclip.randomness import Integers, mix
+from mclclip.ranks.process_group import not_compiled
 
 _TINY = 1e-24  # of a squared length
 Penalty = Literal["paper", "neg_glog", "bernoulli"]
@@ -130,7 +131,7 @@ def gated_queries(rows: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # A compiler would unroll the loop over tiles.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@not_compiled
 def pair_losses(
     queries: Tensor, weights: Tensor | None, keys: Tensor, pairs: ClassPairs, tile: int
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -72,7 +72,6 @@ class ViewOptions(ContrastOptions):
     kind: Literal["nt_xent"] = "nt_xent"
     """Which objective."""
     temperature: AnyTemperature = 0.5
-    """As for other contrastive losses."""
 
     between: ClassVar[Between] = "views"
 
@@ -268,7 +267,6 @@ class SupervisedOptions(ContrastOptions):
     kind: Literal["supcon"] = "supcon"
     """Which objective."""
     temperature: AnyTemperature = 0.1
-    """As for other contrastive losses."""
     attribute: str | None = None
     """Attribute of the samples that is their class; null: their cluster at the stage before."""
     groups: bool = True

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mclclip.ranks.process_group import not_compiled
+
 
 def choose_no_autocast(device: torch.device) -> torch.autocast:
     """Arithmetic in the dtype of the tensors, whatever surrounds it."""
@@ -82,7 +84,7 @@ class Pairs:
 
 
 # A compiler would unroll the loop over tiles.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@not_compiled
 def row_losses(queries: Tensor, keys: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
     """Each row's -L_pp + log of the sum of exp L_pq over its own pair p and its negatives q.
 
@@ -100,7 +102,7 @@ def row_losses(queries: Tensor, keys: Tensor, pairs: Pairs) -> tuple[Tensor, Ten
     return losses, alone
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@not_compiled
 def log_sums(
     queries: Tensor, keys: Tensor, pairs: Pairs, factors: tuple[float, ...] = (1.0,)
 ) -> Tensor:
@@ -113,14 +115,14 @@ def log_sums(
     return sums
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@not_compiled
 def sum_negatives(keys: Tensor, pairs: Pairs) -> Tensor:
     """The sum of the keys of each row's negatives, [b, D], differentiable once in ``keys``."""
     sums: Tensor = _Sums.apply(keys, pairs)  # type: ignore[no-untyped-call]
     return sums
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@not_compiled
 def count_negatives(pairs: Pairs) -> Tensor:
     """How many negatives each row has, int64 [b]."""
     counts = torch.zeros_like(pairs.sample_id)

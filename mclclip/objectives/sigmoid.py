@@ -39,6 +39,7 @@ from mclclip.objectives.row_losses import (
 )
 from mclclip.options import STRICT
 from mclclip.ranks import collectives
+from mclclip.ranks.process_group import not_compiled
 
 _START_SCALE, _START_BIAS = 10.0, -10.0
 
@@ -86,7 +87,7 @@ class Options(ObjectiveOptions):
             scale = torch.ones((), dtype=sizes.dtype)
             ids = torch.zeros(sizes.local_batch, dtype=torch.int64)
             pairs = Pairs(ids, ids, ids, ids, first=0)
-            sigmoid_sums(rows * 1.0, columns * 1.0, scale, scale, pairs)[0].backward()
+            sigmoid_sums(rows * 1.0, columns * 1.0, scale, scale, pairs)[0].backward()  # type: ignore[no-untyped-call]
 
         # Texts and their gradient arrive while those before them leave.
         chunk = 2 * sizes.local_batch * sizes.dim * sizes.dtype.itemsize
@@ -167,7 +168,7 @@ class Sigmoid(Objective):
 
 
 # A compiler would unroll the loop over tiles.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@not_compiled
 def sigmoid_sums(
     queries: Tensor, keys: Tensor, scale: Tensor, bias: Tensor, pairs: Pairs
 ) -> tuple[Tensor, Tensor]:

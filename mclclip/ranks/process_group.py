@@ -9,22 +9,25 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from mclclip.ranks.parent_death import die_with_parent, start_pool_worker
 
 log = logging.getLogger("mclclip")
 
 Memory = Literal["pinned", "pageable"]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,16 @@ def choose_memory(device: torch.device) -> Memory:
     return "pinned" if device.type == "cuda" else "pageable"
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+def not_compiled(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorator: torch.compile leaves the function as it is, with a break in the graph.
+
+    The same as torch.compiler.disable, which imports torch._dynamo at once: for seconds, of which
+    whoever reads options alone has no use. This one imports it at the first call.
+    """
+    return _disable_dynamo(function)  # type: ignore[no-any-return, unused-ignore]
+
+
+@not_compiled
 def to_device(tensor: Tensor, device: torch.device, memory: Memory | None = None) -> Tensor:
     """``tensor``, of main memory, on ``device`` (memory None: the device's own choice).
 

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import yaml
 
-from mclclip import checkpoint, config
+from mclclip import checkpoint, config, shipped
 from mclclip.config import Config
 from mclclip.data import patterns
 from mclclip.data.datasets.sources import array_sample, png_sample
@@ -81,7 +81,7 @@ def lines() -> list[tuple[str, int, str, str]]:
 
 LINES = lines()
 SHORT = LINES.index(("ifm_fig6", 5, "ifm-tau_0.2", "trifeature"))
-RECIPES = config.recipe_names()
+RECIPES = shipped.recipe_names()
 # A ResNet without its attention pool, and labels in two levels with adapters to another tower.
 SHORT_RECIPES = [RECIPES.index(name) for name in ("cc12m_rn50_paper", "mlcd_laion_vitl14")]
 

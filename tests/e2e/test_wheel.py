@@ -1,12 +1,13 @@
 """What ``pip install mclclip`` brings: the wheel and the sdist carry everything, and nothing else.
 
-The suite runs on the checkout, where links lead to eval/ and launch/recipes/ and nothing can be
+The suite runs on the checkout, where links lead to eval/, launch/ and slurm/ and nothing can be
 missing. Here the distributions are built from a copy of the checkout, and the wheel is installed
 into an environment of its own and used from another directory.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import site
@@ -71,8 +72,9 @@ def needed() -> set[str]:
     found |= {f"mclclip/eval/{path.relative_to(evaluation)}" for path in evaluation.rglob("*.py")}
     found |= {f"mclclip/eval/suites/{path.name}" for path in evaluation.glob("suites/*")}
     found |= {f"mclclip/report/{name}" for name in ("page.html", "page.css")}
-    recipes = tiny.ROOT / "launch" / "recipes"
-    return found | {f"mclclip/recipes/{path.name}" for path in recipes.iterdir()}
+    for pattern in ("launch/*.sh", "launch/recipes/*", "slurm/*.sbatch"):
+        found |= {f"mclclip/{path.relative_to(tiny.ROOT)}" for path in tiny.ROOT.glob(pattern)}
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +95,7 @@ def test_the_needed_files_are_counted() -> None:
     """The other tests compare with this list: it would be empty if the tree had moved."""
     files = needed()
     assert {"mclclip/cli.py", "mclclip/eval/run.py", "mclclip/eval/suites/mcl.yaml"} <= files
-    assert {"mclclip/recipes/demo.yaml", "mclclip/recipes/mlcd_table6.sweep"} <= files
+    assert {"mclclip/launch/recipes/demo.yaml", "mclclip/launch/recipes/mlcd_table6.sweep"} <= files
 
 
 def test_the_wheel_carries_everything_and_nothing_else(wheel: Path) -> None:
@@ -202,7 +204,17 @@ def test_config_finds_every_recipe_by_name(installed: Installed) -> None:
         assert first.startswith("run_dir: runs/mine\n")
     refused = installed("config", "--config", "launch/recipes/demo.yaml")
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1
-    assert all(name in refused.stderr for name in names)
+    assert "nearest: demo, " in refused.stderr
+    listed = installed.succeed("recipes")
+    assert all(f"{name} " in listed for name in names)
+
+
+@pytest.mark.slow
+def test_scripts_and_recipes_are_copied_out_of_it(installed: Installed) -> None:
+    installed.succeed("recipes", "--copy", "copied")
+    for name in ("launch/local.sh", "launch/recipes/demo.yaml", "slurm/mclclip.sbatch"):
+        assert (installed.where / "copied" / name).read_bytes() == (tiny.ROOT / name).read_bytes()
+    assert os.access(installed.where / "copied/launch/local.sh", os.X_OK)
 
 
 @pytest.mark.slow

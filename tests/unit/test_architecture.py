@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "mclclip"
 # Ground: what every room may import. It imports nothing of ours but other ground.
 GROUND = {"files", "options", "randomness", "pair_products", "search", "torchvision_fix"}
+GROUND |= {"shipped"}
 # Room -> the rooms that it may import, beside ground and itself.
 ROOMS: dict[str, set[str]] = {
     "ranks": set(),
@@ -59,6 +60,7 @@ ROOMS["process"] = {"ranks", "run", "config"}
 ROOMS["api"] = {*ROOMS}
 ROOMS["process"] = {"ranks", "run", "config"}
 ROOMS["flags"] = {"data", "process"}
+ROOMS["completion"] = {"flags"}
 ROOMS["cli"] = {*ROOMS}
 ROOMS["__main__"] = {"cli", "ranks"}
 NO_CONFIG = {*GROUND, "ranks", "run", "engines", "objectives", "data"}

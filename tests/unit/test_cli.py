@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from mclclip import __version__, cli, config, demo, process
+from mclclip import __version__, cli, config, demo, flags, process, shipped
 from mclclip.ranks import failures, signals
 from mclclip.run.lock import RunLock
 
@@ -109,6 +109,108 @@ def test_flags_are_the_arguments_of_the_function(words: str, function: str) -> N
     module, _, name = f"mclclip.{function}".rpartition(".")
     called = inspect.signature(getattr(importlib.import_module(module), name))
     called.bind(*(() if args.standalone else (None, None)), **cli._flags(args))
+
+
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    (action,) = cli.build_parser()._subparsers._group_actions  # type: ignore[union-attr]
+    return dict(action.choices)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(("verb", "parser"), parsers().items())
+def test_every_flag_is_explained_with_its_default(
+    verb: str, parser: argparse.ArgumentParser
+) -> None:
+    lines = parser.format_help().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[-1].startswith(f"example: mclclip {verb} ")
+    for action in parser._actions:
+        assert action.help, action
+        if action.option_strings and action.nargs != 0:
+            shown = parser.formatter_class("")._get_help_string(action)
+            assert "default" in shown or shown.endswith("(required)"), action
+
+
+@pytest.mark.parametrize("verb", parsers())
+def test_every_verb_is_in_the_help_with_an_example_that_is_parsed(verb: str) -> None:
+    lines = cli.build_parser().format_help().splitlines()
+    assert max(map(len, lines)) <= 80
+    (at,) = (number for number, line in enumerate(lines) if line.startswith(f"  {verb:14}"))
+    example = next(line for line in lines[at:] if line.strip().startswith("$ "))
+    words = example.split(">")[0].split()
+    assert words[:3] == ["$", "mclclip", verb] and cli._parse(words[2:]).verb == verb
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("pack {}/a --out x", "SOURCE {}/a: there is no such file or folder"),
+        ("compare {}/a", "RUN_DIR {}/a: there is no such file or folder"),
+        ("soup uniform --model a={}/x --out y", "--model a={}/x: there is no such file or folder"),
+        ("export --to hf --model {}/x --out y", "--model {}/x: there is no such file or folder"),
+        ("eval --config ucm --model {}/x", "--model {}/x: there is no such file or folder"),
+        ("filter --config ucm --against a={}/x", "--against a={}/x: there is no such file or"),
+        ("train --stage 1 --config {}/x.yaml", "no configuration file at {}/x.yaml: give a YAML"),
+        ("config --config ucn", "the name of a shipped recipe (nearest: ucm, "),
+    ],
+)
+def test_wrong_paths_are_refused_before_torch_is_loaded(
+    words: str, line: str, tmp_path: Path
+) -> None:
+    code = (
+        "import sys; from mclclip import cli, process\n"
+        "process._leave = lambda code: print(code, 'torch' not in sys.modules)\n"
+        "cli.main(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", code, *words.format(*[tmp_path] * 2).split()]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert shown.stdout == "2 True\n"
+    assert shown.stderr.startswith("mclclip: ") and shown.stderr.count("\n") == 1
+    assert line.format(tmp_path) in shown.stderr
+
+
+def test_names_that_are_no_paths_are_left_to_the_verb(tmp_path: Path) -> None:
+    for model in ("ViT-B-32@openai", "ViT-B-32", "hf:openai/clip", f"a={tmp_path}", str(tmp_path)):
+        flags.check_paths(cli._parse(["eval", "--model", model]))
+    flags.check_paths(cli._parse(["blindspots", "--other", "2"]))
+
+
+def test_explain_prints_one_option(main: Any) -> None:
+    shown = main("config", "--explain", "train.lr")
+    assert shown.code == 0 and shown.out.startswith("train.lr\n    number above 0; default: 0.0005")
+    shown = main("config", "--explain", "train.zzz")
+    assert shown.code == 2 and "there is no option 'train.zzz' (nearest: " in shown.err
+
+
+def test_recipes_are_listed_and_copied_with_the_scripts(main: Any, tmp_path: Path) -> None:
+    listed = main("recipes").out.splitlines()
+    assert max(map(len, listed)) <= 80
+    assert {line.split()[0] for line in listed if line[0] != " "} == set(shipped.recipe_names())
+    assert main("recipes", "--copy", str(tmp_path)).code == 0
+    copied = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
+    wanted = [*ROOT.glob("launch/*.sh"), *ROOT.glob("launch/recipes/*"), *ROOT.glob("slurm/*.sba*")]
+    assert copied == {str(path.relative_to(ROOT)) for path in wanted}
+    assert os.access(tmp_path / "launch" / "local.sh", os.X_OK)
+    again = main("recipes", "--copy", str(tmp_path))
+    assert again.code == 2 and "exists: nothing is copied" in again.err
+
+
+def test_bash_completes_verbs_flags_values_and_recipes(main: Any, tmp_path: Path) -> None:
+    script = tmp_path / "mclclip.bash"
+    script.write_text(main("completion", "bash").out)
+    for words, found in {
+        "tr": "train",
+        "train --sta": "--stage",
+        "train --variant ungr": "ungrouped",
+        "run --config stl10": "stl10",
+        "make-dataset cifar_": "cifar_mnist",
+    }.items():
+        code = (
+            f"source {script}; COMP_WORDS=(mclclip {words}); COMP_CWORD={len(words.split())}; "
+            '_shtab_mclclip; echo "${COMPREPLY[@]}"'
+        )
+        shown = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
+        assert shown.stdout.split() == [found], shown.stderr
+    assert "#compdef mclclip" in main("completion", "zsh").out
 
 
 def test_help_needs_nothing_heavy() -> None:

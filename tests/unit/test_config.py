@@ -15,8 +15,9 @@ from pydantic.dataclasses import is_pydantic_dataclass
 
 import mclclip
 from mclclip import config
-from mclclip.config import Config, load, recipe_names, recipes_folder
+from mclclip.config import Config, explaining, load
 from mclclip.models.options import LockConfig
+from mclclip.shipped import RECIPES, recipe_names
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -171,7 +172,7 @@ def test_an_override_that_cannot_be_read(override: str, message: str) -> None:
 def test_a_missing_file_is_named_with_the_shipped_recipes(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no configuration file at .*none\.yaml") as caught:
         load(tmp_path / "none.yaml")
-    assert f"all: {', '.join(recipe_names())})" in str(caught.value)
+    assert "'mclclip recipes' lists all" in str(caught.value)
     with pytest.raises(FileNotFoundError, match=r"nearest: cc12m_vitb32, "):
         load("cc12m_vit_b32.yaml")
     assert "demo" in recipe_names()
@@ -182,7 +183,7 @@ def test_a_recipe_is_found_by_name_and_a_file_wins(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("demo").mkdir()  # a folder is no configuration
-    assert load("demo") == load(recipes_folder() / "demo.yaml")
+    assert load("demo") == load(RECIPES / "demo.yaml")
     assert load("demo", ["seed=7"]).seed == 7
     for name in ("demo.yaml", "recipes/demo", "../recipes/demo", "Demo", ""):
         with pytest.raises(FileNotFoundError, match="name of a shipped recipe"):
@@ -243,6 +244,66 @@ def test_every_option_is_explained(node: ast.ClassDef) -> None:
         annotation = ast.unparse(item.annotation)
         explained = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
         assert explained or annotation.endswith("Config"), ast.unparse(item.target)
+
+
+EVERY = list(explaining.options())
+
+
+def test_every_option_of_a_configuration_is_explained() -> None:
+    """Those of every kind of objective and benchmark too; a text has a verb or tells a quantity."""
+    keys = {(option.key, option.kind) for option in EVERY}
+    assert len(keys) == len(EVERY) > 500
+    assert {("train.lr", ""), ("data.sources.NAME.shards", "")} <= keys
+    assert {("train.objective.threshold", "mlcd"), ("eval.suite.NAME.options.k", "knn")} <= keys
+    assert not [option for option in EVERY if len(option.text.split()) < 2]
+    assert not [option for option in EVERY if not option.type or "value" in option.type.split()]
+
+
+def test_defaults_that_are_explained_are_those_of_a_configuration() -> None:
+    tree = yaml.safe_load(config.dump(load(None, ["run_dir=x"])))
+    compared = 0
+    for option in EVERY:
+        found: Any = tree
+        for part in option.key.split("."):
+            found = found.get(part, ...) if isinstance(found, dict) else ...
+        if found is not ... and option.kind == "" and option.default not in ("required", ""):
+            if option.default != "those below":
+                assert yaml.safe_load(option.default) == found, option.key
+                compared += 1
+    assert compared > 100
+
+
+def test_an_option_is_explained_in_a_few_lines() -> None:
+    assert explaining.explain("train.lr") == (
+        "train.lr\n    number above 0; default: 0.0005\n    Peak learning rate."
+    )
+    assert "one of auto, cpu, cuda; default: auto" in explaining.explain("device")
+    assert explaining.explain("seed").startswith("seed\n    whole number at least 0; default: 0\n")
+    assert explaining.explain("run_dir").splitlines()[1] == "    text; required"
+
+
+@pytest.mark.parametrize(
+    ("key", "keys"),
+    [
+        ("train.checkpoint.ke", ["train.checkpoint.keep", "train.checkpoint.keep_every"]),
+        ("data.sources.cc12m.shards", ["data.sources.NAME.shards"]),
+        ("base.lr", ["base.lr"]),
+        ("betas", ["base.betas", "train.betas"]),
+    ],
+)
+def test_options_are_explained_by_the_beginning_or_a_part_of_their_keys(
+    key: str, keys: list[str]
+) -> None:
+    blocks = explaining.explain(key).split("\n\n")
+    assert [block.split()[0] for block in blocks] == keys
+    assert all(len(line) <= 80 for block in blocks for line in block.splitlines())
+
+
+def test_all_options_are_explained_once() -> None:
+    shown = explaining.explain("")
+    assert "\ntrain.lr\n" in shown and "\nbase.lr\n" not in shown
+    with pytest.raises(ValueError, match=r"no option 'train.learning_rte' \(nearest: "):
+        explaining.explain("train.learning_rte")
 
 
 def test_null_drops_a_benchmark_of_a_recipe(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mclclip import config
+from mclclip import config, shipped
 from mclclip.config import plain_yaml
 from mclclip.config.plain_yaml import parse_yaml, read_yaml
 from mclclip.files import MAX_DEPTH
@@ -67,7 +67,7 @@ def test_yaml_at_its_limits_is_read() -> None:
 
 
 def test_yaml_is_otherwise_what_safe_load_reads() -> None:
-    for recipe in config.recipes_folder().glob("*.yaml"):
+    for recipe in shipped.RECIPES.glob("*.yaml"):
         assert read_yaml(recipe) == yaml.safe_load(recipe.read_text()), recipe
 
 

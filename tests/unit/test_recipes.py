@@ -129,15 +129,16 @@ def _model_config(name: str | dict[str, Any]) -> dict[str, Any]:
 
 @every_recipe
 def test_it_lies_in_the_package(recipe: Path) -> None:
-    shipped = resources.files("mclclip") / "recipes" / recipe.name
+    shipped = resources.files("mclclip") / "launch" / "recipes" / recipe.name
     assert shipped.read_text() == recipe.read_text()
 
 
-def test_the_package_reaches_the_recipes_by_a_relative_link() -> None:
-    link = tiny.ROOT / "mclclip" / "recipes"
+@pytest.mark.parametrize("name", ["launch", "slurm"])
+def test_the_package_reaches_recipes_and_scripts_by_a_relative_link(name: str) -> None:
+    link = tiny.ROOT / "mclclip" / name
     assert link.is_symlink()
     assert not link.readlink().is_absolute()
-    assert link.resolve() == FOLDER
+    assert link.resolve() == tiny.ROOT / name
 
 
 # --- recipes of MCL ------------------------------------------------------------------------------

@@ -1,0 +1,31 @@
+"""Verb: the script by which a shell completes the words of the command line."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import shtab
+
+from mclclip import flags, shipped
+
+
+def run(shell: str) -> None:
+    """Prints the script by which a shell completes verbs, flags, files and names of recipes."""
+    parser = flags.build_parser()
+    (verbs,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    verbs.help = None  # shtab leaves out what help leaves out
+    recipes = {"bash": "_mclclip_recipes", "zsh": "_mclclip_recipes"}
+    for verb in verbs.choices.values():
+        for action in verb._actions:
+            if action.dest == "config":
+                action.complete = recipes
+            elif action.type in flags.PATHS:
+                action.complete = shtab.FILE
+    names = " ".join(shipped.recipe_names())
+    either = f"_alternative 'recipes:recipe:({names})' 'files:file:_files'"
+    preamble: Any = {
+        "bash": f'{recipes["bash"]}() {{ compgen -W "{names}" -- "$1"; compgen -f -- "$1"; }}',
+        "zsh": f"{recipes['zsh']}() {{ {either}; }}",
+    }
+    print(shtab.complete(parser, shell, preamble=preamble))
