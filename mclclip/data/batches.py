@@ -52,8 +52,8 @@ from mclclip.ranks.process_group import start_loader_worker
 Integers = npt.NDArray[np.int64]
 Ids = Integers | Sequence[int]
 # Purposes of the randomness, part of its key.
-_AUGMENTATION, _CAPTION, _REPLACEMENT = (
-    int.from_bytes(word, "big") for word in (b"augment", b"caption", b"replace")
+_AUGMENTATION, _CAPTION, _REPLACEMENT, _EXTRAS = (
+    int.from_bytes(word, "big") for word in (b"augment", b"caption", b"replace", b"extras")
 )
 T = TypeVar("T")
 _ENDS_S = 1.0
@@ -79,6 +79,7 @@ class Batch:
     prefix_length  number of leading stages whose cluster labels are compared (`PlannedBatch`)
     group_size     samples that a row is compared with over all ranks (`PlannedBatch.group_size`)
     replaced       {sample_id that could not be used in this rank's columns: reason}
+    extras         further tensors [b, ...] by name, which the objective has asked for
     """
 
     views: list[Tensor]
@@ -91,6 +92,7 @@ class Batch:
     text_features: Tensor | None = None
     classes: Tensor | None = None
     replaced: dict[int, str] = field(default_factory=dict)
+    extras: dict[str, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.sample_id)
@@ -113,28 +115,36 @@ class Batch:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of the batch, each view among them."""
-        return [*self.views, *(v for v in vars(self).values() if isinstance(v, Tensor))]
+        own = (v for v in vars(self).values() if isinstance(v, Tensor))
+        return [*self.views, *own, *self.extras.values()]
 
     def _each_tensor(self, change: Callable[[Tensor], Tensor]) -> Batch:
         values: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         changed: dict[str, Any] = {name: change(tensor) for name, tensor in tensors.items()}
-        return Batch(**(values | changed | {"views": [change(view) for view in self.views]}))
+        changed["views"] = [change(view) for view in self.views]
+        changed["extras"] = {name: change(tensor) for name, tensor in self.extras.items()}
+        return Batch(**(values | changed))
 
 
 def _reduced(batch: Batch) -> tuple[Callable[..., Batch], tuple[dict[str, Any]]]:
     """A batch as a loader's worker sends it: tensors of few bytes as arrays."""
-    state: dict[str, Any] = dict(vars(batch))
-    for name, value in state.items():
-        if isinstance(value, Tensor) and value.nbytes <= _FEW_BYTES:
-            shared = value.is_shared()  # type: ignore[no-untyped-call]
-            state[name] = value if shared else value.numpy()
+    state = {name: _sent(value) for name, value in vars(batch).items()}
+    state["extras"] = {name: _sent(tensor) for name, tensor in batch.extras.items()}
     return _received, (state,)
 
 
+def _sent(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.nbytes <= _FEW_BYTES:
+        return value if value.is_shared() else value.numpy()  # type: ignore[no-untyped-call]
+    return value
+
+
 def _received(state: dict[str, Any]) -> Batch:
-    arrays = {n: torch.from_numpy(v) for n, v in state.items() if isinstance(v, np.ndarray)}
-    return Batch(**state | arrays)
+    for values in (state, state["extras"]):
+        arrays = {n: torch.from_numpy(v) for n, v in values.items() if isinstance(v, np.ndarray)}
+        values |= arrays
+    return Batch(**state)
 
 
 # How processes send a batch to each other: tensors of few bytes go with the message, since each
@@ -269,6 +279,7 @@ class TrainingBatches(Dataset[Batch]):
             text=_stack([sample.text for sample in samples]),
             text_features=_stack([sample.text_features for sample in samples]),
             replaced=replaced,
+            extras={n: torch.stack([s.extras[n] for s in samples]) for n in samples[0].extras},
         )
 
     def caption_numbers(
@@ -311,6 +322,10 @@ class TrainingBatches(Dataset[Batch]):
     ) -> list[Sample | BadSample]:
         """The samples, augmented and with a caption; the result does not depend on the others."""
         numbers = self.caption_numbers(sample_ids, epoch, occurrence).tolist()
+        draws = [0] * len(raws)
+        if self.dataset.extras:
+            times = () if occurrence is None else (occurrence,)
+            draws = self._keys(_EXTRAS, epoch, sample_ids, *times).tolist()
         keys = []
         for view in range(self.num_views):  # without occurrences the first view has no number
             further = ([view] if view else []) if occurrence is None else [view, occurrence]
@@ -321,8 +336,8 @@ class TrainingBatches(Dataset[Batch]):
         ]
         with kept_rng():
             return [
-                self.dataset.decoded(raw, number, of_sample)
-                for raw, number, of_sample in zip(raws, numbers, seeds, strict=True)
+                self.dataset.decoded(raw, number, of_sample, draw)
+                for raw, number, of_sample, draw in zip(raws, numbers, seeds, draws, strict=True)
             ]
 
     def _replacement(

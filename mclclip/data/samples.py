@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -77,13 +77,34 @@ class RawSample:
 
 @dataclass(frozen=True)
 class Sample:
-    """Views [C, H, W] each; text int64 [context] or None; text_features float32 [D] or None."""
+    """Views [C, H, W] each; text int64 [context] or None; text_features float32 [D] or None;
+    extras: what `Extra`s have added, by name."""
 
     sample_id: int
     views: list[Tensor]
     caption_number: int
     text: Tensor | None = None
     text_features: Tensor | None = None
+    extras: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Extra(Protocol):
+    """Adds tensors to every sample, which an objective reads by their names.
+
+    reads_text   captions are read for it, also where text embeddings stand for them
+    """
+
+    reads_text: bool
+
+    def __call__(
+        self, raw: RawSample, captions: Sequence[str], caption_number: int, key: int
+    ) -> dict[str, Tensor]:
+        """Tensors of one sample by name, the same shapes for all samples.
+
+        ``captions`` are all of the sample's, empty where they are not read, of which
+        ``caption_number`` was drawn. ``key``, 64 random bits, depends on seed, stage, epoch and
+        sample alone.
+        """
 
 
 class TarDataset(Dataset["Sample | BadSample"]):
@@ -100,6 +121,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
     text_features  where text embeddings are looked up in the place of tokens
     resharded      copies of samples, which are read in the place of those of the index
     trunk          rows that stand for images; views are these, and no ``transform`` is needed
+    extras         further tensors of every sample
 
     Captions are compared with their checksums in the index always, images where ``options.verify``
     is ``full``. Through `__getitem__` and `__getitems__` a sample comes with one view and its first
@@ -117,11 +139,14 @@ class TarDataset(Dataset["Sample | BadSample"]):
         text_features: TextFeatures | None = None,
         resharded: Resharded | None = None,
         trunk: TrunkRows | None = None,
+        extras: Sequence[Extra] = (),
     ) -> None:
         self.index, self.options, self.transform = index, options, transform
         self.tokenizer = tokenizer if text_features is None else None
         self.text_features = text_features
-        self.reads_captions = tokenizer is not None or text_features is not None
+        self.extras = tuple(extras)
+        self.reads_text = self.tokenizer is not None or any(e.reads_text for e in self.extras)
+        self.reads_captions = self.reads_text or text_features is not None
         self._compares_images = options.verify == "full" and trunk is None
         if self._compares_images and self.index.image_crc32 is None:
             raise ValueError(
@@ -145,7 +170,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
         return [self.decoded(raw) for raw in self.read_many(sample_ids)]
 
     def read_many(self, sample_ids: Sequence[int] | Integers) -> list[RawSample | BadSample]:
-        """The undecoded members, in the order asked; ``text`` is empty unless it is tokenized.
+        """The undecoded members, in the order asked; ``text`` is empty unless it is read.
 
         A member that ends beyond its shard gives BadSample "truncated".
         Raises IndexError for a sample_id outside the index.
@@ -197,19 +222,21 @@ class TarDataset(Dataset["Sample | BadSample"]):
         raw: RawSample | BadSample,
         caption_number: int = 0,
         before_views: Sequence[Callable[[], object] | None] = (None,),
+        key: int = 0,
     ) -> Sample | BadSample:
-        """Decodes once, transforms once per view, and tokenizes.
+        """Decodes once, transforms once per view, tokenizes, and adds the extras.
 
         ``before_views`` has one entry per view: what is called before it is transformed, so that
         the caller settles the random state (None: nothing). The tokenizer runs after the first
-        view. A BadSample passes through; what the transform does not take, such as an array where
-        it reads pictures only, gives one with the reason "unfit". Raises RuntimeError for a data
-        set without a transform.
+        view. ``key`` is what extras draw by. A BadSample passes through; what the transform does
+        not take, such as an array where it reads pictures only, gives one with the reason "unfit".
+        Raises RuntimeError for a data set without a transform.
         """
         if isinstance(raw, BadSample):
             return raw
         text = text_features = None
         views: list[Tensor] = []
+        captions = self._parse(raw.sample_id, raw.text) if self.reads_text else []
         with data_wait.decoding(raw.sample_id):
             try:
                 image = None if self.trunk is not None else self._image(raw)
@@ -229,11 +256,13 @@ class TarDataset(Dataset["Sample | BadSample"]):
                 if self.text_features is not None:
                     text_features = self.text_features.get(raw.sample_id, caption_number)
                 elif self.tokenizer is not None:
-                    captions = self._parse(raw.sample_id, raw.text)
                     if caption_number >= len(captions):
                         return BadSample(raw.sample_id, "no_caption")
                     text = tokenized(self.tokenizer, [captions[caption_number]])[0]
-        return Sample(raw.sample_id, views, caption_number, text, text_features)
+        extras: dict[str, Tensor] = {}
+        for extra in self.extras:
+            extras |= extra(raw, captions, caption_number, key)
+        return Sample(raw.sample_id, views, caption_number, text, text_features, extras)
 
     def _image(self, raw: RawSample) -> Any:
         """The decoded image of a sample, as the transform reads it.
@@ -299,7 +328,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
             return BadSample(sample_id, "not_cached")
         try:
             image = self._member(ranges.image)
-            text = self._member(ranges.text) if self.tokenizer is not None else b""
+            text = self._member(ranges.text) if self.reads_text else b""
         except FileNotFoundError:
             if ranges.crc32 is None:
                 raise
@@ -336,7 +365,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
         """The ranges that `_read` reads of samples."""
         for ranges in all_ranges:
             yield ranges.image
-            if self.tokenizer is not None:
+            if self.reads_text:
                 yield ranges.text
 
     def _member(self, wanted: Range) -> bytes | None:

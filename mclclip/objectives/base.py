@@ -169,6 +169,7 @@ class Batch(Protocol):
     classes: Tensor | None
     text: Tensor | None
     text_features: Tensor | None
+    extras: dict[str, Tensor]
 
 
 class Stepping(nn.Module):
@@ -196,8 +197,9 @@ def _steppings(module: nn.Module) -> Iterator[Stepping]:
 class Objective(Stepping):
     """A loss of named features, with the parameters and buffers it owns.
 
-    ``forward`` takes features by name, ``labels`` [b, 1] (groups), ``sample_id`` [b], and
-    ``classes`` [b, l], in main memory, where clusters or an attribute are read. It returns
+    ``forward`` takes features by name, ``labels`` [b, 1] (groups), ``sample_id`` [b], ``classes``
+    [b, l], in main memory, where clusters or an attribute are read, and the batch's extras. It
+    returns
     ``loss``, whose mean over the ranks is the loss of the global batch, and other 0-dimensional
     parts.
     Its parameters are trained by the engine's optimizer and its buffers are saved with them. A
@@ -227,8 +229,7 @@ class Objective(Stepping):
 
         ``image_features`` are those of the first view, ``image_features_1`` of the second, and so
         on. Features with a first axis belong to the samples, others to the whole batch. An
-        objective may change what the model sees here, differentiably, or add features of a copy of
-        the model.
+        objective may change what the model sees here, differentiably; of a sum one term may.
         """
         first, *others = batch.views
         features: dict[str, Tensor] = dict(
@@ -237,6 +238,11 @@ class Objective(Stepping):
         for number, view in enumerate(others, 1):
             features[f"image_features_{number}"] = model(image=view)["image_features"]
         return features
+
+    def added_features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Further features by names of their own, such as those of more texts or of a frozen copy
+        of the model; none by default. Any number of a sum's terms may add some."""
+        return {}
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -186,6 +186,13 @@ class WeightedSum(Objective):
                 features[name] = model(image=view)["image_features"]
         return features
 
+    def added_features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """What any of the terms adds."""
+        added: dict[str, Tensor] = {}
+        for term in self.terms:
+            added |= term.added_features(model, batch)
+        return added
+
     def forward(self, **features: Tensor) -> dict[str, Tensor]:
         """Returns the weighted sum as ``loss``, and every term's parts by its name."""
         losses: list[Tensor] = []

@@ -80,11 +80,13 @@ class Trainee(nn.Module):
         the place of the loss (``engines.gradient_cache``)."""
         with self._autocast(batch.views[0].device):
             features = self.objective.features(self.model, batch)
+            features |= self.objective.added_features(self.model, batch)
         return self.loss(features, batch) if finish is None else finish(features)
 
     def loss(self, features: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         """Features of the local batch -> {"loss": ..., parts}."""
         marks = {"labels": batch.labels, "sample_id": batch.sample_id, "classes": batch.classes}
+        marks |= batch.extras
         self.seen = {name: value.detach() for name, value in features.items()} | marks
         parts: dict[str, Tensor] = self.objective(**features, **marks)
         return parts
@@ -105,6 +107,9 @@ class Trainee(nn.Module):
         batch.views = views
         if self.precision == "float64" and batch.text_features is not None:
             batch.text_features = batch.text_features.double()
+        if self.precision == "float64":
+            doubled = {n: t.double() for n, t in batch.extras.items() if t.is_floating_point()}
+            batch.extras |= doubled
         return batch
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
