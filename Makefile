@@ -6,6 +6,7 @@
 #   make lint    ruff, mypy, and how much there is to read
 #   make modules every module with what it is
 #   make docs    the documentation as a site in docs/site; fails on a broken link
+#   make notebook  runs docs/notebooks/first_run.ipynb; fails where a cell fails
 #   make bench   figures with their units, and their ratios in one table (an hour; BENCH=--short: minutes)
 #   make peers   the environment of open_clip_train, which benchmarks compare with
 #   make slow    one short instance of the slow tests
@@ -15,7 +16,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint modules docs bench peers slow soak clean
+.PHONY: help setup demo test lint modules docs notebook bench peers slow soak clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -32,7 +33,7 @@ TORCH ?=
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint $(CONSTRAINTS)
-# Two test processes of one thread each; DEMO, TEST and BENCH add options: make test TEST='-k plan'.
+# Two test processes of one thread each; DEMO, TEST, NOTEBOOK and BENCH add options: make test TEST='-k plan'.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 BENCHMARKS := $(basename $(notdir $(wildcard tests/benchmarks/bench_*.py)))
 
@@ -69,6 +70,9 @@ modules: $(INSTALLED)
 # The notice that is switched off is about another product.
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file docs/mkdocs.yml
+
+notebook: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python docs/run_notebook.py $(NOTEBOOK)
 
 # This environment has its own packages, and through a .pth file those of .venv.
 peers: $(PEERS_INSTALLED)

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import argparse
 import ast
+import base64
 import dataclasses
 import inspect
+import json
 import os
 import re
 import textwrap
 import typing
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import mclclip
 from mclclip import config, flags
 from mclclip.objectives.base import ObjectiveOptions, kinds, options_class
 
@@ -27,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "pages"
 # Path in the repository -> path in the site.
 BORROWED = {
+    "docs/notebooks/first_run.ipynb": "start/first-run.md",
     "tests/benchmarks/README.md": "evidence/benchmarks.md",
     "tests/gpu/README.md": "evidence/gpu.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -67,9 +71,9 @@ def verbs() -> str:
     """Every verb by the groups of the help, with an example and its flags."""
     parts = []
     known = parsers()
-    for title, group in flags._VERBS.items():
+    for title, group in re.findall(r"^(\w.*?):\n((?:  .*\n)+)", flags._VERBS + "\n", re.MULTILINE):
         parts += [f"## {title[0].upper()}{title[1:]}", ""]
-        for name, (text, example) in group.items():
+        for name, text, example in re.findall(r"^  ([\w-]+) +(.*?)\n +\$ (.*?)$", group, re.M | re.S):
             parser = known[name]
             rows = [
                 _flag(action, parser)
@@ -77,7 +81,7 @@ def verbs() -> str:
                 if action.dest not in ("help", "debug") and action.help is not argparse.SUPPRESS
             ]
             parts += [f"### {name}", "", f"{_cell(text)}", ""]
-            parts += ["```bash", f"mclclip {name} {example}", "```", ""]
+            parts += ["```bash", example, "```", ""]
             parts += ["| flag | meaning |", "|---|---|", *rows, ""] if rows else []
     return "\n".join(parts)
 
@@ -170,9 +174,71 @@ def objectives() -> str:
     return "\n".join(parts)
 
 
+# --- Python -------------------------------------------------------------------------------------
+
+
+def _signature(name: str, function: Any) -> str:
+    """A call without the types of its arguments."""
+    parameters = inspect.signature(function).parameters.values()
+    plain = [each.replace(annotation=each.empty) for each in parameters if each.name != "self"]
+    return f"{name}{inspect.Signature(plain)}"
+
+
+def _prose(owner: object) -> str:
+    """A docstring as Markdown."""
+    return (inspect.getdoc(owner) or "").replace("``", "`")
+
+
+def public(name: str) -> str:
+    """A public name: its call, its docstring, and of a class what it has beside ``torch.nn``'s."""
+    found = getattr(mclclip, name)
+    parts = [_prose(found), ""]
+    if not inspect.isclass(found):
+        return "\n".join(["```text", _signature(name, found), "```", "", *parts])
+    parts += ["| of it | is |", "|---|---|"]
+    for member in dir(found):
+        own = next((base for base in found.__mro__ if member in vars(base)), object)
+        if member.startswith("_") or not own.__module__.startswith("mclclip"):
+            continue
+        value = inspect.getattr_static(own, member)
+        call = member if hasattr(value, "__get__") and not callable(value) else None
+        if call is None or isinstance(value, classmethod):
+            call = _signature(member, getattr(found, member))
+        first = _prose(getattr(value, "func", value)).split("\n\n")[0]
+        parts.append(f"| `{call}` | {_cell(first)} |")
+    return "\n".join([*parts, ""])
+
+
+# --- the notebook -------------------------------------------------------------------------------
+
+
+def notebook(path: Path) -> tuple[str, dict[str, bytes]]:
+    """A notebook as a page: its texts, its code, and what it printed; its pictures by name."""
+    parts, pictures = [], {}
+    for cell in json.loads(path.read_text())["cells"]:
+        source = "".join(cell["source"])
+        parts += [source, ""] if cell["cell_type"] == "markdown" else ["```python", source, "```", ""]
+        for output in cell.get("outputs", []):
+            data = output.get("data", {"text/plain": output.get("text", "")})
+            if "image/png" in data:
+                name = f"{path.stem}_{len(pictures)}.png"
+                pictures[name] = base64.b64decode("".join(data["image/png"]))
+                parts += [f"![What the cell shows]({name})", ""]
+            elif "IFrame" not in (text := "".join(data["text/plain"])):
+                parts += ["```text", text.rstrip("\n"), "```", ""]
+    return "\n".join(parts), pictures
+
+
 # --- hooks of mkdocs ----------------------------------------------------------------------------
 
-GENERATORS = {"verbs": verbs, "options": options, "objectives": objectives}
+GENERATORS: dict[str, Callable[[], str]] = {
+    "verbs": verbs,
+    "options": options,
+    "objectives": objectives,
+    **{
+        name.lower(): partial(public, name) for name in mclclip.__all__ if not name.startswith("_")
+    },
+}
 
 
 def generate(text: str) -> str:
@@ -212,6 +278,12 @@ def on_files(files: Any, *, config: Any) -> Any:
         if path.suffix == ".md":
             text = relink(path.read_text(), path, place)
             files.append(File.generated(config, place, content=text))
+        elif path.suffix == ".ipynb":
+            text, pictures = notebook(path)
+            files.append(File.generated(config, place, content=text))
+            for name, picture in pictures.items():
+                beside = str(Path(place).with_name(name))
+                files.append(File.generated(config, beside, content=picture))
         else:
             files.append(File.generated(config, place, abs_src_path=str(path)))
     return files

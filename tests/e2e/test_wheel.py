@@ -65,13 +65,14 @@ def files_of(distribution: Path) -> set[str]:
 
 
 def needed() -> set[str]:
-    """Every module, recipe, sweep, suite and template, by the path that it has in the package."""
+    """Every module, recipe, sweep, suite and template, by the path that it has in the package, and
+    ``py.typed``, by which mypy reads its types."""
     package = tiny.ROOT / "mclclip"
     found = {f"mclclip/{path.relative_to(package)}" for path in package.rglob("*.py")}
     evaluation = tiny.ROOT / "eval"
     found |= {f"mclclip/eval/{path.relative_to(evaluation)}" for path in evaluation.rglob("*.py")}
     found |= {f"mclclip/eval/suites/{path.name}" for path in evaluation.glob("suites/*")}
-    found |= {f"mclclip/report/{name}" for name in ("page.html", "page.css")}
+    found |= {f"mclclip/{name}" for name in ("py.typed", "report/page.html", "report/page.css")}
     for pattern in ("launch/*.sh", "launch/recipes/*", "slurm/*.sbatch"):
         found |= {f"mclclip/{path.relative_to(tiny.ROOT)}" for path in tiny.ROOT.glob(pattern)}
     return found
@@ -126,11 +127,20 @@ def test_the_sdist_carries_everything_and_its_wheel_is_the_same(
         }
 
 
-def test_no_faiss_is_required(wheel: Path) -> None:
-    """faiss-cpu and faiss-gpu overwrite each other: whoever installs one must not get the other."""
+def metadata(wheel: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
-        lines = archive.read(name).decode().splitlines()
+        return archive.read(name).decode().splitlines()
+
+
+def test_the_metadata_has_urls(wheel: Path) -> None:
+    urls = [line for line in metadata(wheel) if line.startswith("Project-URL: ")]
+    assert any("https://arxiv.org/abs/2402.11816" in line for line in urls)
+
+
+def test_no_faiss_is_required(wheel: Path) -> None:
+    """faiss-cpu and faiss-gpu overwrite each other: whoever installs one must not get the other."""
+    lines = metadata(wheel)
     needs = [line for line in lines if line.startswith("Requires-Dist: faiss")]
     assert {re.sub(r">=[\d.]+", "", line.partition(": ")[2]) for line in needs} == {
         'faiss-cpu; extra == "search"', 'faiss-gpu; extra == "search-gpu"',

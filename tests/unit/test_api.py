@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
 import tarfile
@@ -14,6 +15,7 @@ import pytest
 from PIL import Image
 
 import mclclip
+from mclclip import api
 from mclclip.ranks import process_group
 from tests import photos, tiny
 
@@ -37,6 +39,16 @@ def test_importing_loads_nothing_heavy() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, env=tiny.environment()
     )
     assert done.stdout.strip() == "set()", done.stderr
+
+
+def test_importing_takes_less_than_a_tenth_of_a_second() -> None:
+    """Processor time, the least of five: other processes do not count."""
+    code = "import time; t = time.process_time(); import mclclip; print(time.process_time() - t)"
+    taken = [
+        float(subprocess.check_output([sys.executable, "-c", code], env=tiny.environment()))
+        for _ in range(5)
+    ]
+    assert min(taken) < 0.1
 
 
 @pytest.fixture(scope="module")
@@ -118,3 +130,22 @@ def test_called_again_it_is_finished_and_other_arguments_are_refused(
     with pytest.raises(ValueError, match="held_out"):
         call(folder, held_out=0.2)
     assert tiny.digests(folder / "run", "**/manifest.json") == before
+
+
+def test_the_reference_has_every_public_name_with_an_example_that_runs(
+    tuned: tuple[Path, mclclip.Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fine-tuning itself is done by the fixture: here its example must fit its arguments."""
+    folder, run = tuned
+    page = (tiny.ROOT / "docs/pages/reference/python.md").read_text()
+    arguments = inspect.signature(mclclip.finetune)
+    (folder / "runs").mkdir()
+    (folder / "runs/mine").symlink_to(folder / "run")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(api, "finetune", lambda **given: arguments.bind(**given) and run)
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+    for name in mclclip.__all__:
+        examples = re.findall(r"```python\n(.*?)```", sections[name], re.DOTALL)
+        assert any(f"mclclip.{name}" in example for example in examples), name
+        for example in examples:
+            exec(example, {})

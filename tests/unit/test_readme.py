@@ -192,7 +192,7 @@ def test_every_recipe_has_a_row() -> None:
         path.name for path in (ROOT / "launch" / "recipes").glob("*.[ys]*")
     )
     quoted = set(re.findall(r"`(\w+\.(?:yaml|sweep))`", " ".join(TEXT[p] for p in PAGES)))
-    assert quoted - {"config.yaml", "finetune.yaml", "mine.yaml"} == set(named)
+    assert quoted - {"config.yaml", "mine.yaml", "settings.yaml"} == set(named)
 
 
 def complaint(option: str) -> str:
