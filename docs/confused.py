@@ -1,7 +1,7 @@
-"""``python docs/confused.py RUN OUT.jpg``: four photographs that the base confuses and the best encoder does not.
+"""``python docs/confused.py RUN OUT.jpg``: photographs that only the base confuses, as one picture.
 
 RUN is a run of ``mclclip finetune`` on UC Merced, whose folders are classes. Of the pictures in the
-share ``report``, which no training saw, it takes those whose nearest neighbour is of another class
+share ``report``, which no training saw, it takes four whose nearest neighbour is of another class
 for the base and of their own class for the best encoder: one of each class, the base's highest
 cosine first. It prints how many there are, and how many of the opposite.
 """
@@ -49,7 +49,8 @@ def main(run_dir: str, out: str) -> None:
         nearest[name], alike[name] = cosines.argmax(axis=1), cosines.max(axis=1)
     base, best = nearest["stage_0"], nearest[run.best()]
     wrong, right = classes[base] != classes, classes[best] == classes
-    print(f"{len(classes)} pictures; nearest of another class: base {wrong.sum()}, {run.best()} {(~right).sum()}")
+    print(f"of {len(classes)} pictures the nearest is of another class for", end=" ")
+    print(f"{wrong.sum()} (base), {(~right).sum()} ({run.best()})")
     print(f"mended {(wrong & right).sum()}, broken {(~wrong & ~right).sum()}")
     chosen: dict[str, int] = {}
     for i in sorted(np.flatnonzero(wrong & right), key=lambda i: -alike["stage_0"][i]):

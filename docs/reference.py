@@ -71,9 +71,11 @@ def verbs() -> str:
     """Every verb by the groups of the help, with an example and its flags."""
     parts = []
     known = parsers()
-    for title, group in re.findall(r"^(\w.*?):\n((?:  .*\n)+)", flags._VERBS + "\n", re.MULTILINE):
+    for title, group in re.findall(r"^(\w.*?):\n((?:  .*\n)+)", flags._VERBS, re.MULTILINE):
         parts += [f"## {title[0].upper()}{title[1:]}", ""]
-        for name, text, example in re.findall(r"^  ([\w-]+) +(.*?)\n +\$ (.*?)$", group, re.M | re.S):
+        for name, text, example in re.findall(
+            r"^  ([\w-]+) +(.*?)\n +\$ (.*?)$", group, re.M | re.S
+        ):
             parser = known[name]
             rows = [
                 _flag(action, parser)
@@ -217,7 +219,8 @@ def notebook(path: Path) -> tuple[str, dict[str, bytes]]:
     parts, pictures = [], {}
     for cell in json.loads(path.read_text())["cells"]:
         source = "".join(cell["source"])
-        parts += [source, ""] if cell["cell_type"] == "markdown" else ["```python", source, "```", ""]
+        is_text = cell["cell_type"] == "markdown"
+        parts += [source, ""] if is_text else ["```python", source, "```", ""]
         for output in cell.get("outputs", []):
             data = output.get("data", {"text/plain": output.get("text", "")})
             if "image/png" in data:
@@ -235,9 +238,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "verbs": verbs,
     "options": options,
     "objectives": objectives,
-    **{
-        name.lower(): partial(public, name) for name in mclclip.__all__ if not name.startswith("_")
-    },
+    **{name.lower(): partial(public, name) for name in mclclip.__all__ if not name.startswith("_")},
 }
 
 

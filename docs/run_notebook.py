@@ -1,8 +1,8 @@
-"""``python docs/run_notebook.py [--write]``: runs docs/notebooks/first_run.ipynb from its first cell to its last.
+"""``python docs/run_notebook.py [--write]``: runs all cells of docs/notebooks/first_run.ipynb.
 
-It runs in a temporary folder, as somebody would who has just installed mclclip, and fails where a
-cell fails. With ``--write`` its outputs are written into the notebook, from which ``make docs`` makes
-a page.
+They run in a temporary folder, as for somebody who has just installed mclclip; a cell that fails
+ends the command. With ``--write`` the outputs are written into the notebook, of which ``make docs``
+makes a page.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def test_the_reference_has_every_public_name_with_an_example_that_runs(
     (folder / "runs/mine").symlink_to(folder / "run")
     monkeypatch.chdir(folder)
     monkeypatch.setattr(api, "finetune", lambda **given: arguments.bind(**given) and run)
-    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+    sections = dict(re.findall(r"^## `?(\w+)`?\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
     for name in mclclip.__all__:
         examples = re.findall(r"```python\n(.*?)```", sections[name], re.DOTALL)
         assert any(f"mclclip.{name}" in example for example in examples), name
