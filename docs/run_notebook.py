@@ -16,7 +16,6 @@ import nbformat
 from nbclient import NotebookClient
 
 NOTEBOOK = Path(__file__).parent / "notebooks" / "first_run.ipynb"
-LIMIT_S = 600
 
 
 def main() -> None:
@@ -27,7 +26,7 @@ def main() -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["IPYTHONDIR"] = str(Path(folder) / "ipython")
-        client = NotebookClient(notebook, timeout=LIMIT_S, resources={"metadata": {"path": folder}})
+        client = NotebookClient(notebook, timeout=None, resources={"metadata": {"path": folder}})
         client.execute(cwd=folder)
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # when each cell began and ended

@@ -7,6 +7,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import pytest
 from mclclip import cli, config, demo, process
 from mclclip.eval.protocols import KINDS, evaluator
 from mclclip.objectives.base import kinds
+from mclclip.train import symptoms
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = "docs/pages"
@@ -317,6 +319,22 @@ def test_python_examples_name_what_is_there() -> None:
             assert not absent, f"{page}: {module} has no {absent}"
 
 
+def cells_of_the_notebook() -> list[dict[str, Any]]:
+    return json.loads((ROOT / "docs/notebooks/first_run.ipynb").read_text())["cells"]
+
+
+def test_the_notebook_was_run_to_its_end_and_shows_a_verdict() -> None:
+    """``make notebook`` runs it; here, that it holds what it printed."""
+    code = [cell for cell in cells_of_the_notebook() if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == [*range(1, len(code) + 1)]
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert not [output for output in outputs if output["output_type"] == "error"]
+    printed = "".join("".join(output.get("text", "")) for output in outputs)
+    assert re.search(r"^Better: .*\nWorse: .*\nBeyond chance: ", printed, re.MULTILINE)
+    pictures = [output for output in outputs if "image/png" in output.get("data", {})]
+    assert len(pictures) == 2
+
+
 # --- links -------------------------------------------------------------------------------------
 
 
@@ -392,6 +410,11 @@ def strings_of_the_program() -> str:
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 pieces.append(node.value)
     return "\n".join(pieces)
+
+
+def test_every_warning_of_a_training_has_a_row() -> None:
+    names = {failure.name for failure in (*symptoms.FAILURES, symptoms.FAR_FROM_BASE)}
+    assert {name.strip("`") for name in column(FAILS, "warning")} == names
 
 
 def test_messages_that_the_page_of_failures_quotes_are_those_of_the_program() -> None:
