@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from mclclip.choices import Situation
 from mclclip.config import Config
 from mclclip.plan import memory
 from mclclip.plan.machine import GIB, Machine
+from tests import tiny
 
 BASES = ("ViT-B-32-quickgelu@openai", "ViT-L-14@openai", "ViT-B-16-SigLIP@webli", "RN50@openai")
 
@@ -46,6 +49,21 @@ def test_groups_hold_a_batch_for_any_number_of_pictures(tmp_path: Path, ranks: i
         assert batch % ranks == 0 and 1 <= stages <= 2
         assert samples / settled.cluster.clusters_of(0) ** stages >= batch, samples
         assert settled.base is not None and settled.base.global_batch <= samples
+
+
+ROWS = re.findall(
+    r"^\| `(\S+@\S+)` \| (\d+) \|.*\|$",
+    (tiny.ROOT / "docs/pages/how-to/small-gpu.md").read_text(),
+    re.MULTILINE,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("base", "gib"), ROWS)
+def test_the_table_of_gpus_has_what_is_chosen(base: str, gib: str) -> None:
+    page = (tiny.ROOT / "docs/pages/how-to/small-gpu.md").read_text()
+    rows = runpy.run_path(str(tiny.ROOT / "docs/gpu_choices.py"))
+    assert rows["row"](base, int(gib)) in page.splitlines()
 
 
 @pytest.mark.parametrize("base", BASES)
