@@ -26,7 +26,13 @@ from mclclip.eval import results
 from mclclip.eval import run as evaluation
 from mclclip.eval.protocols import BenchmarkConfig, evaluator
 from mclclip.export import held_out
-from mclclip.models.loading import check_tokenizer, has_texts, model_config
+from mclclip.models.loading import (
+    check_tokenizer,
+    has_texts,
+    load_towers,
+    model_config,
+    refuse_folded_norms,
+)
 from mclclip.models.memory import load_shapes
 from mclclip.models.options import ModelConfig
 from mclclip.ranks import collectives
@@ -112,6 +118,7 @@ def _check(config: Config, context: Context) -> None:
         _benchmarks(config, options)
     for stage in range(config.num_stages):
         config.cluster.clusters_of(stage)
+    _check_image_weights(config)
     _check_objectives(config)
     if config.reshard.enabled and config.has_stages:
         reshard.check(config)
@@ -127,6 +134,16 @@ def _check(config: Config, context: Context) -> None:
     held_out.check(config)
     evaluation.check(config.eval.suite)
     _check_tokenizers(config)
+
+
+def _check_image_weights(config: Config) -> None:
+    """Loads the image towers that are given by a file, and raises what their trainings would."""
+    for name, options in config.trainings.items():
+        model = config.model_of(name)
+        if model.image_weights is not None:
+            given = load_towers(model.name, image_weights=model.image_weights, text=model.text)
+            given.lock(**options.model_arguments()["lock"])
+            refuse_folded_norms(given.train())
 
 
 def _check_objectives(config: Config) -> None:

@@ -84,7 +84,8 @@ def _stage(config: Config, stage: int, variant: str, force: Force) -> Path:
     else:
         fields |= _given(config)
         if config.model.pretrained is None and is_without_weights(config.model.name):
-            log.warning("stage 0 has random weights: model.pretrained and base are null")
+            beside = "" if config.model.image_weights is None else " beside model.image_weights"
+            log.warning("stage 0 has random weights%s: model.pretrained and base are null", beside)
     if stage > 0:
         inputs["base"] = artifacts.read_manifest(layout.export(0), "export").digest
 
@@ -137,6 +138,8 @@ def _given(config: Config) -> dict[str, Any]:
         fields["seed"] = config.seed  # the weights are random, unless a directory brings them
     elif Path(model.pretrained).is_file():
         fields["pretrained"] = files.digest_file(Path(model.pretrained))
+    if model.image_weights is not None:
+        fields["image_weights"] = files.digest_file(weights.given_file(model.image_weights))
     return fields
 
 
@@ -145,7 +148,8 @@ def _base(config: Config, layout: Layout, stage: int) -> Model:
     given = config.model if stage == 0 else config.trained_model
     if given is None:
         return load_towers(layout.export(0))
-    return load_towers(given.name, given.pretrained, text=given.text, seed=config.seed)
+    same: dict[str, Any] = {"text": given.text, "image_weights": given.image_weights}
+    return load_towers(given.name, given.pretrained, seed=config.seed, **same)
 
 
 def _filled(config: Config, layout: Layout, stage: int, state: dict[str, Tensor]) -> Model:

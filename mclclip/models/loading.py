@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip import files
-from mclclip.models import backbones, clip, config_check, weights
+from mclclip.models import backbones, clip, config_check, towers, weights
 from mclclip.models.lora import add_lora
 from mclclip.models.model import Model
 from mclclip.models.tokenizer import fetched
@@ -22,12 +23,14 @@ from mclclip.options import brief
 
 Name = str | Path | Mapping[str, Any]
 _SMALLEST_TEXT = {"context_length": 1, "vocab_size": 1, "width": 8, "heads": 1, "layers": 1}
+_FLOATS = ("F16", "BF16", "F32", "F64")  # as safetensors calls them
 
 
 def load_towers(
     name: Name,
     pretrained: str | None = None,
     *,
+    image_weights: str | None = None,
     text: bool = True,
     projector: Sequence[int] = (),
     seed: int = 0,
@@ -43,6 +46,8 @@ def load_towers(
             `text_cfg`, without which there is an image tower alone.
         pretrained: open_clip's tag of the weights or a file; not with directories and hub models,
             which bring their own. Without weights they are drawn by `seed`.
+        image_weights: a safetensors file of the image tower's weights (`tensors_of_image_tower`),
+            for a model that brings none; everything else is drawn by `seed`.
         text: False takes the image tower alone. Nothing is fetched for a text tower then.
         projector: widths of linear layers on top of an image tower alone, drawn by `seed`.
         load_weights: False leaves a directory's model random, for a caller that fills it.
@@ -68,6 +73,13 @@ def load_towers(
     else:
         exported, model_cfg = _image_tower(config, file, seed, _where(name))
     visual = exported.visual
+    if image_weights is not None:
+        if file is not None:
+            raise ValueError(
+                f"image_weights is {image_weights}, but {_where(name)} brings its own weights: "
+                "leave one out"
+            )
+        _fill_given_tower(visual, weights.given_file(image_weights))
     if isinstance(visual, backbones.BackboneTower):
         layout, transforms = visual.layout(), visual.transforms(augmentation)
     else:
@@ -135,6 +147,71 @@ def _fill_image_tower(visual: nn.Module, file: Path) -> None:
     except RuntimeError as error:
         raise ValueError(f"the weights {file} do not load ({one_line(error)})") from error
     weights.refuse_not_finite(visual, str(file))
+
+
+def _fill_given_tower(visual: nn.Module, file: Path) -> None:
+    """Loads ``image_weights``. Raises the errors of ``tensors_of_image_tower``, and ValueError for
+    weights that are not finite."""
+    names = tensors_of_image_tower(visual, file)
+    with weights.open_tensors(file) as opened:
+        tensors = {own: opened.get_tensor(name) for own, name in names.items()}
+    visual.load_state_dict(tensors, strict=False)
+    weights.refuse_not_finite(visual, str(file))
+
+
+def tensors_of_image_tower(visual: nn.Module, file: Path) -> dict[str, str]:
+    """Names of the image tower's tensors -> their names in a safetensors file of its weights.
+
+    Either the file has open_clip's names (`visual.trunk.conv_stem.weight`), of which those of the
+    image tower are taken, or those of the tower's library (`conv_stem.weight`), of which the
+    classifier is left out. With the library's names, a projection that open_clip adds is not among
+    them and stays as it was drawn, and batch norms need not count their batches. Only the header
+    is read. Raises ValueError where the file is no safetensors file, lacks
+    a tensor, has another one, or one of another shape or kind.
+    """
+    own = visual.state_dict()
+    trunk = getattr(visual, "trunk", None)
+    with weights.open_tensors(file) as opened:
+        found = [*opened.keys()]
+        of_clip = [name for name in found if name.startswith("visual.")]
+        names = {name.removeprefix("visual."): name for name in of_clip or found}
+        new: towers.Names = ()
+        if trunk is not None and not any(name.startswith("trunk.") for name in names):
+            classifier = getattr(trunk, "pretrained_cfg", {}).get("classifier") or "fc"
+            left_out = (classifier,) if isinstance(classifier, str) else tuple(classifier)
+            new = ("head", *(f"trunk.{name}" for name in left_out))
+            names = {
+                f"trunk.{inside}": name
+                for inside, name in names.items()
+                if not towers.belongs(inside, left_out)
+            }
+        slices = {name: opened.get_slice(names[name]) for name in names.keys() & own.keys()}
+        wrong = {
+            "tensors are missing": [
+                name
+                for name in own
+                if name not in names
+                and not towers.belongs(name, new)
+                and not name.endswith("num_batches_tracked")
+            ],
+            "are none of the tower's": [name for name in names if name not in own],
+            "have another shape": [
+                name for name in slices if slices[name].get_shape() != [*own[name].shape]
+            ],
+            "are no floating-point numbers": [
+                name
+                for name in slices
+                if own[name].is_floating_point() and slices[name].get_dtype() not in _FLOATS
+            ],
+        }
+    problems = [f"{len(all_)} {what}, as {min(all_)}" for what, all_ in wrong.items() if all_]
+    if problems:
+        raise ValueError(
+            f"image_weights {file} does not fit the image tower, a {type(trunk or visual).__name__}"
+            f" of {len(own)} tensors ({'; '.join(problems)}): give weights of this architecture, "
+            "by the names of timm, torchvision or open_clip"
+        )
+    return names
 
 
 # --- what a name stands for ------------------------------------------------------------------
@@ -216,6 +293,31 @@ def prepare_model(
     model.train()
     if grad_checkpointing:
         model.set_grad_checkpointing(True)
+
+
+def refuse_folded_norms(model: Model) -> None:
+    """Raises ValueError where batch norms are trained whose statistics were folded into weights.
+
+    Such a norm has mean 0 and variance 1, and a bias that is not 0 as that of a new norm. It passes
+    its input on and adds a bias; trained, it would normalise by each batch instead, which the
+    layers after it have never seen, so that the training starts from noise. It is refused and not
+    kept as it is, since ``lock.image_norm`` says what is trained, and checkpoints, soups and
+    exports know no third kind of batch norm.
+    """
+    folded = []
+    for name, norm in model.visual.named_modules():
+        if isinstance(norm, _BatchNorm) and norm.training and norm.affine:
+            mean, variance = norm.running_mean, norm.running_var
+            if mean is None or variance is None:
+                continue
+            if not mean.any() and torch.all(variance == 1) and norm.bias.any():
+                folded.append(name)
+    if folded:
+        raise ValueError(
+            f"lock.image_norm is true, but {len(folded)} batch norms that it trains, such as "
+            f"{folded[0]}, have mean 0 and variance 1: they were folded into the weights, and "
+            "would normalise by each batch instead. Set lock.image_norm=false"
+        )
 
 
 # --- several models --------------------------------------------------------------------------

@@ -37,6 +37,10 @@ class ModelConfig:
     config in place (``embed_dim``, ``vision_cfg``, ``text_cfg``)."""
     pretrained: str | None = None
     """open_clip's tag of the weights, a file, or null (random weights from ``seed``)."""
+    image_weights: str | None = None
+    """A safetensors file of the image tower's weights alone, by timm's, torchvision's or
+    open_clip's names, in place of ``pretrained``; the text tower and a projection that the file
+    lacks are drawn by ``seed`` and want a training (``base``). Null: none."""
     text: bool = True
     """False: the image tower alone, for objectives that read no captions. A config without
     ``text_cfg`` has no text tower anyway; its ``vision_cfg`` may name a backbone of timm or
@@ -47,6 +51,13 @@ class ModelConfig:
     """Fields of open_clip's AugmentationCfg, such as ``scale: [0.4, 1.0]`` (its own default:
     RandomResizedCrop with scale 0.9 to 1), or ``kind: simclr`` with its options, or
     ``kind: none``. The default is ``kind: simclr`` for backbones, else open_clip's."""
+
+    def __post_init__(self) -> None:
+        if self.image_weights is not None and self.pretrained is not None:
+            raise ValueError(
+                f"image_weights={self.image_weights} and pretrained={self.pretrained} both bring "
+                "the image tower's weights: leave one out"
+            )
 
 
 @checked_dataclass(frozen=True, config=STRICT)

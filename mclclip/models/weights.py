@@ -282,6 +282,15 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+def given_file(image_weights: str) -> Path:
+    """The file that the option ``image_weights`` names; FileNotFoundError where there is none."""
+    if not Path(image_weights).is_file():
+        raise FileNotFoundError(
+            f"image_weights is {image_weights}, which is no file: give a safetensors file"
+        )
+    return Path(image_weights)
+
+
 def base_digest(directory: Path) -> str:
     """Digest of the base that an export was fine-tuned from; its own where none is recorded."""
     recorded: str | None = read_config(directory).get("base_digest")

@@ -26,7 +26,7 @@ from mclclip.data.trunk_rows import TrunkRows
 from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
 from mclclip.files import clean
-from mclclip.models.loading import load_towers, prepare_model
+from mclclip.models.loading import load_towers, prepare_model, refuse_folded_norms
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer, is_elementwise, learning_rate
 from mclclip.models.tokenizer import fetched
@@ -329,12 +329,14 @@ def build_model(
 ) -> Model:
     """The model a stage starts from, with its locks and adapters, on its device.
 
-    Raises ValueError where the objective reads captions and the model has no text tower.
+    Raises ValueError where the objective reads captions and the model has no text tower, and where
+    batch norms are trained that were folded into weights.
     """
     named = config.model_of("train" if stage else "base")
     same: dict[str, Any] = {"projector": named.projector, "augmentation": named.augmentation}
     if stage == 0 or config.trained_model is not None:
-        model = load_towers(named.name, named.pretrained, text=named.text, seed=config.seed, **same)
+        same |= {"text": named.text, "image_weights": named.image_weights}
+        model = load_towers(named.name, named.pretrained, seed=config.seed, **same)
     elif options.start == "random":
         # Every stage has its own seed: without groups the stages are a seed ensemble.
         seed = int(mix(config.seed, stage, _WEIGHTS) >> np.uint64(33))
@@ -347,6 +349,7 @@ def build_model(
             "tower: take an objective of views, such as nt_xent, or a CLIP model"
         )
     prepare_model(model, **options.model_arguments(), seed=config.seed)
+    refuse_folded_norms(model)
     model.to(context.device)
     if options.engine.compile == "model":
         model.compile_blocks()

@@ -25,7 +25,8 @@ from mclclip.data.labels import permute_labels, read_pseudo_labels
 from mclclip.data.locations import Resharded
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.trunk_rows import TrunkRows
-from mclclip.files import move_aside
+from mclclip.files import digest_file, move_aside
+from mclclip.models import weights
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import artifacts
@@ -153,11 +154,15 @@ def _settings(job: Job) -> dict[str, Any]:
         del options["patch_dropout"]
     if job.options.evaluate.metric is None:  # figures that are only recorded
         del options["evaluate"]
+    model = to_tree(job.config.model_of(job.name))
+    given = model.pop("image_weights")  # in later stages the base's digest stands for it
+    if given is not None and (job.stage == 0 or job.config.trained_model is not None):
+        model["image_weights"] = digest_file(weights.given_file(given))
     settings = {
         "stage": job.stage,
         "variant": job.layout.variant,
         "seed": job.config.seed,
-        "model": to_tree(job.config.model_of(job.name)),
+        "model": model,
         "train": options,
     }
     if job.pixels != "exact" and not job.reads_trunk:

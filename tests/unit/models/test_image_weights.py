@@ -1,0 +1,302 @@
+"""A pretrained image tower beside a new text tower, and batch norms that were folded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from mclclip import config as configuration
+from mclclip import export, index, pipeline
+from mclclip.config import Config
+from mclclip.models.loading import load_towers, refuse_folded_norms
+from mclclip.models.options import ModelConfig
+from mclclip.ranks.process_group import SINGLE
+from mclclip.run.artifacts import read_manifest
+from mclclip.train import verb as train
+from tests import tiny
+from tests.unit.models.conftest import CONFIGS, tiny_config
+
+# isort: split
+import timm
+
+NAME = "test_resnet"  # timm's smallest: batch norms, and a classifier `fc`
+TOWER: dict[str, Any] = {
+    "embed_dim": 12,
+    "vision_cfg": {"timm_model_name": NAME, "timm_proj": "linear", "image_size": 32},
+    "text_cfg": {"context_length": 20, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1},
+}
+
+
+def given_state(fold: bool = False) -> dict[str, Tensor]:
+    """What somebody trained: timm's own model with its classifier, with other batch norms than new
+    ones, or with folded ones."""
+    torch.manual_seed(3)
+    trained = timm.create_model(NAME)
+    for module in trained.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.bias)
+            if not fold:
+                assert module.running_mean is not None and module.running_var is not None
+                nn.init.normal_(module.running_mean)
+                nn.init.uniform_(module.running_var, 0.5, 2)
+    return {name: tensor.contiguous() for name, tensor in trained.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file as a hub has it: half precision, a classifier, no counters of batches."""
+    path = tmp_path_factory.mktemp("given") / "tower.safetensors"
+    state = {n: t.half() for n, t in given_state().items() if "num_batches" not in n}
+    save_file(state, path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def folded(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("folded") / "tower.safetensors"
+    save_file(given_state(fold=True), path)
+    return str(path)
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+def test_timms_names_fill_the_tower_and_the_rest_is_drawn_by_the_seed(file: str) -> None:
+    model, drawn = load_towers(TOWER, image_weights=file, seed=5), load_towers(TOWER, seed=5)
+    trained = timm.create_model(NAME)
+    trained.load_state_dict({n: t.half().float() for n, t in given_state().items()})
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        wanted = trained.eval().forward_head(trained.forward_features(images), pre_logits=True)
+        torch.testing.assert_close(model.encode_pooled(images), wanted, rtol=1e-5, atol=1e-5)
+    for name, tensor in drawn.state_dict().items():
+        if not name.startswith("clip.visual.trunk."):
+            assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_names_of_a_whole_clip_and_of_its_image_tower_do_too(file: str, tmp_path: Path) -> None:
+    """The projection is among them, and the text tower is passed over."""
+    source = load_towers(TOWER, image_weights=file, seed=5)
+    state = {n: t.contiguous() for n, t in source.clip.state_dict().items()}
+    image = {n.removeprefix("visual."): t for n, t in state.items() if n.startswith("visual.")}
+    for number, tensors in enumerate((state, image)):
+        save_file(tensors, tmp_path / f"{number}.safetensors")
+        model = load_towers(TOWER, image_weights=str(tmp_path / f"{number}.safetensors"), seed=6)
+        for name, tensor in source.visual.state_dict().items():
+            assert torch.equal(model.visual.state_dict()[name], tensor), name
+    del state["visual.head.proj.weight"]
+    save_file(state, tmp_path / "lacks.safetensors")
+    with pytest.raises(ValueError, match="1 tensors are missing, as head.proj.weight"):
+        load_towers(TOWER, image_weights=str(tmp_path / "lacks.safetensors"))
+
+
+@pytest.mark.parametrize("backbone", [f"timm:{NAME}", "torchvision:resnet18"])
+def test_towers_of_timm_and_torchvision_alone(backbone: str, tmp_path: Path) -> None:
+    config = {"vision_cfg": {"backbone": backbone, "image_size": 32}}
+    source = load_towers(config, seed=7)
+    state = {n.removeprefix("trunk."): t for n, t in source.visual.state_dict().items()}
+    classifier = {"fc.weight": torch.zeros(1000, source.embed_dim), "fc.bias": torch.zeros(1000)}
+    path = tmp_path / "tower.safetensors"
+    save_file(state | classifier, path)
+    model = load_towers(config, image_weights=str(path), seed=8)
+    for name, tensor in source.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_open_clips_own_tower(tmp_path: Path) -> None:
+    source = load_towers(CONFIGS / "tiny_vit.json", seed=7)
+    save_file({n: t.contiguous() for n, t in source.clip.state_dict().items()}, tmp_path / "w")
+    model = load_towers(CONFIGS / "tiny_vit.json", image_weights=str(tmp_path / "w"), seed=8)
+    assert torch.equal(model.visual.proj, source.visual.proj)
+    assert not torch.equal(model.clip.token_embedding.weight, source.clip.token_embedding.weight)
+
+
+# --- what does not fit is one line ---------------------------------------------------------------
+
+
+def _without(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {n: t for n, t in state.items() if not n.startswith("layer4.")}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_without, "tensors are missing, as trunk.layer4.0"),
+        (
+            lambda s: s | {"extra.weight": torch.ones(2)},
+            "1 are none of the tower's, as trunk.extra",
+        ),
+        (lambda s: s | {"conv1.0.weight": torch.ones(2)}, "1 have another shape, as trunk.conv1.0"),
+        (
+            lambda s: s | {"conv1.0.weight": s["conv1.0.weight"].to(torch.int8)},
+            "1 are no floating-point numbers, as trunk.conv1.0",
+        ),
+        (lambda s: {f"model.{n}": t for n, t in s.items()}, "by the names of timm, torchvision or"),
+        (
+            lambda s: s | {"conv1.0.weight": s["conv1.0.weight"] * torch.nan},
+            "not finite, such as trunk.conv1.0.weight",
+        ),
+    ],
+)
+def test_weights_of_another_tower(change: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "tower.safetensors"
+    save_file(change(given_state()), path)
+    with pytest.raises(ValueError, match=message) as raised:
+        load_towers(TOWER, image_weights=str(path))
+    assert "\n" not in str(raised.value) and str(path) in str(raised.value)
+
+
+def test_other_files_are_refused_and_not_opened(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Code:
+        def __reduce__(self) -> Any:
+            return print, ("executed",)
+
+    torch.save({"state_dict": Code()}, tmp_path / "pickled.safetensors")
+    (tmp_path / "short").write_bytes(b"\x00")
+    (tmp_path / "long").write_bytes((1 << 30).to_bytes(8, "little") + b"{}")
+    for name in ("pickled.safetensors", "short", "long"):
+        with pytest.raises(ValueError, match="not a readable safetensors file") as raised:
+            load_towers(TOWER, image_weights=str(tmp_path / name))
+        assert "\n" not in str(raised.value)
+    assert "executed" not in capsys.readouterr().out
+    with pytest.raises(FileNotFoundError, match="which is no file: give a safetensors file"):
+        load_towers(TOWER, image_weights=str(tmp_path / "missing"))
+
+
+def test_a_model_that_brings_weights_takes_no_others(file: str, tmp_path: Path) -> None:
+    load_towers(TOWER).save(tmp_path)
+    with pytest.raises(ValueError, match="brings its own weights: leave one out"):
+        load_towers(f"local-dir:{tmp_path}", image_weights=file)
+    with pytest.raises(ValueError, match="both bring the image tower's weights"):
+        ModelConfig(pretrained="openai", image_weights=file)
+
+
+# --- folded batch norms --------------------------------------------------------------------------
+
+
+def test_folded_norms_are_refused_where_they_would_be_trained(folded: str, file: str) -> None:
+    model = load_towers(TOWER, image_weights=folded)
+    model.lock("all", image_norm=True)
+    with pytest.raises(ValueError, match=r"batch norms that it trains, such as trunk\.") as raised:
+        refuse_folded_norms(model.train())
+    assert "Set lock.image_norm=false" in str(raised.value) and "\n" not in str(raised.value)
+    model.lock("all", image_norm=False)
+    refuse_folded_norms(model.train())
+    model.lock(0, image_norm=True)
+    refuse_folded_norms(model.train())
+    for other in (load_towers(TOWER), load_towers(TOWER, image_weights=file)):
+        other.lock("all", image_norm=True)  # new ones, and those with statistics, are trained
+        refuse_folded_norms(other.train())
+
+
+def test_folded_norms_that_are_locked_stay_in_evaluation_mode(folded: str) -> None:
+    model = load_towers(TOWER, image_weights=folded)
+    images = torch.randn(4, 3, 32, 32)
+    with torch.no_grad():
+        before = model.encode_image(images)
+    model.lock("all", image_norm=False, image_projection=True, text=True)
+    model.train()
+    norms = [m for m in model.visual.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert norms and not any(norm.training for norm in norms)
+    output = model.encode_image(images)
+    assert torch.equal(output.detach(), before)
+    output.sum().backward()
+    for norm in norms:
+        assert norm.running_mean is not None and not norm.running_mean.any()
+        assert norm.weight.grad is None
+
+
+# --- a run ---------------------------------------------------------------------------------------
+
+
+def lit(run_dir: Path, data: Path, file: str, *options: str) -> Config:
+    """Stage 0 trains the text tower beside a frozen image tower, with one stage after it."""
+    words = [
+        f"model.name={json.dumps(TOWER)}", f"model.image_weights={file}", "num_stages=1",
+        "base.lock.image_blocks=0", "base.lock.image_norm=false", "base.steps=2",
+        "train.lock.image_norm=false", "train.steps=2", "eval.suite={}",
+    ]  # fmt: skip
+    return tiny.make_config(run_dir, data, *words, *options)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make_data(tmp_path_factory.mktemp("data"), num_samples=96)
+
+
+def test_stage_0_trains_the_text_tower_alone(data: Path, file: str, tmp_path: Path) -> None:
+    config = lit(tmp_path / "run", data, file)
+    pipeline.run(config, SINGLE)
+    base = load_towers(tmp_path / "run/stage_0/export")
+    given = load_towers(TOWER, image_weights=file)
+    for name, tensor in given.clip.state_dict().items():
+        same = torch.equal(base.clip.state_dict()[name], tensor)
+        if name.startswith("visual.trunk."):
+            assert same, name
+    assert not torch.equal(base.clip.text_projection, given.clip.text_projection)
+    # The content counts, not the path, and in later stages the base stands for it.
+    made = read_manifest(tmp_path / "run/stage_0/train", "train").config["model"]
+    copied = tmp_path / "copy.safetensors"
+    copied.write_bytes(Path(file).read_bytes())
+    again = lit(tmp_path / "run", data, str(copied))
+    assert train.run(again, SINGLE, stage=0) == tmp_path / "run/stage_0/train"
+    assert made["image_weights"] != file
+    later = read_manifest(tmp_path / "run/stage_1/train", "train").config["model"]
+    assert "image_weights" not in later
+    other = given_state()
+    other["conv1.0.weight"] += 1
+    save_file(other, copied)
+    with pytest.raises(ValueError, match="config.model.image_weights was"):
+        train.run(again, SINGLE, stage=0)
+
+
+def test_without_the_option_identities_are_those_of_before(data: Path, tmp_path: Path) -> None:
+    config = tiny.make_config(tmp_path / "run", data, "base.steps=2")
+    index.run(config, SINGLE)
+    made = read_manifest(train.run(config, SINGLE, stage=0), "train").config["model"]
+    wanted = configuration.to_tree(config.model)
+    assert wanted.pop("image_weights") is None
+    assert made == wanted
+
+
+def test_a_given_tower_is_exported_as_stage_0(data: Path, file: str, tmp_path: Path) -> None:
+    config = lit(tmp_path / "run", data, file, "base=null")
+    directory = export.stage(config, SINGLE, stage=0)
+    model = load_towers(directory)
+    assert torch.equal(
+        model.visual.trunk.conv1[0].weight, given_state()["conv1.0.weight"].half().float()
+    )
+    assert len(read_manifest(directory, "export").config["image_weights"]) == 64
+    tower = {"vision_cfg": TOWER["vision_cfg"], "embed_dim": 12}
+    alone = lit(tmp_path / "alone", data, file, "base=null", f"model.name={json.dumps(tower)}")
+    assert not load_towers(export.stage(alone, SINGLE, stage=0)).reads_texts
+
+
+@pytest.mark.parametrize("option", ["base", "train"])
+def test_folded_norms_are_refused_before_anything_is_written(
+    data: Path, folded: str, tmp_path: Path, option: str
+) -> None:
+    config = lit(
+        tmp_path / "run", data, folded,
+        f"{option}.lock.image_norm=true", f"{option}.lock.image_blocks=all",
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="lock.image_norm is true"):
+        pipeline.run(config, SINGLE)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tower_that_does_not_fit_is_refused_before_anything_is_written(
+    data: Path, file: str, tmp_path: Path
+) -> None:
+    other = json.dumps(tiny_config("tiny_resnet"))
+    with pytest.raises(ValueError, match="does not fit the image tower"):
+        pipeline.run(lit(tmp_path / "run", data, file, f"model.name={other}"), SINGLE)
+    assert not (tmp_path / "run").exists()
