@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -91,6 +92,8 @@ class Engine:
         optimizer = make_optimizer(self.module)
         if self.context.world_size == 1:
             return optimizer, self.module
+        # Of depthwise convolutions in channels-last: DDP copies their small gradients.
+        warnings.filterwarnings("ignore", "Grad strides do not match bucket view", UserWarning)
         on_gpu = self.context.device.type == "cuda"
         return optimizer, DistributedDataParallel(
             self.module, device_ids=[self.context.local_rank] if on_gpu else None

@@ -53,7 +53,8 @@ class Model(nn.Module):
 
     `num_frozen_blocks` first blocks of the image tower run without a graph. `first_block`: where
     `encode_image` starts; if it is not 0, it is given that block's input, such as rows of a cache,
-    in the place of images.
+    in the place of images. `memory_format`: how images and hidden values lie in memory, which
+    changes results by rounding alone.
     """
 
     clip: Any
@@ -89,6 +90,7 @@ class Model(nn.Module):
         self.num_frozen_blocks = 0
         self.first_block = 0
         self._recompute = False
+        self.memory_format = towers.choose_memory_format(self.visual)
         # Parameters that open_clip never trains (sine-cosine positions) stay fixed with every lock.
         self._fixed = {n for n, p in self.exported.named_parameters() if not p.requires_grad}
 
@@ -209,7 +211,7 @@ class Model(nn.Module):
         elif self._recompute:
             features = self.encode_tail(images, 0)
         else:
-            output = self.visual(images)
+            output = self.visual(towers.arranged(images, self.memory_format))
             # Towers with output_tokens give (features, tokens).
             features = output[0] if isinstance(output, tuple) else output
         return unit(features) if normalize else features
@@ -226,6 +228,7 @@ class Model(nn.Module):
 
     def encode_trunk(self, images: Tensor, num_trunk_blocks: int) -> Tensor:
         """[B, C, H, W] -> output of the first `num_trunk_blocks` blocks (0: the images)."""
+        images = towers.arranged(images, self.memory_format)
         return self.layout.run_trunk(self.visual, images, num_trunk_blocks)
 
     def encode_tail(self, hidden: Tensor, num_trunk_blocks: int, project: bool = True) -> Tensor:
@@ -234,6 +237,7 @@ class Model(nn.Module):
         With `project=False`: [B, width], pooled and normed but not projected; ValueError for towers
         whose attention pool is their projection.
         """
+        hidden = towers.arranged(hidden, self.memory_format)
         return self.layout.run_tail(self.visual, hidden, num_trunk_blocks, project, self._recompute)
 
     def encode_pooled(self, images: Tensor) -> Tensor:

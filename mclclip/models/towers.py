@@ -17,6 +17,9 @@ from torch.utils.checkpoint import checkpoint
 Step = Callable[[Tensor], Tensor]
 """A part of a tower's pass: hidden values in, hidden values out."""
 Names = tuple[str, ...]
+MemoryFormat = Literal["contiguous", "channels_last"]
+"""How images and hidden values [B, C, H, W] of a tower lie in memory: channel by channel, or all
+channels of a position side by side."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +187,23 @@ def layout_or_reason(tower: nn.Module, make: Callable[[Any], ImageLayout]) -> Im
         f"the image tower is a {type(tower).__name__} with parts that cannot be split or locked: "
         f"{strange[:3]}; use another model"
     )
+
+
+def choose_memory_format(tower: nn.Module) -> MemoryFormat:
+    """Channels-last for a tower of convolutions, whose kernels then copy less.
+
+    A transformer has one convolution, which cuts patches, and gains nothing.
+    """
+    convolutions = sum(isinstance(module, nn.Conv2d) for module in tower.modules())
+    return "channels_last" if convolutions > 1 else "contiguous"
+
+
+def arranged(hidden: Tensor, memory_format: MemoryFormat) -> Tensor:
+    """The same values in ``memory_format``, where they are [B, C, H, W]; copied where they lie in
+    another one. Weights stay as they are: convolutions follow their input."""
+    if memory_format == "channels_last" and hidden.dim() == 4:
+        return hidden.contiguous(memory_format=torch.channels_last)
+    return hidden
 
 
 def belongs(name: str, parts: Names) -> bool:

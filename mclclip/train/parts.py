@@ -30,6 +30,7 @@ from mclclip.models.loading import load_towers, prepare_model, refuse_folded_nor
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer, is_elementwise, learning_rate
 from mclclip.models.tokenizer import fetched
+from mclclip.models.towers import MemoryFormat
 from mclclip.models.transforms import fast_transform
 from mclclip.objectives.base import Objective, Setting
 from mclclip.randomness import mix
@@ -134,19 +135,33 @@ class Job:
         return ClassLabels(directory, self.index, reads.clusters, reads.threshold)
 
     @cached_property
+    def begun(self) -> dict[str, Any] | None:
+        """Settings that the training which this one controls, or this one itself, was begun with;
+        None where neither was."""
+        for layout in (self.layout.controlled, self.layout):
+            try:
+                made = made_of(layout.train(self.stage))
+            except ValueError:  # damaged: opening the artifact says so, or mends it
+                continue
+            if made:
+                begun: dict[str, Any] = made["config"]
+                return begun
+        return None
+
+    @cached_property
     def pixels(self) -> Pixels:
         """How images become pixels. A training that was begun before goes on as it began, and its
         control as it did, where ``data.pixels`` is ``auto``."""
-        if self.config.data.pixels == "auto":
-            for layout in (self.layout.controlled, self.layout):
-                try:
-                    made = made_of(layout.train(self.stage))
-                except ValueError:  # damaged: opening the artifact says so, or mends it
-                    continue
-                if made:
-                    begun: Pixels = made["config"].get("data", {}).get("pixels", "exact")
-                    return begun
+        if self.config.data.pixels == "auto" and self.begun is not None:
+            begun: Pixels = self.begun.get("data", {}).get("pixels", "exact")
+            return begun
         return self.config.pixels_of(self.name)
+
+    @property
+    def memory_format(self) -> MemoryFormat | None:
+        """How hidden values lie in memory in a training that was begun before, which goes on as it
+        began, and its control as it did; None for a new one, whose tower decides."""
+        return None if self.begun is None else self.begun.get("memory_format", "contiguous")
 
     def plan(self, grouped: GroupedIndex) -> EpochPlan:
         """The plan of the first epoch.

@@ -87,6 +87,9 @@ def run(
     opened = Opened(classes, resharded, trunk)
     collectives.on_main(lambda: check_shards(index.directory, index.shards, config.data))
     model = parts.build_model(config, layout, stage, options, context)
+    model.memory_format = job.memory_format or model.memory_format
+    if model.memory_format != "contiguous":
+        artifact.config["memory_format"] = model.memory_format
     collectives.together(lambda: parts.start_from_trunk(model, trunk))
     objective = parts.objective_of(job, model, classes)
     artifact = collectives.on_main(lambda: _begin(job, opened, artifact, force))
@@ -167,6 +170,8 @@ def _settings(job: Job) -> dict[str, Any]:
     }
     if job.pixels != "exact" and not job.reads_trunk:
         settings["data"] = {"pixels": job.pixels}
+    if job.memory_format == "channels_last":  # of a new training ``run`` adds it, by the tower
+        settings["memory_format"] = job.memory_format
     if job.layout.is_pilot:
         settings["share"] = job.share
     if job.layout.method != "mcl" and job.options.steps is None:

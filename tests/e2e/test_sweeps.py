@@ -21,6 +21,12 @@ import numpy as np
 import pytest
 import yaml
 
+import mclclip.torchvision_fix  # noqa: F401
+
+# isort: split
+import timm
+from safetensors.torch import save_file
+
 from mclclip import checkpoint, config, shipped
 from mclclip.config import Config
 from mclclip.data import patterns
@@ -152,6 +158,11 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("cc12m", "laion400m"):
         (data / name).symlink_to(made / "shards")
     (data / "MMVP_VLM").symlink_to(made / "pairs")
+    tower = root / "data/mobilenetv2/mobilenetv2_100.safetensors"  # timm's, with random weights
+    tower.parent.mkdir()
+    save_file(timm.create_model("mobilenetv2_100").state_dict(), tower)
+    (data / "flickr8k").mkdir()
+    (data / "flickr8k/train").symlink_to(made / "shards")
     for name in ("runs/demo/data_0", "runs/ucm/data"):
         (root / name).parent.mkdir(parents=True)
         (root / name).symlink_to(made)
@@ -188,7 +199,8 @@ def _models(settled: Config) -> list[str]:
             continue
         tower = model.name
         known = not isinstance(tower, str)
-        backbone = tower["vision_cfg"].get("backbone", "") if known else ""
+        vision = tower.get("model_cfg", tower)["vision_cfg"] if known else {}
+        backbone = vision.get("backbone", "")
         if not known or backbone.startswith("torchvision:"):
             own = {"vision_cfg": RESNET} if known else CLIP
             if not known and tower.startswith("RN"):

@@ -349,6 +349,24 @@ def test_simlap_is_the_papers() -> None:
     assert len([b for b in options.eval.suite.values() if b.kind == "linear_probe"]) == 6
 
 
+def test_flickr8k_trains_a_text_tower_beside_a_frozen_image_tower() -> None:
+    options = config.load(FOLDER / "flickr8k.yaml")
+    base, train = options.base, options.train
+    assert base is not None and options.model.image_weights is not None
+    assert isinstance(options.model.name, dict)
+    model, pixels = (options.model.name[name] for name in ("model_cfg", "preprocess_cfg"))
+    assert model["vision_cfg"]["timm_model_name"] == "mobilenetv2_100"
+    assert (model["vision_cfg"]["image_size"], pixels["mean"], pixels["std"]) == (
+        160, [0.5] * 3, [0.5] * 3,
+    )  # fmt: skip
+    text = model["text_cfg"]
+    assert (text["layers"], text["width"], text["context_length"]) == (4, 256, 32)
+    assert (base.lock.image_blocks, base.lock.text, base.global_batch) == (0, True, 256)
+    assert (base.lr, base.epochs, options.controls) == (1e-3, 6, ["ungrouped"])
+    assert base.lock.image_norm is train.lock.image_norm is False  # its batch norms are folded
+    assert train.lock.image_blocks == 4 and options.trunk_cache.enabled
+
+
 # --- recipes of MLCD -----------------------------------------------------------------------------
 
 
