@@ -75,10 +75,7 @@ def load_towers(
     visual = exported.visual
     if image_weights is not None:
         if file is not None:
-            raise ValueError(
-                f"image_weights is {image_weights}, but {_where(name)} brings its own weights: "
-                "leave one out"
-            )
+            raise ValueError(f"image_weights: {_where(name)} brings its own weights, leave it out")
         _fill_given_tower(visual, weights.given_file(image_weights))
     if isinstance(visual, backbones.BackboneTower):
         layout, transforms = visual.layout(), visual.transforms(augmentation)

@@ -87,9 +87,8 @@ def run(
     opened = Opened(classes, resharded, trunk)
     collectives.on_main(lambda: check_shards(index.directory, index.shards, config.data))
     model = parts.build_model(config, layout, stage, options, context)
-    model.memory_format = job.memory_format or model.memory_format
-    if model.memory_format != "contiguous":
-        artifact.config["memory_format"] = model.memory_format
+    model.memory_format = how = job.memory_format or model.memory_format
+    artifact.config |= {} if how == "contiguous" else {"memory_format": how}
     collectives.together(lambda: parts.start_from_trunk(model, trunk))
     objective = parts.objective_of(job, model, classes)
     artifact = collectives.on_main(lambda: _begin(job, opened, artifact, force))
