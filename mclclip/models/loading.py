@@ -61,6 +61,7 @@ def load_towers(
     The global generators are neither used nor changed.
     """
     _refuse_transformers(name)
+    given = None if image_weights is None else weights.given_file(image_weights)
     config, file, directory = clip.find(name, pretrained, load_weights)
     model_cfg, tokenizer = config["model_cfg"], None
     if text and "text_cfg" in model_cfg:
@@ -73,10 +74,10 @@ def load_towers(
     else:
         exported, model_cfg = _image_tower(config, file, seed, _where(name))
     visual = exported.visual
-    if image_weights is not None:
+    if given is not None:
         if file is not None:
             raise ValueError(f"image_weights: {_where(name)} brings its own weights, leave it out")
-        _fill_given_tower(visual, weights.given_file(image_weights))
+        _fill_given_tower(visual, given)
     if isinstance(visual, backbones.BackboneTower):
         layout, transforms = visual.layout(), visual.transforms(augmentation)
     else:

@@ -283,12 +283,18 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 
 def given_file(image_weights: str) -> Path:
-    """The file that the option ``image_weights`` names; FileNotFoundError where there is none."""
-    if not Path(image_weights).is_file():
-        raise FileNotFoundError(
-            f"image_weights is {image_weights}, which is no file: give a safetensors file"
-        )
-    return Path(image_weights)
+    """The file that the option ``image_weights`` names, by its header a safetensors file.
+
+    Raises FileNotFoundError where there is none, and ValueError for another kind of file.
+    """
+    path = Path(image_weights)
+    if not path.is_file():
+        raise FileNotFoundError(f"image_weights is {path}, which is no file: give a safetensors")
+    try:
+        check_header(path)
+    except ValueError as error:
+        raise ValueError(f"image_weights: {error}: give a safetensors file") from None
+    return path
 
 
 def base_digest(directory: Path) -> str:

@@ -167,7 +167,7 @@ def test_other_files_are_refused_and_not_opened(
             load_towers(TOWER, image_weights=str(tmp_path / name))
         assert "\n" not in str(raised.value)
     assert "executed" not in capsys.readouterr().out
-    with pytest.raises(FileNotFoundError, match="which is no file: give a safetensors file"):
+    with pytest.raises(FileNotFoundError, match="which is no file: give a safetensors"):
         load_towers(TOWER, image_weights=str(tmp_path / "missing"))
 
 
