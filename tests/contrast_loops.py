@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mclclip.objectives.base import Objective
+from mclclip.objectives.contrast import DIGESTS
 
 
 @dataclass
@@ -25,6 +26,7 @@ class Batch:
     labels: Tensor
     sample_id: Tensor
     classes: Tensor
+    digests: tuple[Tensor, ...] = ()  # equal in one of them: equal captions or pictures
 
     def unit(self) -> tuple[Tensor, Tensor]:
         return functional.normalize(self.first, dim=-1), functional.normalize(self.second, dim=-1)
@@ -38,6 +40,7 @@ class Batch:
             labels=self.labels[:, None],
             sample_id=self.sample_id,
             classes=self.classes[:, None],
+            **dict(zip(DIGESTS, self.digests, strict=False)),
         )
         parts["loss"].backward()
         return parts
@@ -51,7 +54,13 @@ class Batch:
         """Some of the samples, as a batch of its own."""
         marks = (self.labels[chosen], self.sample_id[chosen], self.classes[chosen])
         sides = (side.detach()[chosen].clone() for side in (self.first, self.second))
-        return Batch(*(x.requires_grad_() for x in (*sides, self.scale.detach().clone())), *marks)
+        leaves = (x.requires_grad_() for x in (*sides, self.scale.detach().clone()))
+        return Batch(*leaves, *marks, tuple(each[chosen] for each in self.digests))
+
+    def equals(self, p: int, q: int) -> bool:
+        """Whether two rows are one sample, or have an equal caption or picture."""
+        marks = (self.sample_id, *self.digests)
+        return any(bool(mark[p] == mark[q]) for mark in marks)
 
 
 def draw(
@@ -78,12 +87,13 @@ def draw(
 
 @dataclass
 class Row:
-    """What a row meets: cosines of its own pair (None: it has none), of its negatives, and of those
-    of them that have its class."""
+    """What a row meets: cosines of its own pair (None: it has none), of its negatives, of those of
+    them that have its class, and of others that it equals."""
 
     positive: Tensor | None
     negatives: list[Tensor]
     same_class: list[Tensor]
+    equal: list[Tensor]
 
 
 def rows_of(batch: Batch, between: str, num_views: int = 2) -> list[list[Row]]:
@@ -97,15 +107,14 @@ def rows_of(batch: Batch, between: str, num_views: int = 2) -> list[list[Row]]:
     else:
         directions = [(first, [first, second], 1), (second, [first, second], 0)]
 
-    def meets(p: int, q: int) -> bool:
-        same_group = bool(batch.labels[p] == batch.labels[q])
-        return same_group and bool(batch.sample_id[p] != batch.sample_id[q])
-
     def row(queries: Tensor, keys: list[Tensor], own: int | None, p: int) -> Row:
-        met = [(queries[p] @ side[q], q) for side in keys for q in range(count) if meets(p, q)]
+        group = [q for q in range(count) if q != p and batch.labels[p] == batch.labels[q]]
+        every = [(queries[p] @ side[q], q) for side in keys for q in group]
+        met = [(cosine, q) for cosine, q in every if not batch.equals(p, q)]
         same = [cosine for cosine, q in met if batch.classes[p] == batch.classes[q]]
+        equal = [cosine for cosine, q in every if batch.equals(p, q)]
         positive = None if own is None else queries[p] @ keys[own][p]
-        return Row(positive, [cosine for cosine, _ in met], same)
+        return Row(positive, [cosine for cosine, _ in met], same, equal)
 
     return [[row(*direction, p) for p in range(count)] for direction in directions]
 
@@ -130,6 +139,14 @@ def info_nce(row: Row, scale: Tensor) -> Tensor:
     assert row.positive is not None
     own = (scale * row.positive).exp()
     return -(own / (own + _sum((scale * c).exp() for c in row.negatives))).log()
+
+
+def info_nce_of_equals(row: Row, scale: Tensor) -> Tensor:
+    """The mean over the own pair and those that equal it, of -log of the share among all."""
+    assert row.positive is not None
+    positives = [row.positive, *row.equal]
+    everybody = _sum((scale * c).exp() for c in [*positives, *row.negatives])
+    return -torch.stack([((scale * c).exp() / everybody).log() for c in positives]).mean()
 
 
 def modified(row: Row, scale: Tensor, epsilon: float) -> Tensor:

@@ -237,6 +237,8 @@ class TarDataset(Dataset["Sample | BadSample"]):
         text = text_features = None
         views: list[Tensor] = []
         captions = self._parse(raw.sample_id, raw.text) if self.reads_text else []
+        if self.reads_text and caption_number >= len(captions):
+            return BadSample(raw.sample_id, "no_caption")
         with data_wait.decoding(raw.sample_id):
             try:
                 image = None if self.trunk is not None else self._image(raw)
@@ -256,8 +258,6 @@ class TarDataset(Dataset["Sample | BadSample"]):
                 if self.text_features is not None:
                     text_features = self.text_features.get(raw.sample_id, caption_number)
                 elif self.tokenizer is not None:
-                    if caption_number >= len(captions):
-                        return BadSample(raw.sample_id, "no_caption")
                     text = tokenized(self.tokenizer, [captions[caption_number]])[0]
         extras: dict[str, Tensor] = {}
         for extra in self.extras:
@@ -408,10 +408,11 @@ def tokenized(tokenizer: Tokenizer, texts: Sequence[str]) -> Tensor:
     """
     context = int(getattr(tokenizer, "context_length", 0))
     most = max(_MOST_VISIBLE, _LONGEST_TOKEN * context)
-    return tokenizer([_cut_text(text, most) for text in texts])
+    return tokenizer([cut_text(text, most) for text in texts])
 
 
-def _cut_text(text: str, most_visible: int) -> str:
+def cut_text(text: str, most_visible: int = _MOST_VISIBLE) -> str:
+    """The text up to its ``most_visible``-th visible character, or its 100,000th one."""
     if len(text) <= most_visible:
         return text
     start = text[: max(_MOST, most_visible)]

@@ -25,7 +25,12 @@ from open_clip.model import CLIPTextCfg, CLIPVisionCfg
 from open_clip.modified_resnet import ModifiedResNet
 from open_clip.pretrained import download_pretrained_from_hf
 from open_clip.timm_model import TimmModel
-from open_clip.tokenizer import DEFAULT_CONTEXT_LENGTH, HFTokenizer, SimpleTokenizer
+from open_clip.tokenizer import (
+    DEFAULT_CONTEXT_LENGTH,
+    HFTokenizer,
+    SimpleTokenizer,
+    get_clean_fn,
+)
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from open_clip.transformer import VisionTransformer
 
@@ -39,6 +44,12 @@ IMAGENET_TEMPLATES = tuple(str(prompt("{}")) for prompt in open_clip.OPENAI_IMAG
 """CLIP's 80 prompts for ImageNet, with {} for the name of a class."""
 RECOMMENDED_TEMPLATES = tuple(str(prompt("{}")) for prompt in open_clip.SIMPLE_IMAGENET_TEMPLATES)
 """Seven of these 80 prompts, which do best together according to CLIP's authors."""
+
+
+def clean_caption(text: str) -> str:
+    """The text as CLIP's tokenizer cleans it: mended by ftfy, without HTML entities, its words
+    joined by single spaces, in lower case."""
+    return str(get_clean_fn("lower")(text))
 
 
 def find(

@@ -54,6 +54,7 @@ class Reads:
     threshold     clusters less similar than this are left out, but for the nearest (None: none are)
     attribute     an attribute of the samples, as data.sources names them, is taken for their class
                   (None: none is); samples without it are left out
+    digests       ``caption_digest`` and ``picture_digest`` of the drawn captions and the pictures
     """
 
     captions: bool = False
@@ -63,6 +64,7 @@ class Reads:
     clusters: int = 0
     threshold: float | None = None
     attribute: str | None = None
+    digests: bool = False
 
     @property
     def num_classes_per_sample(self) -> int:

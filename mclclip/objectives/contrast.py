@@ -6,6 +6,11 @@ Between views they are each view against both views of all images, itself exclud
 of a global batch of B (NT-Xent, SimCLR; Chen et al., 2020). The mask is that of MCL's Eq. 3: a
 column is a negative of a row where its group is the row's and its sample is not.
 
+Between captions, rows whose captions are equal after open_clip's cleaning, or whose pictures are
+the same bytes, may be left out of each other's negatives, or be each other's positives
+(``equal_captions``). Samples bring two 64-bit digests for that, which travel over the ranks with
+their labels.
+
 A loss multiplies cosines by the logit scale, which is one over the temperature: fixed, on a
 schedule, trained, or the model's own. References for the schedule: Kukleva et al., "Temperature
 Schedules for Self-Supervised Contrastive Methods on Long-Tail Data" (2023), whose code counts
@@ -16,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -33,13 +39,16 @@ from mclclip.objectives.base import (
     Sizes,
     Stepping,
 )
-from mclclip.objectives.row_losses import TILE, Pairs, wide
+from mclclip.objectives.row_losses import TILE, Pairs, count_negatives, wide
 from mclclip.options import STRICT
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import not_compiled, to_device
 
 Between = Literal["captions", "views"]
 Direction = Literal["both", "images", "texts"]
+EqualCaptions = Literal["negatives", "masked", "positives"]
+DIGESTS = ("caption_digest", "picture_digest")
+"""Names of the extras of a batch, int64 [b], that ``Reads.digests`` asks for."""
 _NAMES = {
     "captions": ("image_features", "text_features"),
     "views": ("image_features", "image_features_1"),
@@ -180,7 +189,13 @@ class ContrastOptions(ObjectiveOptions):
 
     between: ClassVar[Between]
     """``captions``: images against captions; ``views``: two views of every image."""
+    equal_captions: ClassVar[EqualCaptions] = "negatives"
+    """What rows with equal captions or pictures are to each other; a field of losses that read
+    captions."""
     controls: ClassVar[tuple[str, ...]] = ("ungrouped", "random_groups")
+
+    def __post_init__(self) -> None:
+        check_equal_captions(self.equal_captions, self.between)
 
     @property
     def num_views(self) -> int:  # type: ignore[override]
@@ -189,10 +204,12 @@ class ContrastOptions(ObjectiveOptions):
 
     @property
     def reads(self) -> Reads:
-        """Groups; between captions these, and the logit scale where no temperature is given."""
+        """Groups; between captions these, the logit scale where no temperature is given, and
+        digests where equal captions are no negatives."""
         captions = self.between == "captions"
         own = captions and self.temperature is None
-        return Reads(captions=captions, logit_scale=own, groups=True)
+        digests = self.equal_captions != "negatives"
+        return Reads(captions=captions, logit_scale=own, groups=True, digests=digests)
 
     def objective(self, temperature: Temperature) -> Contrast:
         """The loss, with its temperature."""
@@ -218,8 +235,9 @@ class ContrastOptions(ObjectiveOptions):
 
         def run() -> None:
             scale = torch.ones(())
+            num_marks = 2 + len(loss.marks)
             marks, all_marks = (
-                [torch.zeros(n, dtype=torch.int64)] * 3 for n in (local, everywhere)
+                [torch.zeros(n, dtype=torch.int64)] * num_marks for n in (local, everywhere)
             )
             own, every = empty(local), empty(everywhere)
             directions = loss.directions(own, every, marks, all_marks, scale)
@@ -231,12 +249,22 @@ class ContrastOptions(ObjectiveOptions):
         return Cost(step=sizes.peak_bytes(run) + gathered)
 
 
+def check_equal_captions(equal_captions: EqualCaptions, between: Between) -> None:
+    """Raises ValueError for an option that says something of captions between views."""
+    if between == "views" and equal_captions != "negatives":
+        raise ValueError(
+            f"equal_captions={equal_captions} is for between=captions, and views read none: leave "
+            "it out"
+        )
+
+
 class Contrast(Objective):
     """A contrastive loss over all ranks: ``rows`` says what is lost of a row.
 
     The similarity matrix is computed in tiles of at most ``tile`` rows and columns, so that memory
     is linear in the batch; the result does not depend on ``tile``. ``direction`` leaves out one of
-    the directions between captions.
+    the directions between captions. Where ``equal_captions`` is not ``negatives``, batches have
+    ``DIGESTS``.
     """
 
     reads_classes: ClassVar[bool] = False
@@ -248,9 +276,13 @@ class Contrast(Objective):
         *,
         direction: Direction = "both",
         tile: int = TILE,
+        equal_captions: EqualCaptions = "negatives",
     ) -> None:
         super().__init__()
         self.between, self.direction, self.tile = between, direction, tile
+        self.equal_captions = equal_captions
+        of_samples: tuple[str, ...] = ("classes",) if self.reads_classes else ()
+        self.marks = DIGESTS if equal_captions != "negatives" else of_samples
         self.names: tuple[str, ...] = _NAMES[between]
         self.counterparts = _NAMES[between]
         self.temperature = temperature or Temperature()
@@ -276,27 +308,30 @@ class Contrast(Objective):
                 model's. `labels`: [b, 1] int64, group of each sample at the prefix where the mask
                 compares. `sample_id`: [b] int64; equal ids are one sample, never each other's
                 negatives. `classes`: [b, l] int64, of which the first counts, where the loss reads
-                them. Others are ignored.
+                them, and `caption_digest` and `picture_digest`: [b] int64. Others are ignored.
 
         Returns:
             `loss`: mean over this rank's rows and the directions, 0-dimensional. Its mean over the
             ranks is the global loss, and averaging gradients over ranks, as DDP does, gives the
             global gradient. `rows_without_negatives`: samples of the global batch, over all ranks,
-            that have no negative and therefore loss 0 and gradient 0. `logit_scale`, and
-            `temperature`, one over it.
+            that have no negative and therefore loss 0 and gradient 0. `equal_captions`, where
+            digests are read: pairs of rows of the global batch, within groups, with an equal
+            caption or picture. `logit_scale`, and `temperature`, one over it.
 
         The arithmetic is fp32 (float64 for float64 features), under autocast too. Raises ValueError
         for shapes that do not fit, and for features that are not there.
         """
-        _check(self.names, features, self.reads_classes)
+        _check(self.names, features, self.marks)
         own = [wide(features[name]) for name in self.names]
         scale = self.temperature.scale(own[0], features.get("logit_scale"))
-        by_direction = self._by_direction(own, features, scale)
+        directions = self._directions(own, features, scale)
+        by_direction = [self.rows(*direction, scale) for direction in directions]
         counted = {n: collectives.all_reduce_sum(r.sum()) for n, r in by_direction[0][1].items()}
         means = [losses.mean() for losses, _ in by_direction]
         return {
             "loss": torch.stack(means).mean(),
             **counted,
+            **self.count(directions[0][2]),
             "logit_scale": scale,
             "temperature": 1.0 / scale.detach(),
         }
@@ -305,20 +340,25 @@ class Contrast(Objective):
         """The loss where all features are alike, under the same mask and logit scale."""
         features, scale = wide(given[self.names[0]]), parts["logit_scale"]
         alike = [features.new_ones(len(features), 1) for _ in self.names]
-        means = [losses.mean() for losses, _ in self._by_direction(alike, given, scale)]
+        directions = self._directions(alike, given, scale)
+        means = [self.rows(*direction, scale)[0].mean() for direction in directions]
         return torch.stack(means).mean()
 
-    def _by_direction(
+    def count(self, pairs: Pairs) -> dict[str, Tensor]:
+        """How many pairs of the global batch are equal, where digests are read; a collective."""
+        return count_equal(pairs) if self.equal_captions != "negatives" else {}
+
+    def _directions(
         self, own: Sequence[Tensor], given: Mapping[str, Any], scale: Tensor
-    ) -> list[tuple[Tensor, dict[str, Tensor]]]:
-        """What ``rows`` returns for each direction between the features ``own`` [b, D] by name."""
+    ) -> list[tuple[Tensor, Tensor, Pairs]]:
+        """The ``directions`` between the features ``own`` [b, D] by name."""
         marks = [given["labels"][:, 0], given["sample_id"]]
-        if self.reads_classes:
-            marks.append(to_device(given["classes"][:, 0], own[0].device))
+        for name in self.marks:
+            mark = given[name][:, 0] if name == "classes" else given[name]
+            marks.append(to_device(mark, own[0].device))
         every = [collectives.gather_with_grad(side) for side in own]
         all_marks = [collectives.gather(mark) for mark in marks]
-        directions = self.directions(own, every, marks, all_marks, scale)
-        return [self.rows(*direction, scale) for direction in directions]
+        return self.directions(own, every, marks, all_marks, scale)
 
     def directions(
         self,
@@ -332,7 +372,7 @@ class Contrast(Objective):
         held against, and the pairs of both, for each direction of the loss.
 
         ``own`` and ``every`` are features by name, of this rank [b, D] and of all [B, D]; ``marks``
-        and ``all_marks`` their groups, sample ids and, where they are read, classes.
+        and ``all_marks`` their groups, sample ids and the further ``self.marks``.
         """
         first = collectives.rank() * len(own[0])
         if self.between == "captions":
@@ -343,17 +383,26 @@ class Contrast(Objective):
             # The own pair is the next view, and with one view the query itself.
             starts = [first + (view + 1) % num * len(every[0]) for view in range(num)]
             sides = [(view, keys, start) for view, start in enumerate(starts)]
-        (groups, ids, *classes), (all_groups, all_ids, *all_classes) = marks, all_marks
-        read = (classes[0], all_classes[0]) if self.reads_classes else (None, None)
+        (groups, ids, *further), (all_groups, all_ids, *all_further) = marks, all_marks
+        read: dict[str, Any] = {"digests": tuple(further), "all_digests": tuple(all_further)}
+        if self.reads_classes:
+            read = {"classes": further[0], "all_classes": all_further[0]}
         directions = []
         for side, keys, start in sides:
-            pairs = Pairs(groups, ids, all_groups, all_ids, start, self.tile, *read)
+            pairs = Pairs(groups, ids, all_groups, all_ids, start, self.tile, **read)
             directions.append((scale * own[side], keys, pairs))
         return directions
 
 
-def _check(names: Sequence[str], features: Mapping[str, Any], reads_classes: bool) -> None:
-    wanted = [*names, "labels", "sample_id", *(["classes"] if reads_classes else [])]
+def count_equal(pairs: Pairs) -> dict[str, Tensor]:
+    """`equal_captions`: pairs of rows of the global batch, within groups, that have an equal
+    caption or picture, or are one sample. A collective."""
+    rows = count_negatives(replace(pairs, wanted="equal")).sum()
+    return {"equal_captions": collectives.all_reduce_sum(rows) // 2}
+
+
+def _check(names: Sequence[str], features: Mapping[str, Any], marks: Sequence[str]) -> None:
+    wanted = [*names, "labels", "sample_id", *marks]
     if missing := [name for name in wanted if features.get(name) is None]:
         given = ", ".join(sorted(name for name, value in features.items() if value is not None))
         raise ValueError(f"the loss reads {', '.join(missing)}, and was given {given}")
@@ -368,5 +417,5 @@ def _check(names: Sequence[str], features: Mapping[str, Any], reads_classes: boo
             f"labels {tuple(labels.shape)} and sample_id {tuple(sample_id.shape)} must be "
             f"[{rows}, 1] and [{rows}]"
         )
-    if reads_classes and (features["classes"].ndim != 2 or len(features["classes"]) != rows):
+    if "classes" in marks and (features["classes"].ndim != 2 or len(features["classes"]) != rows):
         raise ValueError(f"classes {tuple(features['classes'].shape)} must be [{rows}, l]")

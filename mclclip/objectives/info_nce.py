@@ -20,7 +20,8 @@ mixed batches and repeated samples all exact.
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -34,6 +35,7 @@ from mclclip.objectives.contrast import (
     Contrast,
     ContrastOptions,
     Direction,
+    EqualCaptions,
     Temperature,
 )
 from mclclip.objectives.row_losses import (
@@ -57,12 +59,16 @@ class Options(ContrastOptions):
 
     kind: Literal["info_nce"] = "info_nce"
     """Which objective."""
+    equal_captions: EqualCaptions = "negatives"  # type: ignore[misc]
+    """What rows with an equal caption (after open_clip's cleaning) or the same picture are to each
+    other: ``negatives`` as in open_clip; ``masked``: left out of each other's negatives; or
+    ``positives``: the loss is the mean over all positives of a row."""
 
     between: ClassVar[Between] = "captions"
 
     def objective(self, temperature: Temperature) -> Contrast:
         """The loss, with its temperature."""
-        return InfoNCE(self.between, temperature)
+        return InfoNCE(self.between, temperature, equal_captions=self.equal_captions)
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -89,9 +95,20 @@ class InfoNCE(Contrast):
     def rows(
         self, queries: Tensor, keys: Tensor, pairs: Pairs, scale: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Cross-entropy of the own pair among its row's kept pairs."""
-        losses, alone = row_losses(queries, keys, pairs)
-        return losses, {"rows_without_negatives": alone}
+        """Cross-entropy of the own pair among its row's kept pairs.
+
+        With equal captions as positives it is the mean, over these and the own pair, of their
+        cross-entropies among all pairs of the group (SupCon's ``L_out``, `SupervisedContrast`).
+        """
+        if self.equal_captions != "positives":
+            losses, alone = row_losses(queries, keys, pairs)
+            return losses, {"rows_without_negatives": alone}
+        losses, alone = row_losses(queries, keys, replace(pairs, wanted="others"))
+        equal = replace(pairs, wanted="equal")
+        count = count_negatives(equal).to(queries.dtype)[:, None]
+        # The positives' mean key minus the own one; exactly 0, as its gradient, for no equal pair.
+        further = (sum_negatives(keys, equal) - count * pairs.own(keys)) / (count + 1.0)
+        return losses - (queries * further).sum(dim=1), {"rows_without_negatives": alone}
 
 
 # --- implicit feature modification ---------------------------------------------------------------
@@ -115,8 +132,12 @@ class ModifiedOptions(ContrastOptions):
     """``modified``: the modified loss alone, such as a term beside another objective."""
     direction: Direction = "both"
     """Between captions: ``images`` against captions alone, ``texts`` against images, or both."""
+    equal_captions: Literal["negatives", "masked"] = "negatives"  # type: ignore[misc]
+    """Between captions, what rows with an equal caption (after open_clip's cleaning) or the same
+    picture are to each other: ``negatives``, or ``masked``, left out of each other's negatives."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.between == "views" and self.direction != "both":
             raise ValueError(
                 f"direction={self.direction} is for between=captions: views have both directions"
@@ -126,13 +147,19 @@ class ModifiedOptions(ContrastOptions):
         """The loss, with its temperature."""
         weights = weights_of(self.term, self.alpha, self.average)
         return ImplicitModification(
-            self.between, temperature, self.epsilon, weights, direction=self.direction
+            self.between,
+            temperature,
+            self.epsilon,
+            weights,
+            direction=self.direction,
+            equal_captions=self.equal_captions,
         )
 
 
 class ImplicitModification(Contrast):
     """The sum of the plain and the modified loss with ``weights``; the latter's ``epsilon``.
 
+    ``how``: further arguments of ``Contrast``.
     Both losses come from one log-sum-exp of the negatives.
     """
 
@@ -142,10 +169,9 @@ class ImplicitModification(Contrast):
         temperature: Temperature | None = None,
         epsilon: float = 0.1,
         weights: tuple[float, float] = (0.5, 0.5),
-        *,
-        direction: Direction = "both",
+        **how: Any,
     ) -> None:
-        super().__init__(between, temperature, direction=direction)
+        super().__init__(between, temperature, **how)
         self.epsilon, self.weights = epsilon, weights
 
     def rows(
@@ -193,10 +219,14 @@ class HardOptions(ContrastOptions):
     """How much more near negatives weigh; 0: all weigh the same."""
     tau_plus: BelowOne = 0.1
     """Share of the negatives that are taken to be of the row's own class."""
+    equal_captions: Literal["negatives", "masked"] = "negatives"  # type: ignore[misc]
+    """Between captions, what rows with an equal caption (after open_clip's cleaning) or the same
+    picture are to each other: ``negatives``, or ``masked``, left out of each other's negatives."""
 
     def objective(self, temperature: Temperature) -> Contrast:
         """The loss, with its temperature."""
-        return HardNegatives(self.between, temperature, self.beta, self.tau_plus)
+        how = {"equal_captions": self.equal_captions}
+        return HardNegatives(self.between, temperature, self.beta, self.tau_plus, **how)
 
 
 class HardNegatives(Contrast):
@@ -211,7 +241,8 @@ class HardNegatives(Contrast):
 
     N counts the negatives that the group mask keeps; without a mask between views it is 2B - 2. The
     weighted sum is N times the ratio of the sums of e^(1 + beta) and e^beta, whose log-sum-exps are
-    computed together in tiles: memory is linear in the batch.
+    computed together in tiles: memory is linear in the batch. ``how``: further arguments of
+    ``Contrast``.
     """
 
     def __init__(
@@ -220,8 +251,9 @@ class HardNegatives(Contrast):
         temperature: Temperature | None = None,
         beta: float = 1.0,
         tau_plus: float = 0.1,
+        **how: Any,
     ) -> None:
-        super().__init__(between, temperature)
+        super().__init__(between, temperature, **how)
         self.beta, self.tau_plus = beta, tau_plus
 
     def rows(

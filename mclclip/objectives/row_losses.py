@@ -10,7 +10,8 @@ it is one of equal ids and masked like every repeated sample. A row without nega
 loss 0 and gradient 0 exactly.
 
 Losses that weigh their negatives otherwise are made of the negatives' log-sum-exp alone
-(``log_sums``), of their number (``count_negatives``) and of sums of keys (``sum_negatives``).
+(``log_sums``), of their number (``count_negatives``) and of sums of keys (``sum_negatives``). The
+same three give sums over other columns than negatives, by ``Pairs.wanted``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,16 +33,21 @@ def choose_no_autocast(device: torch.device) -> torch.autocast:
 
 
 TILE = 2048
+Wanted = Literal["negatives", "equal", "others"]
 
 
 @dataclass(frozen=True)
 class Pairs:
     """Rows among the columns: row i's own pair is column ``first`` + i; a column is a negative of
-    a row where its group is the row's and its sample is not.
+    a row where its group is the row's and its sample is not, nor any of its digests.
 
     ``groups`` and ``sample_id`` are [b] int64 of the rows, ``all_groups`` and ``all_sample_ids``
-    [B] int64 of the columns; so are ``classes`` and ``all_classes``, where a loss reads them.
-    ``tile`` is how many rows and columns are computed at a time.
+    [B] int64 of the columns; so are ``classes`` and ``all_classes``, where a loss reads them, and
+    each of ``digests`` and ``all_digests``. ``tile`` is how many rows and columns are computed at a
+    time.
+
+    ``wanted`` has other columns of the row's group, its own pair excepted, take the place of the
+    negatives: those that are ``equal`` to it, by their sample or by a digest, or all ``others``.
     """
 
     groups: Tensor
@@ -52,6 +58,9 @@ class Pairs:
     tile: int = TILE
     classes: Tensor | None = None
     all_classes: Tensor | None = None
+    digests: tuple[Tensor, ...] = ()
+    all_digests: tuple[Tensor, ...] = ()
+    wanted: Wanted = "negatives"
 
     def own(self, keys: Tensor) -> Tensor:
         """[b, D]: of the columns' keys [B, D], those of the rows' own pairs."""
@@ -72,9 +81,15 @@ class Pairs:
         return replace(self, groups=groups, all_groups=all_groups)
 
     def masked(self, rows: slice, columns: slice) -> Tensor:
-        """Bool [r, c]: the column is no negative of the row."""
+        """Bool [r, c]: the column is no negative of the row, or not what is ``wanted``."""
         excluded = self.groups[rows, None] != self.all_groups[columns]
-        excluded |= self.sample_id[rows, None] == self.all_sample_ids[columns]
+        if self.wanted != "others":
+            equal = self.sample_id[rows, None] == self.all_sample_ids[columns]
+            for own, every in zip(self.digests, self.all_digests, strict=True):
+                equal |= own[rows, None] == every[columns]
+            excluded |= equal if self.wanted == "negatives" else equal.logical_not_()
+        if self.wanted != "negatives":  # there the own pair is one of equal samples
+            excluded.diagonal(rows.start + self.first - columns.start).fill_(True)
         return excluded
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:

@@ -7,7 +7,8 @@ cosines c, scale t and bias b, z = 1 for a sample's own pair and -1 for others (
 
 There is no sum over a row that a pair has to be compared with, so the mask of MCL's Eq. 3 goes pair
 by pair: a pair of two samples counts where their groups are equal and the samples are not. B is the
-global batch whatever is masked, as in the paper.
+global batch whatever is masked, as in the paper. Pairs with an equal caption or picture may be
+masked too, or have z = 1 (``equal_captions``).
 
 Ranks need not hold each other's texts all at once (section 3.3 of the paper, "Efficient chunked
 implementation"): each computes its images against its own texts, hands the texts to the next rank
@@ -29,6 +30,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mclclip.objectives.base import Cost, Objective, ObjectiveOptions, Reads, Setting, Sizes
+from mclclip.objectives.contrast import (
+    DIGESTS,
+    EqualCaptions,
+    check_equal_captions,
+    count_equal,
+)
 from mclclip.objectives.row_losses import (
     TILE,
     Pairs,
@@ -55,6 +62,13 @@ class Options(ObjectiveOptions):
     it has one (else one of the objective's, from -10, which exports leave behind); ``views``: the
     first view of an image against the second of all, with a scale from 10 and a bias from -10 of
     the objective's."""
+    equal_captions: EqualCaptions = "negatives"
+    """Between captions, what rows with an equal caption (after open_clip's cleaning) or the same
+    picture are to each other: ``negatives``; ``masked``: their pairs do not count; or
+    ``positives``: their pairs belong together."""
+
+    def __post_init__(self) -> None:
+        check_equal_captions(self.equal_captions, self.between)
 
     controls: ClassVar[tuple[str, ...]] = ("ungrouped", "random_groups")
 
@@ -65,16 +79,24 @@ class Options(ObjectiveOptions):
 
     @property
     def reads(self) -> Reads:
-        """Groups of samples with one pseudo label; captions, logit scale and bias, or none."""
+        """Groups of samples with one pseudo label; captions, logit scale and bias, or none; digests
+        where equal captions are no negatives."""
         captions = self.between == "captions"
-        return Reads(captions=captions, logit_scale=captions, logit_bias=captions, groups=True)
+        digests = self.equal_captions != "negatives"
+        return Reads(
+            captions=captions,
+            logit_scale=captions,
+            logit_bias=captions,
+            groups=True,
+            digests=digests,
+        )
 
     def build(self, setting: Setting) -> Objective:
         """The loss, with the scale and bias that the model does not have."""
         if self.between == "views":
             return Sigmoid("image_features_1", own_scale=True, own_bias=True).to(setting.dtype)
         own_bias = not setting.model.has_logit_bias
-        return Sigmoid("text_features", own_scale=False, own_bias=own_bias).to(setting.dtype)
+        return Sigmoid(own_bias=own_bias, equal_captions=self.equal_captions).to(setting.dtype)
 
     def cost(self, sizes: Sizes) -> Cost:
         """Memory that the loss holds between the features and their gradients."""
@@ -86,8 +108,11 @@ class Options(ObjectiveOptions):
             )
             scale = torch.ones((), dtype=sizes.dtype)
             ids = torch.zeros(sizes.local_batch, dtype=torch.int64)
-            pairs = Pairs(ids, ids, ids, ids, first=0)
-            sigmoid_sums(rows * 1.0, columns * 1.0, scale, scale, pairs)[0].backward()  # type: ignore[no-untyped-call]
+            digests = (ids,) * (len(DIGESTS) if self.reads.digests else 0)
+            pairs = Pairs(ids, ids, ids, ids, first=0, digests=digests, all_digests=digests)
+            positives = self.equal_captions == "positives"
+            sums = sigmoid_sums(rows * 1.0, columns * 1.0, scale, scale, pairs, positives)
+            sums[0].backward()  # type: ignore[no-untyped-call]
 
         # Texts and their gradient arrive while those before them leave.
         chunk = 2 * sizes.local_batch * sizes.dim * sizes.dtype.itemsize
@@ -98,7 +123,8 @@ class Sigmoid(Objective):
     """The sigmoid loss of image features against those named ``other``.
 
     ``own_scale`` and ``own_bias``: parameters of its own, [1] each, instead of the model's.
-    ``tile`` bounds the scores that exist at a time.
+    ``tile`` bounds the scores that exist at a time. Where ``equal_captions`` is not ``negatives``,
+    batches have ``contrast.DIGESTS``.
     """
 
     def __init__(
@@ -108,9 +134,10 @@ class Sigmoid(Objective):
         own_scale: bool = False,
         own_bias: bool = False,
         tile: int = TILE,
+        equal_captions: EqualCaptions = "negatives",
     ) -> None:
         super().__init__()
-        self.other, self.tile = other, tile
+        self.other, self.tile, self.equal_captions = other, tile, equal_captions
         self.counterparts = ("image_features", other)
         start_scale = torch.full((1,), math.log(_START_SCALE))
         self.log_scale = nn.Parameter(start_scale) if own_scale else None
@@ -126,12 +153,14 @@ class Sigmoid(Objective):
             labels: [b, 1] int64, group of each sample at the prefix where the mask compares.
             sample_id: [b] int64; equal ids are one sample, whose pairs but the own do not count.
             features: the other features [b, D], and the model's ``logit_scale`` (exponentiated)
-                and ``logit_bias`` where they are not the objective's.
+                and ``logit_bias`` where they are not the objective's; ``caption_digest`` and
+                ``picture_digest`` [b] int64 where equal captions are no negatives.
 
         Returns:
             `loss`: sum over this rank's images and the texts of all ranks, by b. Its mean over the
             ranks is the global loss. `rows_without_negatives`: samples of the global batch that
-            count in their own pair alone. `logit_scale`, `logit_bias`: those used.
+            count in their own pair alone. `equal_captions`: as ``contrast.count_equal`` gives it,
+            where digests are read. `logit_scale`, `logit_bias`: those used.
 
         Raises ValueError for features that do not fit.
         """
@@ -143,34 +172,50 @@ class Sigmoid(Objective):
             )
         scale = features["logit_scale"] if self.log_scale is None else self.log_scale[0].exp()
         bias = features["logit_bias"] if self.bias is None else self.bias[0]
-        pairs = self._pairs(labels, sample_id)
-        total, alone = sigmoid_sums(image_features, others, scale, bias, pairs)
+        pairs = self._pairs(labels, sample_id, features)
+        positives = self.equal_captions == "positives"
+        total, alone = sigmoid_sums(image_features, others, scale, bias, pairs, positives)
         return {
             "loss": total / len(labels),
             "rows_without_negatives": collectives.all_reduce_sum(alone.sum()),
+            **(count_equal(pairs) if pairs.digests else {}),
             "logit_scale": scale,
             "logit_bias": bias.detach().clone(),  # FSDP frees what a view of a parameter shows
         }
 
     def chance(self, given: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
-        """The least loss of one logit for all pairs: that of a probability of 1 in n, for the n
-        texts that an image is compared with."""
-        num = count_negatives(self._pairs(given["labels"], given["sample_id"])).double() + 1.0
-        losses: Tensor = torch.xlogy(num, num) - torch.xlogy(num - 1.0, num - 1.0)
-        return losses.mean()
+        """The least loss of one logit for all pairs: that of a probability of k in n, for the n
+        texts that an image is compared with, of which k belong to it (1 but for equal captions)."""
+        pairs = self._pairs(given["labels"], given["sample_id"], given)
+        negatives, own = count_negatives(pairs).double(), torch.ones((), dtype=torch.float64)
+        if self.equal_captions == "positives":
+            own = own + count_negatives(replace(pairs, wanted="equal"))
+        num = negatives + own
+        losses: Tensor = torch.xlogy(num, num) - torch.xlogy(negatives, negatives)
+        return (losses - torch.xlogy(own, own)).mean()
 
-    def _pairs(self, labels: Tensor, sample_id: Tensor) -> Pairs:
+    def _pairs(self, labels: Tensor, sample_id: Tensor, given: Mapping[str, Any]) -> Pairs:
         """This rank's rows among the columns of all ranks."""
+        reads_digests = self.equal_captions != "negatives"
+        own = tuple(given[name] for name in DIGESTS) if reads_digests else ()
         groups = labels[:, 0]
         every = collectives.gather(groups), collectives.gather(sample_id)
         first = collectives.rank() * len(labels)
-        return Pairs(groups, sample_id, *every, first, self.tile)
+        all_digests = tuple(map(collectives.gather, own))
+        return Pairs(
+            groups, sample_id, *every, first, self.tile, digests=own, all_digests=all_digests
+        )
 
 
 # A compiler would unroll the loop over tiles.
 @not_compiled
 def sigmoid_sums(
-    queries: Tensor, keys: Tensor, scale: Tensor, bias: Tensor, pairs: Pairs
+    queries: Tensor,
+    keys: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    pairs: Pairs,
+    positives: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Sum of log(1 + exp(-z (scale * cosine + bias))) over this rank's rows and all ranks' keys.
 
@@ -178,13 +223,15 @@ def sigmoid_sums(
         queries, keys: [b, D] of this rank, of one dtype, float32 or float64.
         scale, bias: 0-dimensional, the same on all ranks.
         pairs: rows among the columns of all ranks.
+        positives: pairs of equal rows belong together; else they do not count.
 
     Returns:
-        The sum, differentiable once in all but ``pairs``, and bool [b]: the row has no negative.
+        The sum, differentiable once in all but ``pairs``, and bool [b]: the row's own pair alone
+        counts.
         The gradient is found in the same pass, in the dtype given. All ranks' sums must enter the
         loss with the same factor, which is how the mean over ranks takes them.
     """
-    total, alone = _SigmoidSums.apply(queries, keys, scale, bias, pairs)  # type: ignore[no-untyped-call]
+    total, alone = _SigmoidSums.apply(queries, keys, scale, bias, pairs, positives)  # type: ignore[no-untyped-call]
     return total, alone
 
 
@@ -208,21 +255,26 @@ class _Sums:
         if grad_keys is not None:
             grad_keys.addcmul_(pulls[:, None], self.queries)
 
-    def add_negatives(self, keys: Tensor, grad_keys: Tensor | None, pairs: Pairs) -> None:
-        """Adds the pairs of all rows and these keys that are negatives."""
-        tiles = Tiles(self.scale * self.queries, keys, pairs)
+    def add_pairs(
+        self, keys: Tensor, grad_keys: Tensor | None, pairs: Pairs, z: float = -1.0
+    ) -> None:
+        """Adds the pairs of all rows and these keys that ``pairs`` has for negatives, as ones that
+        do not belong together (``z`` = -1), or do (1)."""
+        tiles = Tiles(-z * self.scale * self.queries, keys, pairs)
         for rows, columns in pairs.tiles():
-            logits = tiles.logits(rows, columns).add_(self.bias)  # -inf where masked
+            logits = tiles.logits(rows, columns).sub_(z * self.bias)  # -inf where masked
             self.alone[rows] &= logits.amax(dim=1) == float("-inf")
             pushes = torch.sigmoid(logits)
             self.total -= functional.logsigmoid(logits.neg_()).sum()
-            self.slope += pushes.sum()
-            self.products[rows].addmm_(pushes, keys[columns])
+            self.slope -= z * pushes.sum()
+            self.products[rows].addmm_(pushes, keys[columns], alpha=-z)
             if grad_keys is not None:
-                grad_keys[columns].addmm_(pushes.T, self.queries[rows])
+                grad_keys[columns].addmm_(pushes.T, self.queries[rows], alpha=-z)
 
 
-def _around_the_ring(sums: _Sums, keys: Tensor, pairs: Pairs, need_grad: bool) -> Tensor | None:
+def _around_the_ring(
+    sums: _Sums, keys: Tensor, pairs: Pairs, need_grad: bool, positives: bool
+) -> Tensor | None:
     """Adds the pairs with all ranks' keys; returns the gradient of this rank's, by the scale.
 
     Keys travel together with the gradient that ranks have added to them, all the way home. Where
@@ -236,8 +288,16 @@ def _around_the_ring(sums: _Sums, keys: Tensor, pairs: Pairs, need_grad: bool) -
             sums.add_own(*here)
         owner = (collectives.rank() - hop) % world
         columns = slice(owner * count, (owner + 1) * count)
-        groups, sample_ids = pairs.all_groups[columns], pairs.all_sample_ids[columns]
-        sums.add_negatives(*here, replace(pairs, all_groups=groups, all_sample_ids=sample_ids))
+        chunk = replace(
+            pairs,
+            all_groups=pairs.all_groups[columns],
+            all_sample_ids=pairs.all_sample_ids[columns],
+            all_digests=tuple(digests[columns] for digests in pairs.all_digests),
+            first=pairs.first - columns.start,
+        )
+        sums.add_pairs(*here, chunk)
+        if positives:
+            sums.add_pairs(*here, replace(chunk, wanted="equal"), z=1.0)
         if need_grad or hop < world - 1:
             travelling = collectives.shift(travelling)
     return travelling[1] if need_grad else None
@@ -254,10 +314,11 @@ class _SigmoidSums(torch.autograd.Function):
         scale: Tensor,
         bias: Tensor,
         pairs: Pairs,
+        positives: bool,
     ) -> tuple[Tensor, Tensor]:
         with choose_no_autocast(queries.device):
             sums = _Sums(queries, scale.to(queries.dtype), bias.to(queries.dtype))
-            by_keys = _around_the_ring(sums, keys, pairs, ctx.needs_input_grad[1])
+            by_keys = _around_the_ring(sums, keys, pairs, ctx.needs_input_grad[1], positives)
             by_scale = (sums.products * queries).sum()
             by_keys = None if by_keys is None else by_keys * sums.scale
         ctx.save_for_backward(sums.products * sums.scale, by_keys, by_scale, sums.slope)
@@ -275,5 +336,6 @@ class _SigmoidSums(torch.autograd.Function):
             None if by_keys is None else grad * by_keys,
             (grad * by_scale).to(of_scale),
             (grad * by_bias).to(of_bias),
+            None,
             None,
         )

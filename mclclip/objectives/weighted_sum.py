@@ -103,6 +103,7 @@ class Options(ObjectiveOptions):
             clusters=max(r.clusters for r in every),
             threshold=next((r.threshold for r in every if r.clusters), None),
             attribute=next((r.attribute for r in every if r.attribute), None),
+            digests=any(r.digests for r in every),
         )
 
     def check(self, facts: Facts) -> None:

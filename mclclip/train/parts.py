@@ -16,16 +16,18 @@ from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data.batches import Batch, Loader, TrainingBatches
 from mclclip.data.decode import Pixels, jpeg_library
 from mclclip.data.epoch_plan import EpochPlan
+from mclclip.data.equality import EqualityDigests, report_equal
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.labels import AttributeClasses, ClassLabels, outside_of_share
 from mclclip.data.locations import Resharded
 from mclclip.data.sample_index import BadSamples, SampleIndex
 from mclclip.data.sample_weights import SampleWeights
-from mclclip.data.samples import TarDataset, TextFeatures
+from mclclip.data.samples import Extra, TarDataset, TextFeatures
 from mclclip.data.trunk_rows import TrunkRows
 from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
 from mclclip.files import clean
+from mclclip.models.clip import clean_caption
 from mclclip.models.loading import load_towers, prepare_model, refuse_folded_norms
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer, is_elementwise, learning_rate
@@ -147,6 +149,14 @@ class Job:
                 begun: dict[str, Any] = made["config"]
                 return begun
         return None
+
+    @cached_property
+    def extras(self) -> list[Extra]:
+        """Further tensors of every sample, which the objective reads. Raises ValueError where the
+        index cannot tell equal pictures."""
+        reads = self.options.objective.reads
+        index = self.index if self.reads_trunk else None
+        return [EqualityDigests(clean_caption, index)] if reads.digests else []
 
     @cached_property
     def pixels(self) -> Pixels:
@@ -386,6 +396,7 @@ def loader_of(
         text_features=text,
         resharded=opened.resharded,
         trunk=opened.trunk,
+        extras=job.extras,
     )
     batches = TrainingBatches(
         dataset,
@@ -397,6 +408,9 @@ def loader_of(
         bad_ids=known_bad,
     )
     dataset.check()
+    cheap = dataset.reads_text and (objective.reads.digests or not dataset.reader.has_urls)
+    if cheap and steps.start == 0 and job.context.is_main:
+        report_equal(batches, clean_caption)
     paths = [clean(file.path) for file in dataset.locations.files]
 
     def describe(step: int, shard: int) -> str:

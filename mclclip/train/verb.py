@@ -42,6 +42,8 @@ log = logging.getLogger("mclclip")
 # Options of TrainConfig that change records or speed, not weights: a resumed run may change them.
 _RECORDS = ("checkpoint", "log_every", "profile_steps", "engine")
 _GROUPS = "grouped_index"  # folder of a training
+# Options of objectives that came later, with the value that all trainings had before.
+_LATER = {"equal_captions": "negatives"}
 
 
 def run(
@@ -78,6 +80,7 @@ def run(
         log.info("%s is finished: skipped", job.directory)
         return job.directory
     collectives.together(lambda: parts.check_pixels(config, [job.name]))
+    collectives.together(lambda: job.extras)
     classes = collectives.on_main(lambda: job.classes)
     copies = collectives.on_main(lambda: (found := parts.resharded_of(job)) and found.arguments)
     resharded = collectives.together(lambda: copies and Resharded.mapped(*copies))
@@ -152,6 +155,7 @@ def _settings(job: Job) -> dict[str, Any]:
     for name, default in (("samples_per_epoch", None), ("block", 1)):
         if plan[name] == default:
             del plan[name]
+    options["objective"] = _as_before(options["objective"])
     if not job.options.patch_dropout:
         del options["patch_dropout"]
     if job.options.evaluate.metric is None:  # figures that are only recorded
@@ -176,6 +180,14 @@ def _settings(job: Job) -> dict[str, Any]:
     if job.layout.method != "mcl" and job.options.steps is None:
         settings["steps"] = _controlled_steps(job)
     return settings
+
+
+def _as_before(objective: dict[str, Any]) -> dict[str, Any]:
+    """The options of an objective and its terms, without those of ``_LATER`` at their defaults."""
+    kept = {k: v for k, v in objective.items() if k not in _LATER or v != _LATER[k]}
+    if "terms" in kept:
+        kept["terms"] = [t | {"objective": _as_before(t["objective"])} for t in kept["terms"]]
+    return kept
 
 
 def _begin(job: Job, opened: Opened, artifact: Artifact, force: Force) -> Artifact:

@@ -36,6 +36,7 @@ class Step:
     classes: Tensor
     prefix_length: int
     number: int
+    extras: dict[str, Tensor] = field(default_factory=dict)
     found: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
     """Leaves of the loop's own, each with the gradient that the objective has for it."""
 
@@ -65,9 +66,8 @@ def contrastive(
         other = "text_features" if between == "captions" else "image_features_1"
         first = step.features["image_features"]
         second = step.features.get(other, first)  # supcon of one view looks at no other
-        batch = contrast.Batch(
-            first, second, torch.ones(()), step.labels, step.sample_id, step.classes[:, 0]
-        )
+        marks = step.labels, step.sample_id, step.classes[:, 0], tuple(step.extras.values())
+        batch = contrast.Batch(first, second, torch.ones(()), *marks)
         scale = step.scale(temperature)
         rows = contrast.rows_of(batch, between, num_views)
         return contrast.loss(rows, lambda row: of_row(row, scale))
@@ -96,11 +96,15 @@ def sigmoid(step: Step) -> Tensor:
     scale = step.features["logit_scale"] if own.log_scale is None else own.log_scale[0].exp()
     bias = step.features["logit_bias"] if own.bias is None else own.bias[0]
     total = torch.zeros((), dtype=torch.float64)
+    positives = own.equal_captions == "positives"
     for i in range(len(image)):
         for j in range(len(image)):
-            if i == j or step.meets(i, j):
+            marks = (step.sample_id, *step.extras.values())
+            equal = any(bool(mark[i] == mark[j]) for mark in marks)
+            if i == j or (step.labels[i] == step.labels[j] and (positives or not equal)):
                 logit = scale * image[i] @ other[j] + bias
-                total = total + torch.log1p(torch.exp(-logit if i == j else logit))
+                belong = i == j or equal
+                total = total + torch.log1p(torch.exp(-logit if belong else logit))
     return total / len(image)
 
 
@@ -307,6 +311,14 @@ CASES: dict[str, Case] = {
         {"kind": "info_nce", "temperature": LEARNABLE},
         contrastive("captions", contrast.info_nce, "learnable"),
     ),
+    "info_nce-masked": Case(
+        {"kind": "info_nce", "equal_captions": "masked"},
+        contrastive("captions", contrast.info_nce),
+    ),
+    "info_nce-positives": Case(
+        {"kind": "info_nce", "equal_captions": "positives"},
+        contrastive("captions", contrast.info_nce_of_equals),
+    ),
     "nt_xent": Case({"kind": "nt_xent"}, contrastive("views", contrast.info_nce, 0.5)),
     "ifm": Case({"kind": "ifm"}, contrastive("captions", modified(0.1, 0.5, 0.5))),
     "ifm-views": Case(
@@ -319,6 +331,13 @@ CASES: dict[str, Case] = {
     ),
     "hcl": Case(
         {"kind": "hcl", "beta": 2.0, "tau_plus": 0.6}, contrastive("captions", hard(2.0, 0.6))
+    ),
+    "ifm-masked": Case(
+        {"kind": "ifm", "equal_captions": "masked"},
+        contrastive("captions", modified(0.1, 0.5, 0.5)),
+    ),
+    "hcl-masked": Case(
+        {"kind": "hcl", "equal_captions": "masked"}, contrastive("captions", hard(1.0, 0.1))
     ),
     "hcl-views": Case(
         {"kind": "hcl", "between": "views", "temperature": LEARNABLE},
@@ -337,6 +356,8 @@ CASES: dict[str, Case] = {
         contrastive("views", contrast.supervised, 0.5, num_views=1),
     ),
     "sigmoid": Case({"kind": "sigmoid"}, lambda: sigmoid),
+    "sigmoid-masked": Case({"kind": "sigmoid", "equal_captions": "masked"}, lambda: sigmoid),
+    "sigmoid-positives": Case({"kind": "sigmoid", "equal_captions": "positives"}, lambda: sigmoid),
     "sigmoid-frozen_text": Case({"kind": "sigmoid"}, lambda: sigmoid, frozen_text=True),
     "sigmoid-views": Case({"kind": "sigmoid", "between": "views"}, lambda: sigmoid),
     "mlcd": Case({"kind": "mlcd", **HEAD}, lambda: class_centers),
@@ -412,6 +433,19 @@ CASES: dict[str, Case] = {
             ],
         },
         weighted((0.7, contrastive("captions", contrast.info_nce)), (0.3, lambda: toy_alignment)),
+    ),
+    "weighted_sum-equal_captions": Case(
+        {
+            "kind": "weighted_sum",
+            "terms": [
+                {"objective": {"kind": "info_nce", "equal_captions": "positives"}, "weight": 0.7},
+                {"objective": {"kind": "hcl", "equal_captions": "masked"}, "weight": 0.3},
+            ],
+        },
+        weighted(
+            (0.7, contrastive("captions", contrast.info_nce_of_equals)),
+            (0.3, contrastive("captions", hard(1.0, 0.1))),
+        ),
     ),
     "toy_two_views": Case({"kind": "toy_two_views"}, lambda: two_views_without_a_mask),
     "toy_momentum": Case({"kind": "toy_momentum"}, lambda: toy_momentum, zero=False),

@@ -24,6 +24,7 @@ from mclclip.engines.engine import Engine
 from mclclip.models.loading import load_towers, prepare_model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.base import Facts, Objective, ObjectiveOptions, Setting
+from mclclip.objectives.contrast import DIGESTS
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.train.loop import Trainee
@@ -58,6 +59,8 @@ def batch_of(options: ObjectiveOptions, seed: int, rows: int, groups: int) -> Ba
     if classes.shape[1] > 1:  # distinct ones; some rows have fewer, one has none
         classes[classes[:, 0] == classes[:, 1], 1] = -1
         classes[seed % rows] = -1
+    # Of captions and pictures some are equal, in every third step most.
+    digests = torch.randint(0, 2 + rows * (seed % 3), (len(DIGESTS), rows), generator=random)
     return Batch(
         views=drawn,
         text=torch.randint(1, 400, (rows, 20), generator=random) if reads.captions else None,
@@ -67,6 +70,7 @@ def batch_of(options: ObjectiveOptions, seed: int, rows: int, groups: int) -> Ba
         step=seed,
         group_size=rows,
         prefix_length=seed // 3,
+        extras=dict(zip(DIGESTS, digests, strict=True)) if reads.digests else {},
     )
 
 
@@ -119,9 +123,9 @@ def forward(model: Towers, objective: Objective, batch: Batch, step: int) -> Any
         part.begin(step)
     features = objective.features(model, batch)
     marks = {"labels": batch.labels, "sample_id": batch.sample_id, "classes": batch.classes}
-    parts = objective(**features, **marks)
+    parts = objective(**features, **marks, **batch.extras)
     seen = Step(objective, features, batch.labels[:, 0], batch.sample_id, batch.classes,
-                batch.prefix_length, step)  # type: ignore[arg-type]  # fmt: skip
+                batch.prefix_length, step, batch.extras)  # type: ignore[arg-type]  # fmt: skip
     return parts, seen
 
 

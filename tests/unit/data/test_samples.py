@@ -47,9 +47,13 @@ def packed(number: int, image: bytes | None = None) -> PackedSample:
     )
 
 
-def build_index(directory: Path, paths: list[Path], captions: str) -> SampleIndex:
+def build_index(
+    directory: Path, paths: list[Path], captions: str, pixels: bool = False
+) -> SampleIndex:
     directory.mkdir(parents=True, exist_ok=True)
-    scans = [scan_shard(StoredFile(str(path)), "test", captions).rows for path in paths]
+    scans = [
+        scan_shard(StoredFile(str(path)), "test", captions, pixels=pixels).rows for path in paths
+    ]
     stops = np.cumsum([len(rows) for rows in scans]).tolist()
     shards = [
         Shard(str(path), "test", captions, stop - len(rows), stop, path.stat().st_size)

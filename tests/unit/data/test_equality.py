@@ -1,0 +1,205 @@
+"""Digests that tell equal captions and pictures, and their counts before a training."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mclclip.data.batches import TrainingBatches
+from mclclip.data.epoch_plan import EpochPlan
+from mclclip.data.equality import EqualityDigests, caption_digest, equal_rows, report_equal
+from mclclip.data.groups import GroupedIndex
+from mclclip.data.options import DataConfig, Policy
+from mclclip.data.sample_index import SampleIndex
+from mclclip.data.samples import RawSample, TarDataset, TextFeatures
+from mclclip.data.shard_writer import PackedSample, write_shards
+from mclclip.models.clip import clean_caption
+from tests.unit.data.test_batches import plain, png, tokenize
+from tests.unit.data.test_samples import build_index
+
+# A table with a row per caption: picture, caption. Some captions are equal after cleaning.
+ROWS = [
+    (0, "A dog."), (0, "two dogs"), (1, "a  DOG."), (1, "cat &amp; dog"), (2, "Cat & dog"),
+    (2, "a bird"), (3, "a plane"), (3, "a plane"), (4, "a boat"), (5, "\u201ca boat\u201d"),
+    (6, '"a boat"'), (7, "a tree"),
+]  # fmt: skip
+PICTURES = [picture for picture, _ in ROWS]
+CLASSES = [0, 1, 0, 2, 2, 3, 4, 4, 5, 6, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> SampleIndex:
+    folder = tmp_path_factory.mktemp("rows")
+    samples = [PackedSample(f"{n:03d}", png(p), "png", [c]) for n, (p, c) in enumerate(ROWS)]
+    paths = write_shards(samples, folder / "shards", 5)
+    return build_index(folder / "index", paths, "json:captions", pixels=True)
+
+
+def batches_of(
+    index: SampleIndex,
+    *,
+    labels: Any = None,
+    policy: Policy = "backoff",
+    global_batch: int = 4,
+    rank: int = 0,
+    world_size: int = 1,
+    **how: Any,
+) -> TrainingBatches:
+    labels = np.zeros(len(ROWS), np.int64) if labels is None else np.array(labels)
+    grouped = GroupedIndex.build(labels, (int(labels.max()) + 1,) if labels.any() else ())
+    dataset = TarDataset(
+        index,
+        DataConfig(),
+        plain,
+        extras=[EqualityDigests(clean_caption)],
+        **({"tokenizer": tokenize} | how),
+    )
+    plan = EpochPlan(grouped, global_batch, policy, "round_robin", 3, 1, 0)
+    return TrainingBatches(dataset, plan, rank=rank, world_size=world_size)
+
+
+def classes_of(digests: torch.Tensor) -> list[int]:
+    """Each number replaced by the place where it is met first."""
+    return [digests.tolist().index(number) for number in digests.tolist()]
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ["A  photo of\n a DOG ", "a photo of a dog"],
+        ["cat &amp;amp; dog", "cat &amp; dog", "cat & dog"],
+        ["it&#39;s", "it\u2019s", "IT'S"],
+        ["d\u00e9j\u00e0", "D\u00c9J\u00c0", "d\u00c3\u00a9j\u00c3\u00a0"],  # the last is mojibake
+    ],
+)
+def test_captions_that_are_equal_after_cleaning_have_one_digest(texts: list[str]) -> None:
+    assert len({caption_digest(text, clean_caption) for text in texts}) == 1
+    others = [f"{text}." for text in texts] + ["", "a photo of a dog!"]
+    assert caption_digest(texts[0], clean_caption) not in {
+        caption_digest(text, clean_caption) for text in others
+    }
+
+
+def test_captions_are_told_apart_and_long_ones_by_their_beginning() -> None:
+    digests = {caption_digest(f"caption {n}", clean_caption) for n in range(5000)}
+    assert len(digests) == 5000 and min(digests) < -(2**62) and max(digests) > 2**62
+    assert caption_digest("\ud800", clean_caption) != caption_digest("?", clean_caption)
+    start = "ab " * 2048
+    one, two, other = (caption_digest(t, clean_caption) for t in (start + "c", start + "d", "ab"))
+    assert one == two != other
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_batch_has_the_digests_of_its_captions_and_pictures(
+    index: SampleIndex, world_size: int
+) -> None:
+    every = [
+        [batches_of(index, rank=rank, world_size=world_size)[step] for rank in range(world_size)]
+        for step in range(6)  # two epochs
+    ]
+    parts = [part for step in every for part in step]
+    ids = torch.cat([part.sample_id for part in parts]).tolist()
+    found = {n: torch.cat([part.extras[n] for part in parts]) for n in parts[0].extras}
+    assert sorted(set(ids)) == list(range(len(ROWS))) and sorted(found) == [
+        "caption_digest", "picture_digest",
+    ]  # fmt: skip
+    pictures = torch.tensor([ROWS[i][0] for i in ids])
+    assert classes_of(found["caption_digest"]) == classes_of(
+        torch.tensor([CLASSES[i] for i in ids])
+    )
+    assert classes_of(found["picture_digest"]) == classes_of(pictures)
+
+
+def test_stored_text_embeddings_have_the_digests_of_tokens(
+    index: SampleIndex, tmp_path: Path
+) -> None:
+    for number, shard in enumerate(index.shards):
+        rows = np.random.default_rng(number).normal(size=(shard.stop - shard.start, 3))
+        np.save(tmp_path / f"{number:05d}.npy", rows.astype(np.float16))
+    of_tokens, of_features = batches_of(index), batches_of(
+        index, tokenizer=None, text_features=TextFeatures(tmp_path, index)
+    )  # fmt: skip
+    for step in range(3):
+        one, two = of_tokens[step], of_features[step]
+        assert one.text is not None and two.text_features is not None
+        for name, digests in one.extras.items():
+            assert torch.equal(two.extras[name], digests)
+
+
+def test_rows_of_a_trunk_are_told_by_the_pictures_of_the_index(index: SampleIndex) -> None:
+    """Whatever bytes stand for the picture."""
+    extra = EqualityDigests(clean_caption, index)
+    found = [
+        extra(RawSample(n, bytes([n]), b""), [caption], 0, 0) for n, (_, caption) in enumerate(ROWS)
+    ]
+    pictures = torch.stack([each["picture_digest"] for each in found])
+    assert classes_of(pictures) == classes_of(torch.tensor(PICTURES))
+    captions = torch.stack([each["caption_digest"] for each in found])
+    assert classes_of(captions) == classes_of(torch.tensor(CLASSES))
+
+
+def test_a_trunk_without_checksums_of_pictures_is_refused(index: SampleIndex) -> None:
+    bare = SampleIndex(index.directory, index.digest)
+    bare.image_crc32 = None
+    with pytest.raises(ValueError, match="has none: run 'mclclip index' with data.verify=full"):
+        EqualityDigests(clean_caption, bare)
+
+
+@pytest.mark.parametrize("policy", ["mask", "backoff", "wrap"])
+@pytest.mark.parametrize("labels", [None, [0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1]])
+def test_equal_rows_are_those_of_the_batches(
+    index: SampleIndex, policy: Policy, labels: list[int] | None
+) -> None:
+    batches = batches_of(index, policy=policy, labels=labels, global_batch=6)
+    found = equal_rows(batches, clean_caption)
+    for counted, extra in zip(found, ("caption_digest", "picture_digest"), strict=True):
+        pairs, rows = 0, set()
+        for step in range(batches.steps_per_epoch):
+            batch = batches[step]
+            marks = batch.labels[:, 0].tolist(), batch.extras[extra].tolist()
+            of_row = list(zip(*marks, strict=True))
+            for i, j in itertools.combinations(range(6), 2):
+                if of_row[i] == of_row[j]:
+                    pairs += 1
+                    rows |= {(step, i), (step, j)}
+        steps = batches.steps_per_epoch
+        assert counted is not None and counted.num_batches == steps and counted.num_rows == 6
+        assert counted.pairs == pytest.approx(pairs / steps)
+        assert counted.share == pytest.approx(len(rows) / steps / 6)
+    assert found[1] is not None and found[0].pairs + found[1].pairs > 0
+
+
+def test_what_is_read_before_a_training_is_bounded(
+    index: SampleIndex, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    read: list[int] = []
+    whole = TarDataset.captions_of
+    monkeypatch.setattr(
+        TarDataset, "captions_of", lambda self, ids: read.extend(ids) or whole(self, ids)
+    )
+    monkeypatch.setattr("mclclip.data.equality._MOST_READ", 5)
+    captions, _ = equal_rows(batches_of(index), clean_caption)
+    assert (captions.num_batches, captions.num_rows, len(read)) == (1, 4, 4)
+    captions, _ = equal_rows(batches_of(index, global_batch=12), clean_caption)
+    assert (captions.num_batches, captions.num_rows, len(read)) == (1, 4, 8)
+    caplog.set_level("INFO", "mclclip")
+    report_equal(batches_of(index), clean_caption)
+    assert "coverage of equal captions: of 4 rows of a global batch" in caplog.messages[0]
+    assert "counted in 1 of the 3 batches of an epoch" in caplog.messages[1]
+
+
+def test_a_shard_that_cannot_be_read_leaves_the_count_open(
+    index: SampleIndex, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise FileNotFoundError("there is no shard")
+
+    monkeypatch.setattr(TarDataset, "captions_of", fails)
+    caplog.set_level("INFO", "mclclip")
+    report_equal(batches_of(index), clean_caption)
+    assert caplog.messages == ["coverage of equal captions is not known: there is no shard"]

@@ -1,0 +1,192 @@
+"""Rows with equal captions or pictures: masked, positives, or open_clip's negatives."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mclclip.models.memory import faked, peak_bytes
+from mclclip.objectives.base import Objective, Setting, Sizes, parse
+from mclclip.objectives.contrast import DIGESTS
+from mclclip.ranks.process_group import SINGLE
+from tests import contrast_loops as loops
+from tests.contracts.test_objectives import Towers
+
+FIELDS = [
+    ("info_nce", "masked"),
+    ("info_nce", "positives"),
+    ("ifm", "masked"),
+    ("hcl", "masked"),
+    ("sigmoid", "masked"),
+    ("sigmoid", "positives"),
+]
+
+
+def built(kind: str, equal_captions: str, precision: str = "float64") -> Objective:
+    model: Any = Towers()
+    options = parse({"kind": kind, "equal_captions": equal_captions})
+    assert options.reads.digests == (equal_captions != "negatives")
+    return options.build(Setting(model, SINGLE, 0, precision))
+
+
+def run(objective: Objective, batch: loops.Batch) -> dict[str, Tensor]:
+    """The objective's parts; the loss has been pulled back."""
+    image, text = batch.unit()
+    features = {"image_features": image, "text_features": text, "logit_scale": batch.scale}
+    features["logit_bias"] = torch.tensor(-2.0, dtype=image.dtype)
+    marks = {"labels": batch.labels[:, None], "sample_id": batch.sample_id}
+    parts: dict[str, Tensor] = objective(
+        **features, **marks, **dict(zip(DIGESTS, batch.digests, strict=False))
+    )
+    parts["loss"].backward()
+    return parts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("kind", "how"), FIELDS)
+def test_without_equal_captions_the_bits_are_those_of_negatives(
+    kind: str, how: str, dtype: torch.dtype
+) -> None:
+    plain = loops.draw(3, 12, groups=2, dtype=dtype)
+    batch = plain.rows(slice(None))
+    batch.digests = torch.arange(12) * 2**40, -torch.arange(12)
+    expected = run(built(kind, "negatives", "fp32"), plain)
+    found = run(built(kind, how, "fp32"), batch)
+    assert found.pop("equal_captions") == 0 and found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    for mine, theirs in zip(batch.gradients(), plain.gradients(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("kind", ["info_nce", "ifm", "hcl"])
+def test_rows_whose_others_are_all_masked_have_loss_0(kind: str) -> None:
+    """Some by their caption, some by their picture; the pairs of a group count once."""
+    batch = loops.draw(4, 6, dtype=torch.float32)
+    batch.labels = torch.tensor([0, 0, 0, 1, 1, 1])
+    batch.digests = torch.tensor([7, 7, 7, 1, 2, 3]), torch.tensor([1, 2, 3, 4, 4, 5])
+    parts = run(built(kind, "masked", "fp32"), batch)
+    assert parts["rows_without_negatives"] == 3 and parts["equal_captions"] == 3 + 1
+    for gradient in batch.gradients()[:2]:
+        assert torch.equal(gradient[:3], torch.zeros_like(gradient[:3]))
+        assert (gradient[3:] != 0).all()
+    batch.digests = torch.zeros(6, dtype=torch.int64), torch.arange(6)
+    assert run(built(kind, "masked", "fp32"), batch)["loss"] == 0
+
+
+def test_rows_without_negatives_pull_all_their_positives() -> None:
+    """Of n equal rows with equal features the loss is log n: each has its share of 1 / n."""
+    batch = loops.draw(4, 5)
+    batch.digests = torch.zeros(5, dtype=torch.int64), torch.arange(5)
+    parts = run(built("info_nce", "positives"), batch)
+    with torch.no_grad():
+        batch.first[:], batch.second[:] = batch.first[0], batch.second[0]
+    alike = run(built("info_nce", "positives"), batch)
+    assert alike["loss"].item() == pytest.approx(math.log(5)) and parts["loss"] > math.log(5)
+    assert parts["equal_captions"] == 10 and parts["rows_without_negatives"] == 0
+
+
+def test_repeated_samples_are_positives() -> None:
+    """One sample twice, whose pictures are the same bytes, and whose captions may differ."""
+    batch = loops.draw(6, 5, repeated=True)
+    batch.digests = torch.arange(5), torch.tensor([3, 0, 1, 2, 3])
+    reference = batch.rows(slice(None))
+    rows = loops.rows_of(reference, "captions")
+    assert [len(row.equal) for row in rows[0]] == [1, 0, 0, 0, 1]
+    expected = loops.loss(rows, lambda row: loops.info_nce_of_equals(row, reference.scale))
+    parts = run(built("info_nce", "positives"), batch)
+    loops.close(parts["loss"].detach(), expected.detach())
+    assert parts["equal_captions"] == 1
+
+
+@pytest.mark.parametrize(("kind", "how"), FIELDS)
+def test_loss_of_features_that_are_alike_is_chance(kind: str, how: str) -> None:
+    """The mean over directions and rows of what a row expects of texts that say nothing."""
+    batch = loops.draw(5, 8, groups=2)
+    batch.digests = torch.tensor([0, 0, 1, 1, 2, 3, 4, 5]), torch.arange(8)
+    objective = built(kind, how)
+    parts = run(objective, batch)
+    with torch.no_grad():
+        for side in (batch.first, batch.second):
+            side[:] = 1.0
+    image, text = (side.detach() for side in batch.unit())
+    marks = {"labels": batch.labels[:, None], "sample_id": batch.sample_id}
+    marks |= dict(zip(DIGESTS, batch.digests, strict=True))
+    given = {"image_features": image, "text_features": text, **marks}
+    chance = objective.chance(given, {name: part.detach() for name, part in parts.items()})
+    assert chance is not None
+    if kind != "sigmoid":
+        loops.close(chance, run(objective, batch)["loss"].detach())
+        return
+    # No logit of all pairs has a smaller loss.
+    losses = []
+    for bias in torch.linspace(-8, 8, 3201, dtype=torch.float64):
+        given |= {"logit_scale": torch.tensor(1e-9).double(), "logit_bias": bias}
+        losses.append(objective(**given)["loss"])
+    of_one_row = 8 * torch.ones(())  # the least loss of one logit per row is no more than that
+    assert 0 < chance <= torch.stack(losses).min() + 1e-6 < of_one_row
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"kind": "ifm", "equal_captions": "positives"}, "'negatives' or 'masked'"),
+        ({"kind": "hcl", "equal_captions": "positives"}, "'negatives' or 'masked'"),
+        ({"kind": "nt_xent", "equal_captions": "masked"}, "equal_captions"),
+        (
+            {"kind": "hcl", "between": "views", "equal_captions": "masked"},
+            "equal_captions=masked is for between=captions, and views read none",
+        ),
+        (
+            {"kind": "sigmoid", "between": "views", "equal_captions": "positives"},
+            "equal_captions=positives is for between=captions, and views read none",
+        ),
+        (
+            {"kind": "ifm", "between": "views", "direction": "images"},
+            "direction=images is for between=captions",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        parse(settings)
+
+
+def test_a_batch_without_digests_is_refused() -> None:
+    with pytest.raises(ValueError, match="the loss reads caption_digest, picture_digest, and was"):
+        run(built("info_nce", "masked"), loops.draw(1, 3))
+
+
+@pytest.mark.parametrize(("kind", "how"), FIELDS)
+def test_planned_memory_is_that_of_a_step(kind: str, how: str) -> None:
+    batch = loops.draw(0, rows=300, dim=64, dtype=torch.float32)
+    batch.digests = torch.arange(300) // 2, torch.arange(300)
+    objective = built(kind, how, "fp32")
+    features = {"image_features": batch.first, "text_features": batch.second}
+    features |= {"logit_scale": batch.scale, "logit_bias": torch.zeros(())}
+    marks = {"labels": batch.labels[:, None], "sample_id": batch.sample_id}
+    marks |= dict(zip(DIGESTS, batch.digests, strict=True))
+    measured = peak_bytes(
+        lambda: objective(**features, **marks)["loss"].backward(),
+        [*features.values(), *marks.values()],
+    )
+    options = parse({"kind": kind, "equal_captions": how})
+    with faked(torch.nn.Linear(1, 1)):
+        planned = options.cost(Sizes(300, 1, 64, 10, torch.float32, peak_bytes)).step
+        plain = parse({"kind": kind}).cost(Sizes(300, 1, 64, 10, torch.float32, peak_bytes)).step
+    assert measured < planned < measured + 7 * 300 * 64 * 4
+    assert planned >= plain
+
+
+def test_memory_of_positives_is_linear_in_the_batch() -> None:
+    options = parse({"kind": "info_nce", "equal_captions": "positives"})
+    with faked(torch.nn.Linear(1, 1)):
+        costs = [
+            options.cost(Sizes(local, 1, 64, 10, torch.float32, peak_bytes)).step
+            for local in (2048, 4096, 6144)
+        ]
+    assert costs[2] - costs[1] == pytest.approx(costs[1] - costs[0], rel=0.02)
+    assert costs[2] < 6144 * 6144 * 4  # the matrix
