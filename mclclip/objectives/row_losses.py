@@ -338,4 +338,5 @@ class _Sums(torch.autograd.Function):
             for rows, columns in pairs.tiles():
                 kept = (~pairs.masked(rows, columns)).to(grad)
                 grad_keys[columns].addmm_(kept.T, grad[rows])
+                del kept  # before the next one is made
         return grad_keys, None
