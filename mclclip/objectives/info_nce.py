@@ -62,7 +62,8 @@ class Options(ContrastOptions):
     equal_captions: EqualCaptions = "negatives"  # type: ignore[misc]
     """What rows with an equal caption (after open_clip's cleaning) or the same picture are to each
     other: ``negatives`` as in open_clip; ``masked``: left out of each other's negatives; or
-    ``positives``: the loss is the mean over all positives of a row."""
+    ``positives``: the loss is the mean over all positives of a row, which changes nothing where
+    the features of equal captions are equal."""
 
     between: ClassVar[Between] = "captions"
 

@@ -31,6 +31,7 @@ _LOGGED = {
     "negative_loss": "negative %.3f",
     "positive_cosine": "cosine %.3f",
     "positives_per_row": "positives per row %.2f",
+    "equal_captions": "equal pairs %.0f",
 }
 _WATCHED = 3  # so many first steps have memory measured by phase, besides those that give a row
 

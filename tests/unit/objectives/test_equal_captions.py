@@ -89,6 +89,24 @@ def test_rows_without_negatives_pull_all_their_positives() -> None:
     assert parts["equal_captions"] == 10 and parts["rows_without_negatives"] == 0
 
 
+def test_positives_of_one_caption_change_nothing_in_info_nce() -> None:
+    """Its features are equal, so that over a direction the means of positives are the own pairs;
+    masking differs."""
+    found = {}
+    for how in ("negatives", "positives", "masked"):
+        batch = loops.draw(7, 6, groups=2)
+        with torch.no_grad():
+            batch.labels[:3], batch.second[:3] = 0, batch.second[0]
+        batch.digests = torch.tensor([0, 0, 0, 1, 2, 3]), torch.arange(6)
+        loss = run(built("info_nce", how), batch)["loss"].detach()
+        first, second, scale = batch.gradients()
+        # What reaches the weights is the sum of the gradients of the equal features.
+        found[how] = [loss, first, second[:3].sum(dim=0), second[3:], scale]
+    for mine, theirs in zip(found["positives"], found["negatives"], strict=True):
+        loops.close(mine, theirs)
+    assert found["masked"][0] < found["negatives"][0] - 0.01
+
+
 def test_repeated_samples_are_positives() -> None:
     """One sample twice, whose pictures are the same bytes, and whose captions may differ."""
     batch = loops.draw(6, 5, repeated=True)
