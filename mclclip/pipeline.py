@@ -165,6 +165,7 @@ def _check_objectives(config: Config) -> None:
         given, trained = model_config(config.model.name), model_config(own.name)
         clustered = replace(config.model, projector=[])  # embeddings lie before it
         widths, one_architecture = (_width(clustered), _width(own)), given == trained
+        one_architecture &= config.model.long_context == own.long_context
     for options in config.trainings.values():
         facts = replace(config.facts(options), widths=widths)
         options.objective.check(facts)

@@ -16,6 +16,7 @@ from mclclip.models.options import (
     ExportConfig,
     ModelConfig,
     check_image_blocks,
+    check_long_context,
     check_patch_dropout,
     more_than_crops,
     num_blocks,
@@ -102,6 +103,9 @@ class Config:
             self._check_trunk_cache()
         for options in filter(None, (self.base, self.train)):
             options.objective.check(self.facts(options))
+        check_long_context(self.model, "model")
+        if self.trained_model is not None:
+            check_long_context(self.trained_model, "trained_model")
         for name, options in self.trainings.items():
             model, blocks = self.model_of(name), options.lock.image_blocks
             check_image_blocks(model, f"{name}.lock.image_blocks", blocks)

@@ -40,6 +40,7 @@ from mclclip.run.measures import not_finite
 from mclclip.train.loop import MODEL
 
 log = logging.getLogger("mclclip")
+_SHORT = ("a photo of a dog", "two red cups on a table, seen from above")
 
 
 def stage(
@@ -96,6 +97,8 @@ def _stage(config: Config, stage: int, variant: str, force: Force) -> Path:
             model = _filled(config, layout, stage, state)
         else:
             model = _base(config, layout, stage)
+            if config.model.long_context:
+                _report_context(config, model)
         own = stage == 0 or config.trained_model is not None or options.start == "random"
         model.save(directory, None if own else weights.base_digest(layout.export(0)))
         return {"parameters": sum(p.numel() for p in model.parameters())}
@@ -128,6 +131,8 @@ def _given(config: Config) -> dict[str, Any]:
     fields: dict[str, Any] = {"name": model.name, "pretrained": model.pretrained}
     if not model.text:
         fields["text"] = False
+    if model.long_context:
+        fields["long_context"] = True
     if isinstance(model.name, str):
         path = Path(model.name.removeprefix("local-dir:"))
         if path.is_dir():  # identified by content, not by path
@@ -149,7 +154,25 @@ def _base(config: Config, layout: Layout, stage: int) -> Model:
     if given is None:
         return load_towers(layout.export(0))
     same: dict[str, Any] = {"text": given.text, "image_weights": given.image_weights}
+    same["long_context"] = given.long_context
     return load_towers(given.name, given.pretrained, seed=config.seed, **same)
+
+
+def _report_context(config: Config, longer: Model) -> None:
+    """Logs the stretched context of the given encoder, and what it does to features of short texts
+    where the text tower has no causal mask, which alone keeps them."""
+    context = longer.config["model_cfg"]["text_cfg"]["context_length"]
+    log.info("stage 0: texts have up to %d tokens", context)
+    if longer.text_tower.attn_mask is not None:
+        return
+    shorter = load_towers(config.model.name, config.model.pretrained, seed=config.seed)
+    with torch.inference_mode():
+        texts = [m.encode_text(m.tokenizer([*_SHORT]), normalize=True) for m in (shorter, longer)]
+    log.warning(
+        "stage 0: the text tower has no causal mask, so that short texts have other features with "
+        "the longer context: cosines with those before are %.4f and above",
+        (texts[0] * texts[1]).sum(dim=1).min(),
+    )
 
 
 def _filled(config: Config, layout: Layout, stage: int, state: dict[str, Tensor]) -> Model:

@@ -40,6 +40,7 @@ TEXTS = (
     "写真 🐈",
     "",
     "word " * 100,
+    "word " * 300,
 )
 """What tokenizers are compared on unless texts are given."""
 

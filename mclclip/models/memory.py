@@ -35,7 +35,11 @@ NeedsValues = DataDependentOutputException
 
 
 def load_shapes(
-    name: str | Path | Mapping[str, Any], *, text: bool = True, projector: Sequence[int] = ()
+    name: str | Path | Mapping[str, Any],
+    *,
+    text: bool = True,
+    projector: Sequence[int] = (),
+    long_context: bool = False,
 ) -> Model:
     """`load_towers` on the "meta" device: no weights are read, fetched, drawn or allocated.
 
@@ -49,7 +53,9 @@ def load_shapes(
             "a copy to plan without fetching it"
         )
     with torch.device("meta"), _StayOnMeta():
-        return load_towers(name, text=text, projector=projector, load_weights=False)
+        return load_towers(
+            name, text=text, projector=projector, long_context=long_context, load_weights=False
+        )
 
 
 def size_bytes(tensors: Iterable[Tensor]) -> int:

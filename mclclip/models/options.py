@@ -45,6 +45,10 @@ class ModelConfig:
     """False: the image tower alone, for objectives that read no captions. A config without
     ``text_cfg`` has no text tower anyway; its ``vision_cfg`` may name a backbone of timm or
     torchvision."""
+    long_context: bool = False
+    """Stretch the positions of open_clip's own text towers after the first 20 to four times as many
+    (Long-CLIP): a context of 77 tokens becomes 248. A text of up to 20 tokens keeps its features
+    where the tower is causal, as CLIP's is."""
     projector: list[PositiveInt] = field(default_factory=list)
     """Widths of the projector's layers, on top of an image tower alone; trained, not exported."""
     augmentation: dict[str, Any] = field(default_factory=dict)
@@ -241,6 +245,25 @@ def check_patch_dropout(
             f"see whole pictures: set {training}.lock.image_blocks=all, or leave patch_dropout "
             "out"
         )
+
+
+def check_long_context(model: ModelConfig, option: str) -> None:
+    """Raises ValueError where the text tower of ``option`` (``model``) cannot be stretched.
+
+    A model whose configuration is not at hand passes; it is refused when it is loaded.
+    """
+    if model.long_context and not model.text:
+        raise ValueError(
+            f"{option}.text=false leaves the text tower out, and {option}.long_context=true "
+            "stretches it: leave one of them out"
+        )
+    if model.long_context and (config := _parts_of(model)[0]):
+        from mclclip.models.long_context import longer_config  # seconds, for torch
+
+        try:
+            longer_config(config)
+        except ValueError as error:
+            raise ValueError(f"{option}.{error}") from None
 
 
 def more_than_crops(model: ModelConfig) -> list[str]:

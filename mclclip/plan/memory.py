@@ -53,7 +53,12 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
     local, how, gpu = options.global_batch // machine.ranks, options.engine, config.device != "cpu"
     micro = min(how.micro_batch or local, local)
     named = config.model_of(name)
-    model = memory.load_shapes(named.name, text=named.text, projector=named.projector)
+    model = memory.load_shapes(
+        named.name,
+        text=named.text,
+        projector=named.projector,
+        long_context=named.long_context,
+    )
     if options.precision == "float64":
         model.double()
     with memory.faked(model, gpu_autocast=gpu and options.precision in HALF):
@@ -225,7 +230,7 @@ def encoder_operations(model: Model) -> dict[str, int | None]:
 
 def operations_of_named(named: ModelConfig) -> dict[str, int | None]:
     """``encoder_operations`` of a model that is not loaded."""
-    model = memory.load_shapes(named.name, text=named.text)
+    model = memory.load_shapes(named.name, text=named.text, long_context=named.long_context)
     with memory.faked(model):
         return encoder_operations(model.eval())
 

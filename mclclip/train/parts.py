@@ -361,6 +361,7 @@ def build_model(
     same: dict[str, Any] = {"projector": named.projector, "augmentation": named.augmentation}
     if stage == 0 or config.trained_model is not None:
         same |= {"text": named.text, "image_weights": named.image_weights}
+        same["long_context"] = named.long_context
         model = load_towers(named.name, named.pretrained, seed=config.seed, **same)
     elif options.start == "random":
         # Every stage has its own seed: without groups the stages are a seed ensemble.

@@ -164,6 +164,8 @@ def _settings(job: Job) -> dict[str, Any]:
     given = model.pop("image_weights")  # in later stages the base's digest stands for it
     if given is not None and (job.stage == 0 or job.config.trained_model is not None):
         model["image_weights"] = digest_file(weights.given_file(given))
+    if not model["long_context"]:
+        del model["long_context"]
     settings = {
         "stage": job.stage,
         "variant": job.layout.variant,

@@ -76,6 +76,19 @@ def test_float64_weights_agree_to_1e9(
         np.testing.assert_allclose(many["weights"][name], weights, atol=1e-9, rtol=0, err_msg=name)
 
 
+def test_a_longer_context_trains_alike(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    model = tiny.MODEL | {"text_cfg": tiny.MODEL["text_cfg"] | {"context_length": 24}}
+    found = []
+    for world_size in (1, 2):
+        tree = options_for(data, tmp_path / str(world_size), "float64", model)
+        tree["model"]["long_context"] = True
+        found.append(run_on(ranks, world_size, tree)["weights"])
+    positions = found[0]["model.clip.positional_embedding"]
+    assert positions.shape == (36, 16)
+    for name, weights in found[0].items():
+        np.testing.assert_allclose(found[1][name], weights, atol=1e-9, rtol=0, err_msg=name)
+
+
 @pytest.mark.parametrize("world_size", kept([1, 2], 0))
 def test_dropped_patches_are_those_of_the_step(
     ranks: Ranks, data: Path, tmp_path: Path, world_size: int

@@ -118,6 +118,10 @@ def source_of(kind: str, folder: Path) -> Path:
         return exported(folder / kind)
     if kind == "quick_gelu":
         return exported(folder / kind, quick_gelu=True)
+    if kind == "long":
+        exported(folder / "shorter", text_cfg={"context_length": 30})
+        load_towers(folder / "shorter", long_context=True).save(folder / kind)
+        return folder / kind
     if kind == "resnet":
         load_towers(CONFIGS / "tiny_resnet.json").save(folder / kind)
         return folder / kind

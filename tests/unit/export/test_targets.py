@@ -90,6 +90,7 @@ LIBRARIES = {
     "open_clip": by_open_clip,
 }
 CASES = [
+    ("hf", "long"), ("onnx", "long"), ("open_clip", "long"),
     ("hf", "vit"), ("hf", "quick_gelu"), ("hf", "siglip"), ("hf", "siglip_flat"),
     ("hf", "apart_weighted"), ("onnx", "vit"), ("onnx", "resnet"), ("onnx", "concat_weighted"),
     ("timm", "test_vit"), ("timm", "test_convnext"), ("timm", "quick_gelu"), ("open_clip", "vit"),
@@ -100,7 +101,7 @@ CASES = [
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("to", "kind"), kept(CASES, *range(12)))
+@pytest.mark.parametrize(("to", "kind"), kept(CASES, *range(15)))
 def test_the_library_gives_the_same_features(tmp_path: Path, to: Any, kind: str) -> None:
     source = source_of(kind, tmp_path)
     own, out = mclclip.load_model(source), convert.run(to, source, tmp_path / "out")
@@ -113,7 +114,7 @@ def test_the_library_gives_the_same_features(tmp_path: Path, to: Any, kind: str)
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
     assert wanted.std() > 0.01  # the towers do something
     if len(encode) == 2:
-        tokens = own.tokenizer(["a dog", "two cups", "a"])
+        tokens = own.tokenizer(["a dog", "two cups", "a", "word " * 40])
         found = torch.nn.functional.normalize(encode[1](tokens), dim=-1)
         torch.testing.assert_close(found, own.encode_text(tokens), atol=1e-5, rtol=0)
     proof = the_certificate(out)
