@@ -111,6 +111,17 @@ class Config:
             check_image_blocks(model, f"{name}.lock.image_blocks", blocks)
             check_patch_dropout(model, name, options.patch_dropout, blocks)
             self.pixels_of(name)
+            if options.sentences is not None and not options.objective.reads.captions:
+                raise ValueError(
+                    f"{name}.sentences draws sentences of captions, and {options.reader(name)} "
+                    "reads none: leave it out"
+                )
+        if self.train.sentences is not None and self.train.reads_text_embeddings:
+            raise ValueError(
+                "train.sentences draws other texts in every epoch, and with train.lock.text=false "
+                "text embeddings are stored once: set train.cached_text=false, which runs the text "
+                "tower, or leave train.sentences out"
+            )
 
     def _check_start(self) -> None:
         """Raises ValueError where ``start`` contradicts other options."""

@@ -43,7 +43,9 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.labels import AttributeClasses, ClassLabels, truncate
+from mclclip.data.options import SentencesConfig
 from mclclip.data.samples import BadSample, RawSample, Sample, TarDataset
+from mclclip.data.sentences import draw
 from mclclip.randomness import mix
 from mclclip.ranks import data_wait
 from mclclip.ranks.failures import LostWorker, lost_worker
@@ -52,8 +54,9 @@ from mclclip.ranks.process_group import start_loader_worker
 Integers = npt.NDArray[np.int64]
 Ids = Integers | Sequence[int]
 # Purposes of the randomness, part of its key.
-_AUGMENTATION, _CAPTION, _REPLACEMENT, _EXTRAS = (
-    int.from_bytes(word, "big") for word in (b"augment", b"caption", b"replace", b"extras")
+_AUGMENTATION, _CAPTION, _REPLACEMENT, _EXTRAS, _SENTENCES = (
+    int.from_bytes(word, "big")
+    for word in (b"augment", b"caption", b"replace", b"extras", b"sentence")
 )
 T = TypeVar("T")
 _ENDS_S = 1.0
@@ -190,10 +193,12 @@ class TrainingBatches(Dataset[Batch]):
     rank, world_size   this process takes columns [rank * b, (rank + 1) * b), b = global_batch / W
     class_labels  gives the classes of samples; None: batches have no classes
     bad_ids       samples known to be unusable: never tried as a replacement
+    sentences     which sentences of a caption are read in its place; None: the whole caption
 
     A sample's augmentation is keyed by (seed, stage, epoch, sample_id), and in views after the
-    first also by the number of the view; the choice of its caption is keyed by the same four. Where
-    samples have weights, both are keyed by the sample's occurrence in the epoch too.
+    first also by the number of the view; the choices of its caption, which all views share, and of
+    sentences in it are keyed by the same four. Where samples have weights, all are keyed by the
+    sample's occurrence in the epoch too.
     The head of this module says how undecodable samples are replaced. Where captions are read, a
     sample without one counts as undecodable.
     Raises ValueError where world_size does not divide global_batch, rank is outside the world, or
@@ -210,8 +215,9 @@ class TrainingBatches(Dataset[Batch]):
         world_size: int = 1,
         class_labels: ClassLabels | AttributeClasses | None = None,
         bad_ids: Iterable[int] | Integers = (),
+        sentences: SentencesConfig | None = None,
     ) -> None:
-        self.dataset, self._plan = dataset, plan
+        self.dataset, self._plan, self._sentences = dataset, plan, sentences
         self.grouped, self.global_batch = plan.grouped, plan.global_batch
         if world_size < 1 or self.global_batch % world_size != 0:
             raise ValueError(
@@ -287,10 +293,15 @@ class TrainingBatches(Dataset[Batch]):
     ) -> Integers:
         """Which caption of each sample an epoch draws: int64 [n], keyed by (seed, stage, epoch,
         sample_id), and by the occurrence of the sample where samples have weights."""
+        keys = self._text_keys(_CAPTION, epoch, sample_ids, occurrence)
         num_captions = self.dataset.index.num_captions[np.asarray(sample_ids, dtype=np.int64)]
-        further = () if occurrence is None else (occurrence,)
-        keys = self._keys(_CAPTION, epoch, sample_ids, *further)
         return (keys % np.maximum(num_captions, 1).astype(np.uint64)).astype(np.int64)
+
+    def _text_keys(
+        self, purpose: int, epoch: int, sample_ids: Ids, occurrence: Integers | None
+    ) -> npt.NDArray[np.uint64]:
+        further = () if occurrence is None else (occurrence,)
+        return self._keys(purpose, epoch, sample_ids, *further)
 
     def _keys(
         self, purpose: int, epoch: int, sample_ids: Ids, *further: int | Integers
@@ -324,8 +335,7 @@ class TrainingBatches(Dataset[Batch]):
         numbers = self.caption_numbers(sample_ids, epoch, occurrence).tolist()
         draws = [0] * len(raws)
         if self.dataset.extras:
-            times = () if occurrence is None else (occurrence,)
-            draws = self._keys(_EXTRAS, epoch, sample_ids, *times).tolist()
+            draws = self._text_keys(_EXTRAS, epoch, sample_ids, occurrence).tolist()
         keys = []
         for view in range(self.num_views):  # without occurrences the first view has no number
             further = ([view] if view else []) if occurrence is None else [view, occurrence]
@@ -334,10 +344,14 @@ class TrainingBatches(Dataset[Batch]):
             [partial(seed_generators, key, self._only_torch) for key in of_sample]
             for of_sample in zip(*keys, strict=True)
         ]
+        parts: list[Callable[[str], str] | None] = [None] * len(numbers)
+        if self._sentences is not None:
+            chosen = self._text_keys(_SENTENCES, epoch, sample_ids, occurrence).tolist()
+            parts = [partial(draw, key=key, options=self._sentences) for key in chosen]
         with kept_rng():
             return [
-                self.dataset.decoded(raw, number, of_sample, draw)
-                for raw, number, of_sample, draw in zip(raws, numbers, seeds, draws, strict=True)
+                self.dataset.decoded(*of_sample)
+                for of_sample in zip(raws, numbers, seeds, parts, draws, strict=True)
             ]
 
     def _replacement(

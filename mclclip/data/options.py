@@ -98,6 +98,24 @@ class PlanConfig:
 
 
 @checked_dataclass(frozen=True, config=STRICT)
+class SentencesConfig:
+    """Sentences of a caption that a training reads in its place, drawn anew in every epoch."""
+
+    number: PositiveInt | Literal["all"] = 1
+    """How many are drawn; they stay in their order. A caption with fewer has all of its own."""
+    leave_out_first: Share = 0.0
+    """Probability with which the first one is left out before the others are drawn; a caption of
+    one sentence keeps it."""
+
+    def __post_init__(self) -> None:
+        if self.number == "all" and not self.leave_out_first:
+            raise ValueError(
+                "sentences has number=all and leave_out_first=0, which is the whole caption: give "
+                "a number, a probability, or sentences=null"
+            )
+
+
+@checked_dataclass(frozen=True, config=STRICT)
 class EmbedConfig:
     """How embeddings are made."""
 

@@ -222,14 +222,16 @@ class TarDataset(Dataset["Sample | BadSample"]):
         raw: RawSample | BadSample,
         caption_number: int = 0,
         before_views: Sequence[Callable[[], object] | None] = (None,),
+        part_of: Callable[[str], str] | None = None,
         key: int = 0,
     ) -> Sample | BadSample:
         """Decodes once, transforms once per view, tokenizes, and adds the extras.
 
         ``before_views`` has one entry per view: what is called before it is transformed, so that
         the caller settles the random state (None: nothing). The tokenizer runs after the first
-        view. ``key`` is what extras draw by. A BadSample passes through; what the transform does
-        not take, such as an array where it reads pictures only, gives one with the reason "unfit".
+        view. Of the drawn caption all that follows sees what ``part_of`` gives (None: all of it).
+        ``key`` is what extras draw by. A BadSample passes through; what the transform does not
+        take, such as an array where it reads pictures only, gives one with the reason "unfit".
         Raises RuntimeError for a data set without a transform.
         """
         if isinstance(raw, BadSample):
@@ -239,6 +241,8 @@ class TarDataset(Dataset["Sample | BadSample"]):
         captions = self._parse(raw.sample_id, raw.text) if self.reads_text else []
         if self.reads_text and caption_number >= len(captions):
             return BadSample(raw.sample_id, "no_caption")
+        if part_of is not None:
+            captions[caption_number] = part_of(captions[caption_number])
         with data_wait.decoding(raw.sample_id):
             try:
                 image = None if self.trunk is not None else self._image(raw)

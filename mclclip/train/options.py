@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from mclclip.checkpoint import CheckpointConfig
-from mclclip.data.options import PlanConfig
+from mclclip.data.options import PlanConfig, SentencesConfig
 from mclclip.engines import EngineConfig
 from mclclip.models.options import LockConfig, LoraConfig
 from mclclip.objectives.base import AnyObjective, parse
@@ -101,6 +101,10 @@ class TrainConfig:
     """Steps recorded by torch.profiler, as traces below ``profile/``."""
     cached_text: bool = True
     """With a locked text tower: read text embeddings from disk instead of running the tower."""
+
+    sentences: SentencesConfig | None = None
+    """Sentences of the caption in the place of the whole (null: the whole caption). A sentence ends
+    with . ! or ? before white space and a capital. The draw depends on sample and epoch alone."""
 
     def reader(self, name: str) -> str:
         """Name of this training's objective in messages; ``name`` is the training's option."""

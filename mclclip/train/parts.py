@@ -403,6 +403,7 @@ def loader_of(
         dataset,
         plan,
         num_views=objective.num_views,
+        sentences=job.options.sentences,
         rank=job.context.rank,
         world_size=job.context.world_size,
         class_labels=opened.classes,

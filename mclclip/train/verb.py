@@ -158,6 +158,8 @@ def _settings(job: Job) -> dict[str, Any]:
     options["objective"] = _as_before(options["objective"])
     if not job.options.patch_dropout:
         del options["patch_dropout"]
+    if job.options.sentences is None:
+        del options["sentences"]
     if job.options.evaluate.metric is None:  # figures that are only recorded
         del options["evaluate"]
     model = to_tree(job.config.model_of(job.name))

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from mclclip import checkpoint, config, index
+from mclclip import checkpoint, config, index, make_dataset
 from mclclip.config import Config
+from mclclip.data import patterns
+from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.models.model import PatchDropout
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context, seed_everything
@@ -76,35 +78,64 @@ def test_float64_weights_agree_to_1e9(
         np.testing.assert_allclose(many["weights"][name], weights, atol=1e-9, rtol=0, err_msg=name)
 
 
-def test_a_longer_context_trains_alike(ranks: Ranks, data: Path, tmp_path: Path) -> None:
-    model = tiny.MODEL | {"text_cfg": tiny.MODEL["text_cfg"] | {"context_length": 24}}
-    found = []
-    for world_size in (1, 2):
-        tree = options_for(data, tmp_path / str(world_size), "float64", model)
-        tree["model"]["long_context"] = True
-        found.append(run_on(ranks, world_size, tree)["weights"])
-    positions = found[0]["model.clip.positional_embedding"]
-    assert positions.shape == (36, 16)
-    for name, weights in found[0].items():
-        np.testing.assert_allclose(found[1][name], weights, atol=1e-9, rtol=0, err_msg=name)
-
-
 @pytest.mark.parametrize("world_size", kept([1, 2], 0))
 def test_dropped_patches_are_those_of_the_step(
     ranks: Ranks, data: Path, tmp_path: Path, world_size: int
 ) -> None:
     """The second half of a training, repeated from the checkpoint before it, bit for bit."""
     tree = options_for(data, tmp_path / "run", "fp32", tiny.MODEL)
-    tree["base"] |= {"patch_dropout": 0.5, "checkpoint": {"every": STEPS // 2}}
-    tree["base"] |= {"engine": {"micro_batch": 5}}
+    tree["base"] |= {"patch_dropout": 0.5, "engine": {"micro_batch": 5}}
+    check_repeated(ranks, world_size, tree)
+
+
+def check_repeated(ranks: Ranks, world_size: int, tree: dict[str, Any]) -> dict[str, Any]:
+    """Trains, and again from the middle; both ends are equal bit for bit."""
+    tree["base"] |= {"checkpoint": {"every": STEPS // 2}}
     whole = run_on(ranks, world_size, tree)
-    directory = tmp_path / "run" / "stage_0" / "train"
+    directory = Path(tree["run_dir"]) / "stage_0" / "train"
     shutil.rmtree(directory / f"checkpoints/step_{STEPS:08d}")
     (directory / "manifest.json").rename(directory / "in_progress.json")
     again = run_on(ranks, world_size, tree)
     assert again["losses"] == whole["losses"]
     for name, weights in whole["weights"].items():
         np.testing.assert_array_equal(again["weights"][name], weights, err_msg=name)
+    return whole
+
+
+@pytest.fixture(scope="module")
+def paragraphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pictures with captions of four sentences."""
+    samples = [
+        PackedSample(
+            f"{number:04d}", make_dataset._jpeg(pattern.image), "jpg",
+            [" ".join(f"The {name} is {value}." for name, value in pattern.values.items())],
+        )
+        for number, pattern in enumerate(patterns.patterns(96, 0))
+    ]  # fmt: skip
+    data = tmp_path_factory.mktemp("paragraphs")
+    write_shards(samples, data / "shards", 48)
+    return data
+
+
+def test_sentences_are_those_of_the_step_on_any_ranks(
+    ranks: Ranks, paragraphs: Path, tmp_path: Path
+) -> None:
+    """With a longer context: resumed bit for bit on one rank and on two, which agree."""
+    model = tiny.MODEL | {"text_cfg": tiny.MODEL["text_cfg"] | {"context_length": 30}}
+    ends = []
+    for world_size in (1, 2):
+        tree = options_for(paragraphs, tmp_path / str(world_size), "float64", model)
+        tree["model"]["long_context"] = True
+        tree["base"]["sentences"] = {"number": 2, "leave_out_first": 0.5}
+        ends.append(check_repeated(ranks, world_size, tree)["weights"])
+    tree["run_dir"] = str(tmp_path / "all")
+    del tree["base"]["sentences"]
+    ends.append(run_on(ranks, 1, tree)["weights"])
+    positions = "model.clip.positional_embedding"
+    assert ends[0][positions].shape == (60, 16)
+    for name, weights in ends[0].items():
+        np.testing.assert_allclose(ends[1][name], weights, atol=1e-9, rtol=0, err_msg=name)
+    assert np.abs(ends[2][positions] - ends[0][positions]).max() > 1e-6
 
 
 def draws() -> list[int]:
