@@ -45,10 +45,12 @@ from mclclip.data.shard_filter import ShardFilter
 from mclclip.data.shard_scan import (
     IMAGE_CRC,
     LEFT_OUT,
+    PER_FIELD,
     REASONS,
     UNREADABLE,
     Findings,
-    caption_field,
+    caption_fields,
+    captions_text,
     check_names,
 )
 from mclclip.files import clean, move_aside, records_of, remove_leftovers
@@ -208,7 +210,8 @@ def _write(
         counts["pixels"] = True
     names = [SHARDS, SAMPLES]
     if values := read_values(directory):
-        counts["attributes"] = {name: len(values[name]) for name in values}
+        shown = {name: len(values[name]) for name in values if name != PER_FIELD}
+        counts |= {"attributes": shown} if shown else {}
         names.append(ATTRIBUTES)
     return artifact.finish(counts, content_digest=digest, records=records_of(directory, *names))
 
@@ -286,7 +289,8 @@ def _wanted_shards(
         if not name or "/" in name:
             raise ValueError(f"source name {name!r}: a key is 'source/key', use a name without /")
         try:
-            caption_field(source.captions)
+            captions = captions_text(source.captions)
+            caption_fields(captions)
         except ValueError as error:
             raise ValueError(f"{option}.captions: {error}") from None
         try:
@@ -300,7 +304,7 @@ def _wanted_shards(
         for path, stat in zip(paths, Remote(remote).stat(paths), strict=True):
             if stat is None:
                 raise FileNotFoundError(f"{option}.shards: {clean(path)} is not there any more")
-            shard = Shard(path, name, source.captions, 0, 0, stat.size, attributes, tag=stat.tag)
+            shard = Shard(path, name, captions, 0, 0, stat.size, attributes, tag=stat.tag)
             wanted.append(dataclasses.replace(shard, subset=subset, where=where))
     return wanted
 

@@ -49,7 +49,7 @@ from mclclip.data.options import DataConfig
 from mclclip.data.remote import RemoteOptions, protocol_of
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_reader import ShardReader
-from mclclip.data.shard_scan import caption_field
+from mclclip.data.shard_scan import caption_fields
 from mclclip.data.shard_writer import image_extension
 from mclclip.data.tar_members import TarFault, read_members
 from mclclip.ranks import collectives
@@ -294,7 +294,7 @@ class _Source:
         for sample_id, key in zip(ids.tolist(), self.index.keys(ids), strict=True):
             leads_out = not {"", ".."}.isdisjoint(re.split(r"[/\\]", key))
             captions = self.index.shards[int(self.index.shard_of[sample_id])].captions
-            extension = "txt" if caption_field(captions) is None else "json"
+            extension = "json" if caption_fields(captions) else "txt"
             names.append((f"{sample_id:09d}" if leads_out else key, extension))
         return names
 

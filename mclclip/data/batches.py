@@ -294,8 +294,7 @@ class TrainingBatches(Dataset[Batch]):
         """Which caption of each sample an epoch draws: int64 [n], keyed by (seed, stage, epoch,
         sample_id), and by the occurrence of the sample where samples have weights."""
         keys = self._text_keys(_CAPTION, epoch, sample_ids, occurrence)
-        num_captions = self.dataset.index.num_captions[np.asarray(sample_ids, dtype=np.int64)]
-        return (keys % np.maximum(num_captions, 1).astype(np.uint64)).astype(np.int64)
+        return self.dataset.index.drawn_captions(np.asarray(sample_ids, dtype=np.int64), keys)
 
     def _text_keys(
         self, purpose: int, epoch: int, sample_ids: Ids, occurrence: Integers | None

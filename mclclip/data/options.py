@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
-from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from mclclip.data.decode import MAX_IMAGE_PIXELS, Pixels
 from mclclip.data.remote import RemoteOptions, check_protocol, protocol_of
@@ -30,8 +30,10 @@ class SourceConfig:
     shards: str | list[str]
     """Tar shards: a brace list, a glob, a list of these, or ``@FILE`` with one per line; paths, or
     urls of S3, GS and HTTP."""
-    captions: str = "txt"
-    """``txt`` (one caption per sample) or ``json:FIELD`` (a string or a list of strings)."""
+    captions: str | dict[str, PositiveFloat] = "txt"
+    """``txt`` (one caption per sample), ``json:FIELD`` (a string or a list of strings), or several
+    fields by the probability that an epoch draws from each, such as ``{json:long: 0.3, json:short:
+    0.7}``. A sample that lacks one is drawn from the others."""
     attributes: list[str] = field(default_factory=list)
     """Fields of each sample's ``.json`` that the index keeps as attributes: strings or integers."""
     subset: str | None = None

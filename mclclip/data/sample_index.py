@@ -32,8 +32,9 @@ from mclclip.data.index_tables import (
     read_values,
 )
 from mclclip.data.shard_reader import ShardReader
-from mclclip.data.shard_scan import ATTRIBUTE, IMAGE_CRC, RANGES, TEXT_CRC
+from mclclip.data.shard_scan import ATTRIBUTE, IMAGE_CRC, PER_FIELD, RANGES, TEXT_CRC
 from mclclip.files import digest_json, own, read_json, write_json
+from mclclip.randomness import mix
 from mclclip.run.artifacts import Manifest, read_manifest, verb_of
 
 log = logging.getLogger("mclclip")
@@ -161,6 +162,31 @@ class SampleIndex:
             )
         return np.asarray(rows[place.to_numpy()], np.int64)
 
+    def drawn_captions(
+        self, ids: npt.NDArray[np.int64], keys: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[np.int64]:
+        """Numbers of the captions that ``keys`` draw of the samples ``ids``, int64 [n].
+
+        All captions of a sample are equally likely. Where they come from several fields, a field is
+        drawn by its probability first, among those that the sample has.
+        """
+        most = np.maximum(self.num_captions[ids], 1).astype(np.uint64)
+        numbers: npt.NDArray[np.int64] = (keys % most).astype(np.int64)
+        if PER_FIELD not in self._codes:
+            return numbers
+        draws = (np.asarray(mix(keys, 1), np.uint64) >> np.uint64(11)) * 2.0**-53
+        codes, values = self.attribute(PER_FIELD)
+        for code in np.unique(codes[ids]):
+            if code < 0:  # of another source, or without a caption
+                continue
+            pairs = np.array([pair.split("x") for pair in values[code].split(" ")], np.float64)
+            counts, ends = pairs[:, 0].astype(np.int64), np.cumsum(pairs[:, 1])
+            mine = codes[ids] == code
+            field = np.searchsorted(ends[:-1], draws[mine] * ends[-1], side="right")
+            place = (keys[mine] % counts[field].astype(np.uint64)).astype(np.int64)
+            numbers[mine] = (np.cumsum(counts) - counts)[field] + place
+        return numbers
+
     # --- samples without captions ---
 
     def without_caption(self, reader: str) -> npt.NDArray[np.int64]:
@@ -215,8 +241,8 @@ class SampleIndex:
         if name not in self._codes:
             raise ValueError(
                 f"the index at {self.directory} has no attribute {name!r}, it has "
-                f"{sorted(self._codes) or 'none'}: name it in data.sources.NAME.attributes, and "
-                "run 'mclclip index --force'"
+                f"{sorted({*self._codes} - {PER_FIELD}) or 'none'}: name it in "
+                "data.sources.NAME.attributes, and run 'mclclip index --force'"
             )
         codes, values = self._codes[name], self._values.get(name, [])
         if len(codes) and codes.max() >= len(values):

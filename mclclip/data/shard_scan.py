@@ -7,6 +7,7 @@ asks for is bounded, and a fault in it is counted by its reason.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -42,12 +43,16 @@ ROW = pa.schema(
 # CRC-32 of the member with the captions (0: none), and of the image where pixels are recorded.
 TEXT_CRC, IMAGE_CRC = "text_crc32", "image_crc32"
 ATTRIBUTE = "attribute:"  # begins the name of an attribute's column, which holds TEXT
+PER_FIELD = "captions per field"
+"""Attribute of samples whose captions come from several fields: ``2x0.3 1x0.7`` are two captions of
+a field that is drawn with the probability 0.3, and one of another."""
 TEXT = pa.dictionary(pa.int32(), pa.large_string())
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _METADATA = re.compile(r"__[^/]*__($|/)")  # webdataset's names of members that are no samples
 REASONS = {
     "no_image": "samples without an image, left out",
     "no_caption": "samples without a caption, kept: what needs captions leaves them out",
+    "no_field": "samples without one of the fields of captions: the others are drawn from",
     "zero_byte_image": "samples with an image of zero bytes, left out",
     "zero_byte_caption": "samples with a caption file of zero bytes, kept as without a caption",
     "no_attribute": "samples without a value of an attribute, kept: classes of it leave them out",
@@ -117,39 +122,64 @@ class Findings:
 # --- captions --------------------------------------------------------------------------------
 
 
-def caption_field(captions: str) -> str | None:
-    """The JSON field of ``json:FIELD``, None for ``txt``; ValueError for anything else."""
-    kind, _, name = captions.partition(":")
-    if captions != "txt" and (kind != "json" or not name):
-        raise ValueError(f"captions is {captions!r}, expected 'txt' or 'json:FIELD'")
-    return name or None
+def captions_text(captions: str | Mapping[str, float]) -> str:
+    """``data.sources.NAME.captions`` as a shard's record keeps it; a mapping is JSON there."""
+    if isinstance(captions, str):
+        return captions
+    return next(iter(captions)) if len(captions) == 1 else json.dumps(dict(captions))
+
+
+def caption_fields(captions: str) -> dict[str, float]:
+    """Probabilities of JSON fields by their names: none for ``txt``, one field for ``json:FIELD``,
+    several for the JSON of a mapping (``captions_text``); ValueError for anything else."""
+    given = {captions: 1.0}
+    if captions.startswith("{"):
+        given = parse_json(captions.encode(), "captions")
+    elif captions == "txt":
+        return {}
+    for key in given or [captions]:
+        if not key.startswith("json:") or key == "json:":
+            wanted = "'txt' or 'json:FIELD'" if len(given) == 1 else "'json:FIELD' for every field"
+            raise ValueError(f"captions is {key!r}, expected {wanted}")
+    return {key.removeprefix("json:"): share for key, share in given.items()}
+
+
+def captions_by_field(data: bytes, captions: str) -> list[list[str]]:
+    """The captions in a ``.txt`` or ``.json`` member, a list for each field of ``captions`` (one
+    for ``txt``), stripped; blank ones do not count.
+
+    A field holds a string or a list of strings; a missing field or another type gives no caption.
+    Raises ValueError for JSON that does not parse.
+    """
+    fields: list[Any] = []
+    if names := caption_fields(captions):
+        tree = parse_json(data, "a sample's .json")
+        fields = [tree.get(name) if isinstance(tree, dict) else None for name in names]
+    else:
+        fields = [data.decode("utf-8-sig", "replace")]
+    found = []
+    for values in fields:
+        listed = [values] if isinstance(values, str) else values
+        listed = listed if isinstance(listed, list) else []
+        # Lone surrogates (from \ud800 in JSON) are no text that a tokenizer could encode.
+        texts = (v.encode("utf-8", "replace").decode() for v in listed if isinstance(v, str))
+        found.append([text for text in map(str.strip, texts) if text])
+    return found
 
 
 def parse_captions(data: bytes, captions: str) -> list[str]:
-    """The captions in a ``.txt`` or ``.json`` member, stripped; blank ones do not count.
-
-    ``captions`` is ``txt`` or ``json:FIELD`` (a string or a list of strings; a missing field or
-    another type gives no caption). Raises ValueError for JSON that does not parse.
-    """
-    name = caption_field(captions)
-    if name is None:
-        values: Any = [data.decode("utf-8-sig", "replace")]
-    else:
-        tree = parse_json(data, "a sample's .json")
-        values = tree.get(name) if isinstance(tree, dict) else None
-        values = [values] if isinstance(values, str) else values
-    if not isinstance(values, list):
-        return []
-    # Lone surrogates (from \ud800 in JSON) are no text that a tokenizer could encode.
-    texts = (v.encode("utf-8", "replace").decode() for v in values if isinstance(v, str))
-    return [text for text in map(str.strip, texts) if text]
+    """All captions of a member (``captions_by_field``), those of the first field first."""
+    return [text for texts in captions_by_field(data, captions) for text in texts]
 
 
 # --- attributes ------------------------------------------------------------------------------
 
 
 def check_names(names: Sequence[str]) -> tuple[str, ...]:
-    """The names as a tuple. Raises ValueError for a blank name and for one that occurs twice."""
+    """The names as a tuple. Raises ValueError for a blank name, one that occurs twice, and the
+    index's own (`PER_FIELD`)."""
+    if PER_FIELD in names:
+        raise ValueError(f"{PER_FIELD!r} is an attribute that the index makes: rename the field")
     if any(not name.strip() for name in names) or len(set(names)) < len(names):
         raise ValueError(f"got {list(names)}: wanted names of JSON fields, each once")
     return tuple(names)
@@ -236,19 +266,22 @@ def scan_shard(
     """Reads the headers (and captions, ``attributes``, and with ``pixels`` images) of a tar shard.
 
     Members are grouped by webdataset's key rule, in any order within the shard. ``captions``:
-    ``txt`` or ``json:FIELD``; text_offset and text_size point at that member (0 and 0 where there
-    is none). A sample needs an image; an array (``.npy``) is the image of a sample that has no
-    picture. A sample without a caption is kept with num_captions 0; this and missing values of
-    attributes are counted in the findings. Keys get the prefix ``source/``. Samples that are not
+    ``txt``, ``json:FIELD`` or several fields (``caption_fields``); text_offset and text_size point
+    at that member (0 and 0 where there is none). A sample needs an image; an array (``.npy``) is
+    the image of a sample that has no picture. A sample without a caption is kept with num_captions
+    0; this, fields without a caption and missing values of attributes are counted in the findings.
+    Keys get the prefix ``source/``. Samples that are not
     ``chosen`` are counted by the filter's reasons and have no row. Raises ValueError for compressed
     tars (no random access), OSError where the file cannot be read, and the errors of the filter. A
     shard behind a url is fetched whole, once, as ``remote`` says.
     """
     path, findings, unseen = stored.path, Findings(), Findings()
-    text_extension = "txt" if caption_field(captions) is None else "json"
+    fields = caption_fields(captions)
+    text_extension = "json" if fields else "txt"
     members = (TEXT_CRC, IMAGE_CRC) if pixels else (TEXT_CRC,)
     extra = [pa.field(name, pa.uint32()) for name in members]
-    extra += [pa.field(ATTRIBUTE + name, TEXT) for name in attributes]
+    several = [PER_FIELD] if len(fields) > 1 else []
+    extra += [pa.field(ATTRIBUTE + name, TEXT) for name in [*attributes, *several]]
     rows: list[dict[str, Any]] = []
     taken: list[bool] = []
     with open_whole(stored, Remote(remote)) as file:
@@ -304,7 +337,7 @@ def _fill_row(
         unusable = "no_image" if image is None else "large_image"
         findings.add("zero_byte_image" if image and not image[1] else unusable, full)
         return False
-    text, num_captions, reason = group.text, 0, "no_caption"
+    text, reason, by_field = group.text, "no_caption", list[list[str]]()
     if text is not None and text[1] == 0:
         reason = "zero_byte_caption"
     elif text is not None and text[1] > MAX_TEXT_BYTES:
@@ -313,11 +346,19 @@ def _fill_row(
         data = _read(file, text)
         row[TEXT_CRC] = zlib.crc32(data)
         try:
-            num_captions = len(parse_captions(data, captions))
+            by_field = captions_by_field(data, captions)
         except ValueError:
             reason = "bad_json"
+    num_captions = sum(map(len, by_field))
     if not num_captions:
         findings.add(reason, full)
+    elif len(by_field) > 1:
+        shares = caption_fields(captions)
+        lacking = [name for name, texts in zip(shares, by_field, strict=True) if not texts]
+        for name in lacking:
+            findings.add(f"no_field:{name}", full)
+        pairs = zip(by_field, shares.values(), strict=True)
+        row[ATTRIBUTE + PER_FIELD] = " ".join(f"{len(t)}x{share!r}" for t, share in pairs if t)
     row |= zip(RANGES, (*image, *(text or (0, 0))), strict=True)
     row["num_captions"] = num_captions
     values = parse_attributes(read_member(file, group.json), attributes) if attributes else []

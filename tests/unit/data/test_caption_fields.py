@@ -1,0 +1,186 @@
+"""Captions from several fields: how often each is drawn, what is missing, what stays as it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mclclip import index
+from mclclip.config import Config
+from mclclip.data.batches import TrainingBatches
+from mclclip.data.groups import GroupedIndex
+from mclclip.data.sample_index import SampleIndex
+from mclclip.data.samples import TextFeatures
+from mclclip.data.shard_scan import (
+    PER_FIELD,
+    caption_fields,
+    captions_by_field,
+    captions_text,
+    check_names,
+    parse_captions,
+)
+from mclclip.data.shard_writer import PackedSample, write_shards
+from mclclip.ranks.process_group import SINGLE
+from mclclip.run.artifacts import read_manifest
+from mclclip.run.layout import Layout
+from tests import tiny
+from tests.batches import training_batches
+from tests.unit.data.test_batches import png, text_of, tokenize
+
+FIELDS = {"json:long": 0.3, "json:short": 0.6, "json:tags": 0.1}
+EPOCHS, NUM_SAMPLES = 600, 16
+
+
+def fields_of(number: int) -> dict[str, Any]:
+    """Of every sample a long caption, of most three short ones and some tags; one has none."""
+    facts: dict[str, Any] = {"long": f"{number} long"}
+    if number % 4:
+        facts["short"] = [f"{number} short {k}" for k in range(3)]
+    if number % 2:
+        facts["tags"] = [f"{number} tags", " ", 5]
+    return {} if number == 7 else facts
+
+
+def settled(folder: Path, captions: Any = FIELDS) -> Config:
+    samples = [
+        PackedSample(f"{n:02d}", png(n), "png", [], fields_of(n)) for n in range(NUM_SAMPLES)
+    ]
+    if not (folder / "shards").exists():
+        write_shards(samples, folder / "shards", 9)
+    tree = tiny.tree(folder / "run", folder)
+    tree["data"]["sources"]["patterns"]["captions"] = captions
+    return tiny.config.from_tree(tree, ())
+
+
+def indexed(config: Config, force: bool = False) -> SampleIndex:
+    index.run(config, SINGLE, force=force)
+    return SampleIndex.open(Layout.of(config).index)
+
+
+def batches(found: SampleIndex, **changes: Any) -> TrainingBatches:
+    options: dict[str, Any] = dict(
+        index=found, grouped=GroupedIndex.build(np.zeros(NUM_SAMPLES, np.int64), ()),
+        transform=lambda image: tokenize(["x"])[0], global_batch=4, seed=3,
+    )  # fmt: skip
+    return training_batches(**(options | changes))
+
+
+def test_a_field_is_drawn_as_often_as_asked_among_those_that_are_there(tmp_path: Path) -> None:
+    made = batches(indexed(settled(tmp_path)), tokenizer=tokenize)
+    ids = np.arange(NUM_SAMPLES)
+    drawn = np.stack([made.caption_numbers(ids, epoch) for epoch in range(EPOCHS)])
+    for number in set(range(NUM_SAMPLES)) - {7}:
+        facts = fields_of(number)
+        texts = captions_by_field(json.dumps(facts).encode(), captions_text(FIELDS))
+        whole = sum(share for share, own in zip(FIELDS.values(), texts, strict=True) if own)
+        counts = np.bincount(drawn[:, number], minlength=sum(map(len, texts)))
+        assert len(counts) == sum(map(len, texts))
+        place = 0
+        for share, own in zip(FIELDS.values(), texts, strict=True):
+            for _ in own:
+                wanted = share / whole / len(own)
+                bound = 4.5 * (wanted * (1 - wanted) / EPOCHS) ** 0.5
+                assert abs(counts[place] / EPOCHS - wanted) <= bound, (number, place)
+                place += 1
+
+
+def test_tokens_and_stored_features_are_of_the_same_caption(tmp_path: Path) -> None:
+    found = indexed(settled(tmp_path))
+    (tmp_path / "texts").mkdir()
+    rows = np.arange(found.num_captions.sum(), dtype=np.float32)[:, None]
+    for number, shard in enumerate(found.shards):
+        own = slice(found.caption_start[shard.start], found.caption_start[shard.stop])
+        np.save(tmp_path / "texts" / f"{number:05d}.npy", rows[own])
+    tokens = batches(found, tokenizer=tokenize)
+    stored = batches(found, text_features=TextFeatures(tmp_path / "texts", found))
+    text = captions_text(FIELDS)
+    captions = [
+        caption
+        for number in range(NUM_SAMPLES)
+        for caption in parse_captions(json.dumps(fields_of(number)).encode(), text)
+    ]
+    seen = set()
+    for step in range(60):
+        a, b = tokens[step], stored[step]
+        texts = [text_of(row) for row in a.text]
+        assert texts == [captions[int(row)] for row in b.text_features[:, 0]]
+        assert all(int(t.split()[0]) == n for t, n in zip(texts, a.sample_id.tolist(), strict=True))
+        seen |= {t.split()[1] for t in texts}
+    assert seen == {"long", "short", "tags"}
+
+
+def test_missing_fields_are_counted_and_digests_follow(tmp_path: Path) -> None:
+    config = settled(tmp_path)
+    first = indexed(config)
+    manifest = read_manifest(Layout.of(config).index, "index")
+    counts = {name: entry["count"] for name, entry in manifest.counts["findings"].items()}
+    assert counts == {"no_caption": 1, "no_field:short": 4, "no_field:tags": 8}
+    assert manifest.counts["captions"] == int(first.num_captions.sum()) == 15 + 3 * 11 + 7
+    assert "attributes" not in manifest.counts
+    with pytest.raises(ValueError, match="it has none: name it"):
+        first.attribute("colour")
+    digests = [first.digest]
+    for captions in ({**FIELDS, "json:tags": 0.2}, "json:long"):
+        other = settled(tmp_path, captions)
+        with pytest.raises(ValueError, match="was indexed with captions="):
+            indexed(other)
+        digests.append(indexed(other, force=True).digest)
+    assert len(set(digests)) == 3
+    assert indexed(settled(tmp_path, {"json:long": 1.0})).digest == digests[-1]  # one is no draw
+
+
+def test_a_single_field_draws_what_it_drew(tmp_path: Path) -> None:
+    """Beside a source of several fields too."""
+    single = settled(tmp_path, "json:short")
+    before = batches(indexed(single)).caption_numbers(np.arange(NUM_SAMPLES), 5)
+    tree = tiny.tree(tmp_path / "both", tmp_path)
+    source = {"shards": f"{tmp_path}/shards/*.tar"}
+    tree["data"]["sources"] = {
+        "patterns": source | {"captions": "json:short"},
+        "second": {"shards": f"{tmp_path}/copies/*.tar", "captions": FIELDS},
+    }
+    samples = [PackedSample(f"{n:02d}", png(n), "png", [], fields_of(n)) for n in range(9)]
+    write_shards(samples, tmp_path / "copies", 9)
+    both = indexed(tiny.config.from_tree(tree, ()))
+    made = batches(both, grouped=GroupedIndex.build(np.zeros(len(both), np.int64), ()))
+    np.testing.assert_array_equal(made.caption_numbers(np.arange(NUM_SAMPLES), 5), before)
+    codes, values = both.attribute(PER_FIELD)
+    assert (codes[:NUM_SAMPLES] == -1).all() and "1x0.3 3x0.6 1x0.1" in values
+
+
+def test_old_forms_are_read_to_the_letter() -> None:
+    data = json.dumps({"a=0.3,json:b=0.7": "odd", "a": "plain", "{": "brace"}).encode()
+    assert caption_fields("txt") == {} and caption_fields("json:a") == {"a": 1.0}
+    assert parse_captions(data, "json:a=0.3,json:b=0.7") == ["odd"]
+    assert parse_captions(data, "json:{") == ["brace"]
+    assert parse_captions(b" a text ", "txt") == ["a text"]
+    assert parse_captions(data, captions_text({"json:{": 1, "json:a": 2})) == ["brace", "plain"]
+    assert captions_by_field(b"[]", captions_text({"json:b": 1, "json:a": 2})) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("captions", "message"),
+    [
+        ({}, "captions is '{}', expected 'json:FIELD' for every field"),
+        ({"txt": 0.5, "json:a": 0.5}, "captions is 'txt', expected 'json:FIELD' for every field"),
+        ({"json:": 0.5, "json:a": 0.5}, "captions is 'json:', expected 'json:FIELD'"),
+        ({"a": 0.5}, "captions is 'a', expected 'txt' or 'json:FIELD'"),
+        ({"json:a": 0.0, "json:b": 1.0}, "greater than 0"),
+        ({"json:a": float("inf"), "json:b": 1.0}, "finite"),
+        (["json:a"], "data.sources.patterns.captions"),
+        ("csv", "captions is 'csv', expected 'txt' or 'json:FIELD'"),
+    ],
+)
+def test_what_names_no_field_is_one_line(captions: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        indexed(settled(tmp_path, captions))
+    assert "data.sources.patterns.captions" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_index_keeps_its_own_attribute() -> None:
+    with pytest.raises(ValueError, match="is an attribute that the index makes"):
+        check_names(["colour", PER_FIELD])
