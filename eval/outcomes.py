@@ -319,7 +319,7 @@ def difference(a: Outcomes, b: Outcomes) -> Difference:
         tail = min(np.count_nonzero(drawn <= 0), np.count_nonzero(drawn >= 0))
         p_value = min(1.0, 2.0 * (1 + tail) / (1 + len(drawn)))
         return Difference(value, low, high, p_value, "bootstrap", None, None, num_units, None)
-    values, largest, stratum = _by_unit(a, b)
+    values, largest, stratum = by_unit(a, b)
     better, items = a.measured_in.sign * values, None
     wins, losses = int(np.count_nonzero(better > 0)), int(np.count_nonzero(better < 0))
     if a.statistic == "mean":
@@ -379,7 +379,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return [float(value) for value in corrected]
 
 
-def _by_unit(a: Outcomes, b: Outcomes) -> tuple[FloatArray, FloatArray, IntArray]:
+def by_unit(a: Outcomes, b: Outcomes) -> tuple[FloatArray, FloatArray, IntArray]:
     """Each unit's part of the difference [U], the largest that it could have [U], its stratum [U].
 
     All strata are one where a unit has items in two of them, or a stratum has one unit.

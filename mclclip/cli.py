@@ -114,6 +114,27 @@ def _demo(args: argparse.Namespace) -> object:
     )
 
 
+def _race(args: argparse.Namespace) -> object:
+    from mclclip import race
+
+    # argparse gives --remedies and --seeds every word that follows them, overrides too.
+    every = [*args.remedies, *args.seeds]
+    overrides = [word for word in every if "=" in word] + args.overrides
+    remedies = [word for word in args.remedies if "=" not in word]
+    seeds = [word for word in args.seeds if "=" not in word]
+    if not all(seed.isdigit() for seed in seeds):
+        raise ValueError(f"--seeds got {' '.join(seeds)}: wanted numbers from 0 on")
+    if args.config is None or not remedies:
+        raise ValueError(
+            "wanted a base configuration and remedies, such as 'mclclip race --config ucm "
+            "--remedies mcl ifm'"
+        )
+    own = race.Race(
+        args.config, remedies, [*map(int, seeds)], args.only, overrides, force=args.force
+    )
+    return process.run(own.job, "race", own.run)
+
+
 def _report(args: argparse.Namespace) -> object:
     from mclclip import report
 
@@ -172,6 +193,7 @@ _FUNCTIONS: dict[str, Callable[..., object]] = {
     "blindspots": _function("curate.blindspots.run"),
     "filter": _function("curate.filter.run"),
     "run": _run,
+    "race": _race,
 }
 
 

@@ -19,6 +19,7 @@ _VARIANT = f"the method itself, a control of it, or the pilot's: {', '.join(_VAR
 _STAGE = "number of the stage; 0 is the base model"
 _SEVERAL: dict[str, Any] = {"action": "append", "default": []}
 _FORCE = "make again, and move the old aside"
+_UNFIT = "make again what is of other settings or damaged, and move the old aside"
 _REMAKE = "make it again, and move aside what is there; what was begun is resumed"
 _VARIABLE = "variable of the suite, such as data=FOLDER"
 
@@ -117,6 +118,8 @@ data:
 the method, as a whole and verb by verb:
   run           the whole method: every verb, over all stages
                 $ mclclip run --config ucm run_dir=runs/mine
+  race          one base, several remedies of equal cost -> which one helps
+                $ mclclip race --config ucm --remedies mcl ifm run_dir=runs/race
   index         tar shards -> sample index
                 $ mclclip index --config ucm
   embed         index + encoder -> embeddings
@@ -175,7 +178,15 @@ def build_parser() -> argparse.ArgumentParser:
             _add_report,
             _add_demo,
         ),
-        *(_add_checks, _add_stages, _add_figures, _add_blindspots, _add_filter, _add_run),
+        *(
+            _add_checks,
+            _add_stages,
+            _add_figures,
+            _add_blindspots,
+            _add_filter,
+            _add_run,
+            _add_race,
+        ),
     ):
         add(verbs)
     return parser
@@ -493,8 +504,20 @@ def _add_filter(verbs: Any) -> None:
     add("--against-cosine", type=float, metavar="COSINE", help="above this cosine (default: 0.95)")
 
 
+def _add_race(verbs: Any) -> None:
+    verb = _add(verbs, "race", _UNFIT)
+    verb.set_defaults(standalone=True)
+    add = verb.add_argument
+    words: dict[str, Any] = {"nargs": "+", "default": []}
+    remedies = "by name ('mclclip race --remedies x' lists them), or sweep files of your own"
+    add("--remedies", metavar="NAME|FILE", help=remedies, **words)
+    seeds = "of all that is drawn; what is shown is the mean over them (default: that of seed)"
+    add("--seeds", metavar="SEED", help=seeds, **words)
+    only = "train one remedy, by name or by its number from 1 on, or base; makes no table"
+    add("--only", metavar="NAME|NUMBER", help=only)
+
+
 def _add_run(verbs: Any) -> None:
-    force = "make again what is of other settings or damaged, and move the old aside"
-    verb = _add(verbs, "run", force)
+    verb = _add(verbs, "run", _UNFIT)
     share = "first judge the run by stage 1 on this share of the samples, such as 0.1 (the same as "
     verb.add_argument("--pilot", metavar="SHARE", help=f"{share}pilot.share=0.1)")

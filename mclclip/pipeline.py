@@ -45,23 +45,24 @@ from mclclip.train import verb as train
 log = logging.getLogger("mclclip")
 
 
-def run(config: Config, context: Context, *, force: bool = False) -> Path:
+def run(config: Config, context: Context, *, force: bool = False, only: str | None = None) -> Path:
     """Runs the whole method and returns the run directory.
 
     With ``pilot.stop_without_gain`` it may end after the pilot (see ``pilot.reason_to_stop``).
     Options that would stop the run only at a later stage are checked first: they raise ValueError
     or FileNotFoundError before anything is written. ``force`` makes artifacts again that are of
-    other settings or damaged; the others are kept.
+    other settings or damaged; the others are kept. ``only``: a control that runs without the
+    method itself, whose labels it must find where it reads any.
     """
     run_dir = Path(config.run_dir)
-    collectives.on_main(lambda: _check(config, context))
+    collectives.on_main(lambda: check(config, context))
     collectives.together(lambda: parts.check_pixels(config, config.trainings))
     recorded = run_dir / "config.yaml"
     before = recorded.read_bytes() if context.is_main and recorded.exists() else None
     text = configuration.dump(config).encode()
     collectives.on_main(lambda: files.write_bytes(recorded, text))
     try:
-        _steps(config, context, "unfit" if force else False)
+        _steps(config, context, "unfit" if force else False, only)
     except (ValueError, FileNotFoundError):
         if context.is_main and before is not None:  # the run did not accept the new options
             files.write_bytes(recorded, before)
@@ -70,11 +71,34 @@ def run(config: Config, context: Context, *, force: bool = False) -> Path:
     return run_dir
 
 
-def _steps(config: Config, context: Context, force: Force) -> None:
+def prepare(config: Config, context: Context, *, text: bool = False, force: bool = False) -> None:
+    """Makes what every training of stage 1 starts from: the index, stage 0, its figures and its
+    embeddings (of captions too with ``text``, or where the configuration reads them), clusters and
+    pseudo labels. Options are checked as by ``run``."""
+    remake: Force = "unfit" if force else False
+    collectives.on_main(lambda: check(config, context))
+    _check_data(config, index.run(config, context, force=remake))
+    _stage(config, context, 0, "mcl", remake)
+    embed.run(config, context, stage=0, text=text or None, force=remake)
+    cluster.run(config, context, stage=0, force=remake)
+
+
+def _steps(config: Config, context: Context, force: Force, only: str | None) -> None:
     _check_data(config, index.run(config, context, force=force))
     if "weighted" in config.export.concat:
         collectives.on_main(lambda: held_out.read(config))  # refused where a training reads them
     _stage(config, context, 0, "mcl", force)
+    if only is None and not _method(config, context, force):
+        return
+    for control in config.controls if only is None else [only]:
+        log.info("--- control: %s", control)
+        for stage in range(1, config.num_stages + 1):
+            _stage(config, context, stage, control, force)
+        _join(config, context, control, force)
+
+
+def _method(config: Config, context: Context, force: Force) -> bool:
+    """Every stage of MCL after stage 0, and their join; False where the pilot ends the run."""
     for stage in range(1, config.num_stages + 1):
         log.info("--- stage %d of %d", stage, config.num_stages)
         embed.run(config, context, stage=stage - 1, force=force)
@@ -82,16 +106,12 @@ def _steps(config: Config, context: Context, force: Force) -> None:
         if stage == 1 and config.pilot.share is not None:
             _pilot(config, context, force)
             if collectives.on_main(lambda: pilot.reason_to_stop(config)) is not None:
-                return
+                return False
         if collectives.on_main(partial(_needs_copies, config, stage, force)):
             reshard.run(config, context, stage=stage, force=force)
         _stage(config, context, stage, "mcl", force)
     _join(config, context, "mcl", force)
-    for control in config.controls:
-        log.info("--- control: %s", control)
-        for stage in range(1, config.num_stages + 1):
-            _stage(config, context, stage, control, force)
-        _join(config, context, control, force)
+    return True
 
 
 def _needs_copies(config: Config, stage: int, force: Force) -> bool:
@@ -111,7 +131,7 @@ def _pilot(config: Config, context: Context, force: Force) -> None:
     collectives.on_main(lambda: pilot.judge(config))
 
 
-def _check(config: Config, context: Context) -> None:
+def check(config: Config, context: Context) -> None:
     """Raises, before the first verb, errors of options that would stop the run later."""
     for name, options in config.trainings.items():
         check_ranks(name, options.global_batch, context.world_size)

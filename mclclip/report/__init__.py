@@ -61,7 +61,12 @@ def run(run_dir: str | None = None, *, config: str | None = None, out: Path | No
 
 def render(run: Run) -> str:
     """The page as text; the same bytes for the same run."""
-    environment = Environment(
+    return environment().get_template("page.html").render(_content(run))
+
+
+def environment() -> Environment:
+    """What renders the pages of this folder: all text is escaped, and what is missing an error."""
+    made = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=StrictUndefined,
@@ -69,9 +74,9 @@ def render(run: Run) -> str:
         lstrip_blocks=True,
         finalize=_printable,
     )
-    environment.filters["duration"] = story.duration
-    environment.filters["breakable"] = _breakable
-    return environment.get_template("page.html").render(_content(run))
+    made.filters["duration"] = story.duration
+    made.filters["breakable"] = _breakable
+    return made
 
 
 def _printable(value: Any) -> Any:

@@ -190,7 +190,7 @@ def _flatten(prefix: str, value: Any) -> dict[str, Any]:
     return {key: leaf for name, item in below.items() for key, leaf in _flatten(name, item).items()}
 
 
-def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
     """The first field in which two nested mappings differ, with both values; None if equal."""
     flat = [_flatten("", files.as_json(fields)) for fields in (old, new)]
     for key in sorted(flat[0].keys() | flat[1].keys()):
@@ -251,8 +251,8 @@ class Artifact:
             if write and not finished:
                 for below in [directory, *filter(Path.is_dir, directory.rglob("*"))]:
                     files.remove_leftovers(below)
-            difference = _difference(old, artifact._made_of())
-            if difference is None and not (
+            changed = difference(old, artifact._made_of())
+            if changed is None and not (
                 finished and (force is True or (force and damage_of(directory) is not None))
             ):
                 if finished:
@@ -262,7 +262,7 @@ class Artifact:
             holds_work = any(path != directory / INTENT for path in inside)
             if holds_work and not force:
                 raise ValueError(
-                    f"{directory} was made with other settings: {difference}. Use another output "
+                    f"{directory} was made with other settings: {changed}. Use another output "
                     f"directory, or --force to move the old one aside and make it again"
                 )
             if holds_work and write:

@@ -40,7 +40,7 @@ from mclclip.train.parts import Job, Opened
 log = logging.getLogger("mclclip")
 
 # Options of TrainConfig that change records or speed, not weights: a resumed run may change them.
-_RECORDS = ("checkpoint", "log_every", "profile_steps", "engine")
+RECORDS = ("checkpoint", "log_every", "profile_steps", "engine")
 _GROUPS = "grouped_index"  # folder of a training
 # Options of objectives that came later, with the value that all trainings had before.
 _LATER = {"equal_captions": "negatives"}
@@ -149,7 +149,7 @@ def _on_disk(job: Job, force: Force) -> Artifact:
 def _settings(job: Job) -> dict[str, Any]:
     """The options that the weights depend on, and the steps of a control. Options that came later
     are left out where they have the value that all trainings had before."""
-    options = {k: v for k, v in to_tree(job.options).items() if k not in _RECORDS}
+    options = {k: v for k, v in to_tree(job.options).items() if k not in RECORDS}
     plan = options["plan"]
     del plan["weights"]  # their digest is among the inputs
     for name, default in (("samples_per_epoch", None), ("block", 1)):

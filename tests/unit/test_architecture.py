@@ -54,6 +54,7 @@ ROOMS["pilot"] = {"compare", "plan", "config", "eval", "data", "run", "opened_ru
 # The method calls verbs, and what is above it the method.
 ROOMS["pipeline"] = {*ROOMS}
 ROOMS["demo"] = {*ROOMS}
+ROOMS["race"] = {*ROOMS}
 # The front door: the settings of a run, and the public functions.
 ROOMS["choices"] = {"config", "models", "plan"}
 ROOMS["process"] = {"ranks", "run", "config"}

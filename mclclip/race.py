@@ -1,0 +1,449 @@
+"""Verb: one base, several remedies of equal cost -> which of them is better than training alone.
+
+A remedy is a name and a few overrides on the base configuration. All remedies of a seed start from
+one index, one stage 0, its embeddings, clusters and pseudo labels, and see as many samples in as
+many steps as the base configuration's stages do together::
+
+    RACE/
+      race.json                 the base configuration, by which a later call is checked
+      base/seed_3/              index  stage_0/  stage_1/pseudo_labels  results.jsonl
+      mcl/seed_3/  ungrouped/seed_3/  ifm/seed_3/ ...
+                                a run each, whose index, stage_0 and labels lead to the base's
+      race.csv  race.html
+
+Finished work is skipped, so the same command resumes a race that was killed anywhere. Every remedy
+has a lock of its own, so that jobs may each train one (``only``), and a last call compares all.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from mclclip import config as configuration
+from mclclip import files, pilot, pipeline, plan
+from mclclip.config import Config, to_tree
+from mclclip.data.epoch_plan import total_steps
+from mclclip.eval import results
+from mclclip.opened_run import Run
+from mclclip.options import nearest
+from mclclip.plan import steps as planned
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import Context
+from mclclip.report import race as page
+from mclclip.report import story
+from mclclip.report.race import Entrant
+from mclclip.run import artifacts
+from mclclip.run.layout import Layout
+from mclclip.run.lock import RunLock
+from mclclip.train.verb import RECORDS
+
+log = logging.getLogger("mclclip")
+
+REMEDIES = """
+mcl             # groups of pseudo labels, stage by stage
+ungrouped       controls=[ungrouped]  # the same trainings without groups: the control
+random_groups   controls=[random_groups]  # groups of the same sizes whose members are drawn
+ifm             controls=[ungrouped] train.objective.kind=ifm  # implicit feature modification
+hcl             controls=[ungrouped] train.objective.kind=hcl  # hard negatives weigh more
+sigmoid         controls=[ungrouped] train.objective.kind=sigmoid  # SigLIP's loss
+supcon          num_stages=1 train.objective.kind=supcon train.objective.groups=false  # by cluster
+more_steps      num_stages=1 controls=[ungrouped] encoder=stage_1  # one training, all the steps
+wise            controls=[ungrouped] encoder=soup_uniform  # average of base and control (WiSE-FT)
+"""
+"""The remedies that are known by name, a line each: a name, overrides, and after # what it is.
+``controls=[NAME]`` runs that control in the place of the method, and ``encoder`` names the encoder
+that stands for the remedy (default: the one by which a run is judged, ``pilot.encoder_of``).
+Remedies with the same overrides share their trainings."""
+
+BASE, CONTROL = "base", "ungrouped"
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+_OWN = ("train.", "num_stages=", "controls=", "encoder=")  # what a remedy may set
+_EQUAL = ("train.steps=", "train.epochs=", "train.global_batch=")  # ... but for the same cost
+# Options of the base configuration that change neither weights nor groups, or differ by seed.
+_FREE = {"run_dir", "seed", "device", "deterministic", "num_threads", "wall_time_s", "eval"}
+_FREE |= {"peer_timeout_s", "poll_s", "track", "embed", "export"}
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A remedy: ``overrides`` on the base configuration, and the ``encoder`` that stands for it
+    (None: the one by which a run is judged); ``about`` it in a few words."""
+
+    name: str
+    overrides: tuple[str, ...]
+    encoder: str | None = None
+    about: str = ""
+
+
+def read_remedies(text: str, where: str) -> dict[str, Remedy]:
+    """The remedies of a text by name, a line each as in ``REMEDIES`` and in sweep files.
+
+    ``where`` names the text in errors: ValueError for a line that is no remedy, or one that sets
+    what all remedies share.
+    """
+    found: dict[str, Remedy] = {}
+    for line in text.splitlines():
+        words, _, about = (part.strip() for part in re.sub(r"(^|\s)#", "\n", line).partition("\n"))
+        if not words:
+            continue
+        name, *options = words.split()
+        if not _NAME.fullmatch(name) or name in (BASE, *found):
+            raise ValueError(
+                f"{where}: a remedy is named {name!r}: wanted letters, digits and . _ - (no . "
+                f"first), each name once, and not {BASE!r}"
+            )
+        for option in options:
+            if not option.startswith(_OWN) or option.startswith(_EQUAL):
+                raise ValueError(
+                    f"{where}: remedy {name!r} has {option!r}: a remedy sets options of train, "
+                    "num_stages, controls or encoder, but neither steps, epochs nor global_batch, "
+                    "since all remedies share the rest: run another race, or set it for all"
+                )
+        named = [o.removeprefix("encoder=") for o in options if o.startswith("encoder=")]
+        overrides = tuple(o for o in options if not o.startswith("encoder="))
+        found[name] = Remedy(name, overrides, named[-1] if named else None, about)
+    if not found:
+        raise ValueError(f"{where} has no remedies: wanted a line each, as in a sweep file")
+    return found
+
+
+def named(words: Sequence[str]) -> list[Remedy]:
+    """The remedies of ``words``, each a name or a sweep file of remedies, whose lines win over
+    names; mcl, of whose labels another may be made, and the control first, which is always there.
+
+    Raises ValueError for an unknown name, with the nearest ones, and FileNotFoundError for a file
+    that is not there.
+    """
+    known, chosen = read_remedies(REMEDIES, "the shipped remedies"), list[str]()
+    for word in (word for word in words if word.endswith(".sweep")):
+        if not Path(word).is_file():
+            raise FileNotFoundError(f"--remedies {word}: there is no such file")
+        known |= read_remedies(Path(word).read_text(), word)
+    for word in words:
+        if word.endswith(".sweep"):
+            chosen += read_remedies(Path(word).read_text(), word)
+        elif word in known:
+            chosen.append(word)
+        else:
+            raise ValueError(
+                f"no remedy {word!r} (nearest: {', '.join(nearest(word, known))}): name some of "
+                f"{', '.join(known)}, or a file of your own, such as mine.sweep"
+            )
+    first = [name for name in ("mcl", CONTROL) if name in (*chosen, CONTROL)]
+    return [known[name] for name in dict.fromkeys([*first, *chosen])]
+
+
+@dataclass(frozen=True)
+class Race:
+    """A race, of which nothing needs to be there yet.
+
+    recipe     the base configuration: a YAML file or the name of a shipped recipe
+    remedies   by name, or sweep files of remedies (``named``)
+    seeds      of everything that is drawn; empty: the configuration's
+    only       one remedy, by name or by its number from 1 on, or ``base``: no table is made then
+    overrides  on the base configuration
+    force      make again what is of other settings or damaged
+    """
+
+    recipe: str
+    words: Sequence[str]
+    seeds: Sequence[int] = ()
+    only: str | None = None
+    overrides: Sequence[str] = ()
+    force: bool = False
+
+    # --- settings ---
+
+    @cached_property
+    def base(self) -> Config:
+        """The base configuration, whose run directory is the race's."""
+        config = configuration.load(self.recipe, [*self.overrides, "controls=[]"])
+        if not config.has_stages:
+            raise ValueError("num_stages=0 has no training that could be mended: set num_stages")
+        if config.pilot.share is not None:
+            raise ValueError(f"a race has no pilot: leave out pilot.share={config.pilot.share}")
+        if not config.eval.suite:
+            raise ValueError("a race is judged by benchmarks, and eval.suite is empty: set it")
+        return config
+
+    @cached_property
+    def remedies(self) -> list[Remedy]:
+        """All remedies of the race, the control among them."""
+        return named(self.words)
+
+    @cached_property
+    def trained(self) -> list[Remedy]:
+        """The remedies with trainings of their own, in the order in which they run."""
+        first: dict[tuple[str, ...], Remedy] = {}
+        for one in self.remedies:
+            first.setdefault(self._trainings(one), one)
+        return [*first.values()]
+
+    def _trainings(self, remedy: Remedy) -> tuple[str, ...]:
+        return tuple(sorted(remedy.overrides))
+
+    def folder(self, remedy: Remedy, seed: int) -> Path:
+        """The run directory of a remedy's trainings."""
+        own = next(o for o in self.trained if self._trainings(o) == self._trainings(remedy))
+        return Path(self.base.run_dir) / own.name / f"seed_{seed}"
+
+    def base_of(self, seed: int) -> Config:
+        """The configuration of what the remedies of a seed share."""
+        run_dir = Path(self.base.run_dir) / BASE / f"seed_{seed}"
+        return replace(self.base, run_dir=str(run_dir), seed=seed)
+
+    @property
+    def all_seeds(self) -> list[int]:
+        """The seeds, those of the configuration where none were given."""
+        return [*self.seeds] or [self.base.seed]
+
+    def settings(self, remedy: Remedy, seed: int, steps: int | None = None) -> Config:
+        """The configuration of a remedy. ``steps``: of all its trainings together (None: those of
+        the base configuration, where it sets them).
+
+        Raises ValueError, naming the remedy, where the configuration refuses its overrides.
+        """
+        run_dir = self.folder(remedy, seed)
+        words = [*self.overrides, "controls=[]", *remedy.overrides]
+        try:
+            config = configuration.load(self.recipe, [*words, f"run_dir={run_dir}", f"seed={seed}"])
+            if len(config.controls) > 1 or not config.has_stages:
+                raise ValueError(
+                    f"got controls={config.controls} and num_stages={config.num_stages}: wanted "
+                    "one control or none, and at least one stage"
+                )
+            if steps is None and self.base.train.steps is not None:
+                steps = self.base.num_stages * self.base.train.steps
+            if steps is not None:
+                if steps % config.num_stages:
+                    raise ValueError(
+                        f"the {steps:,} steps of all remedies cannot be divided among "
+                        f"num_stages={config.num_stages}: set another train.steps"
+                    )
+                each = steps // config.num_stages
+                config = replace(config, train=replace(config.train, steps=each))
+        except ValueError as error:
+            raise ValueError(f"remedy {remedy.name!r}: {error}") from None
+        made = {f"stage_{number}" for number in range(1, config.num_stages + 1)}
+        made |= {f"concat_{kind}" for kind in config.export.concat}
+        made |= {"soup_uniform"} if config.export.soup else set()
+        if remedy.encoder is not None and remedy.encoder not in made:
+            raise ValueError(
+                f"remedy {remedy.name!r} is judged by {remedy.encoder}, which is not made: wanted "
+                f"one of {', '.join(sorted(made))} (export.soup and export.concat say which)"
+            )
+        return config
+
+    def encoder(self, remedy: Remedy) -> str:
+        """The name in results.jsonl of the encoder that stands for a remedy."""
+        config = self.settings(remedy, self.all_seeds[0])
+        name = remedy.encoder or pilot.encoder_of(config)
+        return Layout.of(config, *config.controls).model_name(name)
+
+    @cached_property
+    def job(self) -> Config:
+        """The configuration whose run directory this call writes to: the race's, or that of the
+        one remedy, so that several jobs may each train one."""
+        if self.only is None:
+            return self.base
+        return replace(self.base, run_dir=str(Path(self.base.run_dir) / self._only))
+
+    @cached_property
+    def _only(self) -> str:
+        """The name of the remedy that runs alone, or ``base``."""
+        name, trained = str(self.only), [one.name for one in self.trained]
+        if name.isdigit() and 1 <= int(name) <= len(trained):
+            return trained[int(name) - 1]
+        if name in (BASE, *trained):
+            return name
+        if name in (others := {one.name: one for one in self.remedies}):
+            own = self.folder(others[name], 0).parent.name
+            raise ValueError(f"--only {name}: it has no trainings of its own: name {own}")
+        numbered = ", ".join(f"{number} {own}" for number, own in enumerate(trained, 1))
+        raise ValueError(f"--only {name}: wanted {BASE}, or a remedy by name or number: {numbered}")
+
+    # --- running ---
+
+    def check(self, context: Context) -> None:
+        """Raises ValueError or FileNotFoundError, before anything is written, for what would stop
+        the race later, and where the base configuration is not that of what is there."""
+        if len(set(self.all_seeds)) != len(self.all_seeds):
+            raise ValueError(f"got the seeds {self.all_seeds}: each may be given once")
+        labels = [one.name for one in self.remedies if "controls=[random_groups]" in one.overrides]
+        mcl = any(not one.overrides for one in self.remedies)
+        if labels and self.base.num_stages > 1 and not mcl:
+            raise ValueError(
+                f"remedy {labels[0]!r} permutes the labels of all stages of mcl: name mcl too"
+            )
+        for remedy in self.remedies:
+            config = self.settings(remedy, self.all_seeds[0])
+            try:
+                pipeline.check(config, context)
+            except ValueError as error:
+                raise ValueError(f"remedy {remedy.name!r}: {error}") from None
+        path = self.record_path
+        if path.exists() and not self.force:
+            before = files.read_json(path)
+            if difference := artifacts.difference(before, self.record):
+                raise ValueError(
+                    f"{path.parent} is a race of another base configuration: {difference}. Give "
+                    "another run_dir, or --force to make again what depends on it"
+                )
+
+    @property
+    def record_path(self) -> Path:
+        """Where ``record`` lies."""
+        return Path(self.base.run_dir) / "race.json"
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Options of the base configuration that change what is trained."""
+        tree = {name: v for name, v in to_tree(self.base).items() if name not in _FREE}
+        tree["data"] = {"sources": tree["data"]["sources"], "pixels": tree["data"]["pixels"]}
+        for name in self.base.trainings:
+            tree[name] = {k: v for k, v in tree[name].items() if k not in RECORDS}
+        return files.as_json(tree)  # type: ignore[no-any-return]
+
+    def run(self, context: Context) -> None:
+        """Runs the race, or one remedy of it; see the module for what it leaves."""
+        collectives.on_main(lambda: self.check(context))
+        collectives.on_main(lambda: files.write_json(self.record_path, self.record))
+        for seed in self.all_seeds:
+            shared = self.base_of(seed)
+            with self._locked(shared, context):
+                text = any(self.settings(o, seed).needs_text_embeddings for o in self.trained)
+                log.info("=== race, seed %d: base", seed)
+                _record(shared, context)
+                pipeline.prepare(shared, context, text=text, force=self.force)
+            steps = collectives.on_main(partial(_steps_of, shared))
+            for remedy in self.trained:
+                if self.only is None or remedy.name == self._only:
+                    self._run(remedy, seed, steps, context)
+        if self.only is None:
+            collectives.on_main(lambda: self._compare(steps))
+
+    def _run(self, remedy: Remedy, seed: int, steps: int, context: Context) -> None:
+        """Trains, exports and evaluates a remedy."""
+        log.info("=== race, seed %d: %s", seed, remedy.name)
+        config = self.settings(remedy, seed, steps)
+        with self._locked(config, context):
+            collectives.on_main(lambda: self._share(config, seed))
+            control = config.controls[0] if config.controls else None
+            alone = replace(config, controls=[])
+            # The configuration that a control runs by names it, for those who open the run.
+            own = config if control else alone
+            pipeline.run(own, context, force=self.force, only=control)
+
+    def _share(self, config: Config, seed: int) -> None:
+        """Links what a run shares with the base, and of mcl the labels that its control permutes;
+        copies the base's figures."""
+        base, run_dir = Path(self.base_of(seed).run_dir), Path(config.run_dir)
+        shared = {name: base / name for name in ("index", "stage_0")}
+        sources = {1: base}
+        if config.controls == ["random_groups"]:
+            mcl = self.folder(next(one for one in self.remedies if not one.overrides), seed)
+            sources |= dict.fromkeys(range(2, config.num_stages + 1), mcl)
+        for stage, source in sources.items():
+            labels = Path(f"stage_{stage}/pseudo_labels")
+            if artifacts.is_finished(source / labels):
+                shared[str(labels)] = source / labels
+            elif stage > 1:
+                raise FileNotFoundError(
+                    f"{config.run_dir} needs the labels of stage {stage} of mcl, which are not "
+                    f"finished in {source}: train mcl first (--only mcl)"
+                )
+        for name, source in shared.items():
+            link = run_dir / name
+            if not link.is_symlink() and not link.exists():
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.symlink_to(os.path.relpath(source, link.parent.resolve()))
+        own = base / "results.jsonl"
+        results.copy(results.read(own), own, run_dir / "results.jsonl")
+
+    # --- comparing ---
+
+    def _compare(self, steps: int) -> None:
+        """Compares all remedies; writes the table and the page, and prints what they show."""
+        folder, seeds = Path(self.base.run_dir), self.all_seeds
+        base = Entrant(BASE, "stage_0", [Path(self.base_of(seed).run_dir) for seed in seeds])
+        entrants = [self._entrant(remedy, steps) for remedy in self.remedies]
+        control = next(one for one in entrants if one.name == CONTROL)
+        for one in entrants:
+            one.cost["share"] = one.cost["operations"] / control.cost["operations"]
+        found = page.standings(base, control, entrants, [*self.base.eval.suite])
+        files.write_bytes(folder / page.TABLE, page.frame(found).to_csv(index=False).encode())
+        text = page.render(folder.resolve().name, found, base, entrants)
+        files.write_bytes(folder / page.PAGE, text.encode())
+        print(page.table(found, entrants))
+        for sentence in page.sentences(found):
+            print("\n" + textwrap.fill(files.clean(sentence), results.WIDTH))
+        log.info("wrote %s and %s", folder / page.PAGE, folder / page.TABLE)
+
+    def _entrant(self, remedy: Remedy, steps: int) -> Entrant:
+        """A remedy that has run, with its cost: the mean over seeds of what was recorded."""
+        runs = [self.folder(remedy, seed) for seed in self.all_seeds]
+        settings = self.settings(remedy, self.all_seeds[0], steps)
+        variant = settings.controls[0] if settings.controls else "mcl"
+        passes = plan.make(settings, plan.Machine())["hours"]["passes"]
+        own = [of for of in passes if of["stage"] > 0 and of["variant"] == variant]
+        operations = sum(of["sample"] * of["samples"][1] for of in own if of["samples"])
+        recorded = [
+            one
+            for run in runs
+            for one in story.trainings(Run.open(run, checks_index=False))
+            if one["stage"] > 0 and one["variant"] == variant
+        ]
+        totals = [
+            story.total([one[name] for one in recorded]) for name in ("seconds", "rank_hours")
+        ]
+        seconds, hours = (None if total is None else total / len(runs) for total in totals)
+        first = runs[0].parent.name
+        cost = {
+            "steps": steps,
+            "samples": steps * settings.train.global_batch,
+            "operations": operations,
+            "seconds": seconds,
+            "rank_hours": hours,
+            "of": None if first == remedy.name else first,
+        }
+        options = " ".join(remedy.overrides)
+        return Entrant(remedy.name, self.encoder(remedy), runs, remedy.about, options, cost)
+
+    @contextmanager
+    def _locked(self, config: Config, context: Context) -> Iterator[None]:
+        """Holds the lock of a run directory on the first rank; the lock of the base is waited for,
+        since jobs that start together make it once."""
+        lock = RunLock(Path(config.run_dir), wait_s=self.base.peer_timeout_s)
+        collectives.together(lambda: context.is_main and lock.__enter__())
+        if context.is_main:
+            files.remove_leftovers(Path(config.run_dir))
+        try:
+            yield
+        finally:
+            if context.is_main:
+                lock.__exit__(None, None, None)
+
+
+def _record(config: Config, context: Context) -> None:
+    """Writes the configuration of a run into its directory."""
+    path, text = Path(config.run_dir) / "config.yaml", configuration.dump(config).encode()
+    collectives.on_main(lambda: files.write_bytes(path, text))
+
+
+def _steps_of(shared: Config) -> int:
+    """The steps of all stages together: those of ``train.steps``, or its epochs without groups over
+    the samples that can be used, so that no policy on groups changes them."""
+    if (own := shared.train.steps) is None:
+        plain = replace(shared, num_stages=1, controls=["ungrouped"])
+        control = planned.count(plain, None)["trainings"][-1]
+        own = total_steps(None, shared.train.epochs, control["steps_per_epoch"][0])
+    return shared.num_stages * own

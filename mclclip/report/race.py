@@ -1,0 +1,361 @@
+"""A race as a table, a page and a few sentences: what every remedy gains and loses.
+
+Every remedy is compared with the base and with the ungrouped control, in the main metrics of every
+benchmark, over all seeds (``eval.seeds``); p-values are corrected over all of these by Holm's
+method. Parts of a metric, such as Types of minimal pairs, are corrected among themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from scipy.special import stdtrit
+from tabulate import tabulate
+
+from mclclip import __version__, compare
+from mclclip.compare import LEVEL, Comparison
+from mclclip.eval import outcomes, results, seeds
+from mclclip.eval.outcomes import Outcomes
+from mclclip.files import clean
+from mclclip.opened_run import Run
+from mclclip.report import charts, environment
+from mclclip.report.story import duration
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+PAGE, TABLE = "race.html", "race.csv"
+MOST_PARTS = 40
+"""Parts of a metric up to which all of them are shown: Types and rules are, a thousand classes are
+not."""
+
+Against = Literal["base", "control"]
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A remedy, the control or the base, as it ran.
+
+    encoder     its name in results.jsonl
+    runs        the run directory of every seed
+    options     its overrides, in words
+    cost        figures of a seed: steps, samples, operations and their share of the control's,
+                seconds and rank_hours (None: unknown), and whose trainings these are (``of``)
+    """
+
+    name: str
+    encoder: str
+    runs: Sequence[Path]
+    about: str = ""
+    options: str = ""
+    cost: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A comparison in one part of a metric, such as a Type."""
+
+    name: str
+    comparison: Comparison
+
+
+@dataclass(frozen=True)
+class Standings:
+    """All comparisons of a race.
+
+    whole   those of main metrics, by what they are against
+    parts   those of the parts of a main metric, in the order of ``whole``
+    """
+
+    whole: Mapping[Against, Sequence[Comparison]]
+    parts: Mapping[Against, Sequence[Part]]
+    num_seeds: int
+
+    @cached_property
+    def metrics(self) -> list[tuple[str, str]]:
+        """Benchmark and metric, in order."""
+        every = (c for of in self.whole.values() for c in of)
+        return [*dict.fromkeys((c.row.benchmark, c.row.metric) for c in every)]
+
+    def of(self, name: str, metric: tuple[str, str], against: Against) -> Comparison | None:
+        """One remedy in one metric; None for the control against itself."""
+        for c in self.whole[against]:
+            if c.row.model == name and (c.row.benchmark, c.row.metric) == metric:
+                return c
+        return None
+
+
+# --- comparisons ---------------------------------------------------------------------------------
+
+
+def standings(
+    base: Entrant, control: Entrant, remedies: Sequence[Entrant], benchmarks: Sequence[str]
+) -> Standings:
+    """Compares all ``remedies``, the control among them, with base and control.
+
+    Raises FileNotFoundError and ValueError where figures or outcomes are missing, damaged or not of
+    the same items.
+    """
+    measured = _Measured(benchmarks)
+    others: dict[Against, Entrant] = {"base": base, "control": control}
+    whole: dict[Against, list[Comparison]] = {"base": [], "control": []}
+    parts: dict[Against, list[Part]] = {"base": [], "control": []}
+    for metric in measured.metrics(base):
+        for against, other in others.items():
+            for own in remedies:
+                if own.name == other.name:
+                    continue
+                one, of_parts = measured.compared(own, other, metric)
+                whole[against].append(one)
+                parts[against] += of_parts
+    count = len(whole["base"])
+    corrected = _corrected([*whole["base"], *whole["control"]])
+    for against in others:
+        settled = _corrected([part.comparison for part in parts[against]])
+        parts[against] = [
+            replace(p, comparison=c) for p, c in zip(parts[against], settled, strict=True)
+        ]
+    split: dict[Against, list[Comparison]] = {}
+    split["base"], split["control"] = corrected[:count], corrected[count:]
+    return Standings(split, parts, len(base.runs))
+
+
+def _corrected(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    p_values = outcomes.holm([c.difference.p_value for c in comparisons])
+    return [replace(c, corrected=p) for c, p in zip(comparisons, p_values, strict=True)]
+
+
+class _Measured:
+    """The figures of runs and the outcomes of their items, each read once."""
+
+    def __init__(self, benchmarks: Sequence[str]) -> None:
+        self.benchmarks, self.read = benchmarks, compare.Reader()
+        self._cells: dict[Path, dict[tuple[str, str, str], compare.Row]] = {}
+
+    def _rows(self, run: Path) -> dict[tuple[str, str, str], compare.Row]:
+        if run not in self._cells:
+            rows = compare.rows_of(Run(run))
+            cells = {(row.benchmark, row.metric, row.model): (row, path) for row, path in rows}
+            self._cells[run] = cells
+        return self._cells[run]
+
+    def metrics(self, base: Entrant) -> list[tuple[str, str]]:
+        """The main metrics of the benchmarks."""
+        return [
+            (benchmark, metric)
+            for (benchmark, metric, model), (row, _) in self._rows(base.runs[0]).items()
+            if model == base.encoder
+            and benchmark in self.benchmarks
+            and row.protocol.get("level") == "headline"
+        ]
+
+    def _of(self, one: Entrant, metric: tuple[str, str]) -> list[compare.Row]:
+        found = [self._rows(run).get((*metric, one.encoder)) for run in one.runs]
+        if None in found:
+            run = one.runs[found.index(None)]
+            raise FileNotFoundError(
+                f"{run} has no figure of {one.encoder} on {metric[0]} ({metric[1]}): the race has "
+                "not come so far, run it without --only"
+            )
+        return [row for row in found if row is not None]
+
+    def compared(
+        self, own: Entrant, other: Entrant, metric: tuple[str, str]
+    ) -> tuple[Comparison, list[Part]]:
+        """Two entrants in a metric, and in the parts of it, not corrected yet."""
+        rows, against = self._of(own, metric), self._of(other, metric)
+        pairs = [(self.read(*a), self.read(*b)) for a, b in zip(rows, against, strict=True)]
+        try:
+            one = _comparison(own, rows, other, against, pairs)
+            split = [
+                (a.of_each_stratum(), b.of_each_stratum())
+                for a, b in pairs
+                if a.statistic == "mean"
+            ]
+            names = [*split[0][0]] if split else []
+            if not 1 < len(names) <= MOST_PARTS:
+                return one, []
+            return one, [
+                Part(name, _of_part(one, [(a[name], b[name]) for a, b in split])) for name in names
+            ]
+        except outcomes.NotTheSame as error:
+            raise ValueError(
+                f"{own.name} and {other.name} were not measured on the same items of {metric[0]}: "
+                f"{error}; run the race with --force"
+            ) from None
+
+
+def _comparison(
+    own: Entrant,
+    rows: Sequence[compare.Row],
+    other: Entrant,
+    against: Sequence[compare.Row],
+    pairs: Sequence[tuple[Outcomes, Outcomes]],
+) -> Comparison:
+    """The comparison of the means over seeds, not corrected."""
+    means = [
+        replace(some[0][0], model=one.name, value=float(np.mean([row.value for row, _ in some])))
+        for one, some in ((own, rows), (other, against))
+    ]
+    difference = seeds.difference(pairs)
+    return Comparison(means[0], means[1], difference, difference.p_value)
+
+
+def _of_part(whole: Comparison, pairs: Sequence[tuple[Outcomes, Outcomes]]) -> Comparison:
+    scale = whole.row.unit.scale
+    values = [scale * float(np.mean([pair[side].value() for pair in pairs])) for side in (0, 1)]
+    count = len(pairs[0][0])
+    own, other = (
+        replace(row, value=value, count=count)
+        for row, value in zip((whole.row, whole.against), values, strict=True)
+    )
+    difference = seeds.difference(pairs)
+    return Comparison(own, other, difference, difference.p_value)
+
+
+# --- in words and tables -------------------------------------------------------------------------
+
+
+def sentences(found: Standings) -> list[str]:
+    """What the race shows: what beats the control and what is worse, and how far to trust it."""
+    control = found.whole["control"]
+    better, worse = (
+        [_named(c) for c in control if c.verdict == verdict] for verdict in ("better", "worse")
+    )
+    metrics = f"{len(found.metrics)} main metric(s)"
+    lines = [
+        f"Better than the ungrouped control beyond chance: {'; '.join(better)}."
+        if better
+        else "Nothing beats the ungrouped control: no remedy is better than it beyond chance in "
+        f"any of {metrics}."
+    ]
+    if worse:
+        lines.append(f"Worse than the ungrouped control beyond chance: {'; '.join(worse)}.")
+    base = [c for c in found.whole["base"] if c.verdict != "inside the noise"]
+    lines.append(
+        "Against the base beyond chance: " + "; ".join(f"{_named(c)} {c.verdict}" for c in base)
+        + "."
+        if base
+        else "Against the base no remedy, and not the control either, is better or worse beyond "
+        "chance."
+    )  # fmt: skip
+    return [*lines, _trust(found)]
+
+
+def _named(c: Comparison) -> str:
+    return f"{c.row.model} on {c.row.benchmark} ({c.texts()[2]} {c.row.unit.difference})"
+
+
+def _trust(found: Standings) -> str:
+    """How a verdict is made with this number of seeds, and what it cannot show."""
+    number = sum(map(len, found.whole.values()))
+    if found.num_seeds == 1:
+        return (
+            "Each remedy was trained with one seed: tests and intervals know the items of the "
+            "benchmarks alone, and another seed may differ. Give --seeds with several."
+        )
+    bound = -float(stdtrit(found.num_seeds - 1, LEVEL / 2 / max(number, 1)))
+    few = " Few seeds can show large differences alone; five show more." if bound > 8 else ""
+    return (
+        f"Differences are paired within each of {found.num_seeds} seeds and are means over them. "
+        f"The smallest of {number} p-values is below {LEVEL} after Holm's correction where a "
+        f"difference is {bound:,.3g} times its standard error over seeds and items.{few}"
+    )
+
+
+def table(found: Standings, remedies: Sequence[Entrant]) -> str:
+    """The differences to the control and to the base, as text for a terminal."""
+    blocks = []
+    for against, title in (("control", "against the ungrouped control"), ("base", "against base")):
+        body = []
+        for one in remedies:
+            cells = [found.of(one.name, metric, against) for metric in found.metrics]  # type: ignore[arg-type]
+            if any(cells):
+                body.append([one.name, *(_cell(c) for c in cells)])
+        heads = [results.wrapped(f"{clean(b)}, {clean(m)}", 24) for b, m in found.metrics]
+        text = tabulate(body, headers=[title, *heads], disable_numparse=True)
+        blocks.append(text)
+    return "\n\n".join(blocks)
+
+
+def _cell(c: Comparison | None) -> str:
+    if c is None:
+        return "-"
+    _, _, change, low, high = c.texts()
+    return f"{change} ({low} to {high})\n{c.verdict}"
+
+
+def frame(found: Standings) -> DataFrame:
+    """Every comparison as a row, those of parts too, whose ``part`` is named."""
+    import pandas
+
+    rows = [("", c) for of in found.whole.values() for c in of]
+    rows += [(part.name, part.comparison) for of in found.parts.values() for part in of]
+    made: DataFrame = compare.frame([c for _, c in rows])
+    made.insert(2, "part", [clean(name) for name, _ in rows])
+    return pandas.DataFrame(made)
+
+
+# --- the page ------------------------------------------------------------------------------------
+
+
+def render(title: str, found: Standings, base: Entrant, remedies: Sequence[Entrant]) -> str:
+    """The page as text; the same bytes for the same race."""
+    control = found.whole["control"]
+    count = len({c.row.model for c in control if c.verdict == "better"})
+    tiles = [
+        (f"{count} of {len(remedies) - 1}", "remedies better than the ungrouped control", ""),
+        (str(found.num_seeds), "seeds" if found.num_seeds > 1 else "seed", ""),
+        (str(sum(map(len, found.whole.values()))), "comparisons", "corrected by Holm's method"),
+    ]
+    if seconds := [own for one in remedies if (own := one.cost.get("seconds")) is not None]:
+        total = duration(found.num_seeds * sum(seconds))
+        tiles.append((total, "of training", "remedies alone, over all seeds"))
+    most = {
+        metric: max((_moved(c) for c in control if _metric(c) == metric), default=1)
+        for metric in found.metrics
+    }
+    content = {
+        "title": title,
+        "version": __version__,
+        "tiles": tiles,
+        "sentences": sentences(found),
+        "base": base,
+        "remedies": remedies,
+        "found": found,
+        "bars": lambda c: charts.balance(
+            c.difference.wins or 0, c.difference.losses or 0, most[_metric(c)]
+        ),
+        "parts": _heat(found),
+        "level": LEVEL,
+    }
+    return environment().get_template("race.html").render(content)
+
+
+def _metric(c: Comparison) -> tuple[str, str]:
+    return c.row.benchmark, c.row.metric
+
+
+def _moved(c: Comparison) -> int:
+    return max(c.difference.wins or 0, c.difference.losses or 0, 1)
+
+
+def _heat(found: Standings) -> list[dict[str, Any]]:
+    """For every metric with parts, and by what it is against: the names of the remedies, and of
+    every part its number of items and its comparisons."""
+    tables = []
+    for metric in found.metrics:
+        for against in ("control", "base"):
+            own = [p for p in found.parts[against] if _metric(p.comparison) == metric]
+            rows: dict[str, dict[str, Comparison]] = {}
+            for part in own:
+                rows.setdefault(part.name, {})[part.comparison.row.model] = part.comparison
+            if rows:
+                names = list(dict.fromkeys(p.comparison.row.model for p in own))
+                tables.append({"metric": metric, "against": against, "names": names, "rows": rows})
+    return tables
