@@ -102,7 +102,8 @@ def read_remedies(text: str, where: str) -> dict[str, Remedy]:
                 f"first), each name once, and not {BASE!r}"
             )
         for option in options:
-            if not option.startswith(_OWN) or option.startswith(_EQUAL):
+            allowed = option.startswith(_OWN) and "=" in option
+            if not allowed or option.startswith(_EQUAL):
                 raise ValueError(
                     f"{where}: remedy {name!r} has {option!r}: a remedy sets options of train, "
                     "num_stages, controls or encoder, but neither steps, epochs nor global_batch, "
@@ -393,7 +394,8 @@ class Race:
         runs = [self.folder(remedy, seed) for seed in self.all_seeds]
         settings = self.settings(remedy, self.all_seeds[0], steps)
         variant = settings.controls[0] if settings.controls else "mcl"
-        passes = plan.make(settings, plan.Machine())["hours"]["passes"]
+        # Without the training of the base, which all remedies share.
+        passes = plan.make(replace(settings, base=None), plan.Machine())["hours"]["passes"]
         own = [of for of in passes if of["stage"] > 0 and of["variant"] == variant]
         operations = sum(of["sample"] * of["samples"][1] for of in own if of["samples"])
         recorded = [

@@ -3,17 +3,164 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from mclclip.eval import outcomes, seeds
-from mclclip.eval.outcomes import Outcomes
+from mclclip.eval.outcomes import NotTheSame, Outcomes
 from tests.matrix import SOAK, fuller_in_soak, kept
 
+Pairs = list[tuple[Outcomes, Outcomes]]
 
-def of_values(values: Sequence[float] | np.ndarray, **more: object) -> Outcomes:
-    return Outcomes([str(n) for n in range(len(values))], np.asarray(values), **more)  # type: ignore[arg-type]
+
+def of_values(values: Sequence[float] | np.ndarray, **more: Any) -> Outcomes:
+    return Outcomes([str(n) for n in range(len(values))], np.asarray(values), **more)
+
+
+def drawn_pairs(rng: np.random.Generator, count: int, items: int = 40, **more: Any) -> Pairs:
+    """Right answers of two methods with ``count`` seeds each."""
+    hard = rng.normal(0.3, 1.0, items)
+    bar = np.array([[0.2], [0.0]])
+    made = [(hard + rng.normal(0, 0.5, (2, items)) > bar) * 1.0 for _ in range(count)]
+    return [(of_values(own, **more), of_values(other, **more)) for own, other in made]
+
+
+# --- definitions written out ---------------------------------------------------------------------
+
+
+def slow_error(pairs: Pairs) -> tuple[float, list[float]]:
+    """The standard error of two to four seeds, and the seeds' differences, of one stratum."""
+    of_seeds = [float(np.mean(a.values - b.values)) for a, b in pairs]
+    number, items = len(pairs), len(pairs[0][0])
+    mean = sum(of_seeds) / number
+    over_seeds = sum((d - mean) ** 2 for d in of_seeds) / (number - 1) / number
+    # Every item once, half an invented item that is won, half one that is lost, one without change.
+    values = [(float(np.mean([a.values[i] - b.values[i] for a, b in pairs])), 1.0)
+              for i in range(items)]  # fmt: skip
+    values += [(1.0, 0.5), (-1.0, 0.5), (0.0, 1.0)]
+    total = sum(weight for _, weight in values)
+    middle = sum(weight * value for value, weight in values) / total
+    spread = sum(weight * (value - middle) ** 2 for value, weight in values) / total
+    return float(np.sqrt(over_seeds + spread / (items - 1))), of_seeds
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_few_seeds_are_a_t_of_seeds_joined_with_items(count: int) -> None:
+    pairs = drawn_pairs(np.random.default_rng(10 + count), count)
+    error, of_seeds = slow_error(pairs)
+    found = seeds.difference(pairs)
+    mean = float(np.mean(of_seeds))
+    assert found.value == pytest.approx(mean, abs=1e-6) and mean != 0
+    half = stats.t.ppf(0.975, count - 1) * error
+    assert (found.low, found.high) == pytest.approx((mean - half, mean + half), abs=1e-6)
+    assert found.p_value == pytest.approx(2 * stats.t.sf(abs(mean) / error, count - 1), abs=1e-6)
+    means = np.mean([a.values - b.values for a, b in pairs], axis=0)
+    assert (found.wins, found.losses) == (int((means > 0).sum()), int((means < 0).sum()))
+    assert found.items == pytest.approx(40 * mean, abs=1e-5)
+
+
+def test_five_seeds_are_a_bootstrap_of_seeds_and_items() -> None:
+    rng, count, items = np.random.default_rng(5), 5, 40
+    pairs = drawn_pairs(rng, count, items)
+    table = np.stack([a.values - b.values for a, b in pairs]).astype(float)
+    drawn = []
+    for _ in range(4000):
+        rows, columns = rng.integers(count, size=count), rng.integers(items, size=items)
+        drawn.append(table[np.ix_(rows, columns)].mean())
+    error = np.std(drawn) * np.sqrt(count / (count - 1) * items / (items - 1))
+    found = seeds.difference(pairs)
+    half = (found.high - found.low) / 2
+    assert half == pytest.approx(stats.t.ppf(0.975, count - 1) * error, rel=0.08)
+    assert found.p_value == pytest.approx(
+        2 * stats.t.sf(abs(found.value) / (half / stats.t.ppf(0.975, 4)), 4), abs=1e-9
+    )
+
+
+def test_one_seed_is_the_test_of_compare() -> None:
+    pairs = drawn_pairs(np.random.default_rng(0), 1)
+    assert seeds.difference(pairs) == outcomes.difference(*pairs[0])
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_what_a_seed_changes_for_both_does_not_count(count: int) -> None:
+    """A seed that is lucky for both by the same items leaves the difference as it is."""
+    pairs = drawn_pairs(np.random.default_rng(1), 1, 60) * count
+    lucky = []
+    for number, (a, b) in enumerate(pairs):
+        equal = np.flatnonzero(a.values == b.values)[: 5 * number]
+        own, other = a.values.copy(), b.values.copy()
+        own[equal] = other[equal] = 1.0
+        lucky.append((of_values(own), of_values(other)))
+    plain, moved = seeds.difference(pairs), seeds.difference(lucky)
+    assert (moved.value, moved.p_value) == pytest.approx((plain.value, plain.p_value), abs=1e-6)
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_no_difference_at_all_is_no_verdict(count: int) -> None:
+    same = [(of_values([1.0, 0.0, 1.0]), of_values([1.0, 0.0, 1.0]))] * count
+    found = seeds.difference(same)
+    assert (found.value, found.p_value, found.wins, found.losses) == (0.0, 1.0, 0, 0)
+    assert found.low < 0 < found.high
+
+
+def test_a_large_difference_is_found_with_five_seeds() -> None:
+    rng = np.random.default_rng(2)
+    pairs = [
+        (of_values((rng.random(200) < 0.7) * 1.0), of_values((rng.random(200) < 0.4) * 1.0))
+        for _ in range(5)
+    ]
+    found = seeds.difference(pairs)
+    assert found.p_value < 5e-3 and 0.15 < found.low < found.value < found.high < 0.42
+
+
+def test_strata_count_equally() -> None:
+    strata = ["a"] * 30 + ["b"] * 10
+    pairs = drawn_pairs(np.random.default_rng(3), 3, strata=strata)
+    found = seeds.difference(pairs)
+    means = [
+        np.mean([np.mean((a.values - b.values)[rows]) for rows in (slice(30), slice(30, None))])
+        for a, b in pairs
+    ]
+    assert found.value == pytest.approx(np.mean(means), abs=1e-6)
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_losses_are_won_where_they_are_smaller(count: int) -> None:
+    rng = np.random.default_rng(4)
+    pairs = []
+    for _ in range(count):
+        loss = rng.normal(2.0, 0.3, 50)
+        own, other = loss - 0.01 + rng.normal(0, 0.002, 50), loss
+        pairs.append((of_values(own, statistic="mean_loss"),
+                      of_values(other, statistic="mean_loss")))  # fmt: skip
+    found = seeds.difference(pairs)
+    assert found.value == pytest.approx(-0.01, abs=0.001)
+    assert (found.wins, found.losses, found.items) == (50, 0, None)
+    assert found.high < 0, "an interval in nats is not widened by invented items of a whole nat"
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_rankings_are_bootstrapped(count: int) -> None:
+    rng, truth = np.random.default_rng(6), np.arange(60) % 2 == 0
+    pairs = [
+        tuple(of_values(rng.normal(0, 1, 60) + good * truth, truth=truth, statistic="roc_auc")
+              for good in (2.0, 0.5))
+        for _ in range(count)
+    ]  # fmt: skip
+    found = seeds.difference(pairs)  # type: ignore[arg-type]
+    assert (found.wins, found.losses, found.items) == (None, None, None)
+    mean = np.mean([a.value() - b.value() for a, b in pairs])
+    assert found.value == pytest.approx(mean) and found.low < found.value < found.high
+
+
+def test_other_items_in_another_seed_are_refused() -> None:
+    first = (of_values([1.0, 0.0]), of_values([0.0, 0.0]))
+    other = (Outcomes(["x", "y"], np.ones(2)), Outcomes(["x", "y"], np.ones(2)))
+    with pytest.raises(NotTheSame, match="items differ, such as '0' and 'x'"):
+        seeds.difference([first, other])
 
 
 # --- simulated races -----------------------------------------------------------------------------
@@ -27,7 +174,8 @@ def encoder(rng: np.random.Generator, hard: np.ndarray, spread: float, count: in
     of them; and chance decides the rest."""
     own = rng.normal(0, 0.3, len(hard))
     noise = rng.normal(0, 0.2, (len(hard), count))
-    return (hard[:, None] + own[:, None] + rng.normal(0, spread, count) + noise > 0).astype(float)
+    moved: np.ndarray = hard[:, None] + own[:, None] + rng.normal(0, spread, count) + noise
+    return (moved > 0).astype(float)
 
 
 def shows_a_verdict(rng: np.random.Generator, count: int, spread: float, items: int) -> bool:
@@ -48,7 +196,7 @@ def shows_a_verdict(rng: np.random.Generator, count: int, spread: float, items: 
 @pytest.mark.parametrize("count", [2, 3, 5])
 @pytest.mark.parametrize("spread", kept([0.02, 0.1, 0.3], 1))
 def test_races_of_equal_remedies_show_no_verdict(count: int, spread: float) -> None:
-    rng, races = np.random.default_rng([count, round(100 * spread)]), 500 if SOAK else 30
+    rng, races = np.random.default_rng([count, round(100 * spread)]), 500 if SOAK else 20
     shown = sum(shows_a_verdict(rng, count, spread, SPREADS[spread]) for _ in range(races))
     print(f"{count} seeds, spread {spread}: {shown} of {races} races show a verdict")
     assert shown <= (0.07 if SOAK else 0.14) * races

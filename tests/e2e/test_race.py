@@ -1,0 +1,119 @@
+"""``mclclip race`` as a user types it: killed and resumed, as jobs of one remedy each, and refused
+where its base has changed."""
+
+from __future__ import annotations
+
+import csv
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mclclip.run import artifacts
+from tests import tiny
+from tests.e2e.conftest import KillAfter, Shell
+
+REMEDIES = ("mcl", "ungrouped", "ifm")
+OPTIONS = ("num_stages=1", "base.steps=2", "train.steps=2", "export.concat=[stage_norm]",
+           "export.soup=false", "cluster.num_clusters=2")  # fmt: skip
+
+
+def words(folder: Path, *more: object) -> tuple[object, ...]:
+    config = ("race", "--config", folder / "config.yaml")
+    return (*config, "--remedies", *REMEDIES, "--seeds", 3, 4, *more)
+
+
+def weights(run_dir: Path) -> dict[str, str]:
+    """Every model of a race, by its place; a link's files are those of the base."""
+    return tiny.digests(run_dir)
+
+
+@pytest.fixture(scope="module")
+def finished(shell: Shell, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a race that was killed in its third training, and then finished by the same
+    command. Tests leave it as it is."""
+    folder = tmp_path_factory.mktemp("race")
+    tiny.write_config(folder / "config.yaml", folder / "race", data, *OPTIONS)
+    killed = shell(*words(folder), inside=KillAfter("update", 5))
+    assert killed.codes == [-9]
+    assert not artifacts.is_finished(
+        folder / "race/ungrouped/seed_3/controls/ungrouped/stage_1/train"
+    )
+    again = shell.ok(*words(folder))
+    assert "resumed from" in again.stderr or "is finished: skipped" in again.stderr
+    (folder / "stdout").write_text(again.stdout)
+    return folder
+
+
+def test_a_race_killed_and_resumed_has_the_bits_of_jobs_of_one_remedy_each(
+    finished: Path, shell: Shell, data: Path, tmp_path: Path
+) -> None:
+    """The last call of the jobs trains nothing, and makes the same table."""
+    tiny.write_config(tmp_path / "config.yaml", tmp_path / "race", data, *OPTIONS)
+    for only in ("base", "ifm", "1", "ungrouped"):
+        shell.ok(*words(tmp_path, "--only", only))
+        assert not (tmp_path / "race" / "race.html").exists()
+    last = shell.ok(*words(tmp_path))
+    assert " step 1:" not in last.stderr and "=== race, seed 4: ifm" in last.stderr
+    own, jobs = weights(finished / "race"), weights(tmp_path / "race")
+    assert own == jobs and len([name for name in own if "stage_1/export" in name]) == 6
+    tables = [(folder / "race" / "race.csv").read_text() for folder in (finished, tmp_path)]
+    assert tables[0] == tables[1]
+
+
+def test_all_remedies_share_one_base_and_see_as_many_samples(finished: Path) -> None:
+    race = finished / "race"
+    for seed in (3, 4):
+        base = race / "base" / f"seed_{seed}"
+        for name in REMEDIES:
+            run = race / name / f"seed_{seed}"
+            for part in ("index", "stage_0", "stage_1/pseudo_labels"):
+                assert (run / part).is_symlink() and not Path((run / part).readlink()).is_absolute()
+                assert (run / part).resolve() == (base / part).resolve()
+            (train,) = [
+                path
+                for path in run.glob("**/stage_1/train/manifest.json")
+                if "stage_0" not in str(path)
+            ]
+            manifest = artifacts.read_manifest(train.parent, "train")
+            assert manifest.counts["samples_seen"] == 2 * 24
+            assert manifest.config["seed"] == seed
+    exports = [race / "base" / f"seed_{seed}" / "stage_0/export" for seed in (3, 4)]
+    assert tiny.digests(exports[0]) != tiny.digests(exports[1])
+
+
+def test_the_table_has_every_remedy_against_base_and_control(finished: Path) -> None:
+    with (finished / "race" / "race.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if not row["part"]]
+    assert [(row["model"], row["against"]) for row in rows] == [
+        ("mcl", "base"), ("ungrouped", "base"), ("ifm", "base"),
+        ("mcl", "ungrouped"), ("ifm", "ungrouped"),
+    ]  # fmt: skip
+    assert {row["test"] for row in rows} == {"t over 2 seeds, and items"}
+    html = (finished / "race" / "race.html").read_text()
+    for text in (
+        "Nothing beats the ungrouped control",
+        "By Type and rule",
+        "TFLOP",
+        "is the control",
+    ):
+        assert text in html
+    assert "Nothing beats the ungrouped control" in (finished / "stdout").read_text()
+    assert not re.findall(r"(?:src|href)=\"http", html)
+
+
+def test_a_changed_base_is_refused_in_one_line(
+    finished: Path, shell: Shell, tmp_path: Path
+) -> None:
+    shutil.copytree(finished, tmp_path / "copy", symlinks=True)
+    folder = tmp_path / "copy"
+    run_dir = f"run_dir={folder / 'race'}"
+    before = (folder / "race" / "race.json").read_bytes()
+    refused = shell(*words(folder, run_dir, "train.lr=0.5", "--only", "ifm"))
+    assert refused.code == 2
+    (line,) = refused.complaints()
+    assert "is a race of another base configuration: train.lr was 0.001, now 0.5" in line
+    assert (folder / "race" / "race.json").read_bytes() == before
+    unknown = shell("race", "--config", folder / "config.yaml", "--remedies", "imf", run_dir)
+    assert unknown.code == 2 and "no remedy 'imf' (nearest: ifm" in unknown.complaints()[0]

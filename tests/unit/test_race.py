@@ -1,0 +1,165 @@
+"""The remedies of a race, its settings, and what it refuses before it begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mclclip import race
+from mclclip.race import Race
+from mclclip.ranks.process_group import SINGLE
+from tests import damage, tiny
+
+KNOWN = race.read_remedies(race.REMEDIES, "here")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration of two stages of 6 steps; only its minimal pairs are there."""
+    folder = tmp_path_factory.mktemp("race")
+    data = tiny.make_data(folder / "data")
+    return tiny.write_config(folder / "base.yaml", folder / "race", data)
+
+
+def test_every_shipped_remedy_is_a_run_of_the_demo_at_equal_cost() -> None:
+    own = Race("demo", [*KNOWN], [3])
+    assert [one.name for one in own.remedies] == [*KNOWN]
+    for remedy in own.remedies:
+        assert remedy.about, f"{remedy.name} does not say what it is"
+        settled = own.settings(remedy, 3)
+        assert settled.num_stages * settled.train.steps == 1800, remedy.name  # type: ignore[operator]
+        assert (settled.train.global_batch, settled.seed) == (64, 3)
+        assert settled.run_dir.endswith("/seed_3")
+        assert settled.base == own.base.base and settled.cluster == own.base.cluster
+    kinds = {one.name: own.settings(one, 3).train.objective.kind for one in own.remedies}
+    assert [kinds[name] for name in ("mcl", "ifm", "hcl", "sigmoid", "supcon")] == [
+        "info_nce", "ifm", "hcl", "sigmoid", "supcon",
+    ]  # fmt: skip
+
+
+def test_remedies_with_the_same_overrides_share_their_trainings() -> None:
+    own = Race("demo", ["wise", "ifm"])
+    assert [one.name for one in own.remedies] == ["ungrouped", "wise", "ifm"]
+    assert [one.name for one in own.trained] == ["ungrouped", "ifm"]
+    control, wise, ifm = own.remedies
+    assert own.folder(wise, 1) == own.folder(control, 1) != own.folder(ifm, 1)
+    assert own.encoder(wise) == "control_ungrouped_soup_uniform"
+    assert own.encoder(control) == "control_ungrouped_concat_stage_norm"
+
+
+def test_the_method_runs_first_and_the_control_is_always_there() -> None:
+    assert [one.name for one in race.named(["ifm", "mcl"])] == ["mcl", "ungrouped", "ifm"]
+
+
+def test_a_sweep_file_has_remedies_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.sweep"
+    file.write_text(
+        "# mine\nifm_in_groups train.objective.kind=ifm # in groups\n"
+        "\nlow controls=[ungrouped] train.lr=1e-5 encoder=stage_1\n"
+    )
+    found = {one.name: one for one in race.named([str(file), "hcl"])}
+    assert [*found] == ["ungrouped", "ifm_in_groups", "low", "hcl"]
+    assert found["ifm_in_groups"].overrides == ("train.objective.kind=ifm",)
+    assert found["ifm_in_groups"].about == "in groups"
+    assert found["low"].encoder == "stage_1"
+    own = Race("demo", [str(file)])
+    assert own.settings(found["low"], 0).train.lr == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("a cluster.num_clusters=3", "remedy 'a' has 'cluster.num_clusters=3'"),
+        ("a train.steps=3", "neither steps, epochs nor global_batch"),
+        ("a train.global_batch=8", "neither steps, epochs nor global_batch"),
+        ("a train.lr", "remedy 'a' has 'train.lr'"),
+        ("base train.lr=1", "is named 'base'"),
+        ("../a", "is named '../a'"),
+        ("a\na train.lr=1", "is named 'a'"),
+        ("# none", "has no remedies"),
+    ],
+)
+def test_a_line_that_is_no_remedy(line: str, words: str) -> None:
+    with pytest.raises(ValueError, match="^x.sweep") as error:
+        race.read_remedies(line, "x.sweep")
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_unknown_remedies_name_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"no remedy 'imf' \(nearest: ifm"):
+        race.named(["mcl", "imf"])
+    with pytest.raises(FileNotFoundError, match="mine.sweep: there is no such file"):
+        race.named(["mine.sweep"])
+
+
+def refused(recipe: Path, *words: str, remedies: tuple[str, ...] = ("mcl",), **more: object) -> str:
+    with pytest.raises(ValueError) as error:
+        Race(str(recipe), remedies, overrides=words, **more).check(SINGLE)  # type: ignore[arg-type]
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_what_would_stop_a_race_later_is_refused_at_once(recipe: Path) -> None:
+    assert "num_stages=0 has no training" in refused(recipe, "num_stages=0")
+    assert "a race has no pilot" in refused(recipe, "pilot.share=0.5")
+    assert "each may be given once" in refused(recipe, seeds=[1, 1])
+    assert "name mcl too" in refused(recipe, remedies=("random_groups",))
+    wise = refused(recipe, "export.soup=false", remedies=("wise",))
+    assert "'wise' is judged by soup_uniform, which is not made" in wise
+
+
+def test_a_remedy_that_the_objective_refuses_is_named(recipe: Path) -> None:
+    """The base trains class centers, which have no control."""
+    mlcd = ("train.objective.kind=mlcd", "train.objective.labels_per_sample=1")
+    line = refused(recipe, *mlcd, remedies=("mcl",))
+    assert line.startswith("remedy 'ungrouped': controls=['ungrouped'] do not apply")
+    line = refused(recipe, "model.text=false", "base=null", "eval.suite.pairs=null",
+                   "eval.suite.knn={kind: knn, path: x}", "train.objective.kind=nt_xent",
+                   remedies=("sigmoid",))  # fmt: skip
+    assert line.startswith("remedy 'sigmoid': ") and "reads captions" in line
+
+
+def test_steps_that_cannot_be_divided_are_refused(recipe: Path, tmp_path: Path) -> None:
+    file = tmp_path / "own.sweep"
+    file.write_text("three num_stages=3\n")
+    line = refused(recipe, "train.steps=5", remedies=(str(file),))
+    assert "'three': the 10 steps of all remedies cannot be divided" in line
+
+
+def test_one_remedy_alone_by_name_or_number(recipe: Path) -> None:
+    def job(only: str) -> str:
+        own = Race(str(recipe), ["mcl", "ifm", "wise"], only=only)
+        return Path(own.job.run_dir).name
+
+    assert [job(only) for only in ("ifm", "1", "3", "base")] == ["ifm", "mcl", "ifm", "base"]
+    for only in ("0", "4", "hcl"):
+        with pytest.raises(ValueError, match="1 mcl, 2 ungrouped, 3 ifm"):
+            job(only)
+    with pytest.raises(ValueError, match="it has no trainings of its own: name ungrouped"):
+        job("wise")
+
+
+def test_a_base_that_differs_from_that_of_the_runs_is_refused(recipe: Path, tmp_path: Path) -> None:
+    own = Race(str(recipe), ["mcl"], overrides=[f"run_dir={tmp_path / 'race'}"])
+    race.files.write_json(own.record_path, own.record)
+
+    def again(*words: str) -> Race:
+        return Race(str(recipe), ["mcl"], overrides=[f"run_dir={tmp_path / 'race'}", *words])
+
+    again("data.num_workers=2", "train.checkpoint.every=5", "seed=3", "num_threads=2").check(SINGLE)
+    with pytest.raises(ValueError, match=r"another base configuration: train.lr was 0.001, now"):
+        again("train.lr=0.01").check(SINGLE)
+    with pytest.raises(ValueError, match=r"base.steps was 6, now 7"):
+        again("base.steps=7").check(SINGLE)
+
+
+def test_epochs_are_counted_without_groups(prepared_run: Path) -> None:
+    """As many samples for every remedy, whatever a policy on groups would leave out: 96 samples in
+    batches of 24 are 4 steps."""
+    words = ["train.steps=null", "train.epochs=2", "train.plan.policy=drop"]
+    data = prepared_run.parent / "data"
+    one = damage.options(prepared_run, data, *words)
+    assert race._steps_of(one) == 8
+    assert race._steps_of(damage.options(prepared_run, data, *words, "num_stages=2")) == 16
+    assert race._steps_of(damage.options(prepared_run, data, "train.steps=5")) == 5
