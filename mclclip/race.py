@@ -65,6 +65,7 @@ that stands for the remedy (default: the one by which a run is judged, ``pilot.e
 Remedies with the same overrides share their trainings."""
 
 BASE, CONTROL = "base", "ungrouped"
+FIXED = ("mcl", CONTROL)  # remedies that no file may redefine; they run first
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _OWN = ("train.", "num_stages=", "controls=", "encoder=")  # what a remedy may set
 _EQUAL = ("train.steps=", "train.epochs=", "train.global_batch=")  # ... but for the same cost
@@ -121,14 +122,20 @@ def named(words: Sequence[str]) -> list[Remedy]:
     """The remedies of ``words``, each a name or a sweep file of remedies, whose lines win over
     names; mcl, of whose labels another may be made, and the control first, which is always there.
 
-    Raises ValueError for an unknown name, with the nearest ones, and FileNotFoundError for a file
-    that is not there.
+    Raises ValueError for an unknown name, with the nearest ones, and for a line that gives another
+    meaning to mcl or the control, and FileNotFoundError for a file that is not there.
     """
     known, chosen = read_remedies(REMEDIES, "the shipped remedies"), list[str]()
     for word in (word for word in words if word.endswith(".sweep")):
         if not Path(word).is_file():
             raise FileNotFoundError(f"--remedies {word}: there is no such file")
-        known |= read_remedies(Path(word).read_text(), word)
+        own = read_remedies(Path(word).read_text(), word)
+        if fixed := [name for name in own if name in FIXED]:
+            raise ValueError(
+                f"{word}: a remedy is named {fixed[0]!r}, which others are compared with or "
+                "read the labels of: call it otherwise"
+            )
+        known |= own
     for word in words:
         if word.endswith(".sweep"):
             chosen += read_remedies(Path(word).read_text(), word)
@@ -139,7 +146,7 @@ def named(words: Sequence[str]) -> list[Remedy]:
                 f"no remedy {word!r} (nearest: {', '.join(nearest(word, known))}): name some of "
                 f"{', '.join(known)}, or a file of your own, such as mine.sweep"
             )
-    first = [name for name in ("mcl", CONTROL) if name in (*chosen, CONTROL)]
+    first = [name for name in FIXED if name in (*chosen, CONTROL)]
     return [known[name] for name in dict.fromkeys([*first, *chosen])]
 
 

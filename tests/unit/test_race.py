@@ -67,6 +67,13 @@ def test_a_sweep_file_has_remedies_of_ones_own(tmp_path: Path) -> None:
     assert own.settings(found["low"], 0).train.lr == 1e-5
 
 
+def test_the_control_is_not_redefined(tmp_path: Path) -> None:
+    file = tmp_path / "mine.sweep"
+    file.write_text("ungrouped controls=[ungrouped] train.lr=1e-5\n")
+    with pytest.raises(ValueError, match="a remedy is named 'ungrouped', which others are"):
+        race.named([str(file)])
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
