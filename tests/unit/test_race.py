@@ -118,7 +118,8 @@ def test_what_would_stop_a_race_later_is_refused_at_once(recipe: Path) -> None:
 
 def test_a_remedy_that_the_objective_refuses_is_named(recipe: Path) -> None:
     """The base trains class centers, which have no control."""
-    mlcd = ("train.objective.kind=mlcd", "train.objective.labels_per_sample=1")
+    mlcd = ("train.objective.kind=mlcd", "train.objective.labels_per_sample=1",
+            "train.objective.sample_rate=1.0")  # fmt: skip
     line = refused(recipe, *mlcd, remedies=("mcl",))
     assert line.startswith("remedy 'ungrouped': controls=['ungrouped'] do not apply")
     line = refused(recipe, "model.text=false", "base=null", "eval.suite.pairs=null",
