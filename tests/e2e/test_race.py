@@ -16,7 +16,7 @@ from tests.e2e.conftest import KillAfter, Shell
 
 REMEDIES = ("mcl", "ungrouped", "ifm")
 OPTIONS = ("num_stages=1", "base.steps=2", "train.steps=2", "export.concat=[stage_norm]",
-           "export.soup=false", "cluster.num_clusters=2")  # fmt: skip
+           "export.soup=false", "cluster.num_clusters=2", "train.checkpoint.every=1")  # fmt: skip
 
 
 def words(folder: Path, *more: object) -> tuple[object, ...]:
@@ -26,17 +26,17 @@ def words(folder: Path, *more: object) -> tuple[object, ...]:
 
 @pytest.fixture(scope="module")
 def finished(shell: Shell, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a race that was killed in its third training, and then finished by the same
-    command. Tests leave it as it is."""
+    """A folder with a race that was killed in its third training, behind a checkpoint, then finished by the
+    same command. Tests leave it as it is."""
     folder = tmp_path_factory.mktemp("race")
     tiny.write_config(folder / "config.yaml", folder / "race", data, *OPTIONS)
-    killed = shell(*words(folder), inside=KillAfter("update", 5))
+    killed = shell(*words(folder), inside=KillAfter("update", 6))
     assert killed.codes == [-9]
     assert not artifacts.is_finished(
         folder / "race/ungrouped/seed_3/controls/ungrouped/stage_1/train"
     )
     again = shell.ok(*words(folder))
-    assert "resumed from" in again.stderr or "is finished: skipped" in again.stderr
+    assert "ungrouped/stage_1/train/checkpoints/step_00000001" in again.stderr
     (folder / "stdout").write_text(again.stdout)
     return folder
 
