@@ -26,8 +26,8 @@ def words(folder: Path, *more: object) -> tuple[object, ...]:
 
 @pytest.fixture(scope="module")
 def finished(shell: Shell, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a race that was killed in its third training, behind a checkpoint, then finished by the
-    same command. Tests leave it as it is."""
+    """A folder with a race that was killed in its third training, behind a checkpoint, and then
+    finished by the same command. Tests leave it as it is."""
     folder = tmp_path_factory.mktemp("race")
     tiny.write_config(folder / "config.yaml", folder / "race", data, *OPTIONS)
     killed = shell(*words(folder), inside=KillAfter("update", 6))
