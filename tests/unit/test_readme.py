@@ -335,6 +335,14 @@ def test_the_notebook_was_run_to_its_end_and_shows_a_verdict() -> None:
     assert len(pictures) == 2
 
 
+def test_the_readme_prints_what_a_run_has_printed() -> None:
+    """The notebook, or a page of evidence, has each of its outputs."""
+    outputs = [o for cell in cells_of_the_notebook() for o in cell.get("outputs", [])]
+    printed = "".join("".join(output.get("text", "")) for output in outputs) + TEXT[LEARNING]
+    blocks = re.findall(r"```text\n(.*?)```", TEXT[README], re.DOTALL)
+    assert blocks and all(block in printed for block in blocks)
+
+
 # --- links -------------------------------------------------------------------------------------
 
 
