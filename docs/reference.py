@@ -80,7 +80,8 @@ def verbs() -> str:
             rows = [
                 _flag(action, parser)
                 for action in parser._actions
-                if action.dest not in ("help", "debug") and action.help is not argparse.SUPPRESS
+                if action.dest not in ("help", "debug", "verbose")
+                and action.help is not argparse.SUPPRESS
             ]
             parts += [f"### {name}", "", f"{_cell(text)}", ""]
             parts += ["```bash", example, "```", ""]

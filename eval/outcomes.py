@@ -27,7 +27,7 @@ FOLDER = "outcomes"
 
 # --- units -------------------------------------------------------------------------------------
 
-_SIGNIFICANT, _MOST = 4, 8  # digits of the largest value; decimals at most
+_SIGNIFICANT, _MOST = 3, 8  # digits of the largest value; decimals at most
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,13 @@ class Unit:
     smaller_is_better: bool = False
 
     def decimals(self, values: Iterable[float]) -> int:
-        """Digits behind the point of all ``values`` of a column: 1 of percent; else 4 significant
-        ones of the largest, and as many more as it takes for different values to look different."""
-        if self == PERCENT:
-            return 1
+        """Digits behind the point of all ``values`` of a column: 3 significant ones of the largest;
+        1 or 2 of percent, of others as many more as it takes for different values to look
+        different."""
         known = set(values)
         largest = max(map(abs, known), default=0.0)
+        if self == PERCENT:
+            return 1 if largest >= 9.995 or not largest else 2
         whole = len(f"{largest:.0f}") if largest >= 1 else 0
         least = max(1, _SIGNIFICANT - whole)
         told_apart = (

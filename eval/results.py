@@ -23,7 +23,7 @@ from mclclip.eval.metrics import (
 from mclclip.eval.outcomes import PERCENT, Outcomes, Unit, unit_of
 from mclclip.files import clean, parse_json, write_bytes
 
-WIDTH = 100
+WIDTH = 80
 """Columns of a terminal that a table fits into."""
 
 Column = tuple[str, Unit]
@@ -308,12 +308,13 @@ def _block(
         name = f"{reference.model} [{reference.source}]"
         models.setdefault(name, {})[reference.metric, PERCENT] = reference
     above = ["trials", *(["chance"] if chances else [])]
-    names = [wrapped(clean(name), 44) for name in (benchmark, *above, *models)]
+    names = [wrapped(clean(name), 28) for name in (benchmark, *above, *models)]
     columns = []
     for (metric, unit), counts in trials.items():
         cells = [own.get((metric, unit)) for own in models.values()]
         digits = unit.decimals(cell.value for cell in cells if cell)
-        texts = [wrapped(clean(metric), 11) + unit.note, "/".join(map(str, sorted(counts)))]
+        head = wrapped(clean(short_name(metric)), 11) + unit.note
+        texts = [head, "/".join(map(str, sorted(counts)))]
         if chances:
             own_chances = sorted(chances.get((metric, unit), ()))
             texts.append("/".join(f"{value:.{digits}f}" for value in own_chances) or "-")
@@ -356,6 +357,13 @@ def _width(cells: Sequence[str]) -> int:
     """Characters that tabulate gives a column of a header and cells; a header has two to spare."""
     head, *rest = (max(map(len, cell.split("\n"))) for cell in cells)
     return max(head + 2, *rest)
+
+
+def short_name(metric: str) -> str:
+    """A metric as tables show it: ``image_to_text/R@1`` is ``i2t R@1``."""
+    for direction, short in (("image_to_text", "i2t"), ("text_to_image", "t2i")):
+        metric = metric.replace(f"{direction}/", f"{short} ").replace(direction, short)
+    return metric
 
 
 def wrapped(name: str, width: int) -> str:

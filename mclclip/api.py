@@ -12,11 +12,12 @@ settings that it chose.
 
 from __future__ import annotations
 
+import html
 import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PosixPath
 from statistics import mean
 from typing import Any
 
@@ -32,10 +33,10 @@ from mclclip.data.tables import Table, open_table
 from mclclip.eval import results
 from mclclip.models.encoder import Encoder, load_model
 from mclclip.plan.machine import GIB, Machine
-from mclclip.ranks import collectives, process_group
+from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
+from mclclip.run import runlog
 from mclclip.run.artifacts import Artifact
-from mclclip.run.lock import RunLock
 
 __all__ = ["Encoder", "Run", "finetune", "load_model"]
 
@@ -96,9 +97,18 @@ class Run(opened_run.Run):
         and whether that is beyond chance and beyond the ungrouped control."""
         return _verdict(self)
 
-    def report(self) -> Path:
-        """Writes ``report.html``, one page of all that the run left; returns its path."""
-        return report.run(str(self.directory))
+    def report(self) -> Page:
+        """Writes ``report.html``, one page of all that the run left; returns its path, which a
+        notebook shows as the page."""
+        return Page(report.run(str(self.directory)))
+
+
+class Page(PosixPath):
+    """The path of a page of HTML; as the result of a notebook's cell it is shown as the page."""
+
+    def _repr_html_(self) -> str:
+        page = html.escape(self.read_text())
+        return f'<iframe srcdoc="{page}" style="width: 100%; height: 80vh"></iframe>'
 
 
 # --- fine-tuning ---------------------------------------------------------------------------------
@@ -132,13 +142,17 @@ def finetune(
     what does not fit and makes it again.
     """
     overrides = _overrides(options)
-    first = _first(out, overrides)
-    context = process_group.init(first.device, deterministic=first.deterministic)
-    with RunLock(Path(out)), process_group.num_threads(first.num_threads):
-        return run(
+    if not log.hasHandlers():  # in a notebook, where nobody else shows how far it is
+        runlog.setup(int(os.environ.get("RANK", "0")))
+
+    def work(context: Context) -> None:
+        run(
             context, Path(images), captions=captions, base=base, out=Path(out),
             overrides=overrides, held_out=held_out, seed=seed, force=force, **packing,
         )  # fmt: skip
+
+    process.run(_first(out, overrides), "finetune", work)
+    return Run.open(out)
 
 
 def run(
@@ -180,7 +194,9 @@ def run(
             text = choices.choose(at, overrides)
             files.write_bytes(folder / SETTINGS, text.encode())
             made.finish({"samples": count})
-            log.info("chose the settings in %s:\n%s", folder / SETTINGS, text)
+            log.info("chose the settings, each with its reason: %s", folder / SETTINGS)
+            for line in text.splitlines():
+                log.debug("%s", line)
         return str(folder / SETTINGS)
 
     settings = collectives.on_main(settle)
@@ -307,9 +323,11 @@ def _verdict(run: Run) -> list[str]:
 
 def _gain(c: Comparison) -> str:
     own, other, change, *_ = c.texts()
-    return f"{c.row.metric} {other} -> {own} ({change} {c.row.unit.difference})"
+    return f"{results.short_name(c.row.metric)} {other} -> {own} ({change} {c.row.unit.difference})"
 
 
 def _judged(judged: Sequence[Comparison]) -> str:
-    words = [f"{c.row.metric} is {c.verdict} (p = {c.corrected:.2g})" for c in judged]
+    words = [
+        f"{results.short_name(c.row.metric)} is {c.verdict} (p = {c.corrected:.2g})" for c in judged
+    ]
     return ", ".join(words)

@@ -21,7 +21,16 @@ if TYPE_CHECKING:
     from mclclip.ranks.process_group import Context
 
 # Parsed names that are not arguments of the function that a verb calls.
-_COMMON = {"verb", "debug", "config", "overrides", "function", "standalone", "trunk_cache"}
+_COMMON = {
+    "verb",
+    "debug",
+    "verbose",
+    "config",
+    "overrides",
+    "function",
+    "standalone",
+    "trunk_cache",
+}
 _COMMON |= {"parser"}
 # Verbs that answer without torch.
 _QUICK = {"recipes", "completion", "compare"}
@@ -163,6 +172,18 @@ def _config(args: argparse.Namespace) -> object:
     return None
 
 
+def _doctor(args: argparse.Namespace) -> object:
+    if args.data is None:
+        if args.overrides:
+            raise ValueError(f"{args.overrides[0]} is for --data CONFIG: add that, or leave it out")
+        from mclclip import doctor
+
+        return doctor.run(args.path)
+    from mclclip import config, data_check
+
+    return data_check.run(config.load(args.data, args.overrides))
+
+
 def _finetune(args: argparse.Namespace) -> object:
     from mclclip import api
 
@@ -180,7 +201,7 @@ _FUNCTIONS: dict[str, Callable[..., object]] = {
     "demo": _demo,
     "recipes": _function("shipped.run"),
     "completion": _function("completion.run"),
-    "doctor": _function("doctor.run"),
+    "doctor": _doctor,
     "config": _config,
     "index": _function("index.run"),
     "embed": _function("embed.run"),
@@ -233,13 +254,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _call(args: argparse.Namespace) -> int:
     check_paths(args)
-    if getattr(args, "config", None) is not None:
+    given = getattr(args, "config", None) or getattr(args, "data", None)
+    if given is not None:
         from mclclip import shipped
 
-        shipped.find_recipe(args.config)
+        shipped.find_recipe(given)
     from mclclip.run import runlog
 
-    runlog.setup(int(os.environ.get("RANK", "0")))
+    runlog.setup(int(os.environ.get("RANK", "0")), "DEBUG" if args.verbose else "INFO")
     if args.verb not in _QUICK and "torch" not in sys.modules:
         runlog.log.info("loading torch")
     if args.standalone:

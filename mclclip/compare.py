@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from mclclip.eval import outcomes, results
 from mclclip.eval.outcomes import Difference, Outcomes
-from mclclip.eval.results import Result
+from mclclip.eval.results import Result, short_name
 from mclclip.files import clean, write_bytes
 from mclclip.opened_run import Run
 
@@ -70,7 +70,7 @@ class Comparison:
             items = f", {more:+g} of {self.row.count:,} {self.row.protocol.get('trials', 'items')}"
         own, other, change, low, high = self.texts()
         return (
-            f"{self.row.benchmark}, {self.row.metric}: {self.row.model} has {own}, "
+            f"{self.row.benchmark}, {short_name(self.row.metric)}: {self.row.model} has {own}, "
             f"{self.against.model} {other}, which is {change} {self.row.unit.difference} "
             f"(95 % interval {low} to {high}){items}: {self.verdict} "
             f"(p {'' if self.corrected < 0.001 else '= '}{_rounded(self.corrected)})"
@@ -283,11 +283,11 @@ def render(comparisons: Sequence[Comparison], format: Format) -> str:
     tests = " and ".join(dict.fromkeys(c.difference.test for c in comparisons))
     note = (
         f"p: {tests}, corrected for {len(comparisons)} comparison(s) by Holm's method. "
-        f"Below {LEVEL} a\n"
-        "difference is taken for real. Intervals (bootstrap) are of each difference alone.\n"
-        "Neither says how figures change with the seed of a training: train several seeds."
+        f"Below {LEVEL} a difference is taken for real. Intervals (bootstrap) are of each "
+        "difference alone. Neither says how figures change with the seed of a training: train "
+        "several seeds."
     )
-    return "\n".join([_blocks(comparisons), "", *lines, "", note])
+    return "\n".join([_blocks(comparisons), "", *lines, "", textwrap.fill(note, results.WIDTH)])
 
 
 def _short(comparisons: Sequence[Comparison]) -> DataFrame:
@@ -329,15 +329,28 @@ def _blocks(comparisons: Sequence[Comparison]) -> str:
         own = [c for c in comparisons if (c.row.benchmark, c.row.metric) == (benchmark, metric)]
         base = own[0].against
         value = own[0].texts()[1]
-        head = f"{clean(benchmark)}, {clean(metric)}, against {clean(base.model)} ({value})"
-        rows = [
-            {"model": results.wrapped(clean(c.row.model), 24), **_cells(c, c.row.unit.name)}
-            for c in own
-        ]
+        what = f"{clean(benchmark)}, {clean(short_name(metric))}"
+        head = f"{what}, against {clean(base.model)} ({value})"
+        rows = [_lines(c) for c in own]
         align = ("left", "right", "right", "right", "right", "right", "left")
         body = tabulate(rows, headers="keys", disable_numparse=True, colalign=align)
         blocks.append(f"{head}\n{body}")
     return "\n\n".join(blocks)
+
+
+def _lines(c: Comparison) -> dict[str, str]:
+    """The cells of one encoder, in several lines where the table would be wider than a terminal."""
+    unit = c.row.unit.name
+    cells = _cells(c, unit)
+    return {
+        "model": results.wrapped(clean(c.row.model), 18),
+        "%" if unit == "percent" else unit: cells[unit],
+        "change": cells["difference"],
+        "95 %\nrange": cells["95 % interval"].replace(" to", "\nto"),
+        "items": cells["items"].replace(" of", "\nof"),
+        "p": cells["p"],
+        "verdict": results.wrapped(c.verdict, 10),
+    }
 
 
 def _rounded(p_value: float) -> str:

@@ -47,10 +47,15 @@ def run(path: Path) -> int:
 
     Returns 0, or 2 where a check failed; warnings do not count.
     """
+    return show(findings(Path(path)))
+
+
+def show(found: Iterator[Finding]) -> int:
+    """Prints findings as they come, and how many are bad; returns 0, or 2 where a check failed."""
     number: Counter[str] = Counter()
-    for finding in findings(Path(path)):
-        print(clean(str(finding)), flush=True)
-        number[finding.state] += 1
+    for each in found:
+        print(clean(str(each)), flush=True)
+        number[each.state] += 1
     bad = number["FAIL"] or number["warn"]
     print(f"{number['FAIL']} failed, {number['warn']} to look at" if bad else "all is well")
     return 2 if number["FAIL"] else 0
@@ -60,7 +65,7 @@ def findings(path: Path) -> Iterator[Finding]:
     """All checks, in the order of the report."""
     machine = (_cpu, _gpus, _hub, _open_files, _shared_memory)
     system = f"{platform.system()} {platform.release()}"
-    yield _finding("python", f"{platform.python_version()} on {system}, {sys.executable}")
+    yield finding("python", f"{platform.python_version()} on {system}, {sys.executable}")
     for check in (_packages, _torchvision, _faiss, *machine):
         yield from check()
     folder = existing(path)
@@ -68,7 +73,7 @@ def findings(path: Path) -> Iterator[Finding]:
     yield from _file_system(folder)
 
 
-def _finding(what: str, text: str, advice: str = "") -> Finding:
+def finding(what: str, text: str, advice: str = "") -> Finding:
     """A warning that ends with the advice, or "ok" where there is none."""
     return Finding("warn", what, f"{text}: {advice}") if advice else Finding("ok", what, text)
 
@@ -89,7 +94,7 @@ def _packages() -> Iterator[Finding]:
         asked = metadata.requires("mclclip") or []
     except metadata.PackageNotFoundError:
         text = "mclclip runs from its source tree and is not installed"
-        yield _finding("packages", text, "pip install -e .")
+        yield finding("packages", text, "pip install -e .")
         return
     required: dict[str, str | None] = {"mclclip": __version__}
     extras: dict[str, str | None] = {}
@@ -97,10 +102,10 @@ def _packages() -> Iterator[Finding]:
         if '"dev"' not in line:
             name = re.split(r"[^\w.-]", line)[0]
             (extras if "extra ==" in line else required)[name] = _version(name)
-    yield _finding("versions", ", ".join(f"{n} {v}" for n, v in required.items() if v))
+    yield finding("versions", ", ".join(f"{n} {v}" for n, v in required.items() if v))
     if missing := [name for name, version in required.items() if version is None]:
         yield Finding("FAIL", "packages", f"missing: pip install {' '.join(missing)}")
-    yield _finding("extras", ", ".join(f"{n} {v or 'not installed'}" for n, v in extras.items()))
+    yield finding("extras", ", ".join(f"{n} {v or 'not installed'}" for n, v in extras.items()))
 
 
 def _torchvision() -> Iterator[Finding]:
@@ -118,7 +123,7 @@ def _torchvision() -> Iterator[Finding]:
         if "applied" in status:
             text += "; open_clip without mclclip needs a torchvision that fits, or 'import "
             text += "mclclip.torchvision_fix' before it"
-        yield _finding("torchvision", text)
+        yield finding("torchvision", text)
 
 
 def _faiss() -> Iterator[Finding]:
@@ -134,7 +139,7 @@ def _faiss() -> Iterator[Finding]:
             yield Finding("FAIL", "faiss", text)
         else:
             text = f"not installed; kNN, filter and blindspots need it: {search.EXTRA}"
-            yield _finding("faiss", text)
+            yield finding("faiss", text)
         return
     text = f"{faiss.__version__} for CPUs"
     if hasattr(faiss, "StandardGpuResources"):
@@ -143,7 +148,7 @@ def _faiss() -> Iterator[Finding]:
         seen = faiss.get_num_gpus() if torch is not None and torch.cuda.is_available() else 0
         text = f"{faiss.__version__} for GPUs, of which it sees {seen}"
     advice = f"these overwrite each other, {again}" if len(builds) > 1 else ""
-    yield _finding("faiss", f"{text} ({found or 'not from pip'})", advice)
+    yield finding("faiss", f"{text} ({found or 'not from pip'})", advice)
 
 
 # --- devices -----------------------------------------------------------------------------------
@@ -159,7 +164,7 @@ def _cpu() -> Iterator[Finding]:
     if (torch := _torch()) is not None:
         threads = os.environ.get("OMP_NUM_THREADS", "not set")
         text += f", torch uses {torch.get_num_threads()} threads (OMP_NUM_THREADS {threads})"
-    yield _finding("cpu", text)
+    yield finding("cpu", text)
 
 
 def _read(path: str) -> str:
@@ -185,9 +190,9 @@ def _gpus() -> Iterator[Finding]:
         if Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi"):
             text = f"this machine has one, but torch {torch.__version__} does not see it"
             advice = "install a CUDA build of torch, and check the driver with nvidia-smi"
-            yield _finding("gpu", text, advice)
+            yield finding("gpu", text, advice)
         else:
-            yield _finding("gpu", "none: everything runs on the CPU")
+            yield finding("gpu", "none: everything runs on the CPU")
         return
     for number in range(torch.cuda.device_count()):
         free, total = (size / 2**30 for size in torch.cuda.mem_get_info(number))
@@ -196,7 +201,7 @@ def _gpus() -> Iterator[Finding]:
         bf16 = "bf16" if properties.major >= 8 else "no bf16: use precision=fp32"
         text = f"{properties.name}, {free:.1f} of {total:.1f} GiB free, {bf16}"
         busy = "another process uses it, see nvidia-smi" if free < 0.5 * total else ""
-        yield _finding(f"gpu {number}", text, busy)
+        yield finding(f"gpu {number}", text, busy)
 
 
 # --- limits ------------------------------------------------------------------------------------
@@ -213,20 +218,20 @@ def _hub() -> Iterator[Finding]:
         "HF_HUB_OFFLINE is set" if offline else "others from the hub (not tried whether it answers)"
     )
     text = f"{cached} cached models in {cache}, {hub}"
-    yield _finding("weights", text, advice if offline and not cached else "")
+    yield finding("weights", text, advice if offline and not cached else "")
 
 
 def _open_files() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = soft == resource.RLIM_INFINITY or soft >= OPEN_FILES
     advice = f"loader workers need {OPEN_FILES}, run 'ulimit -n {hard}'"
-    yield _finding("open files", f"up to {soft}", "" if enough else advice)
+    yield finding("open files", f"up to {soft}", "" if enough else advice)
 
 
 def _shared_memory(folder: Path = Path("/dev/shm")) -> Iterator[Finding]:
     """Loader workers hand batches over through /dev/shm."""
     if not folder.is_dir():
-        yield _finding("shared memory", f"no {folder}", "set data.num_workers=0")
+        yield finding("shared memory", f"no {folder}", "set data.num_workers=0")
         return
     advice = "loader workers may die; docker run --shm-size=8g, or data.num_workers=0"
     yield _room("shared memory", folder, str(folder), SHM_GB, advice)
@@ -236,7 +241,7 @@ def _room(what: str, folder: Path, where: str, wanted_gb: int, advice: str) -> F
     """Free space of the disk, or of the memory, that ``folder`` lies on."""
     usage = shutil.disk_usage(folder)
     text = f"{usage.free / 1e9:.1f} of {usage.total / 1e9:.1f} GB free at {where}"
-    return _finding(what, text, advice if usage.free < wanted_gb * 1e9 else "")
+    return finding(what, text, advice if usage.free < wanted_gb * 1e9 else "")
 
 
 # --- where runs will lie -----------------------------------------------------------------------
@@ -270,7 +275,7 @@ def _file_system(folder: Path) -> Iterator[Finding]:
                     result = check(Path(name))
                 except OSError as error:
                     result = Finding("FAIL", what, f"{error.strerror or error}: {advice}")
-                yield result if isinstance(result, Finding) else _finding(what, result)
+                yield result if isinstance(result, Finding) else finding(what, result)
     except OSError as error:
         text = f"{folder} cannot be written ({error.strerror}): choose another folder"
         yield Finding("FAIL", "write", text)
@@ -299,7 +304,7 @@ def _fsync(folder: Path) -> Finding:
     fsync_directory(folder)
     taken_s = time.perf_counter() - before
     advice = "slow, write checkpoints less often" if taken_s > SLOW_FSYNC_S else ""
-    return _finding("fsync", f"{taken_s * 1e3:.1f} ms for 64 KiB and its folder", advice)
+    return finding("fsync", f"{taken_s * 1e3:.1f} ms for 64 KiB and its folder", advice)
 
 
 def _exclusive(folder: Path) -> str:
@@ -339,7 +344,7 @@ def _clock(folder: Path) -> Finding:
     skew_s = (folder / "now").stat().st_mtime - time.time()
     text = f"times of files are {skew_s:+.2f} s from this machine's clock"
     if abs(skew_s) < SKEW_WARN_S:
-        return _finding("clock", text)
+        return finding("clock", text)
     advice = "synchronise the clocks (NTP) of this host and the disk"
     state: Literal["warn", "FAIL"] = "FAIL" if abs(skew_s) >= SKEW_FAIL_S else "warn"
     return Finding(state, "clock", f"{text}: {advice}")

@@ -103,8 +103,9 @@ begin:
                 $ mclclip config --explain train.lr
   recipes       list the recipes, or copy them out with the launch scripts
                 $ mclclip recipes --copy .
-  doctor        versions, devices, disk and file-system checks
-                $ mclclip doctor --path runs
+  doctor        versions, devices, disk and file-system checks; with --data:
+                checks of captions and pictures
+                $ mclclip doctor --data ucm
   completion    a script by which bash or zsh completes verbs, flags and recipes
                 $ mclclip completion bash >> ~/.bash_completion
 
@@ -207,6 +208,7 @@ def _add(verbs: Any, name: str, force: str | None = None) -> argparse.ArgumentPa
     )
     verb.set_defaults(standalone=force is None, parser=verb)
     verb.add_argument("--debug", action="store_true", help="show tracebacks")
+    verb.add_argument("--verbose", action="store_true", help="more lines in the log")
     if force is not None:
         _add_config_options(verb)
         verb.add_argument("--force", action="store_true", help=force)
@@ -240,7 +242,7 @@ def _add_finetune(verbs: Any) -> None:
     root = "another folder in which pictures may lie, such as the one that a link leads to"
     add("--allow-root", dest="allow_roots", metavar="FOLDER", type=Path, help=root, **_SEVERAL)
     add("--held-out", type=float, default=0.1, metavar="SHARE", help=share)
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="of weights, data order and clusters")
     add("--force", action="store_true", help="choose settings anew, and move the old aside")
     given = "a setting in the place of the chosen one, such as train.lr=1e-5"
     add("overrides", nargs="*", metavar="key.path=value", help=given)
@@ -372,6 +374,10 @@ def _add_checks(verbs: Any) -> None:
     verb.add_argument("shell", choices=["bash", "zsh"], help="whose script to print")
     verb = _add(verbs, "doctor")
     verb.add_argument("--path", type=Path, default=".", help="where runs will be written")
+    data = "check the data of this configuration instead (YAML, or a shipped recipe's name): "
+    data += "copies, lengths, sizes, what cannot be decoded, groups"
+    verb.add_argument("--data", metavar="CONFIG", help=data)
+    _add_overrides(verb)
     verb = _add(verbs, "config")
     _add_config_options(verb)
     explain = "print text, type, default and allowed values of the option KEY, or of all that "

@@ -16,7 +16,7 @@ from mclclip.options import nearest
 
 _PACKAGE = Path(str(resources.files("mclclip")))
 RECIPES = _PACKAGE / "launch" / "recipes"
-_COPIED = ("launch/*.sh", "launch/recipes/*.yaml", "launch/recipes/*.sweep", "slurm/*.sbatch")
+_COPIED = ("launch/*.sh", "launch/recipes/*.*", "slurm/*.sbatch")
 
 
 def recipe_names() -> list[str]:

@@ -38,6 +38,14 @@ class Coverage:
     bound: float  # Eq. 4: most labels for which every label can have a full batch, M / B
     within_bound: bool
 
+    def line(self) -> str:
+        """The report in one line."""
+        return (
+            f"an epoch has {self.steps:,} steps over {self.groups['num_groups']:,} groups, "
+            f"{100 * self.full_label_share:.0f} % of them within one group; of "
+            f"{self.num_samples:,} samples {self.remainder:,} are left out, in turn"
+        )
+
     def text(self) -> str:
         """The report, several lines."""
         groups, percent = self.groups, 100 / max(self.num_samples, 1)
@@ -129,7 +137,7 @@ def _negatives(levels: list[Level], global_batch: int, policy: Policy) -> float:
 
 
 def check_coverage(grouped: GroupSizes, global_batch: int, policy: Policy) -> Coverage:
-    """Logs and returns the report; call it before training.
+    """Logs and returns the report, in one line and with --verbose whole; call it before training.
 
     With more labels than Eq. 4's bound (K^j > M / B) it raises ValueError under "drop" and "carry"
     and warns under other policies. Within the bound it warns of groups that "drop" and "carry"
@@ -146,12 +154,14 @@ def check_coverage(grouped: GroupSizes, global_batch: int, policy: Policy) -> Co
             f"{beyond}, and policy {policy!r} would leave {report.remainder:,} samples out: use "
             "policy 'backoff', fewer clusters or a smaller global batch"
         )
+    logger.info("%s (--verbose: more)", report.line())
     for line in report.text().splitlines():  # a log line of its own: the log escapes line ends
-        logger.info("%s", line)
+        logger.debug("%s", line)
     if not report.within_bound:
-        logger.warning("%s: see the coverage above", beyond)
+        logger.warning("%s", beyond)
     elif policy in ALONE and report.groups_below_batch:
         logger.warning(
-            "policy %r never uses %s groups, see above", policy, report.groups_below_batch
-        )
+            "policy %r never uses %s groups, which are smaller than the global batch of %s",
+            policy, report.groups_below_batch, f"{global_batch:,}",
+        )  # fmt: skip
     return report

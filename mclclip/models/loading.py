@@ -249,6 +249,15 @@ def check_tokenizer(name: Name) -> None:
         fetched(clip.tokenizer_of(text_cfg, directory, sys.maxsize))
 
 
+def model_tokenizer(name: Name) -> Any:
+    """The tokenizer of a model, with its ``context_length``; reads no weights. Raises
+    FileNotFoundError or ValueError where it cannot be had, or the model reads no texts."""
+    config, _, directory = clip.find(name, load_weights=False)
+    if "text_cfg" not in config["model_cfg"]:
+        raise ValueError(f"{_where(name)} has no text tower")
+    return fetched(clip.tokenizer_of(config["model_cfg"]["text_cfg"], directory, sys.maxsize))
+
+
 def refuse_without_weights(name: str | Path) -> None:
     """Raises ValueError, which lists the tags, for the name of an architecture alone; before that,
     the errors of its configuration."""

@@ -197,10 +197,11 @@ class Recorder:
         if self.metrics is not None:
             self.metrics.write(done, row)
             parts_text = "".join(f" {t % row[name]}" for name, t in _LOGGED.items() if name in row)
+            left_s = (self.total - done) * self.global_batch / max(row["samples_per_s"], 1e-9)
             log.info(
-                "%s step %d: loss %.4f lr %.2e%s, %.0f samples/s, waiting %.0f %%",
+                "%s step %d: loss %.4f lr %.2e%s, %.0f samples/s, waiting %.0f %%, %s",
                 self.name, done, row["loss"], lr, parts_text,
-                row["samples_per_s"], 100 * row["data_wait_share"],
+                row["samples_per_s"], 100 * row["data_wait_share"], runlog.time_left(left_s),
             )  # fmt: skip
         self.watch.judge(done, **counts)
         return {"step": done, **row}

@@ -55,7 +55,8 @@ def setup(rank: int = 0, level: str = "INFO") -> None:
 def progress(
     items: Iterable[T], *, total: int | None, description: str, every_s: float = 15.0
 ) -> Iterator[T]:
-    """Yields ``items`` under a progress bar on a terminal, with plain lines otherwise.
+    """Yields ``items`` under a progress bar on a terminal, with plain lines otherwise; both say
+    how long it will last (without ``total``: how many were done).
 
     Silent where the log is (ranks other than the first).
     """
@@ -68,12 +69,24 @@ def progress(
 
         yield from track(items, description, total=total, console=Console(stderr=True))
         return
-    last = time.monotonic()
+    first = last = time.monotonic()
     for done, item in enumerate(items, start=1):
         yield item
-        if time.monotonic() - last >= every_s:
-            last = time.monotonic()
-            log.info("%s: %d of %s", description, done, "?" if total is None else total)
+        now = time.monotonic()
+        if now - last >= every_s:
+            last = now
+            if total is None:
+                log.info("%s: %d", description, done)
+            else:
+                left = time_left((total - done) * (now - first) / done)
+                log.info("%s: %d of %d, %s", description, done, total, left)
+
+
+def time_left(seconds: float) -> str:
+    """How long something will last, in words: ``40 s left``, ``12 min left``, ``3.5 h left``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s left"
+    return f"{seconds / 60:.0f} min left" if seconds < 5400 else f"{seconds / 3600:.1f} h left"
 
 
 class Sink(NamedTuple):

@@ -9,6 +9,7 @@ import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from PIL import Image
 
 import mclclip
 from mclclip import api
+from mclclip.engines.engine import Engine
 from mclclip.ranks import process_group
 from tests import photos, tiny
 
@@ -65,7 +67,7 @@ def call(folder: Path, **others: object) -> mclclip.Run:
         "options": photos.FEW_STEPS,
         "captions": folder / "captions.csv",
     }
-    return mclclip.finetune(folder, out=folder / "run", **given | others)  # type: ignore[arg-type]
+    return mclclip.finetune(folder, **{"out": folder / "run"} | given | others)  # type: ignore[arg-type]
 
 
 def test_a_fine_tuning_ends_with_encoders_and_a_verdict(tuned: tuple[Path, mclclip.Run]) -> None:
@@ -116,6 +118,30 @@ def test_pictures_and_texts_are_encoded_as_they_are_brought(
         encoder.encode_image([folder / "captions.csv"])
     with pytest.raises(ValueError, match="no encoder 'stage_9' .*: it has stage_0"):
         run.encoder("stage_9")
+
+
+def test_interrupted_in_a_notebook_the_next_call_goes_on(
+    tuned: tuple[Path, mclclip.Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by the button of a notebook: no process ends, and no handler of signals is there."""
+    folder, _ = tuned
+    steps, own = [0], Engine.update
+
+    def update(*given: Any, **named: Any) -> Any:
+        steps[0] += 1
+        if steps[0] == 7:  # within stage 1
+            raise KeyboardInterrupt
+        return own(*given, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "update", update)
+        with pytest.raises(KeyboardInterrupt):
+            call(folder, out=folder / "stopped")
+    assert not (folder / "stopped/run.lock").exists()
+    assert not (folder / "stopped/stage_1/export/manifest.json").exists()
+    again = call(folder, out=folder / "stopped")
+    assert tiny.digests(folder / "stopped") == tiny.digests(folder / "run")
+    assert "<iframe" in again.report()._repr_html_()
 
 
 def test_called_again_it_is_finished_and_other_arguments_are_refused(

@@ -55,6 +55,8 @@ ROOMS["pilot"] = {"compare", "plan", "config", "eval", "data", "run", "opened_ru
 ROOMS["pipeline"] = {*ROOMS}
 ROOMS["demo"] = {*ROOMS}
 ROOMS["race"] = {*ROOMS}
+# What looks at a sample of the data indexes it.
+ROOMS["data_check"] = {"doctor", "index", "config", "data", "models", "ranks", "run"}
 # The front door: the settings of a run, and the public functions.
 ROOMS["choices"] = {"config", "models", "plan"}
 ROOMS["process"] = {"ranks", "run", "config"}

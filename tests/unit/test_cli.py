@@ -150,6 +150,7 @@ def test_every_verb_is_in_the_help_with_an_example_that_is_parsed(verb: str) -> 
         ("eval --config ucm --model {}/x", "--model {}/x: there is no such file or folder"),
         ("filter --config ucm --against a={}/x", "--against a={}/x: there is no such file or"),
         ("train --stage 1 --config {}/x.yaml", "no configuration file at {}/x.yaml: give a YAML"),
+        ("doctor --data {}/x.yaml", "no configuration file at {}/x.yaml: give a YAML"),
         ("config --config ucn", "the name of a shipped recipe (nearest: ucm, "),
     ],
 )

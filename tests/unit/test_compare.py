@@ -43,7 +43,7 @@ def test_each_model_is_compared_in_the_headline(run_dir: Path, capsys: Any) -> N
     assert [c.verdict for c in found] == ["inside the noise", "inside the noise", "better"]
     assert {c.against.model for c in found} == {"stage_0"}
     text = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) <= 100
+    assert max(map(len, text.splitlines())) <= 80
     assert "mmvp, average, against stage_0 (40.0)" in text
     words = " ".join(text.split())
     assert "concat has 44.4, stage_0 40.0, which is +4.4 points" in words

@@ -83,9 +83,23 @@ def test_progress_is_plain_lines_without_a_terminal(
     items = list(runlog.progress("abc", total=3, description="embed", every_s=0.0))
     assert items == ["a", "b", "c"]
     lines = [line.split(" I ")[1] for line in capsys.readouterr().err.splitlines()]
-    assert lines == ["embed: 1 of 3", "embed: 2 of 3", "embed: 3 of 3"]
+    assert lines == [f"embed: {done} of 3, 0 s left" for done in (1, 2, 3)]
     list(runlog.progress("a", total=None, description="read", every_s=0.0))
-    assert "read: 1 of ?" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith(" I read: 1\n")
+
+
+def test_progress_says_how_long_it_will_last(
+    log: logging.Logger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runlog.setup(0)
+    clock = iter(range(0, 10_000, 120))
+    monkeypatch.setattr(runlog.time, "monotonic", lambda: float(next(clock)))
+    list(runlog.progress("abc", total=3, description="embed"))
+    lines = [line.split(" I ")[1] for line in capsys.readouterr().err.splitlines()]
+    assert lines == [
+        "embed: 1 of 3, 4 min left", "embed: 2 of 3, 2 min left", "embed: 3 of 3, 0 s left"
+    ]  # fmt: skip
+    assert runlog.time_left(89.6) == "90 s left" and runlog.time_left(12_600) == "3.5 h left"
 
 
 def test_progress_is_a_bar_on_a_terminal(
