@@ -172,6 +172,11 @@ def run(
 
     def settle() -> str:
         choices.architecture(base)  # refused before hours of packing
+        if not 0 < held_out < 0.5:
+            raise ValueError(
+                f"held_out is {held_out:g}: wanted the share of the pictures that each of two "
+                "shares gets, above 0 and below 0.5"
+            )
         columns = {n: packing[n] for n in ("path_column", "caption_column") if n in packing}
         given = ["--captions", str(captions)] if captions else []
         command = ["mclclip", "finetune", str(images), *given, "--base", base, "--out", str(out)]
@@ -187,7 +192,13 @@ def run(
             folder, kind="finetune", config=wanted, inputs=inputs, force=force and "unfit"
         )
         if not made.finished:
-            count = packed.counts["shares"]["train"]["samples"]
+            shares = packed.counts["shares"]
+            if lacking := [name for name, share in shares.items() if not share["captions"]]:
+                raise ValueError(
+                    f"{', '.join(lacking)} of {images} has no picture with a caption: give a table "
+                    "by --captions, or a text beside each picture (a.jpg, a.txt)"
+                )
+            count = shares["train"]["samples"]
             machine, half = choose_machine(context)
             cores = len(os.sched_getaffinity(0)) // context.world_size
             at = Situation(base, count, out / "data", out, machine, cores, half, seed)
@@ -264,12 +275,15 @@ def run_verb(args: Mapping[str, Any]) -> None:
     """The verb ``finetune`` of the command line."""
     given = dict(args)
     ahead = {name: given.pop(name) for name in ("gpu_gib", "samples")}
+    for name, value in ahead.items():
+        if value is not None and value <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} is {value:g}: wanted more than 0")
     if given.pop("dry_run"):
         unused = ("force", "allow_roots")
         asked = {name: value for name, value in given.items() if name not in unused}
         print(dry_run(**asked, **ahead), end="")
         return
-    if named := [f"--{name.replace('_', '-')}" for name, value in ahead.items() if value]:
+    if named := [f"--{n.replace('_', '-')}" for n, value in ahead.items() if value is not None]:
         raise ValueError(f"{named[0]} is for --dry-run: add that, or leave it out")
 
     def work(context: Context) -> None:
@@ -284,6 +298,8 @@ def run_verb(args: Mapping[str, Any]) -> None:
 def _first(out: str | Path, overrides: Sequence[str]) -> Config:
     """The options of the process that are known before the settings are chosen."""
     top = [each for each in overrides if "." not in each.partition("=")[0]]
+    if moved := [each for each in top if each.startswith("run_dir=")]:
+        raise ValueError(f"got {moved[0]}: the folder of the run is given as out, {out} here")
     return configuration.from_tree({"run_dir": str(out)}, top)
 
 

@@ -234,7 +234,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     args.function = _FUNCTIONS[args.verb]
     if more and (not hasattr(args, "overrides") or any(word.startswith("-") for word in more)):
         wrong = " ".join(word for word in more if word.startswith("-")) or " ".join(more)
-        parser.error(f"unrecognized arguments: {wrong} (see 'mclclip {args.verb} --help')")
+        how = ", and options of the configuration are key.path=value, such as train.lr=1e-5"
+        how = how if hasattr(args, "overrides") else ""
+        see = f"'mclclip {args.verb} --help' lists the flags"
+        parser.error(f"unrecognized arguments: {wrong} ({see}{how})")
     if more:
         args.overrides += more
     if args.verb == "export":

@@ -25,7 +25,7 @@ _VARIABLE = "variable of the suite, such as data=FOLDER"
 
 
 def _existing(text: str) -> Path:
-    """Type of flags whose path must exist; see ``check_paths``."""
+    """Type of flags whose path, or pattern of paths, must exist; see ``check_paths``."""
     return Path(text)
 
 
@@ -34,6 +34,7 @@ def _named_existing(text: str) -> str:
     return text
 
 
+_SOURCES = ("source", "images")  # flags that take patterns too
 PATHS = (Path, _existing, _named_existing)
 """Types of flags that are paths."""
 
@@ -48,6 +49,9 @@ def check_paths(args: argparse.Namespace) -> None:
             text = "" if value is None else str(value)
             path = Path(text) if Path(text).exists() else Path(text.rpartition("=")[2])
             named = action.type is _named_existing and ("/" not in text or re.search("[@:]", text))
+            # Patterns are expanded later; a dry run of so many samples reads none of them.
+            named = named or action.dest in _SOURCES and re.search(r"[*?{\[]", text)
+            named = named or action.dest == "images" and getattr(args, "samples", None)
             if text and not named and not path.exists():
                 flag = "/".join(action.option_strings) or action.metavar
                 raise FileNotFoundError(f"{flag} {text}: there is no such file or folder")
@@ -222,7 +226,7 @@ def _add_config_options(verb: argparse.ArgumentParser) -> None:
 
 def _add_overrides(verb: argparse.ArgumentParser) -> None:
     text = "options of the configuration ('mclclip config --explain' has them all)"
-    verb.add_argument("overrides", nargs="*", metavar="key.path=value", help=text)
+    verb.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help=text)
 
 
 # --- flags of verbs that stand alone -----------------------------------------------------------
@@ -231,21 +235,22 @@ def _add_overrides(verb: argparse.ArgumentParser) -> None:
 def _add_finetune(verbs: Any) -> None:
     verb = _add(verbs, "finetune")
     add = verb.add_argument
-    add("images", type=Path, metavar="IMAGES", help="what 'mclclip pack' packs")
-    add("--captions", type=Path, metavar="TABLE", help="that names pictures and captions")
-    add("--base", required=True, help="open_clip NAME@TAG, NAME@random, or a folder")
+    add("images", type=_existing, metavar="IMAGES", help="what 'mclclip pack' packs")
+    add("--captions", type=_existing, metavar="TABLE", help="that names pictures and captions")
+    base: dict[str, Any] = {"type": _named_existing, "required": True}
+    add("--base", help="open_clip NAME@TAG, NAME@random, or a folder", **base)
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder of the run")
     share = "pictures to choose the best encoder by, and as many to report on"
     column = "of the table, where common names do not say it"
     add("--path-column", metavar="NAME", help=f"pictures: a column {column}")
     add("--caption-column", metavar="NAME", help=f"captions: a column {column}")
     root = "another folder in which pictures may lie, such as the one that a link leads to"
-    add("--allow-root", dest="allow_roots", metavar="FOLDER", type=Path, help=root, **_SEVERAL)
+    add("--allow-root", dest="allow_roots", metavar="FOLDER", type=_existing, help=root, **_SEVERAL)
     add("--held-out", type=float, default=0.1, metavar="SHARE", help=share)
     add("--seed", type=int, default=0, help="of weights, data order and clusters")
     add("--force", action="store_true", help="choose settings anew, and move the old aside")
     given = "a setting in the place of the chosen one, such as train.lr=1e-5"
-    add("overrides", nargs="*", metavar="key.path=value", help=given)
+    add("overrides", nargs="*", default=[], metavar="key.path=value", help=given)
     add = verb.add_argument_group("settings alone").add_argument
     add("--dry-run", action="store_true", help="print the settings; writes nothing")
     gpu = "of --dry-run: choose for a GPU of this memory, which need not be here"

@@ -43,6 +43,7 @@ _REASONS = {
     "zero_byte_image": "images of zero bytes, left out",
     "unsupported_extension": f"images that are not {', '.join(IMAGE_EXTENSIONS)}, left out",
     "no_caption": "images without any caption, packed without one",
+    "no_caption_held_out": "images without any caption in a held-out share, left out",
 }
 
 
@@ -77,9 +78,10 @@ def pack(
     source, out = Path(source), Path(out)
     captions = None if captions is None else Path(captions)
     _check(out, samples_per_shard, key_prefix, allow_roots, held_out)
+    command = command or _command(source, captions, out)
     table = open_table(
         source, captions, image_column=path_column, caption_column=caption_column,
-        delimiter=delimiter, command=command or _command(source, captions, out),
+        delimiter=delimiter, command=command,
     )  # fmt: skip
     if table.caption_column is None:
         log.warning(
@@ -99,17 +101,25 @@ def pack(
     samples = _samples(rows, table, Roots(table.root, *allow_roots), findings, held_out, key_prefix)
     first = next(samples, None)
     if first is None:
-        raise _nothing_usable(table, findings, source, out)
+        raise _nothing_usable(table, findings, source, command)
     artifact = Artifact.open(out, **opened, force=force)
     samples = itertools.chain([first], samples)
     return _write(artifact, samples, total, samples_per_shard, findings)
 
 
-def _nothing_usable(table: Table, findings: Findings, source: Path, out: Path) -> ValueError:
+def _nothing_usable(
+    table: Table, findings: Findings, source: Path, command: Sequence[str]
+) -> ValueError:
     told = "; ".join(findings.lines(_REASONS)) or "it has no rows"
-    if source == table.path and not table.holds_images and "missing_image" in findings.to_json():
-        command = shlex.join(_command(Path("FOLDER"), source, out))
-        told += f". Its files are named from {table.root}; if they lie in another FOLDER: {command}"
+    missing = findings.to_json().get("missing_image")
+    if missing and not table.holds_images:
+        name = missing["examples"][0]
+        there = [p for p in (table.path.parent, source.parent) if (p / name).is_file()]
+        folder = str(there[0] if there else "FOLDER")
+        new = [folder] if source != table.path else [folder, "--captions", str(source)]
+        words = [word for old in command for word in (new if old == str(source) else [old])]
+        where = f"they are below {folder}" if there else "if they lie in another FOLDER"
+        told += f". Its files are named from {table.root}; {where}: {shlex.join(words)}"
     return ValueError(f"no usable image in {table.path}: {told}")
 
 
@@ -259,9 +269,13 @@ def _samples(
         if (found := _image(row, table.root, roots, findings)) is None:
             continue
         data, extension = found
-        if not row.captions:
-            findings.add("no_caption", row.path or row.where)
         digest = hashlib.sha256(data)
+        folder = _folder(digest.digest(), held_out)
+        if not row.captions:
+            measured = folder in held_out  # by captions
+            findings.add(f"no_caption{'_held_out' * measured}", row.path or row.where)
+            if measured:
+                continue
         facts = {table.image_column: row.path} if row.path else {}
         yield PackedSample(
             key=f"{key_prefix}{number:0{_KEY_DIGITS}d}",
@@ -269,7 +283,7 @@ def _samples(
             extension=extension,
             captions=row.captions,
             metadata={**row.metadata, **facts, "sha256": digest.hexdigest()},
-            folder=_folder(digest.digest(), held_out),
+            folder=folder,
         )
         number += 1
 

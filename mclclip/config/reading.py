@@ -124,8 +124,9 @@ def _message(error: ValidationError, tree: dict[str, Any]) -> str:
     name = dotted(path)
     if problem["type"] in _UNKNOWN:
         valid = _fields_at(path[:-1], tree)
-        near = nearest(path[-1], valid, 1)
-        hint = f": did you mean {near[0]!r}?" if near else ""
+        inner = [part for part in valid if len(path) == 1 and name in _fields_at([part], tree)]
+        near = [f"{part}.{name}" for part in inner] or nearest(path[-1], valid, 1)
+        hint = f": did you mean {' or '.join(map(repr, near))}?" if near else ""
         return f"unknown option {name!r}{hint} (valid here: {', '.join(valid)})"
     if problem["type"] in ("missing", "missing_argument"):
         return f"option {name!r} is required: set {name}=VALUE"

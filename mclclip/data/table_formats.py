@@ -76,6 +76,16 @@ def walk(folder: Path) -> Iterator[Path]:
         yield from (Path(place, name) for name in sorted(names) if not name.startswith("."))
 
 
+def delimiter_of(path: Path) -> str:
+    """The delimiter that the suffix names; where the header has none of these but semicolons or
+    tabs, as spreadsheets write them, that one."""
+    own = DELIMITERS[path.suffix.lower()]
+    with open(path, "rb") as file:
+        header = file.readline(MAX_TEXT_BYTES).decode("utf-8", "replace")
+    others = [each for each in (";", "\t") if own not in header and each in header]
+    return others[0] if others else own
+
+
 def csv_format(path: Path, delimiter: str) -> Format:
     """The rows of a table of text with a header; blanks after a delimiter are ignored."""
 
@@ -92,7 +102,8 @@ def csv_format(path: Path, delimiter: str) -> Format:
                 yield reader, names
             except (csv.Error, UnicodeDecodeError) as error:
                 at = reader.line_num + 1
-                raise ValueError(f"{path} line {at} does not parse: {error}") from None
+                advice = ": save it as UTF-8" if isinstance(error, UnicodeDecodeError) else ""
+                raise ValueError(f"{path} line {at} does not parse: {error}{advice}") from None
 
     def rows(_: Findings) -> Rows:
         with opened() as (reader, _names):

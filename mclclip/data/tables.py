@@ -33,6 +33,7 @@ from mclclip.data.table_formats import (
     Format,
     Rows,
     csv_format,
+    delimiter_of,
     is_stored,
     named,
     walk,
@@ -130,12 +131,14 @@ def open_table(
     if kind not in SEVERAL and len(files) > 1:
         raise ask(f"{path} names {len(files)} tables, choose one", files[0])
     if kind == "csv":
-        delimiter = DELIMITERS[files[0].suffix.lower()] if delimiter is None else delimiter
+        delimiter = delimiter_of(files[0]) if delimiter is None else delimiter
         if len(delimiter) != 1:
             raise ValueError(f"delimiter is {delimiter!r}, expected one character")
         table = csv_format(files[0], delimiter)
     else:
         table, delimiter = FORMATS[kind](files or [source]), None
+    if not table.columns:
+        raise ValueError(f"{path} is empty: wanted a line with the names of columns")
     root = source if source.is_dir() else files[0].parent
     first = not command
     images = _image_column(path, root, table, image_column, first, ask)

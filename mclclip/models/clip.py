@@ -139,9 +139,10 @@ def _weights_file(pretrained: str | None, name: str) -> Path | None:
 
 
 def tags(name: str) -> str:
-    """open_clip's tags of weights for an architecture, in words."""
+    """Some of open_clip's tags of weights for an architecture, in words."""
     tags = open_clip.list_pretrained_tags_by_model(name.replace("/", "-"))
-    return ", ".join(tags) or "none"
+    more = [f"and {len(tags) - 8} more"] if len(tags) > 8 else []
+    return ", ".join([*tags[:8], *more]) or "none"
 
 
 def is_without_weights(name: str | Path | Mapping[str, Any]) -> bool:

@@ -77,9 +77,13 @@ def progress(
             last = now
             if total is None:
                 log.info("%s: %d", description, done)
+            elif done == 1:  # what comes before it, such as the start of workers, comes once
+                log.info("%s: %d of %d", description, done, total)
             else:
-                left = time_left((total - done) * (now - first) / done)
+                left = time_left((total - done) * (now - first) / (done - 1))
                 log.info("%s: %d of %d, %s", description, done, total, left)
+        if done == 1:
+            first = now
 
 
 def time_left(seconds: float) -> str:

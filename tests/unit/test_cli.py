@@ -150,6 +150,9 @@ def test_every_verb_is_in_the_help_with_an_example_that_is_parsed(verb: str) -> 
         ("eval --config ucm --model {}/x", "--model {}/x: there is no such file or folder"),
         ("filter --config ucm --against a={}/x", "--against a={}/x: there is no such file or"),
         ("train --stage 1 --config {}/x.yaml", "no configuration file at {}/x.yaml: give a YAML"),
+        ("finetune {}/a --base RN50@openai --out x", "IMAGES {}/a: there is no such file or"),
+        ("finetune . --captions {}/a --base RN50@openai --out x", "--captions {}/a: there is no"),
+        ("finetune . --base {}/a --out x", "--base {}/a: there is no such file or folder"),
         ("doctor --data {}/x.yaml", "no configuration file at {}/x.yaml: give a YAML"),
         ("config --config ucn", "the name of a shipped recipe (nearest: ucm, "),
     ],
@@ -173,6 +176,9 @@ def test_names_that_are_no_paths_are_left_to_the_verb(tmp_path: Path) -> None:
     for model in ("ViT-B-32@openai", "ViT-B-32", "hf:openai/clip", f"a={tmp_path}", str(tmp_path)):
         flags.check_paths(cli._parse(["eval", "--model", model]))
     flags.check_paths(cli._parse(["blindspots", "--other", "2"]))
+    flags.check_paths(cli._parse(["pack", "a/train-*.parquet", "--out", "x"]))
+    bare = ["finetune", "photos", "--base", "ViT-B-32@openai", "--out", "x"]
+    flags.check_paths(cli._parse([*bare, "--dry-run", "--samples", "9"]))
 
 
 def test_explain_prints_one_option(main: Any) -> None:

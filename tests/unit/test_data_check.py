@@ -90,7 +90,7 @@ def test_what_is_wrong_is_told_with_the_remedy(tmp_path: Path) -> None:
         lines["near-copies"].text
     )
     assert "above 2 are 44%" in lines["aspect"].text
-    assert "22.0% are longer than the model's" in lines["caption length"].text
+    assert "21.7% are longer than the model's" in lines["caption length"].text
     assert "the commonest: 'the same caption'" in lines["equal captions"].text
     assert "set cluster.num_clusters to 1 or less" in lines["groups"].text
 

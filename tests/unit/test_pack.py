@@ -262,7 +262,7 @@ def test_a_misspelled_column_is_named_over_a_finished_output_too(
     ("content", "message"),
     [
         (b"picture,title\na.jpg,x\n", r"no column of images .*it has \['picture', 'title'\]"),
-        (b"", r"no column of images .*it has \[\]"),
+        (b"", "is empty: wanted a line with the names of columns"),
         (b"filepath,title\n", "no usable image in .*it has no rows"),
         (b"filepath,title\nnone.jpg,x\n", "no usable image in .*1 images that are not in the fold"),
         (b"filepath,title\na.jpg," + b"x" * 200_000 + b"\n", "does not parse: field larger"),
@@ -350,6 +350,19 @@ def test_shares_are_held_out_by_the_bytes_of_pictures(tmp_path: Path, images: Pa
     assert run(tmp_path, images, rows, held_out=shares, samples_per_shard=100) == manifest
     with pytest.raises(ValueError, match=r"held_out\.choose was 0\.1, now absent"):
         run(tmp_path, images, rows, samples_per_shard=100)
+
+
+def test_a_held_out_share_has_only_pictures_with_captions(tmp_path: Path, images: Path) -> None:
+    rows = []
+    for number in range(60):
+        (images / f"{number}.jpg").write_bytes(b"picture %d" % number)
+        rows.append([f"{number}.jpg", "a caption" if number % 2 else ""])
+    manifest = run(tmp_path, images, rows, held_out={"choose": 0.5})
+    counts = manifest.counts["shares"]
+    assert 0 < counts["choose"]["samples"] == counts["choose"]["captions"]
+    assert 0 < counts["train"]["captions"] < counts["train"]["samples"]
+    found = manifest.counts["findings"]
+    assert found["no_caption"]["count"] + found["no_caption_held_out"]["count"] == 30
 
 
 @pytest.mark.parametrize(

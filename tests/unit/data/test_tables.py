@@ -41,6 +41,14 @@ def write_csv(path: Path, columns: list[str], rows: Any) -> Path:
     return path
 
 
+def semicolons(path: Path) -> Path:
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = [*csv.reader(file)]
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file, delimiter=";").writerows(rows)
+    return path
+
+
 def write_lines(path: Path, rows: Any) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
@@ -109,6 +117,9 @@ FORMATS: dict[str, Made] = {
     "tsv": lambda at, photos: (photos, write_csv(at / "t.tsv", ["file_name", "text"], PAIRS)),
     "csv alone": lambda at, photos: (
         write_csv(at / "t.csv", ["Path", "Title"], [(f"photos/{n}", t) for n, t in PAIRS]), None
+    ),
+    "csv of a spreadsheet": lambda at, photos: (
+        photos, semicolons(write_csv(at / "t.csv", ["image", "caption"], PAIRS))
     ),
     "jsonl": lambda at, photos: (
         photos, write_lines(at / "t.jsonl", pathed("image_path", "captions"))
@@ -293,6 +304,13 @@ AMBIGUOUS: dict[str, tuple[Made, str, str]] = {
         "Its files are named from notes; if they lie in another FOLDER",
         "mclclip pack FOLDER --captions notes/c.json --out out",
     ),
+    "names that begin with the folder": (
+        lambda at, p: (
+            p, write_csv(at / "t.csv", ["image", "text"], [(f"photos/{n}", t) for n, t in PAIRS])
+        ),
+        "Its files are named from photos; they are below .",
+        "mclclip pack . --captions t.csv --out out",
+    ),
     "saved splits": (
         lambda at, p: (saved_splits(at, p), None),
         "holds the splits train, valid, choose one",
@@ -332,6 +350,8 @@ def test_what_is_ambiguous_is_one_line_with_the_command(
         ("t.json", b"{}", "holds neither COCO captions"),
         ("t.tar", b"no tar" * 100, "no usable image in .*unreadable_shard"),
         ("t.xlsx", b"PK", "ends in '.xlsx', expected one of"),
+        ("t.csv", b"", r"t\.csv is empty"),
+        ("t.csv", b"image,text\nb.png,caf\xe9\n", "does not parse: .*: save it as UTF-8"),
         ("t.csv", b"url,text\nhttp://x/a.jpg,a\n", "has addresses in 'url': fetch the images"),
     ],
 )

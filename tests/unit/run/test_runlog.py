@@ -83,7 +83,7 @@ def test_progress_is_plain_lines_without_a_terminal(
     items = list(runlog.progress("abc", total=3, description="embed", every_s=0.0))
     assert items == ["a", "b", "c"]
     lines = [line.split(" I ")[1] for line in capsys.readouterr().err.splitlines()]
-    assert lines == [f"embed: {done} of 3, 0 s left" for done in (1, 2, 3)]
+    assert lines == ["embed: 1 of 3", "embed: 2 of 3, 0 s left", "embed: 3 of 3, 0 s left"]
     list(runlog.progress("a", total=None, description="read", every_s=0.0))
     assert capsys.readouterr().err.endswith(" I read: 1\n")
 
@@ -92,13 +92,11 @@ def test_progress_says_how_long_it_will_last(
     log: logging.Logger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runlog.setup(0)
-    clock = iter(range(0, 10_000, 120))
-    monkeypatch.setattr(runlog.time, "monotonic", lambda: float(next(clock)))
-    list(runlog.progress("abc", total=3, description="embed"))
+    clock = iter([0.0, 900.0, 1_020.0, 1_140.0])  # workers start before the first item
+    monkeypatch.setattr(runlog.time, "monotonic", lambda: next(clock))
+    list(runlog.progress("abc", total=4, description="embed"))
     lines = [line.split(" I ")[1] for line in capsys.readouterr().err.splitlines()]
-    assert lines == [
-        "embed: 1 of 3, 4 min left", "embed: 2 of 3, 2 min left", "embed: 3 of 3, 0 s left"
-    ]  # fmt: skip
+    assert lines == ["embed: 1 of 4", "embed: 2 of 4, 4 min left", "embed: 3 of 4, 2 min left"]
     assert runlog.time_left(89.6) == "90 s left" and runlog.time_left(12_600) == "3.5 h left"
 
 
