@@ -16,6 +16,7 @@ import html
 import json
 import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PosixPath
 from statistics import mean
@@ -142,7 +143,8 @@ def finetune(
     what does not fit and makes it again.
     """
     overrides = _overrides(options)
-    if not log.hasHandlers():  # in a notebook, where nobody else shows how far it is
+    in_notebook = "ipykernel" in sys.modules and not log.handlers
+    if in_notebook or not log.hasHandlers():  # nobody else shows how far it is
         runlog.setup(int(os.environ.get("RANK", "0")))
 
     def work(context: Context) -> None:

@@ -91,8 +91,8 @@ def run(
 
     ``models``: names in results.jsonl (default: all but ``against``); ``against``: default stage_0,
     or the first model. With several runs a name has its run's before it, as in ``mine:stage_1``.
-    ``benchmarks`` and ``metrics``: default are all benchmarks, and the metrics of the level
-    ``headline``. ``out``: a file for the table instead of the standard output.
+    ``benchmarks`` and ``metrics`` (as results.jsonl or a table names them): default are all
+    benchmarks, and the metrics of the level ``headline``. ``out``: a file for the table instead of the standard output.
     Raises FileNotFoundError where there are no results or outcomes, and ValueError for unknown
     names and where encoders were not measured on the same items.
     """
@@ -127,7 +127,10 @@ def compare(
     if against in wanted:
         raise ValueError(f"{against} cannot be compared with itself: name another --against")
     _known("benchmark", benchmarks, [*dict.fromkeys(row.benchmark for row, _ in rows)])
-    _known("metric", metrics, [*dict.fromkeys(row.metric for row, _ in rows)])
+    every = [*dict.fromkeys(row.metric for row, _ in rows)]
+    of_short = {short_name(metric): metric for metric in every}
+    metrics = [of_short.get(metric, metric) for metric in metrics]
+    _known("metric", metrics, every)
     cells = {
         (row.benchmark, row.metric, row.model): (row, path)
         for row, path in rows

@@ -99,7 +99,6 @@ def test_every_verb_has_help(main: Any, verb: str) -> None:
         ("analyse --figures tsne,clam", "figures.run"),
         ("make-dataset patterns --out x", "make_dataset.run"),
         ("pack a --captions b --out c", "pack.pack"),
-        ("doctor", "doctor.run"),
         ("report runs/mine --out page.html", "report.run"),
     ],
 )

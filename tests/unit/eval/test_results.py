@@ -103,6 +103,12 @@ def test_table_has_a_block_per_benchmark_and_a_row_per_model() -> None:
     ]
 
 
+def test_directions_of_retrieval_have_short_names() -> None:
+    short = results.short_name
+    assert short("image_to_text/R@1") == "i2t R@1" and short("fr/text_to_image/R@5") == "fr/t2i R@5"
+    assert short("image_to_text") == "i2t" and short("average") == "average"
+
+
 def test_table_has_what_chance_gives_and_what_was_left_out() -> None:
     protocol = {"chance": 50.0, "num_items": 204, "left_out_items": 7307}
     rows = [
