@@ -92,7 +92,8 @@ def run(
     ``models``: names in results.jsonl (default: all but ``against``); ``against``: default stage_0,
     or the first model. With several runs a name has its run's before it, as in ``mine:stage_1``.
     ``benchmarks`` and ``metrics`` (as results.jsonl or a table names them): default are all
-    benchmarks, and the metrics of the level ``headline``. ``out``: a file for the table instead of the standard output.
+    benchmarks, and the metrics of the level ``headline``. ``out``: a file for the table instead of
+    the standard output.
     Raises FileNotFoundError where there are no results or outcomes, and ValueError for unknown
     names and where encoders were not measured on the same items.
     """
