@@ -208,6 +208,7 @@ def run(
             files.write_bytes(folder / SETTINGS, text.encode())
             made.finish({"samples": count})
             log.info("chose the settings, each with its reason: %s", folder / SETTINGS)
+            log.info("'mclclip doctor --data %s' looks at the data", folder / SETTINGS)
             for line in text.splitlines():
                 log.debug("%s", line)
         return str(folder / SETTINGS)

@@ -78,6 +78,10 @@ def pack(
     source, out = Path(source), Path(out)
     captions = None if captions is None else Path(captions)
     _check(out, samples_per_shard, key_prefix, allow_roots, held_out)
+    if captions is None and source.is_dir() and out.resolve().is_relative_to(source.resolve()):
+        raise ValueError(  # it would be read as a part of the data when called again
+            f"{out} lies in {source}, whose files are packed: write to a folder outside of it"
+        )
     command = command or _command(source, captions, out)
     table = open_table(
         source, captions, image_column=path_column, caption_column=caption_column,

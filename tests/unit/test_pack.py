@@ -365,6 +365,12 @@ def test_a_held_out_share_has_only_pictures_with_captions(tmp_path: Path, images
     assert found["no_caption"]["count"] + found["no_caption_held_out"]["count"] == 30
 
 
+def test_nothing_is_written_into_the_folder_that_is_packed(tmp_path: Path, images: Path) -> None:
+    with pytest.raises(ValueError, match="write to a folder outside of it"):
+        pack(images, images / "run" / "data")
+    assert not (images / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("held_out", "message"),
     [
