@@ -89,12 +89,11 @@ class Sample:
 
 
 class Extra(Protocol):
-    """Adds tensors to every sample, which an objective reads by their names.
+    """Adds tensors to every sample, which an objective reads by their names."""
 
-    reads_text   captions are read for it, also where text embeddings stand for them
-    """
-
-    reads_text: bool
+    @property
+    def reads_text(self) -> bool:
+        """Whether captions are read for it, also where text embeddings stand for them."""
 
     def __call__(
         self, raw: RawSample, captions: Sequence[str], caption_number: int, key: int
