@@ -199,7 +199,7 @@ def tensors_of_image_tower(visual: nn.Module, file: Path) -> dict[str, str]:
                 and not towers.belongs(name, new)
                 and not name.endswith("num_batches_tracked")
             ],
-            "are none of the tower's": [name for name in names if name not in own],
+            "are none of the tower's": [given for name, given in names.items() if name not in own],
             "have another shape": [
                 name for name in slices if slices[name].get_shape() != [*own[name].shape]
             ],
@@ -212,9 +212,9 @@ def tensors_of_image_tower(visual: nn.Module, file: Path) -> dict[str, str]:
     problems = [f"{len(all_)} {what}, as {min(all_)}" for what, all_ in wrong.items() if all_]
     if problems:
         raise ValueError(
-            f"image_weights {file} does not fit the image tower, a {type(trunk or visual).__name__}"
-            f" of {len(own)} tensors ({'; '.join(problems)}): give weights of this architecture, "
-            "by the names of timm, torchvision or open_clip"
+            f"image_weights {file} does not fit the image tower ({type(trunk or visual).__name__}, "
+            f"{len(own)} tensors): {'; '.join(problems)}. Give weights of this architecture, by "
+            "the names of timm, torchvision or open_clip"
         )
     return names
 

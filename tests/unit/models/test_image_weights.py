@@ -130,7 +130,7 @@ def _without(state: dict[str, Tensor]) -> dict[str, Tensor]:
         (_without, "tensors are missing, as trunk.layer4.0"),
         (
             lambda s: s | {"extra.weight": torch.ones(2)},
-            "1 are none of the tower's, as trunk.extra",
+            "1 are none of the tower's, as extra",
         ),
         (lambda s: s | {"conv1.0.weight": torch.ones(2)}, "1 have another shape, as trunk.conv1.0"),
         (
