@@ -51,6 +51,8 @@ def run(copy: Path | None = None) -> None:
         for name in recipe_names():
             print(_described(name))
         return
+    if copy.is_file():
+        raise ValueError(f"--copy {copy} is a file: give a folder")
     sources = sorted(source for pattern in _COPIED for source in _PACKAGE.glob(pattern))
     targets = [copy / source.relative_to(_PACKAGE) for source in sources]
     if there := [target for target in targets if target.exists()]:
