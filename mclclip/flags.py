@@ -173,26 +173,10 @@ def build_parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(
         dest="verb", required=True, metavar="VERB", prog="mclclip", help=hidden
     )
-    for add in (
-        *(
-            _add_finetune,
-            _add_pack,
-            _add_make_dataset,
-            _add_soup,
-            _add_compare,
-            _add_report,
-            _add_demo,
-        ),
-        *(
-            _add_checks,
-            _add_stages,
-            _add_figures,
-            _add_blindspots,
-            _add_filter,
-            _add_run,
-            _add_race,
-        ),
-    ):
+    alone = (_add_finetune, _add_pack, _add_make_dataset, _add_soup, _add_compare, _add_report)
+    others = (_add_checks, _add_stages, _add_figures, _add_blindspots, _add_filter, _add_run)
+    others += (_add_race,)
+    for add in (*alone, _add_demo, *others):
         add(verbs)
     return parser
 
@@ -204,12 +188,8 @@ def _add(verbs: Any, name: str, force: str | None = None) -> argparse.ArgumentPa
     """
     ((text, example),) = re.findall(rf"^  {name} +(.*?)\n +\$ (.*?)$", _VERBS, re.M | re.S)
     text = " ".join(text.split())
-    verb: argparse.ArgumentParser = verbs.add_parser(
-        name,
-        help=text,
-        description=textwrap.fill(text, 80),
-        epilog=f"example: {example}",
-    )
+    words = {"description": textwrap.fill(text, 80), "epilog": f"example: {example}"}
+    verb: argparse.ArgumentParser = verbs.add_parser(name, help=text, **words)
     verb.set_defaults(standalone=force is None, parser=verb)
     verb.add_argument("--debug", action="store_true", help="show tracebacks")
     verb.add_argument("--verbose", action="store_true", help="more lines in the log")

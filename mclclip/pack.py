@@ -78,10 +78,8 @@ def pack(
     source, out = Path(source), Path(out)
     captions = None if captions is None else Path(captions)
     _check(out, samples_per_shard, key_prefix, allow_roots, held_out)
-    if captions is None and source.is_dir() and out.resolve().is_relative_to(source.resolve()):
-        raise ValueError(  # it would be read as a part of the data when called again
-            f"{out} lies in {source}, whose files are packed: write to a folder outside of it"
-        )
+    if captions is None:
+        _check_outside(source, out)
     command = command or _command(source, captions, out)
     table = open_table(
         source, captions, image_column=path_column, caption_column=caption_column,
@@ -221,6 +219,14 @@ def _check(
     if sum(held_out.values()) >= 1:
         raise ValueError(f"held_out is {dict(held_out)}: nothing is left for {_REST!r}")
     check_foreign(out, "pack", *held_out, *([_REST] if held_out else []))
+
+
+def _check_outside(source: Path, out: Path) -> None:
+    """Raises ValueError where a later call would read ``out`` as a part of the data."""
+    if source.is_dir() and out.resolve().is_relative_to(source.resolve()):
+        raise ValueError(
+            f"{out} lies in {source}, whose files are packed: write to a folder outside of it"
+        )
 
 
 def _joined(table: Table, findings: Findings) -> tuple[Iterator[Row], int | None]:
