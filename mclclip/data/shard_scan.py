@@ -266,14 +266,14 @@ def scan_shard(
     """Reads the headers (and captions, ``attributes``, and with ``pixels`` images) of a tar shard.
 
     Members are grouped by webdataset's key rule, in any order within the shard. ``captions``:
-    ``txt``, ``json:FIELD`` or several fields (``caption_fields``); text_offset and text_size point
-    at that member (0 and 0 where there is none). A sample needs an image; an array (``.npy``) is
-    the image of a sample that has no picture. A sample without a caption is kept with num_captions
-    0; this, fields without a caption and missing values of attributes are counted in the findings.
-    Keys get the prefix ``source/``. Samples that are not
-    ``chosen`` are counted by the filter's reasons and have no row. Raises ValueError for compressed
-    tars (no random access), OSError where the file cannot be read, and the errors of the filter. A
-    shard behind a url is fetched whole, once, as ``remote`` says.
+    ``txt``, ``json:FIELD`` or several (``caption_fields``); text_offset and text_size point at that
+    member (0 and 0 where there is none). A sample needs an image; an array (``.npy``) is the image
+    where there is no picture. A sample without a caption has num_captions 0; this, fields without a
+    caption and missing values of attributes are counted in the findings. Keys get the prefix
+    ``source/``. Samples that are not ``chosen`` have no row and are counted by the filter's
+    reasons. Raises ValueError for compressed tars (no random access), OSError where the file cannot
+    be read, and the errors of the filter. A shard behind a url is fetched whole, once, as
+    ``remote`` says.
     """
     path, findings, unseen = stored.path, Findings(), Findings()
     fields = caption_fields(captions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -53,12 +54,7 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
     local, how, gpu = options.global_batch // machine.ranks, options.engine, config.device != "cpu"
     micro = min(how.micro_batch or local, local)
     named = config.model_of(name)
-    model = memory.load_shapes(
-        named.name,
-        text=named.text,
-        projector=named.projector,
-        long_context=named.long_context,
-    )
+    model = _shapes(named, named.projector)
     if options.precision == "float64":
         model.double()
     with memory.faked(model, gpu_autocast=gpu and options.precision in HALF):
@@ -228,9 +224,15 @@ def encoder_operations(model: Model) -> dict[str, int | None]:
     return {"image": image // _ROWS, "text": None if text is None else text // _ROWS}
 
 
+def _shapes(named: ModelConfig, projector: Sequence[int] = ()) -> Model:
+    """The model without values, with this projector."""
+    how: dict[str, Any] = {"text": named.text, "long_context": named.long_context}
+    return memory.load_shapes(named.name, projector=projector, **how)
+
+
 def operations_of_named(named: ModelConfig) -> dict[str, int | None]:
     """``encoder_operations`` of a model that is not loaded."""
-    model = memory.load_shapes(named.name, text=named.text, long_context=named.long_context)
+    model = _shapes(named)
     with memory.faked(model):
         return encoder_operations(model.eval())
 
