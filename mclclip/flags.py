@@ -9,10 +9,11 @@ import argparse
 import re
 import textwrap
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from mclclip import __version__, process
+from mclclip import __version__
 from mclclip.data import datasets
+from mclclip.flag_parser import Parser
 
 _VARIANTS = ["mcl", "ungrouped", "random_groups", "pilot", "pilot_ungrouped"]
 _VARIANT = f"the method itself, a control of it, or the pilot's: {', '.join(_VARIANTS)}"
@@ -55,44 +56,6 @@ def check_paths(args: argparse.Namespace) -> None:
             if text and not named and not path.exists():
                 flag = "/".join(action.option_strings) or action.metavar
                 raise FileNotFoundError(f"{flag} {text}: there is no such file or folder")
-
-
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Help of 80 columns in which every flag that takes a value says its default."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, width=80, max_help_position=26)
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        text = action.help or ""
-        if not action.option_strings or action.nargs == 0 or "default" in text:
-            return text
-        if action.required:
-            return f"{text} (required)"
-        none = action.default in (None, "", [])
-        return f"{text} (default: {'none' if none else '%(default)s'})"
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that also records its errors for the launcher; sub-parsers have this class too."""
-
-    def __init__(self, **given: Any) -> None:
-        super().__init__(formatter_class=_Help, **given)
-
-    def error(self, message: str) -> NoReturn:
-        process.record_mistake(message)
-        super().error(message)
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Names the nearest choices too; Python 3.14 does so itself."""
-        try:
-            super()._check_value(action, value)
-        except argparse.ArgumentError as error:
-            from mclclip.options import nearest
-
-            near = nearest(str(value), map(str, action.choices or ()))
-            error.message += f", nearest: {', '.join(near)}"
-            raise
 
 
 # The help: groups of verbs, and of each what it does and an example.
@@ -161,7 +124,7 @@ what a run shows:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of ``mclclip``; needs neither torch nor a configuration."""
-    parser = _Parser(
+    parser = Parser(
         prog="mclclip",
         usage="mclclip VERB [FLAGS]    (mclclip VERB --help: its flags)",
         description="Fine-tune CLIP at scale so that it sees what it was blind to.",
