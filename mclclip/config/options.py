@@ -101,6 +101,7 @@ class Config:
         self._check_pooled()
         if self.trunk_cache.enabled:
             self._check_trunk_cache()
+        self._check_held()
         for options in filter(None, (self.base, self.train)):
             options.objective.check(self.facts(options))
         check_long_context(self.model, "model")
@@ -168,6 +169,28 @@ class Config:
             if is_there:
                 raise ValueError(f"trunk_cache.enabled, but {problem}")
 
+    def _check_held(self) -> None:
+        """Raises ValueError where a training cannot be held near stage 0."""
+        base = self.train.objective.reads.base
+        if self.base is not None and self.base.objective.reads.base:
+            raise ValueError(
+                "base.objective reads what stage 0 has, which it makes: set it in train.objective"
+            )
+        problems = {
+            "trained_model is another encoder: leave it out": self.trained_model is not None,
+            f"train.start={self.train.start} gives stages other weights than stage 0's: leave it "
+            "out": self.train.start != "base",
+            f"model.projector={self.model.projector} stands between the encoder and the objective: "
+            "leave it out": bool(self.model.projector),
+            "embed.feature=pooled stores features that are not those of training: set "
+            "embed.feature=projected, or exact: true in the objective": (
+                "images" in base and self.embed.feature == "pooled"
+            ),
+        }
+        for problem, is_there in problems.items():
+            if base and is_there:
+                raise ValueError(f"train.objective holds the model near stage 0, but {problem}")
+
     def _check_pooled(self) -> None:
         """Raises ValueError for a benchmark that the encoders made at the end cannot answer."""
         for name, benchmark in self.eval.suite.items():
@@ -231,7 +254,8 @@ class Config:
     @property
     def needs_text_embeddings(self) -> bool:
         """Whether ``embed`` writes embeddings of the captions at stage 0."""
-        return self.cluster.feature == "mean" or self.train.reads_text_embeddings
+        base = self.train.objective.reads.base if self.has_stages else ()
+        return self.cluster.feature == "mean" or self.train.reads_text_embeddings or "texts" in base
 
     @property
     def shares_text_tower(self) -> bool:

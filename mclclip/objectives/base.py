@@ -13,7 +13,7 @@ import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +55,9 @@ class Reads:
     attribute     an attribute of the samples, as data.sources names them, is taken for their class
                   (None: none is); samples without it are left out
     digests       ``caption_digest`` and ``picture_digest`` of the drawn captions and the pictures
+    base          what is read of stage 0, from whose weights the training then starts: stored
+                  embeddings of ``images`` and of ``texts``, which come as the batch's extras
+                  ``base_image_features`` and ``base_text_features``, or the ``model`` itself
     """
 
     captions: bool = False
@@ -65,6 +68,7 @@ class Reads:
     threshold: float | None = None
     attribute: str | None = None
     digests: bool = False
+    base: frozenset[Literal["images", "texts", "model"]] = frozenset()
 
     @property
     def num_classes_per_sample(self) -> int:
@@ -205,7 +209,7 @@ class Objective(Stepping):
     ``loss``, whose mean over the ranks is the loss of the global batch, and other 0-dimensional
     parts.
     Its parameters are trained by the engine's optimizer and its buffers are saved with them. A
-    frozen copy of the model, such as a momentum encoder, is a submodule without gradients.
+    copy of the model that moves, such as a momentum encoder, is a submodule without gradients.
 
     counterparts  names of two of the features, whose rows i belong together and whose other rows
                   mostly do not; None: the loss compares no features with each other

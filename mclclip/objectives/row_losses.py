@@ -11,7 +11,7 @@ loss 0 and gradient 0 exactly.
 
 Losses that weigh their negatives otherwise are made of the negatives' log-sum-exp alone
 (``log_sums``), of their number (``count_negatives``) and of sums of keys (``sum_negatives``). The
-same three give sums over other columns than negatives, by ``Pairs.wanted``.
+same three give sums over other columns than negatives, by ``Pairs.wanted``. ``divergences`` compares the rows' softmaxes with those of another matrix.
 """
 
 from __future__ import annotations
@@ -144,6 +144,29 @@ def count_negatives(pairs: Pairs) -> Tensor:
     for rows, columns in pairs.tiles():
         counts[rows] += (~pairs.masked(rows, columns)).sum(dim=1)
     return counts
+
+
+@not_compiled
+def divergences(
+    queries: Tensor,
+    keys: Tensor,
+    base_queries: Tensor,
+    base_keys: Tensor,
+    pairs: Pairs,
+    *,
+    with_own: bool,
+) -> Tensor:
+    """Each row's KL divergence of softmax(L) from softmax(base L), [b], over its negatives and,
+    ``with_own``, its own pair.
+
+    L = queries @ keys.T and base L = base_queries @ base_keys.T, each of its own width; arithmetic
+    and errors are those of ``row_losses``. Differentiable once in ``queries`` and ``keys``. A row
+    with nothing to compare has 0 and gradient 0, and so have, exactly, equal matrices.
+    """
+    rows: Tensor = _Divergences.apply(  # type: ignore[no-untyped-call]
+        queries, keys, base_queries, base_keys, pairs, with_own
+    )
+    return rows
 
 
 class Tiles:
@@ -340,3 +363,79 @@ class _Sums(torch.autograd.Function):
                 grad_keys[columns].addmm_(kept.T, grad[rows])
                 del kept  # before the next one is made
         return grad_keys, None
+
+
+class _Divergences(torch.autograd.Function):
+    """See ``divergences``: two log-sum-exps and one weighted sum per row, in one pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        queries: Tensor,
+        keys: Tensor,
+        base_queries: Tensor,
+        base_keys: Tensor,
+        pairs: Pairs,
+        with_own: bool,
+    ) -> Tensor:
+        every = (queries, keys), (base_queries, base_keys)
+        with choose_no_autocast(queries.device):
+            tiles, base = (Tiles(*side, pairs) for side in every)
+            lowest = queries.new_full((len(queries),), torch.finfo(queries.dtype).min)
+            own = [pairs.own_logits(*side) if with_own else lowest for side in every]
+            streamed = [
+                _stream_divergence(tiles, base, rows, own[0][rows], own[1][rows], float(with_own))
+                for rows in blocks(len(queries), pairs.tile)
+            ]
+        found, sums, base_sums = (torch.cat(parts) for parts in zip(*streamed, strict=True))
+        ctx.save_for_backward(queries, keys, base_queries, base_keys, *own, sums, base_sums)
+        ctx.pairs, ctx.with_own = pairs, with_own
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("the divergence")
+        queries, keys, base_queries, base_keys, own, base_own, *sums = ctx.saved_tensors
+        grad_queries = torch.zeros_like(queries) if ctx.needs_input_grad[0] else None
+        grad_keys = torch.zeros_like(keys) if ctx.needs_input_grad[1] else None
+        pairs = ctx.pairs
+        with choose_no_autocast(queries.device):
+            tiles, base = Tiles(queries, keys, pairs), Tiles(base_queries, base_keys, pairs)
+            # Of rows with nothing to compare: shares 0.
+            total, base_total = (each.masked_fill(each == float("-inf"), 0.0) for each in sums)
+
+            def shares(rows: slice, columns: slice) -> Tensor:
+                share = tiles.logits(rows, columns).sub_(total[rows, None]).exp_()
+                share -= base.logits(rows, columns).sub_(base_total[rows, None]).exp_()
+                return share.mul_(grad[rows, None])
+
+            _pull(tiles, shares, queries, grad_queries, grad_keys)
+            if ctx.with_own:
+                share = (((own - total).exp() - (base_own - base_total).exp()) * grad)[:, None]
+                if grad_queries is not None:
+                    grad_queries.addcmul_(share, pairs.own(keys))
+                if grad_keys is not None:
+                    pairs.own(grad_keys).addcmul_(share, queries)
+        return grad_queries, grad_keys, None, None, None, None
+
+
+def _stream_divergence(
+    tiles: Tiles, base: Tiles, rows: slice, start: Tensor, base_start: Tensor, weight: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The divergences of the rows [r], and the log-sum-exps of both matrices; each stream begins
+    with ``weight`` times the exp of its start."""
+    maximum, base_maximum = start, base_start
+    total, base_total = (torch.full_like(start, weight) for _ in range(2))
+    gaps = weight * (base_start - start)  # the sum of exp(base L) (base L - L), by the maximum
+    for columns in blocks(len(tiles.keys), tiles.pairs.tile):
+        logits, wanted = tiles.logits(rows, columns), base.logits(rows, columns)
+        gap = (wanted - logits).masked_fill_(wanted == float("-inf"), 0.0)
+        previous, maximum = maximum, torch.maximum(maximum, logits.amax(dim=1))
+        total = total * (previous - maximum).exp() + logits.sub_(maximum[:, None]).exp_().sum(dim=1)
+        previous, base_maximum = base_maximum, torch.maximum(base_maximum, wanted.amax(dim=1))
+        share, shrink = wanted.sub_(base_maximum[:, None]).exp_(), (previous - base_maximum).exp()
+        base_total = base_total * shrink + share.sum(dim=1)
+        gaps = gaps * shrink + gap.mul_(share).sum(dim=1)
+    sums, base_sums = maximum + total.log(), base_maximum + base_total.log()
+    found = gaps / base_total + (maximum - base_maximum) + (total.log() - base_total.log())
+    return torch.where(base_total == 0.0, 0.0, found), sums, base_sums

@@ -104,6 +104,7 @@ class Options(ObjectiveOptions):
             threshold=next((r.threshold for r in every if r.clusters), None),
             attribute=next((r.attribute for r in every if r.attribute), None),
             digests=any(r.digests for r in every),
+            base=frozenset[Any]().union(*(r.base for r in every)),
         )
 
     def check(self, facts: Facts) -> None:
@@ -119,10 +120,9 @@ class Options(ObjectiveOptions):
         return WeightedSum(built, [term.weight for term in self.terms], names)
 
     def outline(self, setting: Setting) -> Objective:
-        """Returns the outline of the term that makes features of its own; else a plain objective,
-        whose features are the model's."""
+        """The sum of the terms' outlines, with what they make and add."""
         every = [term.objective.outline(setting) for term in self.terms]
-        return next(filter(_makes_features, every), Objective())
+        return WeightedSum(every, [1.0] * len(every), [term.objective.kind for term in self.terms])
 
     def cost(self, sizes: Sizes) -> Cost:
         """The sum of the terms' costs."""

@@ -180,6 +180,7 @@ def _batch(model: Model, options: TrainConfig, local: int, cached_text: bool) ->
     reads, tokens = objective.reads, objective.reads.captions and not cached_text
     columns = reads.num_classes_per_sample
     shape = (local, *model.image_shape)
+    stored = [f"base_{name[:-1]}_features" for name in reads.base - {"model"}]
     return Batch(
         views=[torch.empty(shape, dtype=dtype) for _ in range(objective.num_views)],
         labels=torch.zeros(local, 1, dtype=torch.int64),
@@ -189,6 +190,7 @@ def _batch(model: Model, options: TrainConfig, local: int, cached_text: bool) ->
         group_size=options.global_batch,
         text=torch.zeros(local, context, dtype=torch.int64) if tokens else None,
         text_features=torch.empty(local, model.embed_dim, dtype=dtype) if cached_text else None,
+        extras={name: torch.empty(local, model.embed_dim, dtype=dtype) for name in stored},
     )
 
 

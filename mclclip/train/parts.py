@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip.checkpoint import Checkpoints
 from mclclip.config import Config, TrainConfig, to_tree
+from mclclip.data.base_features import BaseFeatures
 from mclclip.data.batches import Batch, Loader, TrainingBatches
 from mclclip.data.decode import Pixels, jpeg_library
 from mclclip.data.epoch_plan import EpochPlan
@@ -20,6 +21,7 @@ from mclclip.data.equality import EqualityDigests, report_equal
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.labels import AttributeClasses, ClassLabels, outside_of_share
 from mclclip.data.locations import Resharded
+from mclclip.data.row_store import left_out
 from mclclip.data.sample_index import BadSamples, SampleIndex
 from mclclip.data.sample_weights import SampleWeights
 from mclclip.data.samples import Extra, TarDataset, TextFeatures
@@ -102,8 +104,9 @@ class Job:
 
     @cached_property
     def left_out(self) -> dict[str, np.ndarray]:
-        """Ids of the samples that the training leaves out, by reason: they lack the caption or the
-        attribute that the objective reads, or are outside of the share that a pilot draws.
+        """Ids of the samples that the training leaves out, by reason: they lack the caption, the
+        attribute or the embedding that the objective reads, or are outside of the share that a
+        pilot draws.
 
         Raises ValueError where all samples lack what the objective reads.
         """
@@ -116,6 +119,9 @@ class Job:
         if self.share is not None:
             outside = outside_of_share(len(self.index), self.share, self.config.seed)
             found["outside_of_share"] = outside
+        if "images" in reads.base:
+            embedded = self.layout.embeddings(0)
+            found["without_embedding"] = left_out(embedded, len(self.index.shards))
         return found
 
     @cached_property
@@ -153,10 +159,14 @@ class Job:
     @cached_property
     def extras(self) -> list[Extra]:
         """Further tensors of every sample, which the objective reads. Raises ValueError where the
-        index cannot tell equal pictures."""
-        reads = self.options.objective.reads
-        index = self.index if self.reads_trunk else None
-        return [EqualityDigests(clean_caption, index)] if reads.digests else []
+        index cannot tell equal pictures, and the errors of ``BaseFeatures``."""
+        reads, made = self.options.objective.reads, list[Extra]()
+        if reads.digests:
+            pictures = self.index if self.reads_trunk else None
+            made.append(EqualityDigests(clean_caption, pictures))
+        if reads.base - {"model"}:
+            made.append(BaseFeatures(self.layout, self.index, reads.base))
+        return made
 
     @cached_property
     def pixels(self) -> Pixels:
@@ -388,7 +398,6 @@ def loader_of(
     """This rank's batches of ``steps``, in order."""
     data, objective = job.config.data, job.options.objective
     text = TextFeatures(job.layout.text_embeddings, job.index) if job.cached_text else None
-    train = model.preprocess_train
     dataset = TarDataset(
         job.index,
         data,

@@ -216,6 +216,7 @@ def _report_samples(job: Job, opened: Opened) -> None:
         "without_caption": "have no caption",
         "without_attribute": f"have no {job.options.objective.reads.attribute}",
         "outside_of_share": "are outside of the pilot's share",
+        "without_embedding": "have no embedding of stage 0",
     }
     for reason, ids in job.left_out.items():
         if len(ids):
@@ -291,7 +292,10 @@ def _inputs(job: Job) -> dict[str, str]:
     if job.reads_trunk:
         cache = artifacts.read_manifest(layout.trunk_cache, trunk_rows.KIND)
         inputs["trunk_cache"] = cache.digest
-    if job.cached_text:
+    if "images" in reads.base:
+        embedded = artifacts.read_manifest(layout.embeddings(0), "embeddings")
+        inputs["embeddings"] = embedded.digest
+    if job.cached_text or "texts" in reads.base:
         text = artifacts.read_manifest(layout.text_embeddings, "text_embeddings")
         inputs["text_embeddings"] = text.digest
     if reads.clusters and job.classes is not None:

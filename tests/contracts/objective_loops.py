@@ -7,6 +7,7 @@ loss of all rows by the paper's formula, one pair at a time.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -249,6 +250,46 @@ def toy_alignment(step: Step) -> Tensor:
     return torch.stack([1.0 - image @ text for image, text in pairs]).mean()
 
 
+def preserved(
+    what: str, other: str = "text_features", *, prefix: str = "base", temperature: Any = None,
+    views: int = 1, end: float = 1.0,
+) -> Callable[[], Loop]:  # fmt: skip
+    """The distance from the base; the model of ``Towers`` had the logit scale exp(1.5)."""
+    scale = math.exp(1.5) if temperature is None else 1.0 / temperature
+
+    def divergence(wanted: list[Tensor], logits: list[Tensor]) -> Any:
+        if not logits:
+            return torch.zeros((), dtype=torch.float64)
+        shares, own = (torch.stack(each).exp() for each in (wanted, logits))
+        shares, own = shares / shares.sum(), own / own.sum()
+        return sum(p * (p / q).log() for p, q in zip(shares, own, strict=True))
+
+    def loop(step: Step) -> Tensor:
+        # With nothing to compare a loss has a gradient too, of zeros.
+        total, num = 0.0 * step.features["image_features"].sum(), len(step.labels)
+        for image in ("image_features", "image_features_1")[:views]:
+            names = [image, *([other] if other != "image_features" else [])]
+            own = [step.features[name] for name in names]
+            base = [
+                step.features[f"{prefix}_{n.removesuffix('_1') if prefix == 'base' else n}"]
+                for n in names
+            ]
+            sides = ((0, 1), (1, 0)) if len(names) == 2 else ((0, 0),)
+            for p in range(num):
+                if what == "features":
+                    total = total + sum(1.0 - o[p] @ b[p] for o, b in zip(own, base, strict=True))
+                    continue
+                for x, y in sides:
+                    met = [q for q in range(num) if step.meets(p, q) or (q == p and x != y)]
+                    wanted, logits = (
+                        [scale * side[x][p] @ side[y][q] for q in met] for side in (base, own)
+                    )
+                    total = total + divergence(wanted, logits) / len(sides)
+        return total / (num * views) * (1.0 + (end - 1.0) * step.number / 3)
+
+    return lambda: loop
+
+
 def weighted(*terms: tuple[float, Callable[[], Loop]]) -> Callable[[], Loop]:
     def made() -> Loop:
         loops = [(weight, factory()) for weight, factory in terms]
@@ -445,6 +486,31 @@ CASES: dict[str, Case] = {
         weighted(
             (0.7, contrastive("captions", contrast.info_nce_of_equals)),
             (0.3, contrastive("captions", hard(1.0, 0.1))),
+        ),
+    ),
+    "preserve": Case({"kind": "preserve"}, preserved("similarities")),
+    "preserve-images": Case(
+        {"kind": "preserve", "between": "images", "temperature": 0.3, "num_views": 2}
+        | {"end_factor": 0.25},
+        preserved("similarities", "image_features", temperature=0.3, views=2, end=0.25),
+    ),
+    "preserve-features": Case(
+        {"kind": "preserve", "what": "features", "end_factor": 3.0},
+        preserved("features", end=3.0),
+    ),
+    "preserve-exact": Case(
+        {
+            "kind": "weighted_sum",
+            "terms": [
+                {"objective": {"kind": "info_nce"}},
+                {"objective": {"kind": "preserve", "exact": True}, "weight": 0.5},
+                {"objective": {"kind": "preserve", "exact": True, "what": "features"}},
+            ],
+        },
+        weighted(
+            (1.0, contrastive("captions", contrast.info_nce)),
+            (0.5, preserved("similarities", prefix="copied")),
+            (1.0, preserved("features", prefix="copied")),
         ),
     ),
     "toy_two_views": Case({"kind": "toy_two_views"}, lambda: two_views_without_a_mask),

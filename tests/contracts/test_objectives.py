@@ -61,6 +61,14 @@ def batch_of(options: ObjectiveOptions, seed: int, rows: int, groups: int) -> Ba
         classes[seed % rows] = -1
     # Of captions and pictures some are equal, in every third step most.
     digests = torch.randint(0, 2 + rows * (seed % 3), (len(DIGESTS), rows), generator=random)
+    extras = {
+        f"base_{name[:-1]}_features": functional.normalize(
+            torch.randn(rows, DIM, generator=random, dtype=torch.float64)
+        )
+        for name in sorted(reads.base - {"model"})
+    }
+    if reads.digests:
+        extras |= zip(DIGESTS, digests, strict=True)
     return Batch(
         views=drawn,
         text=torch.randint(1, 400, (rows, 20), generator=random) if reads.captions else None,
@@ -70,7 +78,7 @@ def batch_of(options: ObjectiveOptions, seed: int, rows: int, groups: int) -> Ba
         step=seed,
         group_size=rows,
         prefix_length=seed // 3,
-        extras=dict(zip(DIGESTS, digests, strict=True)) if reads.digests else {},
+        extras=extras,
     )
 
 
@@ -81,6 +89,7 @@ class Towers(nn.Module):
     """One linear layer for images of 3 x 32 x 32 pixels, and one for 20 tokens."""
 
     feature_dim, has_logit_bias, image_size, num_channels = DIM, True, 32, 3
+    first_block = 0
     normalization = torch.full((3, 1, 1), 0.5), torch.full((3, 1, 1), 0.25)
 
     def __init__(self) -> None:
@@ -121,9 +130,10 @@ def forward(model: Towers, objective: Objective, batch: Batch, step: int) -> Any
     for part in objective.outside():
         part.zero_grad()
         part.begin(step)
-    features = objective.features(model, batch)
+    features = objective.features(model, batch) | objective.added_features(model, batch)
     marks = {"labels": batch.labels, "sample_id": batch.sample_id, "classes": batch.classes}
     parts = objective(**features, **marks, **batch.extras)
+    features |= batch.extras
     seen = Step(objective, features, batch.labels[:, 0], batch.sample_id, batch.classes,
                 batch.prefix_length, step, batch.extras)  # type: ignore[arg-type]  # fmt: skip
     return parts, seen
@@ -252,6 +262,7 @@ def columns(name: str, step: int, dtype: torch.dtype) -> Batch:
     """This rank's columns of the global batch of a step."""
     batch = batch_of(CASES[name].options(), step, GLOBAL_BATCH, 2)
     batch.views = [view.to(dtype) for view in batch.views]
+    batch.extras = {name: values.to(dtype) for name, values in batch.extras.items()}
     local = GLOBAL_BATCH // collectives.world_size()
     return batch.rows(collectives.rank() * local, (collectives.rank() + 1) * local)
 

@@ -1,0 +1,264 @@
+"""Preservation of the base: a term that holds features or similarities near those of stage 0.
+
+With V, T the unit features of the images and texts of the global batch, and V', T' those that the
+base has for them:
+
+``features``      mean of 1 - V_p . V'_p, and of the same of the texts. It preserves coordinates: a
+                  common rotation of all features, which changes no similarity, is punished.
+``similarities``  mean over rows p of KL(softmax_q(s V'_p . T'_q) || softmax_q(s V_p . T_q)), and
+                  over columns, by the base's logit scale s; or V_p . V_q, itself excluded, of
+                  images alone. A rotation of both towers is free. It is learning without forgetting
+                  (Li and Hoiem, 2016) with the captions of the batch for classes. A pair counts
+                  under the mask of MCL's Eq. 3, as in `info_nce`; the own pair always does between
+                  captions, and never between images.
+
+The base's features come from disk, where ``embed`` stored them for the centre crop and every
+caption, at no cost; or, with ``exact``, from a frozen copy of the model that sees the same crop.
+With the copy, value and gradient are exactly 0 as long as the weights are the base's and the model
+computes in training what it does in evaluation (no dropout, no batch statistics).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic.types import NonNegativeFloat, PositiveFloat
+from torch import Tensor, nn
+
+from mclclip.objectives.base import Batch, Cost, Objective, ObjectiveOptions, Reads, Setting, Sizes
+from mclclip.objectives.row_losses import TILE, Pairs, divergences, wide
+from mclclip.options import STRICT
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import not_compiled
+
+What = Literal["features", "similarities"]
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
+class Options(ObjectiveOptions):
+    """Holds features or similarities near those of stage 0; a term beside another objective."""
+
+    kind: Literal["preserve"] = "preserve"
+    """Which objective."""
+    what: What = "similarities"
+    """``similarities``: the softmax of every row and column, where a rotation of both towers is
+    free; ``features``: the features themselves, by their cosine."""
+    between: Literal["captions", "images"] = "captions"
+    """``captions``: images against captions (of ``features``: of both towers); ``images``: images
+    alone."""
+    exact: bool = False
+    """True: the base sees the same crop, through a frozen copy of the model, which costs its
+    memory and a forward pass. False: its stored embeddings, which are of the centre crop."""
+    temperature: PositiveFloat | None = None
+    """Of ``similarities``: both sides' cosines are divided by it (null: by the base's own)."""
+    end_factor: NonNegativeFloat = 1.0
+    """Factor of the loss at the last step, reached along a straight line from 1 at the first."""
+    num_views: Literal[1, 2] = 1  # type: ignore[misc]
+    """Views of every image, as many as the other terms want; each is held."""
+
+    def __post_init__(self) -> None:
+        if self.what == "features" and self.temperature is not None:
+            raise ValueError("temperature belongs to what=similarities: leave it out")
+
+    @property
+    def controls(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Those of groups, where pairs are compared."""
+        return ("ungrouped", "random_groups") if self.what == "similarities" else ()
+
+    @property
+    def reads(self) -> Reads:
+        """Captions between captions, groups where pairs are compared, and stage 0."""
+        captions = self.between == "captions"
+        base: set[Any] = {"images", "texts"} if captions else {"images"}
+        return Reads(
+            captions=captions,
+            groups=self.what == "similarities",
+            base=frozenset({"model"} if self.exact else base),
+        )
+
+    def build(self, setting: Setting) -> Objective:
+        """The loss; ``setting.model`` has the base's weights.
+
+        Raises ValueError where the base has no logit scale and ``temperature`` is null.
+        """
+        scale = 1.0
+        if self.temperature is not None:
+            scale = 1.0 / self.temperature
+        elif self.what == "similarities":
+            if (of_base := setting.model().get("logit_scale")) is None:
+                raise ValueError(
+                    "objective.kind=preserve: temperature=null takes the logit scale of the base, "
+                    "which has none: set temperature to a number, such as 0.1"
+                )
+            scale = float(of_base.detach())
+        return self._objective(scale, setting.model if self.exact else None)
+
+    def _objective(self, scale: float, model: nn.Module | None) -> Preserve:
+        return Preserve(
+            self.what, self.between == "captions", scale, model, self.num_views, self.end_factor
+        )
+
+    def outline(self, setting: Setting) -> Objective:
+        """With ``exact`` the loss with its copy; else a plain objective."""
+        return self._objective(1.0, setting.model) if self.exact else Objective()
+
+    def cost(self, sizes: Sizes) -> Cost:
+        """Memory of the copy, and what the loss holds between features and gradients."""
+        loss = self._objective(1.0, None)
+
+        def run() -> None:
+            shape = sizes.local_batch, sizes.dim
+            names = loss.names[0]
+            own, base = ([torch.empty(shape, dtype=sizes.dtype) for _ in names] for _ in range(2))
+            marks = torch.zeros(sizes.local_batch, dtype=torch.int64)
+            distance = loss.distance([o.requires_grad_() for o in own], base, marks, marks)
+            distance.backward()  # type: ignore[no-untyped-call]
+
+        # Features of the other ranks, both sides', with the gradient of the model's.
+        others = 3 * len(loss.names[0]) * sizes.local_batch * (sizes.num_ranks - 1) * sizes.dim
+        gathered = others * sizes.dtype.itemsize if self.what == "similarities" else 0
+        lasting = {"frozen_copy": sizes.model_bytes} if self.exact else {}
+        return Cost(step=self.num_views * (sizes.peak_bytes(run) + gathered), lasting=lasting)
+
+
+class Preserve(Objective):
+    """The distance from the base, over all ranks; see the module.
+
+    captions  whether texts are held too, or images against them
+    scale     the base's logit scale, which multiplies both sides' cosines
+    model     what is copied; None: the base's features are among the batch's extras
+
+    ``names`` are the features of each view that are compared. The copy is no submodule: every
+    start makes it from the base again, so it is neither saved nor shared among ranks.
+    """
+
+    def __init__(
+        self,
+        what: What,
+        captions: bool,
+        scale: float,
+        model: nn.Module | None = None,
+        num_views: int = 1,
+        end_factor: float = 1.0,
+        tile: int = TILE,
+    ) -> None:
+        super().__init__()
+        self.what, self.captions, self.scale, self.tile = what, captions, scale, tile
+        images = ("image_features", "image_features_1")[:num_views]
+        self.names = [(name, "text_features") if captions else (name,) for name in images]
+        self.factor, self.end_factor = 1.0, end_factor
+        copied: Any = model and copy.deepcopy(model).requires_grad_(False).eval()
+        self._copy = (copied,)  # in a tuple it is no submodule
+
+    def begin(self, step: int, total: int, epoch: float) -> None:
+        """Sets the factor of ``step``, of which there are ``total``."""
+        self.factor = 1.0 + (self.end_factor - 1.0) * step / max(total - 1, 1)
+
+    @not_compiled
+    def added_features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """The copy's features of the same crops and texts, as ``copied_image_features`` and so on;
+        none where they come from disk."""
+        (copied,) = self._copy
+        if copied is None:
+            return {}
+        copied.first_block = model.first_block  # rows of the trunk's cache may stand for images
+        with torch.no_grad():
+            found = self.features(copied, batch)
+        return {f"copied_{name}": found[name] for names in self.names for name in names}
+
+    def forward(self, **features: Any) -> dict[str, Tensor]:
+        """Computes this rank's rows of the distance over the global batch.
+
+        Args:
+            features: those in ``names``, [b, D], unit length, of this rank, and the base's of the
+                same samples: ``copied_NAME``, or ``base_image_features`` of every view and
+                ``base_text_features``. ``labels`` [b, 1] int64, group of each sample, and
+                ``sample_id`` [b] int64. Others are ignored.
+
+        Returns:
+            `loss`: mean over the views and this rank's rows, times the factor of the step,
+            0-dimensional; its mean over the ranks is the global loss. `base_cosine`: mean cosine of
+            this rank's images with the base's, of the first view.
+
+        The arithmetic is fp32 (float64 for float64 features), under autocast too. Raises ValueError
+        for features that are not there or do not fit.
+        """
+        every = self._pairs_of_sides(features)
+        marks = features["labels"][:, 0], features["sample_id"]
+        distances = [self.distance(own, base, *marks) for own, base in every]
+        (images, *_), (base_images, *_) = every[0]
+        return {
+            "loss": self._scheduled(torch.stack(distances).mean()),
+            "base_cosine": (images.detach() * base_images).sum(dim=1).mean(),
+        }
+
+    def chance(self, given: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
+        """The distance where all features are alike: of features, the vector that is nearest."""
+        marks, distances = (given["labels"][:, 0], given["sample_id"]), []
+        for _, base in self._pairs_of_sides(given):
+            if self.what == "similarities":
+                alike = [side.new_ones(len(side), 1) for side in base]
+                distances.append(self.distance(alike, base, *marks))
+                continue
+            num = len(base[0]) * collectives.world_size()
+            means = [collectives.all_reduce_sum(side.sum(dim=0)) / num for side in base]
+            distances.append(torch.stack([1.0 - mean.norm() for mean in means]).sum())
+        return self._scheduled(torch.stack(distances).mean())
+
+    # A compiler would compile again whenever the number moves.
+    @not_compiled
+    def _scheduled(self, distance: Tensor) -> Tensor:
+        return distance * self.factor
+
+    def _pairs_of_sides(self, given: Mapping[str, Any]) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """The model's features and the base's, of each view; ValueError where they do not fit."""
+        stored = {"image_features_1": "image_features"}  # one embedding for all views
+        found = []
+        for names in self.names:
+            of_base = [
+                f"base_{stored.get(name, name)}" if self._copy[0] is None else f"copied_{name}"
+                for name in names
+            ]
+            if missing := [name for name in (*names, *of_base) if given.get(name) is None]:
+                raise ValueError(
+                    f"objective.kind=preserve reads {', '.join(missing)}, and was given "
+                    f"{', '.join(sorted(name for name, x in given.items() if x is not None))}"
+                )
+            own = [wide(given[name]) for name in names]
+            base = [given[n].detach().to(o.dtype) for n, o in zip(of_base, own, strict=True)]
+            for name, one, other in zip(of_base, own, base, strict=True):
+                if one.ndim != 2 or one.shape != other.shape:
+                    raise ValueError(
+                        f"{name} {tuple(other.shape)} and the model's features "
+                        f"{tuple(one.shape)} must both be [b, D]: is the base another encoder?"
+                    )
+            found.append((own, base))
+        return found
+
+    def distance(
+        self, own: Sequence[Tensor], base: Sequence[Tensor], groups: Tensor, sample_id: Tensor
+    ) -> Tensor:
+        """The mean over this rank's rows, 0-dimensional; ``own`` and ``base`` are features of
+        images and, with captions, of texts, [b, D] each; ``groups`` and ``sample_id`` [b]."""
+        if self.what == "features":
+            # Of unit vectors |x - y|^2 / 2 is 1 - cosine; of equal ones it is 0 to the last bit.
+            sides = zip(own, base, strict=True)
+            means = [(x - y).square().sum(dim=1).mean() / 2.0 for x, y in sides]
+            return torch.stack(means).sum()
+        every = [collectives.gather_with_grad(side) for side in own]
+        every_base = [collectives.gather(side) for side in base]
+        marks = collectives.gather(groups), collectives.gather(sample_id)
+        pairs = Pairs(groups, sample_id, *marks, collectives.rank() * len(groups), self.tile)
+        means = []
+        for side, other in ((0, 1), (1, 0)) if self.captions else ((0, 0),):
+            queries, base_queries = self.scale * own[side], self.scale * base[side]
+            keys, base_keys = every[other], every_base[other]
+            rows = divergences(
+                queries, keys, base_queries, base_keys, pairs, with_own=self.captions
+            )
+            means.append(rows.mean())
+        return torch.stack(means).mean()
