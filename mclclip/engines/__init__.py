@@ -85,6 +85,7 @@ class Sizes:
     average: int  # moving average of the weights
     outside: int  # the model's parameters outside of its blocks
     largest_block: int
+    start: int = 0  # the trained weights as they were, which ``start_decay`` leads back to
 
 
 def per_rank(
@@ -104,7 +105,7 @@ def per_rank(
     caching   gradient caching in several micro-batches: fsdp keeps whole gradients until the last
     """
     whole = {"parameters": sizes.parameters, "gradients": sizes.trained}
-    whole |= {"optimizer": sizes.moments, "ema": sizes.average}
+    whole |= {"optimizer": sizes.moments + sizes.start, "ema": sizes.average}
     if world_size == 1:
         return whole | {"engine": 0}
     if name == "ddp":  # its buckets are copies of the gradients
@@ -119,7 +120,7 @@ def per_rank(
         return parts | {"engine": sizes.outside + gathered + sizes.largest_block}
     bucket = min(4 * BUCKET, sizes.trained)
     # At every stage the optimizer works on a copy of this rank's part of the weights.
-    parts = whole | {"optimizer": (sizes.moments + sizes.trained) // world_size}
+    parts = whole | {"optimizer": (whole["optimizer"] + sizes.trained) // world_size}
     if zero_stage >= 2:
         parts["gradients"] = sizes.trained // world_size + bucket
     if zero_stage < 3:

@@ -54,7 +54,8 @@ class Engine:
                     parameter: average <- decay * average + (1 - decay) * parameter (None: none)
     outside         parameters that the engine trains but does not wrap (``ranks.collectives``)
 
-    Groups of the optimizer may carry ``lr_scale``, a factor of the learning rate. An update calls
+    Groups of the optimizer may carry ``lr_scale``, a factor of the learning rate, and
+    ``start_decay``, the decay towards the weights that they begin with. An update calls
     ``phase_ended`` with "forward", "backward" and "optimizer" when it has ended that phase.
     """
 
@@ -79,6 +80,7 @@ class Engine:
             synchronize_batch_norms(module)
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=precision == "fp16")
         self.optimizer, self.run = self._set_up(make_optimizer)
+        self._hold_near_start()
         self.average: dict[str, Tensor] = {}
         if ema_decay:
             self._averaged = list(self.local_parameters().values())
@@ -98,6 +100,10 @@ class Engine:
         return optimizer, DistributedDataParallel(
             self.module, device_ids=[self.context.local_rank] if on_gpu else None
         )
+
+    def _optimized(self) -> tuple[torch.optim.Optimizer, list[Tensor]]:
+        """The optimizer that takes the steps, and the tensors that it moves."""
+        return self.optimizer, [p for g in self.optimizer.param_groups for p in g["params"]]
 
     def reducing(self, last: bool) -> AbstractContextManager[Any]:
         """Context of one of a step's backward passes; only the last reduces over the ranks."""
@@ -176,6 +182,30 @@ class Engine:
         self._load_extra_state(state)
 
     # --- what they share -----------------------------------------------------------------------
+
+    def _hold_near_start(self) -> None:
+        """Has groups with ``start_decay`` d decay towards what their weights are now, before every
+        step that is taken: w <- w - lr d (w - start), this rank's part of each.
+
+        Source: L2-SP (Li, Grandvalet and Davoine, 2018), decoupled from the gradient as AdamW's
+        weight decay is, under every optimizer. A resumed training begins with the same weights.
+        """
+        optimizer, tensors = self._optimized()
+        if not any(group.get("start_decay") for group in optimizer.param_groups):
+            return
+        starts = {id(each): _local(each).clone() for each in tensors}
+
+        @torch.no_grad()
+        def pull(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            # Fused optimizers are given the steps that fp16 skips, with this mark.
+            skipped = getattr(optimizer, "found_inf", None)
+            for group in optimizer.param_groups:
+                share = group["lr"] * group["start_decay"]
+                share = share if skipped is None else share * (1.0 - skipped)
+                for each in group["params"]:
+                    _local(each).lerp_(starts[id(each)], share)
+
+        optimizer.register_step_pre_hook(pull)
 
     def settle(self, batch: Any) -> None:
         """Fixes the order of DDP's sums before the first step, and after every resume.
@@ -298,6 +328,11 @@ class Engine:
             values["scale"] = float(state["scaler.scale"])
             values["_growth_tracker"] = int(state["scaler.growth_tracker"])
             self.scaler.load_state_dict(values)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's values, without a graph."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _part(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

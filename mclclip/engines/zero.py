@@ -93,6 +93,9 @@ class DeepspeedEngine(Engine):
         weakref.finalize(self, _release, engine, self.module).atexit = False
         return optimizer, engine
 
+    def _optimized(self) -> tuple[torch.optim.Optimizer, list[Tensor]]:
+        return self._inner, self._flats()
+
     def _count_outside(self, optimizer: Any) -> None:
         """Adds the gradients of parameters outside to the norm by which ZeRO clips."""
         name = "_get_norm_groups" if self.zero_stage == 3 else "scaled_global_norm"

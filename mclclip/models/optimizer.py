@@ -2,8 +2,9 @@
 
 Parameter groups have two fields besides those that the optimizer reads:
 
-    lr_scale   with layer-wise decay: the code that sets the learning rate sets `lr * lr_scale`
-    max_value  upper bound of the parameters, which are set back to it after every step
+    lr_scale     with layer-wise decay: the code that sets the learning rate sets `lr * lr_scale`
+    max_value    upper bound of the parameters, which are set back to it after every step
+    start_decay  decay towards the first weights, which the engine knows and applies
 
 They come from submodules with `upper_bounds` (name -> largest value) or `layers_above` (name ->
 number of layers above), such as Model, wherever these are in the trained module.
@@ -50,28 +51,31 @@ def parameter_groups(
     *,
     upper_bounds: Mapping[str, float] | None = None,
     lr_scale: Callable[[str], float] | None = None,
+    start_decay: Callable[[str], float] | None = None,
 ) -> list[dict[str, Any]]:
     """Groups of trainable parameters: those with weight decay, then those without.
 
     Parameters with fewer than two dimensions (norms, biases, the class token, the logit scale) do
     not decay. With `lr_scale` there are two such groups for each of its values, the lowest value
-    first. Parameters with an upper bound have groups of their own. Raises ValueError where nothing
-    is trainable.
+    first, and so with `start_decay`. Parameters with an upper bound have groups of their own.
+    Raises ValueError where nothing is trainable.
     """
     bounds = upper_bounds or {}
     members: dict[tuple[Any, ...], list[nn.Parameter]] = {}
     for name, parameter in named_parameters:
         if parameter.requires_grad:
             scale = 1.0 if lr_scale is None else lr_scale(name)
-            key = (bounds.get(name, math.inf), scale, parameter.ndim < 2)
+            pull = 0.0 if start_decay is None else start_decay(name)
+            key = (bounds.get(name, math.inf), scale, parameter.ndim < 2, pull)
             members.setdefault(key, []).append(parameter)
     if not members:
         raise ValueError("no parameter is trainable: unlock a part of the model")
     groups = []
     for key in sorted(members, key=lambda key: (key[0] != math.inf, *key)):
-        bound, scale, plain = key
+        bound, scale, plain, pull = key
         group = {"params": members[key], "weight_decay": 0.0 if plain else weight_decay}
         group |= {} if lr_scale is None else {"lr_scale": scale}
+        group |= {} if start_decay is None else {"start_decay": pull}
         groups.append(group | ({} if bound == math.inf else {"max_value": bound}))
     return groups
 
@@ -85,6 +89,7 @@ def build_optimizer(
     eps: float = 1e-6,
     momentum: float = 0.9,
     layer_decay: float | None = None,
+    start_decay: float = 0.0,
     lr: float = 0.0,
 ) -> torch.optim.Optimizer:
     """The optimizer `name` over the trainable parameters of `module` (see `parameter_groups`).
@@ -97,16 +102,22 @@ def build_optimizer(
             parameters only), or `timm:NAME` for any of timm's, at timm's own settings.
         layer_decay: each layer's learning rate is this factor times that of the layer above it;
             parameters above the last block of a tower have the full rate, as in BEiT and timm.
+        start_decay: field of the groups with parameters of models; those of objectives have 0.
         lr: the peak learning rate. A caller that sets the rate at every step needs to give it only
             for timm's optimizers, some of which store it at the start.
 
     Raises ValueError for an unknown name, for an optimizer that cannot be resumed or is not
     available, and where nothing is trainable.
     """
-    bounds, layers_above = _declared(module)
+    bounds, layers_above, in_model = _declared(module)
     scale = None if layer_decay is None else lambda name: float(layer_decay ** layers_above(name))
+    pull = (lambda name: start_decay * in_model(name)) if start_decay else None
     groups = parameter_groups(
-        module.named_parameters(), weight_decay, upper_bounds=bounds, lr_scale=scale
+        module.named_parameters(),
+        weight_decay,
+        upper_bounds=bounds,
+        lr_scale=scale,
+        start_decay=pull,
     )
     for group in groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
@@ -125,9 +136,11 @@ def build_optimizer(
     return optimizer
 
 
-def _declared(module: nn.Module) -> tuple[dict[str, float], Callable[[str], int]]:
-    """Upper bounds of parameters by name, and the number of layers above a parameter, as the
-    modules within this one say; 0 where none does."""
+def _declared(
+    module: nn.Module,
+) -> tuple[dict[str, float], Callable[[str], int], Callable[[str], bool]]:
+    """Upper bounds of parameters by name, the number of layers above a parameter, as the modules
+    within this one say, 0 where none does, and whether a parameter is of such a module."""
     inside = {f"{name}." if name else "": inner for name, inner in module.named_modules()}
     bounds = {
         f"{prefix}{name}": value
@@ -142,7 +155,7 @@ def _declared(module: nn.Module) -> tuple[dict[str, float], Callable[[str], int]
                 return int(model.layers_above(name.removeprefix(prefix)))
         return 0
 
-    return bounds, layers_above
+    return bounds, layers_above, lambda name: name.startswith(tuple(towers))
 
 
 def is_elementwise(optimizer: str | torch.optim.Optimizer) -> bool:

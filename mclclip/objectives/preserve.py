@@ -151,8 +151,14 @@ class Preserve(Objective):
         images = ("image_features", "image_features_1")[:num_views]
         self.names = [(name, "text_features") if captions else (name,) for name in images]
         self.factor, self.end_factor = 1.0, end_factor
-        copied: Any = model and copy.deepcopy(model).requires_grad_(False).eval()
-        self._copy = (copied,)  # in a tuple it is no submodule
+        self._copy: tuple[Any] = (None,)  # in a tuple it is no submodule
+        if model is not None:
+            copied = copy.deepcopy(model).requires_grad_(False).eval()
+            for of_model, of_copy in zip(model.modules(), copied.modules(), strict=True):
+                # In evaluation mode torch takes a kernel that rounds otherwise.
+                if isinstance(of_copy, nn.MultiheadAttention) and not of_copy.dropout:
+                    of_copy.training = of_model.training
+            self._copy = (copied,)
 
     def begin(self, step: int, total: int, epoch: float) -> None:
         """Sets the factor of ``step``, of which there are ``total``."""

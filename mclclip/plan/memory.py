@@ -314,6 +314,7 @@ def _sizes(model: Model, options: TrainConfig) -> Sizes:
         average=memory.size_bytes(trained) if options.ema_decay else 0,
         outside=whole - sum(blocks),
         largest_block=max(blocks, default=0),
+        start=memory.size_bytes(trained) if options.start_decay else 0,
     )
 
 

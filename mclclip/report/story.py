@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from markupsafe import Markup
 
+from mclclip.eval import results
+from mclclip.eval.outcomes import PERCENT
 from mclclip.opened_run import Run, Stage
 from mclclip.report import charts
 from mclclip.report.scores import Comparisons
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
 
 COLOURS = {"mcl": "stage", "ungrouped": "control"}
 """Colours of the variants, variables of the page's style; of others ``other``."""
+
+_LINES = ("stage", "control", "joined", "other", "worse", "base")  # colours of benchmarks
 
 _STARTS = {
     "base": "It started again from the base's weights",
@@ -93,7 +98,7 @@ def _training(stage: Stage, rows: DataFrame) -> dict[str, Any]:
 
 def curves(run: Run) -> list[dict[str, Any]]:
     """Charts of the ``loss`` and the ``lr`` of each ``stage`` that was trained, with a line per
-    variant."""
+    variant; and ``evaluated``, those of its evaluations (``_evaluated``)."""
     curves = []
     for number in range(len(run.stages)):
         variants = {"mcl": run, **(run.controls if number else {})}
@@ -101,8 +106,39 @@ def curves(run: Run) -> list[dict[str, Any]]:
         if any(map(len, recorded.values())):
             loss = _chart(f"stage {number}: loss", "loss", recorded)
             rate = _chart(f"stage {number}: learning rate", "lr", recorded)
-            curves.append({"stage": number, "loss": loss, "lr": rate})
+            evaluated = [
+                _evaluated(run, own, number, name) for name, own in variants.items() if number
+            ]
+            curve = {"stage": number, "loss": loss, "lr": rate}
+            curves.append(curve | {"evaluated": [one for one in evaluated if one["lines"]]})
     return curves
+
+
+def _evaluated(run: Run, own: Run, number: int, variant: str) -> dict[str, Any]:
+    """What a training's checkpoints had beyond stage 0 (``train.evaluate``): a ``chart`` with a
+    line for the headline metric of each benchmark, from 0 at step 0, so that gain and forgetting
+    are seen together; and the colour and the name of each of the ``lines``.
+
+    Metrics that are not in percent, or that stage 0 was not measured in, are left out.
+    """
+    base = {(r.benchmark, r.metric): r.value for r in run.result_rows if r.model == "stage_0"}
+    path = own.stage(number).directory("train") / "evaluations" / "results.jsonl"
+    points: dict[str, tuple[str, list[tuple[float, float]]]] = {}
+    for row in results.read(path) if path.is_file() else ():
+        step, start = row.model.removeprefix("step_"), base.get((row.benchmark, row.metric))
+        headline = row.protocol.get("level") == "headline" and row.unit == PERCENT
+        if not headline or start is None or not step.isdecimal():
+            continue
+        metric, line = points.setdefault(row.benchmark, (row.metric, [(0.0, 0.0)]))
+        if metric == row.metric:
+            line.append((float(step), row.value - start))
+    lines = [
+        (colour, f"{benchmark}: {metric}")
+        for colour, (benchmark, (metric, _)) in zip(cycle(_LINES), points.items(), strict=False)
+    ]
+    drawn = [(c, line) for (c, _), (_, line) in zip(lines, points.values(), strict=True)]
+    chart = charts.lines(f"stage {number}, {variant}: points from stage 0", "step", drawn)
+    return {"variant": variant, "chart": chart, "lines": lines}
 
 
 def _chart(title: str, name: str, recorded: Mapping[str, DataFrame]) -> Markup:

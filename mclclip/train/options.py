@@ -81,6 +81,10 @@ class TrainConfig:
     """Each block's learning rate is this factor times that of the block after it (null: equal)."""
     weight_decay: NonNegativeFloat = 0.2
     """Weight decay (none on norms, biases and the logit scale)."""
+    start_decay: NonNegativeFloat = 0.0
+    """Decay of the model's trained weights towards those that they start with, in the place of zero
+    (L2-SP): of their distance a step takes back this share times the learning rate, whatever the
+    optimizer. ``weight_decay`` pulls elsewhere: lower it. 0: none."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.98)
     """Betas of AdamW and Lion."""
     eps: PositiveFloat = 1e-6
@@ -131,7 +135,7 @@ class TrainConfig:
 
     def optimizer_arguments(self) -> dict[str, Any]:
         """Arguments of ``models.optimizer.build_optimizer`` beside the module."""
-        same = ("weight_decay", "betas", "eps", "momentum", "layer_decay", "lr")
+        same = ("weight_decay", "betas", "eps", "momentum", "layer_decay", "start_decay", "lr")
         return {"name": self.optimizer} | {name: getattr(self, name) for name in same}
 
 

@@ -398,6 +398,7 @@ def loader_of(
     """This rank's batches of ``steps``, in order."""
     data, objective = job.config.data, job.options.objective
     text = TextFeatures(job.layout.text_embeddings, job.index) if job.cached_text else None
+    train = model.preprocess_train
     dataset = TarDataset(
         job.index,
         data,

@@ -156,10 +156,9 @@ def _settings(job: Job) -> dict[str, Any]:
         if plan[name] == default:
             del plan[name]
     options["objective"] = _as_before(options["objective"])
-    if not job.options.patch_dropout:
-        del options["patch_dropout"]
-    if job.options.sentences is None:
-        del options["sentences"]
+    for name in ("patch_dropout", "start_decay", "sentences"):
+        if not options[name]:
+            del options[name]
     if job.options.evaluate.metric is None:  # figures that are only recorded
         del options["evaluate"]
     model = to_tree(job.config.model_of(job.name))

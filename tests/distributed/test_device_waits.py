@@ -61,6 +61,8 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
                   "lazy": True, "negatives": "partial_fc"},
     "single_label": {"kind": "single_label", "attribute": "class", "sample_rate": 1.0,
                      "centers": "normal", "margin": "cos"},
+    "preserve": {"kind": "preserve"},
+    "preserve, exact": {"kind": "preserve", "exact": True, "what": "features", "end_factor": 0.5},
     "weighted_sum": {"kind": "weighted_sum", "terms": [{"objective": {"kind": "info_nce"}},
                                                        {"objective": {"kind": "sigmoid"}}]},
 }  # fmt: skip
@@ -163,6 +165,10 @@ def batch_of(step: int, parsed: base.ObjectiveOptions) -> Batch:
         sample_id=torch.arange(GLOBAL_BATCH),
         step=step,
         group_size=GLOBAL_BATCH // 2,
+        extras={
+            f"base_{name[:-1]}_features": torch.randn(GLOBAL_BATCH, 8, generator=random)
+            for name in sorted(reads.base - {"model"})
+        },
     )
     if not reads.captions:
         batch.text = None

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from mclclip import cluster, config, index, report
+from mclclip.eval import results
+from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.results import Reference, Result
 from mclclip.opened_run import Run
 from mclclip.ranks.process_group import SINGLE
@@ -251,6 +253,36 @@ def test_what_is_gone_is_left_out_with_a_reason(
     path = copied / gone
     path.unlink() if path.is_file() else shutil.rmtree(path)
     assert reason in words_of_run(copied, section)
+
+
+def test_gain_and_forgetting_are_drawn_in_one_chart(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line per benchmark, from stage 0's figure, of the headline metric in percent alone."""
+
+    def evaluate(path: Path, model: str, right: dict[str, int]) -> None:
+        for benchmark, number in right.items():
+            outcomes = Outcomes([f"{n}" for n in range(8)], np.arange(8) < number)
+            figures = [
+                results.figure(name, outcomes, {"name": "knn"}, level=level)
+                for name, level in (("accuracy", "headline"), ("other", "table"))
+            ]
+            results.record(path, figures, model, benchmark)
+
+    evaluate(copied / "results.jsonl", "stage_0", {"known": 6, "task": 2})
+    path = copied / "stage_1" / "train" / "evaluations" / "results.jsonl"
+    evaluate(path, "step_00000010", {"known": 5, "task": 4, "new": 1})
+    evaluate(path, "step_00000020", {"known": 4, "task": 6})
+    key = [("stage", "known: accuracy"), ("control", "task: accuracy")]
+    words = words_of_run(copied, "curves")
+    assert "Stage 1: percentage points from stage 0 known: accuracy task: accuracy" in words
+    monkeypatch.setattr(story.charts, "lines", lambda title, x, series: series)
+    base, stage = story.curves(Run.open(copied))[:2]
+    assert not base["evaluated"] and [one["lines"] for one in stage["evaluated"]] == [key]
+    assert stage["evaluated"][0]["chart"] == [
+        ("stage", [(0.0, 0.0), (10.0, -12.5), (20.0, -25.0)]),
+        ("control", [(0.0, 0.0), (10.0, 25.0), (20.0, 50.0)]),
+    ]
 
 
 def test_damaged_clusters_are_named(copied: Path) -> None:

@@ -1,0 +1,143 @@
+"""Decay towards the first weights: the definition, and N ranks equal to one under every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mclclip.engines import build_engine
+from mclclip.engines.engine import Engine
+from mclclip.models.loading import load_towers
+from mclclip.models.optimizer import build_optimizer
+from mclclip.objectives.contrast import Learnable, Temperature
+from mclclip.objectives.info_nce import InfoNCE
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import SINGLE, Context
+from mclclip.train.loop import Trainee
+from tests import tiny
+from tests.distributed.test_deepspeed import assert_same, zero
+from tests.distributed.test_engines import assert_close, batch_of, train, whole
+from tests.matrix import in_soak, kept
+
+Ranks = Callable[..., list[Any]]
+DECAY, STEPS, LR = 40.0, 6, 1e-3
+
+
+def make_engine(name: str, precision: str, decay: float = DECAY, **options: Any) -> Engine:
+    """A small ViT with a trained temperature of the objective's own."""
+    torch.set_num_threads(1)
+    model = load_towers(tiny.MODEL, seed=1).train()
+    dtype = torch.float64 if precision == "float64" else torch.float32
+    objective = InfoNCE("captions", Temperature(Learnable(), dtype))
+    engine = build_engine(
+        name,
+        Trainee(model, objective, precision).to(dtype),
+        lambda module: build_optimizer(module, weight_decay=0.0, start_decay=decay),
+        Context(collectives.rank(), collectives.world_size()),
+        blocks=model.blocks(),
+        precision=precision,
+        **options,
+    )
+    if engine.scaler.is_enabled():
+        engine.scaler.load_state_dict(engine.scaler.state_dict() | {"scale": 256.0})
+    return engine
+
+
+def run(name: str, precision: str, options: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
+    engine = make_engine(name, precision, **options)
+    dtype = torch.float64 if precision == "float64" else torch.float32
+    return train(engine, range(STEPS), dtype), whole(engine.state_dict())
+
+
+def test_it_is_the_definition_and_leaves_the_objective_alone() -> None:
+    """w <- w - lr d (w - start) between gradient and step, written out beside torch's AdamW."""
+    engine, other = make_engine("ddp", "float64"), make_engine("ddp", "float64", 0.0)
+    start = {n: p.detach().clone() for n, p in other.module.named_parameters()}
+    for group in other.optimizer.param_groups:
+        group["lr"] = LR
+    for step in range(STEPS):
+        batch = batch_of(step, torch.float64)
+        engine.update(batch, LR)
+        other.zero_grad()
+        other.backward(other.run(batch)["loss"])
+        with torch.no_grad():
+            for name, parameter in other.module.named_parameters():
+                if name.startswith("model."):
+                    parameter -= LR * DECAY * (parameter - start[name])
+        other.step()
+    assert_close(whole(other.state_dict()), whole(engine.state_dict()), 1e-12)
+    assert other.module.get_parameter("objective.temperature.log_scale").item() != 0.0
+
+
+def test_it_keeps_weights_near_the_start() -> None:
+    distances = []
+    for decay in (0.0, 0.5 / LR):
+        engine = make_engine("ddp", "fp32", decay)
+        start = whole(engine.local_parameters())
+        train(engine, range(STEPS))
+        end = whole(engine.local_parameters())
+        distances.append(sum(np.square(end[n] - start[n]).sum() for n in start))
+    assert distances[1] < 0.5 * distances[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), kept([("fsdp", {}), ("ddp", {}), ("fsdp", {"micro_batch": 6})], 0), ids=str
+)
+def test_two_ranks_equal_one(ranks: Ranks, name: str, options: dict[str, Any]) -> None:
+    losses, state = ranks(1, run, "ddp", "float64", {})[0]
+    got_losses, got = ranks(2, run, name, "float64", options)[0]
+    np.testing.assert_allclose(got_losses, losses, rtol=1e-9)
+    assert_close(state, got, 1e-9)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@in_soak
+def test_zero(ranks: Ranks, stage: int) -> None:
+    pytest.importorskip("deepspeed", reason="deepspeed cannot be installed here")
+    losses, state = ranks(1, run, "ddp", "fp32", {})[0]
+    got_losses, got = ranks(2, zero, run, "deepspeed", "fp32", {"zero_stage": stage})[0]
+    np.testing.assert_allclose(got_losses, losses, rtol=1e-4)
+    assert_same(state, got)
+
+
+def resumed(name: str) -> bool:
+    """Whether a training that goes on from the state of two steps gives the same bits."""
+    engine = make_engine(name, "fp32")
+    train(engine, range(2))
+    state = {n: tensor.detach().clone() for n, tensor in engine.state_dict().items()}
+    train(engine, range(2, STEPS))
+    other = make_engine(name, "fp32")
+    other.load_state_dict(state)
+    train(other, range(2, STEPS))
+    one, two = whole(engine.state_dict()), whole(other.state_dict())
+    return all(np.array_equal(one[n], two[n]) for n in one)
+
+
+@pytest.mark.parametrize("name", kept(["fsdp", "ddp"], 0))
+def test_a_state_goes_on_bit_for_bit(ranks: Ranks, name: str) -> None:
+    assert all(ranks(2, resumed, name))
+
+
+def test_a_step_that_overflows_is_left_out_with_its_decay() -> None:
+    engine = make_engine("ddp", "fp16")
+    train(engine, range(2))
+    before = whole(engine.local_parameters())
+    batch = batch_of(2)
+    batch.views[0][0] = float("inf")
+    engine.update(batch, LR)
+    after = whole(engine.local_parameters())
+    assert all(np.array_equal(before[n], after[n]) for n in before)
+    engine.update(batch_of(3), LR)
+    assert not all(
+        np.array_equal(before[n], v) for n, v in whole(engine.local_parameters()).items()
+    )
+
+
+def test_without_it_groups_have_no_such_field() -> None:
+    assert SINGLE.world_size == 1
+    plain = build_optimizer(load_towers(tiny.MODEL, seed=1), weight_decay=0.1)
+    assert all("start_decay" not in group for group in plain.param_groups)

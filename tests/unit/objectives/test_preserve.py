@@ -1,0 +1,196 @@
+"""What is special to holding a model near its base; value and gradient are the contract's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mclclip.config import load
+from mclclip.data.batches import Batch
+from mclclip.models.loading import load_towers
+from mclclip.models.memory import peak_bytes
+from mclclip.objectives.base import Setting, Sizes, parse
+from mclclip.objectives.row_losses import Pairs, divergences
+from mclclip.plan import memory
+from mclclip.plan.machine import Machine
+from mclclip.ranks.process_group import SINGLE
+from tests import tiny
+
+WHAT = ["similarities", "features"]
+
+
+def built(model: Any = None, **options: Any) -> Any:
+    setting = Setting(model or load_towers(tiny.MODEL, seed=1), SINGLE, 0)
+    return parse({"kind": "preserve", **options}).build(setting)
+
+
+def batch_of(rows: int = 6) -> Batch:
+    random = torch.Generator().manual_seed(3)
+    return Batch(
+        views=[torch.randn(rows, 3, 32, 32, generator=random)],
+        text=torch.randint(1, 400, (rows, 20), generator=random),
+        labels=torch.arange(rows)[:, None] % 2,
+        sample_id=torch.arange(rows),
+        step=0,
+        group_size=rows,
+    )
+
+
+@pytest.mark.parametrize("between", ["captions", "images"])
+@pytest.mark.parametrize("what", WHAT)
+def test_at_the_base_loss_and_gradient_are_zero_to_the_last_bit(what: str, between: str) -> None:
+    model, batch = load_towers(tiny.MODEL, seed=1).train(), batch_of()
+    objective = built(model, what=what, between=between, exact=True)
+    marks = {"labels": batch.labels, "sample_id": batch.sample_id}
+
+    def run() -> Tensor:
+        model.zero_grad()
+        features = objective.features(model, batch) | objective.added_features(model, batch)
+        loss: Tensor = objective(**features, **marks)["loss"]
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    assert run().item() == 0.0
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert gradients and all(bool((gradient == 0.0).all()) for gradient in gradients)
+    with torch.no_grad():  # the copy stays where it was
+        for parameter in model.parameters():
+            parameter += 0.01 * torch.randn_like(parameter)
+    assert run().item() > 0.0
+    assert any(bool((p.grad != 0.0).any()) for p in model.parameters() if p.grad is not None)
+    assert not [*objective.parameters()] and not objective.state_dict()
+
+
+def sides(rows: int = 8, dim: int = 5) -> dict[str, Tensor]:
+    """Features of the base, and marks."""
+    random = torch.Generator().manual_seed(7)
+    found = {
+        f"base_{name}_features": functional.normalize(
+            torch.randn(rows, dim, generator=random, dtype=torch.float64)
+        )
+        for name in ("image", "text")
+    }
+    ids = torch.arange(rows)
+    return found | {"labels": torch.zeros(rows, 1, dtype=torch.int64), "sample_id": ids}
+
+
+def test_a_rotation_of_both_towers_is_free_for_similarities_alone() -> None:
+    given = sides()
+    turn = torch.linalg.qr(torch.randn(5, 5, dtype=torch.float64))[0]
+    turned = {n: given[f"base_{n}"] @ turn for n in ("image_features", "text_features")}
+    losses = {what: built(what=what)(**turned, **given)["loss"].item() for what in WHAT}
+    assert losses["similarities"] == pytest.approx(0.0, abs=1e-12)
+    assert losses["features"] > 0.1
+    one = turned | {"text_features": given["base_text_features"]}
+    assert built()(**one, **given)["loss"].item() > 0.01  # of one tower it is not
+
+
+@pytest.mark.parametrize("what", WHAT)
+def test_the_factor_moves_along_a_line(what: str) -> None:
+    given, objective = sides(), built(what=what, end_factor=0.5)
+    own = {n: given[f"base_{n}"].flip(0) for n in ("image_features", "text_features")}
+    losses = []
+    for step in range(5):
+        objective.begin(step, 5, 0.0)
+        losses.append(objective(**own, **given)["loss"].item())
+    wanted = [losses[0] * share for share in (1.0, 0.875, 0.75, 0.625, 0.5)]
+    assert losses == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize("between", ["captions", "images"])
+@pytest.mark.parametrize("what", WHAT)
+def test_chance_is_the_loss_of_features_that_are_alike(what: str, between: str) -> None:
+    given, objective = sides(), built(what=what, between=between)
+    nearest = {
+        n: functional.normalize(given[f"base_{n}"].mean(dim=0), dim=0).expand(8, 5)
+        for n in ("image_features", "text_features")
+    }
+    parts = objective(**nearest, **given)
+    assert objective.chance(nearest | given, parts).item() == pytest.approx(parts["loss"].item())
+
+
+def test_a_common_scale_of_100_loses_no_digits() -> None:
+    """fp32 against the definition in float64, at the logit scale of a trained CLIP."""
+    random = torch.Generator().manual_seed(2)
+    base = [functional.normalize(torch.randn(64, 16, generator=random)) for _ in range(2)]
+    own = [functional.normalize(b + 0.01 * torch.randn(64, 16, generator=random)) for b in base]
+    ids = torch.arange(64)
+    pairs = Pairs(torch.zeros_like(ids), ids, torch.zeros_like(ids), ids, 0, tile=20)
+    rows = divergences(100 * own[0], own[1], 100 * base[0], base[1], pairs, with_own=True)
+    wanted, logits = ((100 * (x.double() @ y.double().T)) for x, y in (base, own))
+    exact = functional.kl_div(
+        logits.log_softmax(1), wanted.log_softmax(1), reduction="none", log_target=True
+    ).sum(dim=1)
+    torch.testing.assert_close(rows.double(), exact, atol=2e-5, rtol=1e-4)
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        query = (100 * own[0]).requires_grad_()
+        loss = divergences(query, own[1], 100 * base[0], base[1], pairs, with_own=True).sum()
+        torch.autograd.grad(loss, query, create_graph=True)
+
+
+def test_what_is_missing_or_does_not_fit_is_one_line() -> None:
+    given = sides()
+    own = {n: given[f"base_{n}"] for n in ("image_features", "text_features")}
+    with pytest.raises(ValueError, match="reads base_text_features, and was given base_image"):
+        built()(**own, **(given | {"base_text_features": None}))
+    with pytest.raises(ValueError, match=r"base_image_features \(8, 4\) .* is the base another"):
+        built()(**own, **(given | {"base_image_features": torch.ones(8, 4)}))
+    image_tower = load_towers(tiny.MODEL, seed=1, text=False)
+    with pytest.raises(ValueError, match="has none: set temperature to a number"):
+        built(image_tower, between="images")
+    assert built(image_tower, between="images", temperature=0.1).scale == pytest.approx(10.0)
+    with pytest.raises(ValueError, match="temperature belongs to what=similarities"):
+        parse({"kind": "preserve", "what": "features", "temperature": 0.1})
+
+
+HELD = "train.objective={kind: weighted_sum, terms: [{objective: {kind: info_nce}}, "
+HELD += "{objective: {kind: preserve, exact: %s}, weight: 0.5}]}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.start=random", "export.soup=false"], "train.start=random gives stages other"),
+        (["embed.feature=pooled"], "or exact: true in the objective"),
+        (["base.objective={kind: preserve}"], "which it makes: set it in train.objective"),
+        (["train.objective={kind: preserve, what: weights}"], "'features' or 'similarities'"),
+    ],
+)
+def test_a_run_that_cannot_be_held_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load("demo", [HELD % "false", *overrides])
+
+
+def test_captions_are_embedded_where_a_term_holds_texts() -> None:
+    assert not load("demo", []).needs_text_embeddings
+    assert load("demo", [HELD % "false"]).needs_text_embeddings
+    assert not load("demo", [HELD % "true"]).needs_text_embeddings
+    load("demo", [HELD % "true", "embed.feature=pooled"])
+
+
+def test_the_plan_counts_the_copy() -> None:
+    """In bytes that last, in operations, and none of it where features come from disk."""
+    found = {}
+    for exact in ("false", "true"):
+        config = load("demo", [HELD % exact])
+        found[exact] = memory.measure(config, "train", config.train, Machine())
+    stored, copied = found["false"], found["true"]
+    assert stored["parts"]["objective"] == 0
+    assert copied["parts"]["objective"] == copied["parts"]["parameters"]
+    more = copied["operations"]["sample"] - stored["operations"]["sample"]
+    forward = copied["operations"]["image"] + copied["operations"]["text"]
+    assert more == pytest.approx(forward, rel=0.01)
+    assert stored["parts"]["batch"] > copied["parts"]["batch"]
+    assert copied["checkpoint"] == stored["checkpoint"]
+
+
+def test_the_cost_is_linear_in_the_batch() -> None:
+    options = parse({"kind": "preserve"})
+    sizes = Sizes(512, 1, 16, 1, torch.float32, peak_bytes)
+    small, large = (options.cost(replace(sizes, local_batch=n)).step for n in (4096, 8192))
+    assert large < 2.2 * small

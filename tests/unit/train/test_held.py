@@ -1,0 +1,161 @@
+"""A training that is held near its base, on a small real run: what it reads and what it repeats."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mclclip import cluster, embed, export, index
+from mclclip.config import Config
+from mclclip.data.base_features import BaseFeatures
+from mclclip.data.sample_index import SampleIndex
+from mclclip.data.samples import RawSample
+from mclclip.engines.engine import Engine
+from mclclip.ranks.process_group import SINGLE
+from mclclip.run.artifacts import read_manifest
+from mclclip.run.layout import Layout
+from mclclip.train import verb as train
+from tests import tiny
+
+TERM = "{objective: {kind: preserve%s}, weight: 0.5}"
+SUM = "train.objective={kind: weighted_sum, terms: [{objective: {kind: info_nce}}%s]}"
+
+
+def held(*terms: str) -> str:
+    return SUM % "".join(f", {TERM % each}" for each in terms)
+
+
+STORED = held("", ", what: features")
+
+
+def options(run_dir: Path, data: Path, *more: str) -> Config:
+    """A given encoder and one stage with a trained text tower."""
+    return tiny.make_config(
+        run_dir, data, "base=null", "num_stages=1", "train.steps=4", "train.log_every=1",
+        "train.plan.policy=wrap", *more,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make_data(tmp_path_factory.mktemp("held"), num_samples=60)
+
+
+@pytest.fixture(scope="module")
+def labelled(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run up to its labels, with text embeddings because a term wants them; tests copy it."""
+    run_dir = tmp_path_factory.mktemp("labelled") / "run"
+    config = options(run_dir, data, STORED)
+    index.run(config, SINGLE)
+    export.run(config, SINGLE, stage=0)
+    embed.run(config, SINGLE, stage=0)
+    cluster.run(config, SINGLE, stage=0)
+    assert (run_dir / "stage_0/text_embeddings/manifest.json").exists()
+    return run_dir
+
+
+def losses(config: Config) -> list[dict[str, float]]:
+    """The rows of stage 1's training."""
+    directory = train.run(config, SINGLE, stage=1)
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_sample_brings_the_rows_of_its_picture_and_its_caption(
+    labelled: Path, data: Path
+) -> None:
+    layout, opened = Layout(labelled), SampleIndex.open(labelled / "index")
+    extra = BaseFeatures(layout, opened, {"images", "texts"})
+    images, texts = (
+        np.concatenate([np.load(path) for path in sorted(folder.glob("*.npy"))])
+        for folder in (layout.embeddings(0), layout.text_embeddings)
+    )
+    assert len(images) == len(texts) == 60 and extra.reads_text is False
+    for sample in (0, 47, 48, 59):  # of two shards
+        found = extra(RawSample(sample, b"", b""), (), 0, 0)
+        for name, rows in (("image", images), ("text", texts)):
+            row = found[f"base_{name}_features"]
+            assert row.dtype == torch.float32 and float(row.norm()) == pytest.approx(1.0, abs=1e-6)
+            np.testing.assert_allclose(row, rows[sample], atol=1e-6)
+    assert BaseFeatures(layout, opened, {"model"})(RawSample(0, b"", b""), (), 0, 0) == {}
+
+
+def test_stored_features_hold_a_training(labelled: Path, data: Path, tmp_path: Path) -> None:
+    """The parts are recorded, its inputs are the embeddings, and it stays nearer to the base."""
+    cosines = {}
+    for weight in ("0.000001", "100.0"):
+        run_dir = tmp_path / weight
+        shutil.copytree(labelled, run_dir)
+        term = TERM.replace("0.5", weight) % ", what: features"
+        config = options(run_dir, data, SUM % f", {term}", "train.steps=12")
+        rows = losses(config)
+        cosines[weight] = rows[-1]["1_preserve/base_cosine"]
+        inputs = read_manifest(run_dir / "stage_1/train", "train").inputs
+        assert {"embeddings", "text_embeddings"} <= inputs.keys()
+    assert cosines["100.0"] > cosines["0.000001"]
+
+
+class CutOff(Exception):
+    """Ends a training as a kill does."""
+
+
+MORE = {
+    "stored": [STORED],
+    "exact": [held(", exact: true, end_factor: 0.5")],
+    "weights": ["train.start_decay=5.0"],
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_a_training_that_was_cut_goes_on_bit_for_bit(
+    name: str, labelled: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests, update = [], Engine.update
+    for cut in (False, True):
+        run_dir = tmp_path / str(cut)
+        shutil.copytree(labelled, run_dir)
+        config = options(run_dir, data, *MORE[name])
+        if cut:
+
+            def until_step_3(engine: Engine, batch: Any, lr: float) -> Any:
+                if batch.step == 3:  # the last checkpoint is that of two steps
+                    raise CutOff
+                return update(engine, batch, lr)
+
+            monkeypatch.setattr(Engine, "update", until_step_3)
+            with pytest.raises(CutOff):
+                losses(config)
+            monkeypatch.undo()
+        assert [row["step"] for row in losses(config)] == [1, 2, 3, 4]
+        export.run(config, SINGLE, stage=1)
+        digests.append(tiny.digests(run_dir / "stage_1/export"))
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("folder", ["embeddings", "text_embeddings"])
+def test_missing_embeddings_are_one_line(
+    folder: str, labelled: Path, data: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(labelled, run_dir)
+    shutil.rmtree(run_dir / "stage_0" / folder)
+    with pytest.raises((FileNotFoundError, ValueError), match="run 'mclclip embed"):
+        train.run(options(run_dir, data, STORED), SINGLE, stage=1)
+    assert not (run_dir / "stage_1/train").exists()
+
+
+def test_without_a_term_nothing_of_it_is_recorded(
+    labelled: Path, data: Path, tmp_path: Path
+) -> None:
+    """So that trainings which were begun before go on."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(labelled, run_dir)
+    losses(options(run_dir, data))
+    manifest = read_manifest(run_dir / "stage_1/train", "train")
+    assert not {"embeddings", "text_embeddings"} & manifest.inputs.keys()
+    assert "start_decay" not in manifest.config["train"]
