@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ from torch.nn import functional
 from mclclip.config import load
 from mclclip.data.batches import Batch
 from mclclip.models.loading import load_towers
-from mclclip.models.memory import peak_bytes
-from mclclip.objectives.base import Setting, Sizes, parse
+from mclclip.objectives.base import Setting, parse
 from mclclip.objectives.row_losses import Pairs, divergences
 from mclclip.plan import memory
 from mclclip.plan.machine import Machine
@@ -187,10 +185,3 @@ def test_the_plan_counts_the_copy() -> None:
     assert more == pytest.approx(forward, rel=0.01)
     assert stored["parts"]["batch"] > copied["parts"]["batch"]
     assert copied["checkpoint"] == stored["checkpoint"]
-
-
-def test_the_cost_is_linear_in_the_batch() -> None:
-    options = parse({"kind": "preserve"})
-    sizes = Sizes(512, 1, 16, 1, torch.float32, peak_bytes)
-    small, large = (options.cost(replace(sizes, local_batch=n)).step for n in (4096, 8192))
-    assert large < 2.2 * small
