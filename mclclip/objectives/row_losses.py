@@ -11,7 +11,8 @@ loss 0 and gradient 0 exactly.
 
 Losses that weigh their negatives otherwise are made of the negatives' log-sum-exp alone
 (``log_sums``), of their number (``count_negatives``) and of sums of keys (``sum_negatives``). The
-same three give sums over other columns than negatives, by ``Pairs.wanted``. ``divergences`` compares the rows' softmaxes with those of another matrix.
+same three give sums over other columns than negatives, by ``Pairs.wanted``. ``divergences``
+compares the rows' softmaxes with those of another matrix.
 """
 
 from __future__ import annotations

@@ -72,7 +72,10 @@ def needed() -> set[str]:
     evaluation = tiny.ROOT / "eval"
     found |= {f"mclclip/eval/{path.relative_to(evaluation)}" for path in evaluation.rglob("*.py")}
     found |= {f"mclclip/eval/suites/{path.name}" for path in evaluation.glob("suites/*")}
-    found |= {f"mclclip/{name}" for name in ("py.typed", "report/page.html", "report/page.css")}
+    shipped = ("py.typed", "caption_words.json", "report/page.css")
+    found |= {f"mclclip/{name}" for name in shipped}
+    report = tiny.ROOT / "mclclip" / "report"
+    found |= {f"mclclip/report/{path.name}" for path in report.glob("*.html")}
     for pattern in ("launch/*.sh", "launch/recipes/*", "slurm/*.sbatch"):
         found |= {f"mclclip/{path.relative_to(tiny.ROOT)}" for path in tiny.ROOT.glob(pattern)}
     return found

@@ -1,0 +1,367 @@
+"""Rules that edit an English caption so that it is no longer true of its picture.
+
+A rule lists all its edits of a caption, one word or phrase changed in each: ``RULES`` by name. The
+words are in ``caption_words.json``. Rules are narrow: a caption that one is not sure of gets none.
+
+colour    another colour; animals, hair and rocks get one that they may have
+number    another number, of two to eight
+size      the opposite size
+material  another material, before the thing that is made of it
+spatial   the opposite place: in front of, behind, above, under, into, ...
+action    another activity in the same form: sits, running, throwing a ball, ...
+swap      two things exchange their colours, sizes or materials
+negation  "not" after is and are, "not wearing", or "without a"
+
+The idea is that of SugarCrepe (Hsieh et al., 2023) and NegCLIP (Yuksekgonul et al., 2023), which
+ask language models or parsers for the words; here nothing is drawn from a model, so that an edit is
+the same on every machine.
+"""
+
+from __future__ import annotations
+
+import html
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from mclclip.files import read_json
+from mclclip.randomness import mix
+
+_WORD = re.compile(r"[A-Za-z]+(?:['-][A-Za-z]+)*|\d+")
+_MOST_WORDS = 256  # of a text that edits are looked for in
+
+
+@cache
+def _lists(name: str) -> Any:
+    return read_json(Path(__file__).with_name("caption_words.json"))[name]
+
+
+@cache
+def _table(name: str, key: str) -> dict[str, str]:
+    """Word -> the family that it belongs to."""
+    return {word: family for family, words in _lists(name)[key].items() for word in words}
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A changed caption: ``text``, by which ``rule``, and the ``phrases`` (lower case) that it says
+    and the caption does not."""
+
+    rule: str
+    text: str
+    phrases: tuple[str, ...]
+
+
+class _Words:
+    """The words of a caption, lower case; indices outside are empty words."""
+
+    def __init__(self, caption: str) -> None:
+        self.caption = caption
+        self.found = list(itertools.islice(_WORD.finditer(caption), _MOST_WORDS))
+        self.words = [match[0].lower() for match in self.found]
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __getitem__(self, number: int) -> str:
+        return self.words[number] if 0 <= number < len(self) else ""
+
+    @cached_property
+    def present(self) -> frozenset[str]:
+        return frozenset(self.words)
+
+    def after(self, number: int) -> str:
+        """The next word, empty where a mark stands between."""
+        if not 0 <= number < len(self) - 1:
+            return ""
+        between = self.caption[self.found[number].end() : self.found[number + 1].start()]
+        return "" if between.strip() else self[number + 1]
+
+    def content(self, number: int) -> str:
+        """The next word where it is one of content, as a thing's name is; else empty."""
+        word = self.after(number)
+        return "" if word in _lists("functions") or word.isdigit() else word
+
+    def changed(self, changes: Mapping[tuple[int, int], str]) -> str:
+        """The caption with words [first, stop) replaced; capitals and "a" or "an" are kept right.
+        An empty stretch inserts before its word."""
+        text, at = "", 0
+        for (first, stop), new in sorted(changes.items()):
+            start = self.found[first].start()
+            end = self.found[stop - 1].end() if stop > first else start
+            old = self.caption[start:end]
+            if old[:1].isupper():
+                new = new.upper() if old.isupper() and len(old) > 1 else new[:1].upper() + new[1:]
+            before = text + self.caption[at:start]
+            if stop > first:
+                article = r"\1n\2" if new[0].lower() in "aeiou" else r"\1\2"
+                before = re.sub(r"\b(a)n?(\s+)$", article, before, flags=re.IGNORECASE)
+            text, at = before + new + (" " if stop == first else ""), end
+        return text + self.caption[at:]
+
+
+_Made = tuple[str, tuple[str, ...]]
+"""A changed caption, and the phrases that are new in it."""
+
+
+def _instead(
+    words: _Words, first: int, stop: int, others: Mapping[str, Sequence[str]]
+) -> Iterator[_Made]:
+    """The caption with each of the ``others`` in place of words [first, stop), but for those that
+    it has already, maybe in other words; with each come the phrases that mean the same."""
+    for other, phrases in others.items():
+        if not {*other.split()} <= words.present and not words.present & {*phrases}:
+            yield words.changed({(first, stop): other}), (other, *phrases)
+
+
+def _also(*others: str) -> dict[str, Sequence[str]]:
+    """Each word or phrase with those that mean the same."""
+    return {other: _lists("also").get(other, ()) for other in others}
+
+
+# --- rules -------------------------------------------------------------------------------------
+
+
+def _colour(words: _Words) -> Iterator[_Made]:
+    lists, families = _lists("colour"), _table("colour", "families")
+    present = {families[word] for word in words.words if word in families}
+    if words.present & {*lists["not_in"]}:
+        return
+    for number, word in enumerate(words.words):
+        if word in families and _is_colour(words, number):
+            close = {w for pair in lists["close"] if families[word] in pair for w in pair}
+            natural = _thing(words, number) in lists["of_natural_colour"]
+            wanted = lists["natural"] if natural else lists["families"]
+            others = [c for c in wanted if c not in close | present]
+            meant = {other: lists["families"][other] for other in others}
+            yield from _instead(words, number, number + 1, meant)
+
+
+def _thing(words: _Words, number: int) -> str:
+    """The thing that a colour is of: the next word that is no further attribute."""
+    passed = {*_lists("colour")["passed"], *_table("colour", "families")}
+    while (word := words.after(number)) in passed:
+        number += 1
+    return word
+
+
+def _is_colour(words: _Words, number: int) -> bool:
+    """Whether the word, a colour's name, says the colour of something that could have another."""
+    before, after, thing = words[number - 1], words.after(number), _thing(words, number)
+    lists = _lists("colour")
+    if before in lists["not_after"] or {after, thing} & {*lists["not_before"]}:
+        return False
+    if words[number] == "orange" and not words.content(number):  # not the fruit
+        return before in ("in", "and", "bright") or after in ("and", "colored")
+    return thing not in _lists("people")  # not "a black man", but "a man in black"
+
+
+def _number(words: _Words) -> Iterator[_Made]:
+    lists = _lists("number")
+    values = lists["values"]
+    if words.present & {*lists["not_in"]}:
+        return
+    for number, word in enumerate(words.words):
+        after = words.after(number)
+        if word in values and after and words[number - 1] not in lists["not_after"]:
+            if after not in lists["not_before"] and not after.isdigit():
+                near = {w: [str(v)] for w, v in values.items() if 0 < abs(v - values[word]) <= 3}
+                yield from _instead(words, number, number + 1, near)
+
+
+def _size(words: _Words) -> Iterator[_Made]:
+    lists, people = _lists("size"), {*_lists("people")}
+    for number, word in enumerate(words.words):
+        thing = words.content(number)
+        if word in lists["pairs"] and thing and thing not in lists["not_before"]:
+            of_people = people & {thing, words.content(number + 1)}  # little people are young
+            others = lists["with_people" if of_people else "pairs"].get(word, [])
+            yield from _instead(words, number, number + 1, _also(*others))
+
+
+def _material(words: _Words) -> Iterator[_Made]:
+    lists, families = _lists("material"), _table("material", "families")
+    for number, word in enumerate(words.words):
+        thing = words.content(number)
+        if word in families and thing and words[number - 1] not in lists["not_after"]:
+            if thing not in lists["not_before"] and thing not in families:
+                others = lists["instead"][families[word]]
+                meant = {other: lists["families"][other] for other in others}
+                yield from _instead(words, number, number + 1, meant)
+
+
+def _spatial(words: _Words) -> Iterator[_Made]:
+    instead = _lists("spatial")["instead"]
+    for first in range(len(words)):
+        for stop in (first + 3, first + 2, first + 1):
+            phrase = " ".join(words.words[first:stop])
+            if stop <= len(words) and phrase in instead:
+                if _is_place(words, first, stop, phrase):
+                    yield from _instead(words, first, stop, _also(*instead[phrase]))
+                break
+
+
+def _is_place(words: _Words, first: int, stop: int, phrase: str) -> bool:
+    """Whether the phrase says where a thing is, or is going, in relation to another."""
+    lists, before, after = _lists("spatial"), words[first - 1], words.after(stop - 1)
+    if {*words.words[stop : stop + 2]} & {*lists["not_with"].get(phrase, ())}:
+        return False
+    if not first or before in lists["never_after"]:
+        return False
+    if (wanted := lists["needs_after"].get(phrase)) and before not in wanted:
+        return False
+    if phrase in lists["adverbs"] and not after:
+        return before not in _lists("functions")
+    if after in _lists("determiners"):
+        return True
+    return bool(words.content(stop - 1)) and after not in lists["never_before"]
+
+
+def _action(words: _Words) -> Iterator[_Made]:
+    verbs = _lists("action")["forms"]
+    forms = {form: (verb, n) for verb, own in verbs.items() for n, form in enumerate(own)}
+    for number, word in enumerate(words.words):
+        verb, form = forms.get(word, ("", 0))
+        if not verb or sum(w in verbs[verb] for w in words.words) > 1:
+            continue
+        if _is_verb(words, number, form):
+            for other in _activities(words, number, verb):
+                if not words.present & {*verbs[other]}:
+                    phrases = (*verbs[other], *_lists("also").get(other, ()))
+                    yield words.changed({(number, number + 1): verbs[other][form]}), phrases
+
+
+def _is_verb(words: _Words, number: int, form: int) -> bool:
+    """Whether the word, a verb's base (0), its form with s (1) or with ing (2), is a verb here."""
+    lists, before = _lists("action"), words[number - 1]
+    if form == 2:
+        return before not in lists["not_after"] or before in ("and", "of")
+    if before in lists["not_after"] or before in _lists("determiners") or not number:
+        return False
+    plural = before.endswith("s") and not before.endswith("ss")
+    return form == 1 or before in lists["plurals"] or plural
+
+
+def _activities(words: _Words, number: int, verb: str) -> Sequence[str]:
+    """Other activities that fit the words after the verb."""
+    lists, after = _lists("action"), words.after(number)
+    follows = {*words.words[number + 1 : number + 5]}
+    if verb in lists["faces"] and after in ("", "and", "while", "as", "in", "on"):
+        return lists["faces"][verb]  # type: ignore[no-any-return]
+    if verb in lists["resting"] and not follows & {*lists["not_with"]["resting"]}:
+        alone = after == "by" and words.after(number + 1) in ("", "and", "while", "as")
+        if (after in lists["resting_before"] and not alone) or number == len(words) - 1:
+            return lists["resting"][verb]  # type: ignore[no-any-return]
+    if verb in lists["moving"] and after in lists["moving_before"] and "air" not in follows:
+        if words.after(number + 1) in _lists("determiners") or words.content(number + 1):
+            return lists["moving"][verb]  # type: ignore[no-any-return]
+    handled = after in _lists("determiners") and follows & {*lists["handled"].get(verb, ())}
+    if handled and not words.present & {*lists["not_with"]["handling"]}:
+        return lists["handling"][verb]  # type: ignore[no-any-return]
+    return ()
+
+
+def _swap(words: _Words) -> Iterator[_Made]:
+    colours, materials = _table("colour", "families"), _table("material", "families")
+    sizes = {size: size for size in _lists("swap")["sizes"]}
+    near = [{*pair} for pair in _lists("colour")["close"]]
+    no_things = {*colours, *sizes, *materials, *_lists("swap")["not_before"]}
+    for kind in (colours, sizes, materials):
+        places = []
+        for number, word in enumerate(words.words):
+            thing = words.content(number)
+            if word not in kind or not thing or thing in no_things | {*_lists("people")}:
+                continue
+            if words[number - 1] in ("and", "or") and words[number - 2] in kind:
+                continue  # of "black and white"
+            if kind is not colours or _is_colour(words, number):
+                places.append((number, kind[word], thing))
+        for (i, one, first), (j, other, second) in itertools.combinations(places, 2):
+            alike = one == other or {one, other} in near or first.rstrip("s") == second.rstrip("s")
+            if not alike:
+                new = words.changed({(i, i + 1): words[j], (j, j + 1): words[i]})
+                yield new, (f"{words[j]} {first}", f"{words[i]} {second}")
+
+
+def _negation(words: _Words) -> Iterator[_Made]:
+    lists = _lists("negation")
+    if words.present & {*lists["already"]} or "n't" in words.caption:
+        return
+    for number, word in enumerate(words.words[1:], 1):
+        before, after = words[number - 1], words.after(number)
+        if word in ("is", "are") and after.endswith("ing") and before != "there":
+            yield words.changed({(number + 1, number + 1): "not"}), (f"not {after}",)
+        if word == "wearing" and before not in ("is", "are"):
+            yield words.changed({(number, number): "not"}), ("not wearing",)
+        if word == "with" and after in ("a", "an") and before not in lists["without_not_after"]:
+            held = words.after(number + 1)
+            if held not in lists["without_not_before"] and not before.endswith("ed"):
+                yield words.changed({(number, number + 1): "without"}), (f"without {after} {held}",)
+
+
+RULES: Mapping[str, Callable[[_Words], Iterator[_Made]]] = {
+    "colour": _colour,
+    "number": _number,
+    "size": _size,
+    "material": _material,
+    "spatial": _spatial,
+    "action": _action,
+    "swap": _swap,
+    "negation": _negation,
+}
+
+
+# --- what is asked of them ---------------------------------------------------------------------
+
+
+def all_edits(rule: str, caption: str) -> list[Edit]:
+    """Every edit that a rule has for a caption, in the order of its words; none where it fits
+    nothing. KeyError for a rule that is not in ``RULES``."""
+    return [Edit(rule, text, phrases) for text, phrases in RULES[rule](_Words(caption))]
+
+
+def edited(rule: str, caption: str, key: int) -> str | None:
+    """The edit of a caption that 64 random bits choose; None where the rule fits nothing."""
+    found = all_edits(rule, caption)
+    return found[key % len(found)].text if found else None
+
+
+def spoken(text: str) -> str:
+    """The words of a text, lower case, each between single spaces: what two texts that say the same
+    words have in common."""
+    return f" {' '.join(_Words(html.unescape(text)).words)} "
+
+
+def false_edits(rule: str, captions: Sequence[str], number: int) -> list[Edit]:
+    """The edits of caption ``number`` that no other caption of the picture speaks for: none that
+    has the same words, and none that has a phrase which is new in the edit."""
+    others = [spoken(text) for n, text in enumerate(captions) if n != number]
+    return [
+        edit
+        for edit in all_edits(rule, captions[number])
+        if spoken(edit.text) not in others
+        and not any(f" {phrase} " in other for phrase in edit.phrases for other in others)
+    ]
+
+
+def draw(
+    rules: Sequence[str], captions: Sequence[str], number: int, key: int, count: int
+) -> list[Edit]:
+    """Up to ``count`` different edits of caption ``number``, fewer where the rules have no more.
+
+    ``key``, 64 random bits, orders the rules and the edits of each: first one of each rule that
+    fits, then a second one of each, and so on. See ``false_edits`` for those that count.
+    """
+    order = sorted(rules, key=lambda rule: int(mix(key, [*RULES].index(rule))))
+    queues = []
+    for rule in order:
+        found = false_edits(rule, captions, number)
+        start = int(mix(key, -1, [*RULES].index(rule))) % max(len(found), 1)
+        queues.append(found[start:] + found[:start])
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*queues))
+    chosen = {edit.text: edit for edit in turns if edit is not None}
+    return [*chosen.values()][:count]
