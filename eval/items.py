@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, get_args
 
+from mclclip.caption_rules import RULES
 from mclclip.eval.images import SUFFIXES, Region, check_inside, read_lines
-from mclclip.files import below, read_json
+from mclclip.files import below, read_bounded, read_json
 
 LayoutName = Literal[
     "sugarcrepe",
@@ -24,10 +25,14 @@ LayoutName = Literal[
     "aro_attribute",
     "aro_order",
     "whatsup",
+    "pairs",
 ]
 
 MAX_LINES_BYTES = 1 << 26
 """Bytes that a file with an item per line may have."""
+
+STRUCK = "struck.txt"
+"""File beside made pairs that names the items which a person has struck out."""
 
 MAX_EDGE = 1 << 20
 """Pixels that a box may lie from the corner of its picture."""
@@ -60,17 +65,18 @@ class ItemSet:
     """Items of a benchmark whose images are there.
 
     read: number of items of every part before any was left out; missing_images: number of images
-    that are not there.
+    that are not there; struck: number of items that a person has struck out.
     """
 
     items: list[Item]
     read: Mapping[str, int]
     missing_images: int
+    struck: int = 0
 
     @property
     def left_out(self) -> int:
-        """Number of items that were left out."""
-        return sum(self.read.values()) - len(self.items)
+        """Number of items that were left out, but for the struck ones."""
+        return sum(self.read.values()) - len(self.items) - self.struck
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,8 @@ class Layout:
     files: part -> its file; sizes: part -> number of items in the published file, where known;
     item: a record of a file -> its item; source: what is needed, from whom, under which terms;
     captions, images: folders of the files and of the images; by_id: whether a file is an object of
-    ids, and not a list; numbered: part -> name of the image of a number, where items give numbers.
+    ids, and not a list; numbered: part -> name of the image of a number, where items give numbers;
+    made: ``make-pairs`` writes it: it has some of the files, and maybe a list of struck items.
     """
 
     files: Mapping[str, str]
@@ -91,6 +98,7 @@ class Layout:
     images: str = "."
     by_id: bool = False
     numbered: Mapping[str, str] = field(default_factory=dict)
+    made: bool = False
 
 
 # --- the layouts -------------------------------------------------------------------------------
@@ -327,6 +335,17 @@ LAYOUTS: Mapping[str, Layout] = {
             "vg_two": "vg_images/{}.jpg",
         },
     ),
+    "pairs": Layout(
+        {rule: f"{rule}.json" for rule in RULES},
+        {},
+        _sugarcrepe,
+        "minimal pairs, which 'mclclip make-pairs' writes: data/*.json, images/ (of its shards, "
+        "under their terms)",
+        captions="data",
+        images="images",
+        by_id=True,
+        made=True,
+    ),
 }
 assert set(LAYOUTS) == set(get_args(LayoutName))
 
@@ -353,6 +372,9 @@ def read_items(
     """
     root, layout = Path(root), LAYOUTS[name]
     chosen = list(layout.files) if parts is None else list(parts)
+    if layout.made and parts is None:
+        there = root / (layout.captions if captions is None else captions)
+        chosen = [part for part in chosen if (there / layout.files[part]).is_file()] or chosen
     if not chosen or (strange := [part for part in chosen if part not in layout.files]):
         got = repr(strange[0]) if chosen else "empty"
         raise ValueError(f"parts is {got}: the parts of {name} are {', '.join(layout.files)}")
@@ -375,14 +397,36 @@ def read_items(
             f"{len(absent)} images of {name} are not in {folder}, such as {such}: get them, or set "
             f"missing: leave_out; {layout.source}"
         )
-    kept = [item for item in items if not absent & {*map(path_of, item.images)}]
-    for part in read:
+    struck = _struck(root / STRUCK, {item.name for item in items}) if layout.made else set()
+    left = [item for item in items if item.name not in struck]
+    kept = [item for item in left if not absent & {*map(path_of, item.images)}]
+    if not left:
+        raise ValueError(f"{root / STRUCK} names all items of {name}: take some out of the list")
+    for part in dict.fromkeys(item.part for item in left):
         if not any(item.part == part for item in kept):
             raise ValueError(
                 f"no item of the part {part!r} has its images in {folder}: name the parts that do "
                 f"in the option parts; {layout.source}"
             )
-    return ItemSet(_with_units(kept, folder), read, len(absent))
+    return ItemSet(_with_units(kept, folder), read, len(absent), len(items) - len(left))
+
+
+def _struck(path: Path, names: set[str]) -> set[str]:
+    """The items that a file names, one per line (# begins a remark); of another part than those
+    that are read they do not count. ValueError for a line that names no item."""
+    if not path.exists():
+        return set()
+    parts, struck = {name.partition("/")[0] for name in names}, set()
+    text = read_bounded(path, MAX_LINES_BYTES).decode("utf-8-sig", "replace")
+    for number, line in enumerate(text.splitlines(), 1):
+        name = line.partition("#")[0].strip()
+        if name and name.partition("/")[0] in parts and name not in names:
+            raise ValueError(
+                f"{path} line {number}: there is no item {name!r:.80}; wanted a name such as "
+                f"{min(names)}: the list may be of pairs that were made with other settings"
+            )
+        struck.add(name)
+    return struck & names
 
 
 def _read_part(path: Path, layout: Layout, part: str, folder: Path) -> list[Item]:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from mclclip.files import read_json
+from mclclip.options import nearest
 from mclclip.randomness import mix
 
 _WORD = re.compile(r"[A-Za-z]+(?:['-][A-Za-z]+)*|\d+")
@@ -316,6 +317,17 @@ RULES: Mapping[str, Callable[[_Words], Iterator[_Made]]] = {
 
 
 # --- what is asked of them ---------------------------------------------------------------------
+
+
+def check_rules(names: Sequence[str]) -> list[str]:
+    """The names as a list. ValueError, with the nearest ones, for one that is no rule."""
+    for name in names:
+        if name not in RULES:
+            near = ", ".join(nearest(name, RULES))
+            raise ValueError(f"there is no rule {name!r} for captions (nearest: {near})")
+    if not names or len({*names}) < len(names):
+        raise ValueError(f"rules are {[*names]}: wanted some of {', '.join(RULES)}, each once")
+    return [*names]
 
 
 def all_edits(rule: str, caption: str) -> list[Edit]:

@@ -195,6 +195,7 @@ _FUNCTIONS: dict[str, Callable[..., object]] = {
     "finetune": _finetune,
     "pack": _function("pack.pack"),
     "make-dataset": _function("make_dataset.run"),
+    "make-pairs": _function("make_pairs.run"),
     "soup": _soup,
     "compare": _function("compare.run"),
     "report": _report,

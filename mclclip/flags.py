@@ -82,6 +82,8 @@ data:
                 $ mclclip pack photos --captions captions.csv --out shards
   make-dataset  a built-in or published data set -> shards
                 $ mclclip make-dataset patterns --out data/patterns
+  make-pairs    captioned shards -> minimal pairs, a benchmark of one's own
+                $ mclclip make-pairs --shards shards/test --out pairs
 
 the method, as a whole and verb by verb:
   run           the whole method: every verb, over all stages
@@ -136,10 +138,9 @@ def build_parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(
         dest="verb", required=True, metavar="VERB", prog="mclclip", help=hidden
     )
-    alone = (_add_finetune, _add_pack, _add_make_dataset, _add_soup, _add_compare, _add_report)
+    alone = (_add_finetune, _add_pack, _add_make_dataset, _add_make_pairs, _add_soup, _add_compare)
     others = (_add_checks, _add_stages, _add_figures, _add_blindspots, _add_filter, _add_run)
-    others += (_add_race,)
-    for add in (*alone, _add_demo, *others):
+    for add in (*alone, _add_report, _add_demo, *others, _add_race):
         add(verbs)
     return parser
 
@@ -206,9 +207,8 @@ def _add_pack(verbs: Any) -> None:
     add = _add(verbs, "pack").add_argument
     source = "folder of pictures (a.jpg, a.txt), CSV, TSV, JSONL, Parquet, saved data set, shards"
     add("source", metavar="SOURCE", type=_existing, help=source)
-    add(
-        "--captions", metavar="TABLE", type=_existing, help="captions of the pictures in the folder"
-    )
+    captions = "captions of the pictures in the folder"
+    add("--captions", metavar="TABLE", type=_existing, help=captions)
     add("--out", type=Path, required=True, help="folder for the shards")
     root = "another folder in which images may lie, such as the one that a link leads to"
     add("--allow-root", dest="allow_roots", metavar="FOLDER", type=_existing, help=root, **_SEVERAL)
@@ -228,8 +228,7 @@ def _add_make_dataset(verbs: Any) -> None:
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder for the shards")
     add("--seed", type=int, default=0, help="of what is drawn")
     add("--force", action="store_true", help=_FORCE)
-    title = "options of some data sets"
-    add = verb.add_argument_group(title).add_argument
+    add = verb.add_argument_group("options of some data sets").add_argument
     add("--source", action="append", metavar="NAME=FOLDER", help="where files are")
     download = "let torchvision fill the folders of --source first"
     add("--download", action="store_true", default=None, help=download)
@@ -246,6 +245,18 @@ def _add_make_dataset(verbs: Any) -> None:
     ):
         add(flag, type=kind, help=f"{text} (default: the data set's)")
     add("--full-captions", action="store_true", default=None, help="patterns: name every attribute")
+
+
+def _add_make_pairs(verbs: Any) -> None:
+    add = _add(verbs, "make-pairs").add_argument
+    shards = "whose *.tar are read; of pictures that no training reads"
+    add("--shards", type=_existing, required=True, metavar="FOLDER", help=shards)
+    add("--captions", default="txt", help="of the shards: txt (default) or json:FIELD")
+    add("--out", type=Path, required=True, metavar="FOLDER", help="folder of the benchmark")
+    add("--rules", nargs="+", default=[], metavar="RULE", help="such as colour (default: all)")
+    add("--per-rule", type=int, default=200, metavar="N", help="items of a rule at most")
+    add("--seed", type=int, default=0, help="of what is drawn")
+    add("--force", action="store_true", help=_FORCE)
 
 
 def _add_soup(verbs: Any) -> None:
@@ -378,9 +389,7 @@ def _add_stages(verbs: Any) -> None:
     train.add_argument("--variant", **variant)
     export = verb("export")
     export.add_argument("--stage", type=int, help=f"{_STAGE} (default: join all)")
-    export.add_argument(
-        "--variant", default="mcl", metavar="NAME", choices=_VARIANTS, help=_VARIANT
-    )
+    export.add_argument("--variant", **variant)
     _add_conversion(export)
 
 

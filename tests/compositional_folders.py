@@ -50,6 +50,18 @@ def _sugarcrepe(root: Path, draw: Draw, size: int, numbers: Iterator[int], _: bo
     return files
 
 
+def _pairs(root: Path, draw: Draw, size: int, numbers: Iterator[int], _: bool) -> Any:
+    files: dict[str, Any] = {}
+    for rule in ("colour", "swap"):  # the other rules have no items
+        files[f"data/{rule}.json"] = own = {}
+        for item in range(size):
+            right, wrong = next(numbers), next(numbers)
+            draw(root / "images" / f"{right:06}.jpg", right)
+            texts = {"caption": f"a {right}", "negative_caption": f"no {wrong}"}
+            own[str(item)] = {"filename": f"{right:06}.jpg", "key": "k", **texts}
+    return files
+
+
 def _sugarcrepe_pp(root: Path, draw: Draw, size: int, numbers: Iterator[int], apart: bool) -> Any:
     files: dict[str, Any] = {}
     for part in SUGARCREPE[:5]:
@@ -146,4 +158,5 @@ WRITERS: dict[str, Any] = {
     ),
     "aro_order": _order,
     "whatsup": _whatsup,
+    "pairs": _pairs,
 }

@@ -3,6 +3,7 @@
 Sources, with the rule of the published code:
 
 - SugarCrepe (Hsieh et al., NeurIPS 2023): the image prefers its caption to a false one. Strict.
+- Pairs that ``mclclip make-pairs`` has written: the same, a part per rule.
 - SugarCrepe++ (Dumpala et al., NeurIPS 2024): the image prefers both of two captions to a false
   one (ITT); among the three texts alone, the two captions are nearer to each other than each is to
   the false one (TOT). Strict.
@@ -269,7 +270,7 @@ def _of_whatsup(figures: _Figures) -> list[Figure]:
 def _figures(layout: LayoutName, figures: _Figures) -> list[Figure]:
     """The figures of a layout; see ``evaluate``."""
     every = figures.rows()
-    if layout == "sugarcrepe":
+    if layout in ("sugarcrepe", "pairs"):
         return figures.by_part("", "text")
     if layout == "sugarcrepe_pp":
         image_text = figures.by_part("ITT/", "text")
@@ -311,11 +312,11 @@ def evaluate(
 ) -> list[Figure]:
     """The figures of a compositional benchmark in a published ``layout``, in percent.
 
-    sugarcrepe: a metric per part and their mean ``average`` (chance 50). sugarcrepe_pp: the same as
-    ``ITT/`` and ``TOT/`` (33.3 each). winoground, naturalbench: ``text``, ``image`` (25 each) and
-    ``group`` (16.7). aro_relation, aro_attribute: ``average`` over kinds and ``pooled`` over items
-    (50). aro_order: ``accuracy`` (20). whatsup: a metric per part and ``average`` (photographs 25,
-    others 50), ``PART/pair`` (6.25) and ``PART/set`` (0.4) of photographs.
+    sugarcrepe, pairs: a metric per part and their mean ``average`` (chance 50). sugarcrepe_pp: the
+    same as ``ITT/`` and ``TOT/`` (33.3 each). winoground, naturalbench: ``text``, ``image`` (25
+    each) and ``group`` (16.7). aro_relation, aro_attribute: ``average`` over kinds and ``pooled``
+    over items (50). aro_order: ``accuracy`` (20). whatsup: a metric per part and ``average``
+    (photographs 25, others 50), ``PART/pair`` (6.25) and ``PART/set`` (0.4) of photographs.
     ``captions``, ``images``, ``parts``: see ``read_items``, whose errors are raised. ``missing``:
     whether items without their images are refused, or left out and counted in the protocol.
     ``prompt`` is put before every caption.
@@ -342,6 +343,7 @@ def evaluate(
         "precision": extractor.precision,
         "num_items": len(data.items),
         "left_out_items": data.left_out,
+        **({"struck_items": data.struck} if LAYOUTS[layout].made else {}),
         "missing_images": data.missing_images,
         "as_published": published == dict(data.read) == dict(LAYOUTS[layout].sizes)
         and not data.left_out,

@@ -97,6 +97,12 @@ class Config:
                 f"controls={other} do not apply to train.objective.kind={objective.kind}, which "
                 f"has {', '.join(objective.controls) or 'none'}: leave them out"
             )
+        if objective.reads.edits and self.has_stages and self.train.reads_text_embeddings:
+            raise ValueError(
+                "train.objective.hard_captions are texts that have no embeddings on disk, and with "
+                "train.lock.text=false captions come from there: set train.cached_text=false, "
+                "which runs the frozen text tower in every step, or train.lock.text=true"
+            )
         self._check_start()
         self._check_pooled()
         if self.trunk_cache.enabled:

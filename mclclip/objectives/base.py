@@ -58,6 +58,8 @@ class Reads:
     base          what is read of stage 0, from whose weights the training then starts: stored
                   embeddings of ``images`` and of ``texts``, which come as the batch's extras
                   ``base_image_features`` and ``base_text_features``, or the ``model`` itself
+    edits         captions that are wrong for their picture, as these options say; they come as the
+                  batch's extras ``edited_text`` and ``has_edit`` (``data.edited_captions``)
     """
 
     captions: bool = False
@@ -69,6 +71,7 @@ class Reads:
     attribute: str | None = None
     digests: bool = False
     base: frozenset[Literal["images", "texts", "model"]] = frozenset()
+    edits: Any = None
 
     @property
     def num_classes_per_sample(self) -> int:

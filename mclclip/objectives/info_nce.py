@@ -3,7 +3,8 @@
 A pair is a negative where its group is the row's and its sample is not, which makes pure batches,
 mixed batches and repeated samples all exact.
 
-``info_nce``  images against captions (CLIP; Radford et al., 2021)
+``info_nce``  images against captions (CLIP; Radford et al., 2021); images maybe against captions
+              that are wrong for them too (`HardCaptions`)
 ``nt_xent``   two views of every image (SimCLR; Chen et al., 2020, Eq. 1): the other view of an
               image among both views of all other images, in both directions
 ``ifm``       implicit feature modification (Robinson et al., "Can contrastive learning avoid
@@ -20,15 +21,18 @@ mixed batches and repeated samples all exact.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeFloat
-from torch import Tensor
+from torch import Tensor, nn
 
-from mclclip.objectives.base import Reads
+from mclclip.caption_rules import RULES, check_rules
+from mclclip.objectives.base import Batch, Objective, Reads, Setting
 from mclclip.objectives.contrast import (
     AnyTemperature,
     Between,
@@ -54,6 +58,39 @@ Term = Literal["both", "modified"]
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
+class HardCaptions:
+    """Captions that are wrong for their picture, as further texts that images are held against."""
+
+    rules: list[str] | None = None
+    """Rules that edit a sample's caption: some of colour, number, size, material, spatial, action,
+    swap and negation, which are for English sentences (null: all)."""
+    per_caption: Annotated[int, Field(ge=1, le=16)] = 1
+    """Edits of a sample's caption; fewer where the rules have no more."""
+    scope: Literal["own", "global"] = "own"
+    """``own``: an image is held against the edits of its own caption; ``global``: against those of
+    all samples of its group in the global batch, as NegCLIP."""
+    field: str | None = None
+    """Field of the samples' .json that has wrong captions, a string or a list of strings, instead
+    of the rules."""
+
+    def __post_init__(self) -> None:
+        if self.field is not None and self.rules is not None:
+            raise ValueError("rules and field are given: hard captions come from one of them")
+        if self.rules is not None:
+            check_rules(self.rules)
+
+    @property
+    def chosen_rules(self) -> tuple[str, ...]:
+        """The rules, none where a field is read."""
+        return () if self.field is not None else tuple(self.rules or RULES)
+
+    @property
+    def drawn_by(self) -> tuple[object, ...]:
+        """All that decides which captions a sample brings."""
+        return self.chosen_rules, self.per_caption, self.field
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class Options(ContrastOptions):
     """CLIP's contrastive loss with MCL's mask: images against captions."""
 
@@ -64,12 +101,25 @@ class Options(ContrastOptions):
     other: ``negatives`` as in open_clip; ``masked``: left out of each other's negatives; or
     ``positives``: the loss is the mean over all positives of a row, which changes nothing where
     the features of equal captions are equal."""
+    hard_captions: HardCaptions | None = None
+    """Edited captions as further negatives of images, such as ``{rules: [colour, swap], scope:
+    global}``; ``{}`` takes all rules (null: none)."""
 
     between: ClassVar[Between] = "captions"
 
+    @property
+    def reads(self) -> Reads:
+        """Edited captions too, where there are some."""
+        return replace(super().reads, edits=self.hard_captions)
+
     def objective(self, temperature: Temperature) -> Contrast:
         """The loss, with its temperature."""
-        return InfoNCE(self.between, temperature, equal_captions=self.equal_captions)
+        how = {"equal_captions": self.equal_captions, "hard_captions": self.hard_captions}
+        return InfoNCE(self.between, temperature, **how)
+
+    def outline(self, setting: Setting) -> Objective:
+        """The loss itself, for the features of edited captions."""
+        return self.build(setting)
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -91,7 +141,64 @@ class InfoNCE(Contrast):
     """The contrastive loss in which only samples of one group are each other's negatives.
 
     With the model's temperature, the default, it has no parameters of its own.
+
+    With ``hard_captions`` samples bring h more texts each. Row p of images against captions then
+    has further negatives: the texts of its own sample (``own``), or those of all samples of its
+    group, its own among them (``global``; NegCLIP, Yuksekgonul et al., "When and why
+    vision-language models behave like bags-of-words", 2023). Captions meet images as before. With
+    L the loss of a row without them, s its own logit and S the log-sum-exp of the further logits,
+    the loss is log(exp L + exp(S - s)); of a row without any it is L, bit for bit. A text that is
+    absent has zeros for its feature, in which nothing else is 0 in all columns.
+
+    Beside the parts of ``Contrast``: ``rows_with_edits``, samples of the global batch that meet
+    such a text. ``how``: further arguments of ``Contrast``.
     """
+
+    def __init__(
+        self,
+        between: Between = "captions",
+        temperature: Temperature | None = None,
+        *,
+        hard_captions: HardCaptions | None = None,
+        **how: Any,
+    ) -> None:
+        super().__init__(between, temperature, **how)
+        self.hard_captions = hard_captions
+        num = 0 if hard_captions is None else hard_captions.per_caption
+        self.names += tuple(f"edited_features_{number}" for number in range(num))
+
+    def added_features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """The features of the edited captions, ``edited_features_0`` and so on [b, D]."""
+        if self.hard_captions is None:
+            return {}
+        tokens, present = batch.extras["edited_text"], batch.extras["has_edit"]
+        features: Tensor = model(text=tokens.flatten(0, 1))["text_features"]
+        features = features.reshape(*present.shape, -1)
+        features = torch.where(present[:, :, None], features, torch.zeros_like(features))
+        return {f"edited_features_{n}": each for n, each in enumerate(features.unbind(dim=1))}
+
+    def chance(self, given: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
+        """The loss where all features are alike, of the texts that there are."""
+        if self.hard_captions is None:
+            return super().chance(given, parts)
+        alike = {n: given[n].ne(0).any(dim=1, keepdim=True).to(given[n].dtype) for n in self.names}
+        loss: Tensor = self(**{**given, **alike})["loss"]
+        return loss
+
+    def directions(
+        self,
+        own: Sequence[Tensor],
+        every: Sequence[Tensor],
+        marks: Sequence[Tensor],
+        all_marks: Sequence[Tensor],
+        scale: Tensor,
+    ) -> list[tuple[Tensor, Tensor, Pairs]]:
+        """Those of ``Contrast``; the keys of images end in the edited captions, h times [B, D]."""
+        if self.hard_captions is None:
+            return super().directions(own, every, marks, all_marks, scale)
+        images, captions = super().directions(own[:2], every[:2], marks, all_marks, scale)
+        queries, keys, pairs = images
+        return [(queries, torch.cat([keys, *every[2:]]), pairs), captions]
 
     def rows(
         self, queries: Tensor, keys: Tensor, pairs: Pairs, scale: Tensor
@@ -101,15 +208,41 @@ class InfoNCE(Contrast):
         With equal captions as positives it is the mean, over these and the own pair, of their
         cross-entropies among all pairs of the group (SupCon's ``L_out``, `SupervisedContrast`).
         """
-        if self.equal_captions != "positives":
-            losses, alone = row_losses(queries, keys, pairs)
-            return losses, {"rows_without_negatives": alone}
-        losses, alone = row_losses(queries, keys, replace(pairs, wanted="others"))
-        equal = replace(pairs, wanted="equal")
-        count = count_negatives(equal).to(queries.dtype)[:, None]
-        # The positives' mean key minus the own one; exactly 0, as its gradient, for no equal pair.
-        further = (sum_negatives(keys, equal) - count * pairs.own(keys)) / (count + 1.0)
-        return losses - (queries * further).sum(dim=1), {"rows_without_negatives": alone}
+        num, has_positives = len(pairs.all_groups), self.equal_captions == "positives"
+        own, met = keys[:num], replace(pairs, wanted="others") if has_positives else pairs
+        losses, alone = row_losses(queries, own, met)
+        counted = {"rows_without_negatives": alone}
+        if len(keys) > num:
+            further = self._further(queries, keys[num:], pairs)
+            none = further == float("-inf")
+            losses = torch.logaddexp(losses, further - pairs.own_logits(queries, own))
+            counted = {"rows_without_negatives": alone & none, "rows_with_edits": ~none}
+        if has_positives:
+            equal = replace(pairs, wanted="equal")
+            count = count_negatives(equal).to(queries.dtype)[:, None]
+            # The positives' mean key minus the own one; exactly 0, as its gradient, for no equal
+            # pair.
+            mean = (sum_negatives(own, equal) - count * pairs.own(own)) / (count + 1.0)
+            losses = losses - (queries * mean).sum(dim=1)
+        return losses, counted
+
+    def _further(self, queries: Tensor, edits: Tensor, pairs: Pairs) -> Tensor:
+        """The log-sum-exp [b] of each row's logits of edited captions; -inf where it has none.
+
+        ``edits`` are those of all ranks, h times [B, D].
+        """
+        assert self.hard_captions is not None
+        groups, columns = pairs.groups, pairs.all_groups
+        if self.hard_captions.scope == "own":  # this rank's edits; every sample is a group
+            by_number = edits.reshape(self.hard_captions.per_caption, len(columns), -1)
+            edits = by_number[:, pairs.first : pairs.first + len(groups)].flatten(0, 1)
+            groups = columns = torch.arange(len(groups), device=groups.device)
+        lowest = torch.iinfo(torch.int64).min  # no group's number
+        columns = columns.repeat(self.hard_captions.per_caption)
+        columns = columns.masked_fill(~edits.ne(0).any(dim=1), lowest)
+        nobody = torch.full_like(columns, -1)  # no sample's id
+        met = Pairs(groups, pairs.sample_id, columns, nobody, pairs.first, pairs.tile)
+        return log_sums(queries, edits, met)[0]
 
 
 # --- implicit feature modification ---------------------------------------------------------------

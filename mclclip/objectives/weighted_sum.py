@@ -54,6 +54,11 @@ class Options(ObjectiveOptions):
         if len(views) > 1:
             raise ValueError(f"terms want {sorted(views)} views of an image: wanted one number")
         every = [term.objective.reads for term in self.terms]
+        edits = [r.edits for r in every if r.edits]
+        if any(e.drawn_by != edits[0].drawn_by for e in edits):
+            raise ValueError(
+                "terms want different hard_captions: give them the same, but for their scope"
+            )
         reads = [r for r in every if r.num_classes_per_sample]
         if len({(r.clusters, r.threshold, r.attribute) for r in reads}) > 1:
             raise ValueError(
@@ -105,6 +110,7 @@ class Options(ObjectiveOptions):
             attribute=next((r.attribute for r in every if r.attribute), None),
             digests=any(r.digests for r in every),
             base=frozenset[Any]().union(*(r.base for r in every)),
+            edits=next((r.edits for r in every if r.edits), None),
         )
 
     def check(self, facts: Facts) -> None:

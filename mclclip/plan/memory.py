@@ -181,6 +181,11 @@ def _batch(model: Model, options: TrainConfig, local: int, cached_text: bool) ->
     columns = reads.num_classes_per_sample
     shape = (local, *model.image_shape)
     stored = [f"base_{name[:-1]}_features" for name in reads.base - {"model"}]
+    extras = {name: torch.empty(local, model.embed_dim, dtype=dtype) for name in stored}
+    if reads.edits:
+        num = reads.edits.per_caption
+        extras["edited_text"] = torch.zeros(local, num, context, dtype=torch.int64)
+        extras["has_edit"] = torch.ones(local, num, dtype=torch.bool)
     return Batch(
         views=[torch.empty(shape, dtype=dtype) for _ in range(objective.num_views)],
         labels=torch.zeros(local, 1, dtype=torch.int64),
@@ -190,7 +195,7 @@ def _batch(model: Model, options: TrainConfig, local: int, cached_text: bool) ->
         group_size=options.global_batch,
         text=torch.zeros(local, context, dtype=torch.int64) if tokens else None,
         text_features=torch.empty(local, model.embed_dim, dtype=dtype) if cached_text else None,
-        extras={name: torch.empty(local, model.embed_dim, dtype=dtype) for name in stored},
+        extras=extras,
     )
 
 

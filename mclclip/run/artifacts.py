@@ -57,6 +57,7 @@ _WRITTEN_BY = {
     "concat": "export",
     "soup": "export",
     "dataset": "make-dataset",
+    "pairs": "make-pairs",
 }
 
 

@@ -16,6 +16,7 @@ from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data.base_features import BaseFeatures
 from mclclip.data.batches import Batch, Loader, TrainingBatches
 from mclclip.data.decode import Pixels, jpeg_library
+from mclclip.data.edited_captions import EditedCaptions
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.equality import EqualityDigests, report_equal
 from mclclip.data.groups import GroupedIndex
@@ -398,6 +399,9 @@ def loader_of(
     """This rank's batches of ``steps``, in order."""
     data, objective = job.config.data, job.options.objective
     text = TextFeatures(job.layout.text_embeddings, job.index) if job.cached_text else None
+    edits: list[Extra] = []
+    if objective.reads.edits:
+        edits.append(EditedCaptions(objective.reads.edits, fetched(model.tokenizer)))
     train = model.preprocess_train
     dataset = TarDataset(
         job.index,
@@ -407,7 +411,7 @@ def loader_of(
         text_features=text,
         resharded=opened.resharded,
         trunk=opened.trunk,
-        extras=job.extras,
+        extras=job.extras + edits,
     )
     batches = TrainingBatches(
         dataset,

@@ -18,6 +18,7 @@ from mclclip.checkpoint import path_of
 from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data import trunk_rows
 from mclclip.data.coverage import check_coverage, coverage_report
+from mclclip.data.edited_captions import survey
 from mclclip.data.epoch_plan import check_ranks, total_steps
 from mclclip.data.groups import GroupSizes, LabelBlocks, StageGroups
 from mclclip.data.index_tables import check_shards
@@ -43,7 +44,7 @@ log = logging.getLogger("mclclip")
 RECORDS = ("checkpoint", "log_every", "profile_steps", "engine")
 _GROUPS = "grouped_index"  # folder of a training
 # Options of objectives that came later, with the value that all trainings had before.
-_LATER = {"equal_captions": "negatives"}
+_LATER = {"equal_captions": "negatives", "hard_captions": None}
 
 
 def run(
@@ -81,6 +82,8 @@ def run(
         return job.directory
     collectives.together(lambda: parts.check_pixels(config, [job.name]))
     collectives.together(lambda: job.extras)
+    if edits := options.objective.reads.edits:
+        collectives.on_main(lambda: survey(edits, index, config.data, job.name))
     classes = collectives.on_main(lambda: job.classes)
     copies = collectives.on_main(lambda: (found := parts.resharded_of(job)) and found.arguments)
     resharded = collectives.together(lambda: copies and Resharded.mapped(*copies))

@@ -86,6 +86,31 @@ def modified(epsilon: float, plain: float, changed: float) -> Callable[..., Tens
     return of_row
 
 
+def edited(scope: str, num: int) -> Loop:
+    """Images against captions and edited ones, of their own (or of all samples of their group), and
+    captions against images."""
+
+    def loop(step: Step) -> Tensor:
+        images, texts = step.features["image_features"], step.features["text_features"]
+        scale, rows = step.scale(None), range(len(images))
+        total = torch.zeros((), dtype=torch.float64)
+        for p in rows:
+            kept = [p, *(q for q in rows if step.meets(p, q))]
+            of_image = [scale * images[p] @ texts[q] for q in kept]
+            of_text = [scale * texts[p] @ images[q] for q in kept]
+            for q in rows:
+                if q == p or (scope == "global" and step.labels[q] == step.labels[p]):
+                    for number in range(num):
+                        if step.extras["has_edit"][q, number]:
+                            text = step.features[f"edited_features_{number}"][q]
+                            of_image.append(scale * images[p] @ text)
+            for logits in (of_image, of_text):
+                total = total + torch.stack(logits).exp().sum().log() - logits[0]
+        return total / (2 * len(images))
+
+    return loop
+
+
 def hard(beta: float, tau_plus: float) -> Callable[..., Tensor]:
     return lambda row, scale: contrast.hard_negatives(row, scale, beta, tau_plus)
 
@@ -360,6 +385,11 @@ CASES: dict[str, Case] = {
         {"kind": "info_nce", "equal_captions": "positives"},
         contrastive("captions", contrast.info_nce_of_equals),
     ),
+    "info_nce-edited": Case({"kind": "info_nce", "hard_captions": {}}, lambda: edited("own", 1)),
+    "info_nce-edited_global": Case(
+        {"kind": "info_nce", "hard_captions": {"per_caption": 2, "scope": "global"}},
+        lambda: edited("global", 2),
+    ),
     "nt_xent": Case({"kind": "nt_xent"}, contrastive("views", contrast.info_nce, 0.5)),
     "ifm": Case({"kind": "ifm"}, contrastive("captions", modified(0.1, 0.5, 0.5))),
     "ifm-views": Case(
@@ -512,6 +542,16 @@ CASES: dict[str, Case] = {
             (0.5, preserved("similarities", prefix="copied")),
             (1.0, preserved("features", prefix="copied")),
         ),
+    ),
+    "weighted_sum-edited": Case(
+        {
+            "kind": "weighted_sum",
+            "terms": [
+                {"objective": {"kind": "info_nce", "hard_captions": {}}, "weight": 0.7},
+                {"objective": {"kind": "hcl"}, "weight": 0.3},
+            ],
+        },
+        weighted((0.7, lambda: edited("own", 1)), (0.3, contrastive("captions", hard(1.0, 0.1)))),
     ),
     "toy_two_views": Case({"kind": "toy_two_views"}, lambda: two_views_without_a_mask),
     "toy_momentum": Case({"kind": "toy_momentum"}, lambda: toy_momentum, zero=False),

@@ -69,6 +69,10 @@ def batch_of(options: ObjectiveOptions, seed: int, rows: int, groups: int) -> Ba
     }
     if reads.digests:
         extras |= zip(DIGESTS, digests, strict=True)
+    if reads.edits:  # in every third step none is there
+        shape = (rows, reads.edits.per_caption)
+        extras["edited_text"] = torch.randint(1, 400, (*shape, 20), generator=random)
+        extras["has_edit"] = torch.rand(shape, generator=random) < 0.3 * (seed % 3)
     return Batch(
         views=drawn,
         text=torch.randint(1, 400, (rows, 20), generator=random) if reads.captions else None,

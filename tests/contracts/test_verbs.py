@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from mclclip import cluster, embed, export, index, make_dataset, pack, process, reshard
+from mclclip import cluster, embed, export, index, make_dataset, make_pairs, pack, process, reshard
 from mclclip.curate import filter as filtering
+from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import INTENT, MANIFEST, Force, is_finished
 from mclclip.train import verb as train
@@ -64,6 +65,18 @@ def call_make_dataset(folder: Path, change: Any = (), force: Any = False) -> obj
     return make_dataset.run("patterns", folder / "run" / "made", **options, force=force)
 
 
+def call_make_pairs(folder: Path, change: Any = (), force: Any = False) -> object:
+    shards = folder / "data" / "captioned"
+    if not shards.exists():
+        picture = (folder / "data" / "pictures" / "1.png").read_bytes()
+        write_shards(
+            [PackedSample(str(n), picture, "png", ["Two dogs sit on a red mat"]) for n in range(4)],
+            shards, 10,
+        )  # fmt: skip
+    options: dict[str, Any] = {"per_rule": 2} | dict(change)
+    return make_pairs.run(shards, folder / "run" / "pairs", **options, force=force)
+
+
 INDEX = ("index/manifest.json", "run 'mclclip index' first")
 EMBEDDED = ("stage_0/embeddings/manifest.json", "run 'mclclip embed")
 VERBS = {  # in the order in which a run needs them
@@ -101,6 +114,9 @@ VERBS = {  # in the order in which a run needs them
     ),
     "make-dataset": Verb(
         call_make_dataset, "made", {"seed": 2}, "config.seed was 1, now 2", "", "",
+    ),
+    "make-pairs": Verb(
+        call_make_pairs, "pairs", {"per_rule": 3}, "config.per_rule was 2, now 3", "", "",
     ),
 }  # fmt: skip
 

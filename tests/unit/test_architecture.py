@@ -39,7 +39,7 @@ ROOMS: dict[str, set[str]] = {
 ROOMS["figures"] |= {"clustering", "checkpoint", "objectives"}
 ROOMS["train/loop"] |= {"train/options", "train/symptoms"}
 # A verb reads options and does its work with any room, and imports no other verb.
-VERBS = {"pack", "make_dataset", "index", "embed", "cluster", "export", "doctor"}
+VERBS = {"pack", "make_dataset", "make_pairs", "index", "embed", "cluster", "export", "doctor"}
 VERBS |= {"plan", "compare", "report", "curate", "reshard"}
 VERBS |= {"train/verb", "train/parts", "eval/run"}
 ROOMS |= {verb: {*ROOMS} for verb in VERBS}

@@ -18,7 +18,7 @@ RIGHT: list[tuple[str, str, Sequence[str]]] = [
     ("colour", "a yellow jacket", ["a black jacket"]),
     ("number", "Two dogs run .", ["Three dogs run .", "Five dogs run ."]),
     ("number", "a man with four sheep", ["a man with two sheep", "a man with seven sheep"]),
-    ("number", "by two trees", ["by three trees"]),
+    ("number", "near two trees", ["near three trees"]),
     ("size", "A large dog", ["A small dog", "A tiny dog"]),
     ("size", "a woman with long hair", ["a woman with short hair"]),
     ("size", "next to a tall man", ["next to a short man"]),

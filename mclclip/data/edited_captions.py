@@ -1,0 +1,144 @@
+"""Captions that are wrong for their own picture, drawn for every sample of a training.
+
+They are edits of the drawn caption by the rules of ``caption_rules``, or come from a field of the
+sample's ``.json``. A sample for which there are fewer than wanted has its own caption in their
+place, and a mark that says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mclclip.caption_rules import draw, false_edits, spoken
+from mclclip.data.options import DataConfig
+from mclclip.data.sample_index import SampleIndex
+from mclclip.data.samples import RawSample, TarDataset, Tokenizer, tokenized
+from mclclip.data.shard_scan import caption_field, parse_captions
+from mclclip.files import clean
+
+log = logging.getLogger("mclclip")
+SURVEYED = 512
+"""Samples that are looked at before a training."""
+
+
+class Wanted(Protocol):
+    """The options of an objective that say which captions it wants."""
+
+    @property
+    def chosen_rules(self) -> Sequence[str]:
+        """Rules that edit captions; empty where a field has wrong captions."""
+
+    @property
+    def per_caption(self) -> int:
+        """Wrong captions of a sample."""
+
+    @property
+    def field(self) -> str | None:
+        """Field of the samples' .json that has wrong captions, a string or a list of strings."""
+
+
+@dataclass
+class EditedCaptions:
+    """Adds ``edited_text``, int64 [h, context], and ``has_edit``, bool [h], to every sample.
+
+    h is ``wanted.per_caption``. Which edits are drawn depends on the sample's key alone.
+    """
+
+    wanted: Wanted
+    tokenizer: Tokenizer
+    reads_text: bool = True
+
+    def __call__(
+        self, raw: RawSample, captions: Sequence[str], caption_number: int, key: int
+    ) -> dict[str, Tensor]:
+        """The tokens of the edits of the drawn caption, and which of them there are."""
+        texts = drawn(self.wanted, raw.text, captions, caption_number, key)
+        num = self.wanted.per_caption
+        padded = texts + [captions[caption_number]] * (num - len(texts))
+        tokens = tokenized(self.tokenizer, padded)
+        return {"edited_text": tokens, "has_edit": torch.arange(num) < len(texts)}
+
+
+def drawn(
+    wanted: Wanted, member: bytes, captions: Sequence[str], caption_number: int, key: int
+) -> list[str]:
+    """At most ``wanted.per_caption`` captions that are wrong for the picture of a sample, whose
+    text ``member`` is given; those of a field that are a caption of the picture do not count."""
+    if wanted.field is None:
+        edits = draw(wanted.chosen_rules, captions, caption_number, key, wanted.per_caption)
+        return [edit.text for edit in edits]
+    found = _of_field(wanted.field, member, captions)
+    start = key % max(len(found), 1)
+    return (found[start:] + found[:start])[: wanted.per_caption]
+
+
+def _of_field(field: str, member: bytes, captions: Sequence[str]) -> list[str]:
+    try:
+        texts = parse_captions(member, f"json:{field}")
+    except ValueError:
+        return []
+    true = {*map(spoken, captions)}
+    return [text for text in dict.fromkeys(texts) if spoken(text) not in true]
+
+
+def survey(wanted: Wanted, index: SampleIndex, options: DataConfig, option: str) -> None:
+    """Logs what part of the captions has an edit, by rule, from up to ``SURVEYED`` samples, evenly
+    spaced in the index. Raises ValueError where none has, and for a field that cannot be read;
+    ``option`` names the training in messages."""
+    named = f"{option}.objective.hard_captions"
+    for shard in index.shards:
+        if wanted.field is not None and caption_field(shard.captions) is None:
+            raise ValueError(
+                f"{named}.field={wanted.field} is of the samples' .json, and data.sources."
+                f"{shard.source}.captions=txt reads their .txt: set it to json:FIELD, such as "
+                "json:caption"
+            )
+    with_captions = np.flatnonzero(index.num_captions)
+    step = max(len(with_captions) // SURVEYED, 1)
+    dataset = TarDataset(index, options, extras=[EditedCaptions(wanted, _no_tokens)])
+    fitting, counts, num_captions, example = 0, Counter[str](), 0, None
+    raws = dataset.read_many(with_captions[::step][:SURVEYED])
+    for raw in raws:
+        if not isinstance(raw, RawSample):
+            continue
+        captions = parse_captions(
+            raw.text, index.shards[int(index.shard_of[raw.sample_id])].captions
+        )
+        for number, caption in enumerate(captions):
+            num_captions += 1
+            fits = [r for r in wanted.chosen_rules if false_edits(r, captions, number)]
+            counts.update(fits)
+            edits = drawn(wanted, raw.text, captions, number, raw.sample_id)
+            fitting += bool(edits)
+            example = example or (edits and (caption, edits[0])) or None
+    what = (
+        f"rules {', '.join(wanted.chosen_rules)}"
+        if wanted.field is None
+        else f"field {wanted.field}"
+    )
+    if example is None:
+        raise ValueError(
+            f"{named}: {what} gave no wrong caption for any of {num_captions:,} captions, of "
+            f"{len(raws):,} samples that were looked at: the rules are for English sentences; name "
+            "others, or leave hard_captions out"
+        )
+    shares = [f"{rule} {counts[rule] / num_captions:.1%}" for rule in wanted.chosen_rules]
+    log.info(
+        "%s: of %s captions, of %s samples that were looked at, %.1f %% have a wrong one%s, such "
+        "as %r for %r",
+        named, f"{num_captions:,}", f"{len(raws):,}", 100 * fitting / num_captions,
+        f" ({', '.join(shares)})" if shares else f" in the {what}",
+        clean(example[1]), clean(example[0]),
+    )  # fmt: skip
+
+
+def _no_tokens(texts: list[str]) -> Tensor:
+    return torch.zeros(len(texts), 1, dtype=torch.int64)

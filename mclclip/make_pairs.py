@@ -1,0 +1,176 @@
+"""Verb: captioned shards that no training reads -> minimal pairs, a compositional benchmark.
+
+An item is a picture, a caption of it and an edit of that caption by a rule of ``caption_rules``,
+which no other caption of the picture speaks for. The folder has SugarCrepe's layout, a file per
+rule, and is evaluated as the layout ``pairs``:
+
+    OUT/data/RULE.json   {id: {filename, caption, negative_caption, key}}
+    OUT/images/          the pictures, byte for byte, so that ones that are trained on are noticed
+    OUT/gallery.html     all items; a person marks the bad ones there, and saves them as
+    OUT/struck.txt       their names, one per line: evaluation leaves these out
+    OUT/suite.yaml       the benchmark, for ``mclclip eval --suite``
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from mclclip import files
+from mclclip.caption_rules import RULES, Edit, check_rules, false_edits
+from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode_image
+from mclclip.data.shard_scan import parse_captions
+from mclclip.data.shard_writer import image_extension
+from mclclip.eval.images import read_range, read_shards
+from mclclip.randomness import mix, permute
+from mclclip.run.artifacts import Artifact, Force, Manifest
+from mclclip.run.runlog import progress
+
+log = logging.getLogger("mclclip")
+KIND = "pairs"
+_RULE, _CAPTION = 1, 2  # purposes of draws
+
+
+def run(
+    shards: Path,
+    out: Path,
+    *,
+    captions: str = "txt",
+    rules: Sequence[str] = (),
+    per_rule: int = 200,
+    seed: int = 0,
+    force: Force = False,
+) -> Manifest:
+    """Writes minimal pairs of the pictures of ``shards/*.tar``; returns the manifest.
+
+    ``captions``: ``txt`` or ``json:FIELD``. ``rules``: some of ``caption_rules.RULES`` (default:
+    all). ``per_rule``: items of a rule at most, each of another picture; the average of the
+    benchmark weighs all rules the same. ``seed`` decides which pictures, captions and edits. A
+    finished ``out`` of the same shards and settings is skipped.
+
+    Raises ValueError for wrong values, where no rule fits any caption, and the errors of
+    ``read_shards`` and ``Artifact.open``.
+    """
+    chosen = check_rules(rules or [*RULES])
+    if per_rule < 1 or seed < 0:
+        name, value, least = ("per_rule", per_rule, 1) if per_rule < 1 else ("seed", seed, 0)
+        raise ValueError(f"--{name.replace('_', '-')} is {value}: wanted {least} or more")
+    images, table = read_shards(Path(shards), captions)
+    ranges = zip(table["text_offset"].to_pylist(), table["text_size"].to_pylist(), strict=True)
+    texts = [
+        parse_captions(read_range(image.path, offset, size), captions)
+        for image, (offset, size) in zip(images, ranges, strict=True)
+    ]
+    known = {"sizes": [image.size for image in images], "keys": [image.key for image in images]}
+    opened: dict[str, Any] = {
+        "kind": KIND,
+        "config": {"rules": chosen, "per_rule": per_rule, "seed": seed},
+        "inputs": {"shards": files.digest_json(known | {"captions": texts})},
+    }
+    # Nothing is written before there is an item: captions that fit no rule leave nothing behind.
+    done = Artifact.open(Path(out), **opened, force=force, write=False).manifest
+    if done is not None:
+        log.info("make-pairs: %s is finished, nothing to do", out)
+        return done
+    items = {rule: _items(rule, images, texts, per_rule, seed) for rule in chosen}
+    fitting = {rule: own for rule, own in items.items() if own}
+    if not fitting:
+        raise ValueError(
+            f"no rule of {', '.join(chosen)} fits any of the {sum(map(len, texts)):,} captions in "
+            f"{shards}: the rules are for English sentences, give other --rules or --shards"
+        )
+    for rule, own in items.items():
+        note = "" if len(own) == per_rule else f", {per_rule} were asked for"
+        log.info("make-pairs: %s: %d items%s", rule, len(own), note)
+    artifact = Artifact.open(Path(out), **opened, force=force)
+    _write(artifact.directory, fitting, images)
+    counts = {"images": len(images), "items": {rule: len(own) for rule, own in items.items()}}
+    log.info("make-pairs: look through %s, and mark what is wrong", Path(out) / "gallery.html")
+    return artifact.finish(counts)
+
+
+def _items(
+    rule: str, images: Sequence[Any], texts: Sequence[Sequence[str]], per_rule: int, seed: int
+) -> dict[int, tuple[str, Edit]]:
+    """Row of a picture -> a caption of it, and its edit; at most ``per_rule``."""
+    key = mix(seed, [*RULES].index(rule))
+    found: dict[int, tuple[str, Edit]] = {}
+    order = permute(np.arange(len(images)), len(images), mix(int(key), _RULE)).tolist()
+    for row in progress(order, total=len(order), description=rule):
+        if len(found) == per_rule:
+            break
+        fitting = [
+            (n, edits)
+            for n in range(len(texts[row]))
+            if (edits := false_edits(rule, texts[row], n))
+        ]
+        if not fitting or not _is_picture(images[row]):
+            continue
+        draw = int(mix(int(key), _CAPTION, row))
+        number, edits = fitting[draw % len(fitting)]
+        found[row] = (texts[row][number], edits[(draw >> 32) % len(edits)])
+    return dict(sorted(found.items()))
+
+
+def _is_picture(image: Any) -> bool:
+    """Whether the bytes can be decoded; arrays are no pictures."""
+    try:
+        decode_image(image.read_bytes(), MAX_IMAGE_PIXELS)
+    except DecodeError:
+        return False
+    return True
+
+
+def _write(out: Path, items: dict[str, dict[int, tuple[str, Edit]]], images: Sequence[Any]) -> None:
+    for name in ("data", "images"):
+        (out / name).mkdir(exist_ok=True)
+    names: dict[int, str] = {}
+    for row in sorted({row for own in items.values() for row in own}):
+        data = images[row].read_bytes()
+        names[row] = f"{row:06}.{image_extension(data) or 'img'}"
+        files.write_bytes(out / "images" / names[row], data)
+    records = {
+        rule: {
+            str(row): {
+                "filename": names[row],
+                "caption": caption,
+                "negative_caption": edit.text,
+                "key": images[row].key,
+            }
+            for row, (caption, edit) in own.items()
+        }
+        for rule, own in items.items()
+    }
+    for rule, own in records.items():
+        files.write_json(out / "data" / f"{rule}.json", own)
+    suite = {"kind": "compositional", "path": str(out.absolute()), "options": {"layout": "pairs"}}
+    text = yaml.safe_dump({"name": "pairs", "benchmarks": {"pairs": suite}}, sort_keys=False)
+    files.write_bytes(out / "suite.yaml", text.encode())
+    files.write_bytes(out / "gallery.html", _gallery(records).encode())
+
+
+def _gallery(records: dict[str, dict[str, dict[str, str]]]) -> str:
+    """The page of all items. Its policy allows the one script that it has, and nothing else."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+    )
+    template = environment.get_template("make_pairs.html")
+    shown = {
+        rule: {number: {k: files.clean(v) for k, v in item.items()} for number, item in own.items()}
+        for rule, own in records.items()
+    }
+    page = template.render(rules=shown, policy="")
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return template.render(rules=shown, policy=f"'sha256-{digest}'")

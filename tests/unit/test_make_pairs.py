@@ -1,0 +1,168 @@
+"""Minimal pairs of one's own captions: what is written, struck out, evaluated and refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from PIL import Image
+
+from mclclip import make_pairs
+from mclclip.caption_rules import RULES
+from mclclip.data.shard_writer import PackedSample, write_shards
+from mclclip.eval.features import Extractor
+from mclclip.eval.items import read_items
+from mclclip.eval.protocols import compositional
+from mclclip.eval.run import load_suite
+from tests.planted import planted
+
+CAPTIONS = [
+    ["Two dogs sit on a red mat number 1", "a mat with dogs on it"],
+    ["A large dog is running in front of a wooden fence", "the fence is made of METAL"],
+    ["Three men in black shirts & blue jeans stand on a bench", "<b>two</b> black jeans"],
+    ["nothing that a rule fits"],
+]
+
+
+def png(number: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8), (number, 0, 0)).save(file, format="PNG")
+    return file.getvalue()
+
+
+def shards(folder: Path, captions: list[list[str]], image: Any = png) -> Path:
+    samples = (
+        PackedSample(f"s{number}", image(number), "png", texts)
+        for number, texts in enumerate(captions)
+    )
+    write_shards(samples, folder, 2)
+    return folder
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    source = shards(tmp_path / "shards", CAPTIONS)
+    make_pairs.run(source, tmp_path / "pairs", captions="json:captions", seed=3)
+    return tmp_path / "pairs"
+
+
+def written(folder: Path) -> dict[str, dict[str, dict[str, str]]]:
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("data/*.json")}
+
+
+def test_an_item_is_a_picture_its_caption_and_an_edit(made: Path) -> None:
+    items = written(made)
+    numbers = {rule: [*own] for rule, own in items.items()}
+    assert numbers == {
+        "colour": ["0", "2"], "number": ["0", "2"], "size": ["1"], "material": ["1"],
+        "spatial": ["1"], "action": ["0", "1", "2"], "negation": ["1"],
+    }  # fmt: skip
+    for rule, own in items.items():
+        for number, item in own.items():
+            assert item["caption"] in CAPTIONS[int(number)]
+            assert item["negative_caption"] not in CAPTIONS[int(number)]
+            assert (made / "images" / item["filename"]).read_bytes() == png(int(number))
+            assert item["key"].strip("/") == f"s{number}" and rule in RULES
+    assert "fence is" not in json.dumps(items), "no rule fits the other captions"
+    assert "a metal fence" not in json.dumps(items), "the other caption says that it is metal"
+    assert {item["negative_caption"] for item in items["number"].values()} & {
+        "Three dogs sit on a red mat number 1", "Four dogs sit on a red mat number 1",
+        "Five dogs sit on a red mat number 1",
+    }  # fmt: skip
+
+
+def test_equal_seeds_give_equal_items_and_a_rule_has_so_many(made: Path, tmp_path: Path) -> None:
+    source = tmp_path / "shards"
+    make_pairs.run(source, tmp_path / "again", captions="json:captions", seed=3)
+    assert written(tmp_path / "again") == written(made)
+    chosen: Any = {"rules": ["number", "colour"], "per_rule": 1}
+    found = [
+        written(make_pairs_folder(source, tmp_path / f"seed{seed}", seed=seed, **chosen))
+        for seed in range(6)
+    ]
+    assert all({rule: len(own) for rule, own in each.items()} == {"number": 1, "colour": 1}
+               for each in found)  # fmt: skip
+    assert len({json.dumps(each) for each in found}) > 2
+
+
+def make_pairs_folder(source: Path, out: Path, **options: Any) -> Path:
+    make_pairs.run(source, out, captions="json:captions", **options)
+    return out
+
+
+def test_struck_items_are_left_out_and_counted(made: Path, tmp_path: Path) -> None:
+    every = read_items(made, "pairs")
+    first, second, *_ = [item.name for item in every.items]
+    (made / "struck.txt").write_text(f"# bad ones\n{first}  # still true\n\n{second}\n")
+    kept = read_items(made, "pairs")
+    assert [i.name for i in kept.items] == [i.name for i in every.items][2:]
+    assert (kept.struck, kept.left_out) == (2, 0)
+    (made / "struck.txt").write_text("\n".join(i.name for i in every.items if i.part == "size"))
+    assert {i.part for i in read_items(made, "pairs").items} == {*written(made)} - {"size"}
+    (made / "struck.txt").write_text("\n".join(i.name for i in every.items))
+    with pytest.raises(ValueError, match="struck.txt names all items of pairs: take some out"):
+        read_items(made, "pairs")
+    (made / "struck.txt").write_text(f"{first.partition('/')[0]}/999\n")
+    with pytest.raises(ValueError, match=r"struck.txt line 1: there is no item '.*/999'; wanted"):
+        read_items(made, "pairs")
+
+
+def test_they_are_evaluated_by_rule(made: Path) -> None:
+    suite = load_suite(str(made / "suite.yaml"), {})
+    entry = yaml.safe_load((made / "suite.yaml").read_text())["benchmarks"]["pairs"]
+    assert [*suite.benchmarks] == ["pairs"] and Path(entry["path"]) == made.absolute()
+    names = written(made)
+    for own in names.values():  # texts end in the number that their picture spells, or another
+        for number, item in own.items():
+            item["caption"] += f" {number}"
+            item["negative_caption"] += " 9"
+    for rule, own in names.items():
+        (made / "data" / f"{rule}.json").write_text(json.dumps(own))
+    for path in (made / "images").iterdir():
+        Image.new("RGB", (4, 4), (0, int(path.stem), 0)).save(path, format="PNG")
+    figures = compositional.evaluate(
+        Extractor(planted("perfect", 10), batch_size=4), made, layout="pairs"
+    )
+    found = {figure.metric: figure for figure in figures}
+    assert {*found} == {*names, "average"}
+    assert {figure.value for figure in figures} == {100.0}
+    assert (
+        found["average"].protocol["chance"] == 50 and found["average"].protocol["struck_items"] == 0
+    )
+
+
+def test_the_gallery_escapes_what_strangers_wrote(made: Path) -> None:
+    page = (made / "gallery.html").read_text()
+    assert "<b>two" not in page and "&amp;" in page
+    assert len(re.findall(r'<input type="checkbox"', page)) == sum(map(len, written(made).values()))
+    assert page.count("<script>") == 1 and "script-src &#39;sha256-" in page
+
+
+def test_wrong_input_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    source = shards(tmp_path / "shards", [["x y z"], ["nothing"]])
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match="no rule of colour, swap fits any of the 2 captions"):
+        make_pairs.run(source, out, rules=["colour", "swap"])
+    with pytest.raises(ValueError, match=r"no rule 'color' for captions \(nearest: colour"):
+        make_pairs.run(source, out, rules=["color"])
+    with pytest.raises(ValueError, match="--per-rule is 0: wanted 1 or more"):
+        make_pairs.run(source, out, per_rule=0)
+    with pytest.raises(FileNotFoundError, match="no shard in"):
+        make_pairs.run(tmp_path, out)
+    with pytest.raises(ValueError, match="no_caption"):
+        make_pairs.run(source, out, captions="json:titles")
+    assert not out.exists()
+
+
+def test_a_picture_that_cannot_be_decoded_is_no_item(tmp_path: Path) -> None:
+    source = shards(
+        tmp_path / "shards", [["a red mat"], ["a blue mat"]],
+        lambda n: png(n) if n else png(n)[:40],
+    )  # fmt: skip
+    make_pairs.run(source, tmp_path / "out", rules=["colour"])
+    assert [*written(tmp_path / "out")["colour"]] == ["1"]
