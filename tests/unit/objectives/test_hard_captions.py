@@ -85,11 +85,11 @@ def test_global_meets_the_edits_of_its_group_alone() -> None:
         logits = (
             7.0 * torch.stack([*texts, *(edits[q] for q in group)]) @ given["image_features"][p]
         )
-        return float(logits.logsumexp(0) - logits[0])
+        return float((logits.logsumexp(0) - logits[0]).detach())
 
     def loss(edits: Tensor) -> float:
         features = given | {"edited_features_0": edits}
-        return float(loss_of("global", 1)(**features, **marks(labels))["loss"])
+        return float(loss_of("global", 1)(**features, **marks(labels))["loss"].detach())
 
     moved = sum(of_image(p, turned) - of_image(p, edits) for p in (2, 3))
     assert loss(turned) - loss(edits) == pytest.approx(moved / 8, abs=1e-12)
