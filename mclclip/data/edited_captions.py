@@ -21,7 +21,7 @@ from mclclip.caption_rules import draw, false_edits, spoken
 from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import RawSample, TarDataset, Tokenizer, tokenized
-from mclclip.data.shard_scan import caption_field, parse_captions
+from mclclip.data.shard_scan import caption_fields, parse_captions
 from mclclip.files import clean
 
 log = logging.getLogger("mclclip")
@@ -95,7 +95,7 @@ def survey(wanted: Wanted, index: SampleIndex, options: DataConfig, option: str)
     ``option`` names the training in messages."""
     named = f"{option}.objective.hard_captions"
     for shard in index.shards:
-        if wanted.field is not None and caption_field(shard.captions) is None:
+        if wanted.field is not None and not caption_fields(shard.captions):
             raise ValueError(
                 f"{named}.field={wanted.field} is of the samples' .json, and data.sources."
                 f"{shard.source}.captions=txt reads their .txt: set it to json:FIELD, such as "

@@ -114,8 +114,12 @@ class Options(ContrastOptions):
 
     def objective(self, temperature: Temperature) -> Contrast:
         """The loss, with its temperature."""
-        how = {"equal_captions": self.equal_captions, "hard_captions": self.hard_captions}
-        return InfoNCE(self.between, temperature, **how)
+        return InfoNCE(
+            self.between,
+            temperature,
+            hard_captions=self.hard_captions,
+            equal_captions=self.equal_captions,
+        )
 
     def outline(self, setting: Setting) -> Objective:
         """The loss itself, for the features of edited captions."""
