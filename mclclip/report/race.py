@@ -313,7 +313,8 @@ def render(title: str, found: Standings, base: Entrant, remedies: Sequence[Entra
         (str(found.num_seeds), "seeds" if found.num_seeds > 1 else "seed", ""),
         (str(sum(map(len, found.whole.values()))), "comparisons", "corrected by Holm's method"),
     ]
-    if seconds := [own for one in remedies if (own := one.cost.get("seconds")) is not None]:
+    trained = [one for one in remedies if not one.cost.get("of")]  # others have no trainings
+    if seconds := [own for one in trained if (own := one.cost.get("seconds")) is not None]:
         total = duration(found.num_seeds * sum(seconds))
         tiles.append((total, "of training", "remedies alone, over all seeds"))
     most = {
