@@ -276,12 +276,11 @@ def scan_shard(
     ``remote`` says.
     """
     path, findings, unseen = stored.path, Findings(), Findings()
-    fields = caption_fields(captions)
-    text_extension = "json" if fields else "txt"
+    text_extension = "json" if (fields := caption_fields(captions)) else "txt"
     members = (TEXT_CRC, IMAGE_CRC) if pixels else (TEXT_CRC,)
     extra = [pa.field(name, pa.uint32()) for name in members]
-    several = [PER_FIELD] if len(fields) > 1 else []
-    extra += [pa.field(ATTRIBUTE + name, TEXT) for name in [*attributes, *several]]
+    named = [*attributes, PER_FIELD] if len(fields) > 1 else attributes
+    extra += [pa.field(ATTRIBUTE + name, TEXT) for name in named]
     rows: list[dict[str, Any]] = []
     taken: list[bool] = []
     with open_whole(stored, Remote(remote)) as file:
