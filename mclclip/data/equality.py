@@ -21,7 +21,7 @@ log = logging.getLogger("mclclip")
 _MOST_READ = 4096  # captions that are read before training, to count equal ones
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class EqualityDigests:
     """The extras ``caption_digest`` and ``picture_digest`` of a sample, 0-dimensional int64.
 
