@@ -26,10 +26,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from mclclip.files import read_json
-from mclclip.options import nearest
+from mclclip.options import STRICT, nearest
 from mclclip.randomness import mix
 
 _WORD = re.compile(r"[A-Za-z]+(?:['-][A-Za-z]+)*|\d+")
@@ -377,3 +380,36 @@ def draw(
     turns = itertools.chain.from_iterable(itertools.zip_longest(*queues))
     chosen = {edit.text: edit for edit in turns if edit is not None}
     return [*chosen.values()][:count]
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
+class HardCaptions:
+    """Captions that are wrong for their picture, as further texts that images are held against."""
+
+    rules: list[str] | None = None
+    """Rules that edit a sample's caption: some of colour, number, size, material, spatial, action,
+    swap and negation, which are for English sentences (null: all)."""
+    per_caption: Annotated[int, Field(ge=1, le=16)] = 1
+    """Edits of a sample's caption; fewer where the rules have no more."""
+    scope: Literal["own", "global"] = "own"
+    """``own``: an image is held against the edits of its own caption; ``global``: against those of
+    all samples of its group in the global batch, as NegCLIP."""
+    field: str | None = None
+    """Field of the samples' .json that has wrong captions, a string or a list of strings, instead
+    of the rules."""
+
+    def __post_init__(self) -> None:
+        if self.field is not None and self.rules is not None:
+            raise ValueError("rules and field are given: hard captions come from one of them")
+        if self.rules is not None:
+            check_rules(self.rules)
+
+    @property
+    def chosen_rules(self) -> tuple[str, ...]:
+        """The rules, none where a field is read."""
+        return () if self.field is not None else tuple(self.rules or RULES)
+
+    @property
+    def drawn_by(self) -> tuple[object, ...]:
+        """All that decides which captions a sample brings."""
+        return self.chosen_rules, self.per_caption, self.field

@@ -145,8 +145,7 @@ def _sent(value: Any) -> Any:
 
 def _received(state: dict[str, Any]) -> Batch:
     for values in (state, state["extras"]):
-        arrays = {n: torch.from_numpy(v) for n, v in values.items() if isinstance(v, np.ndarray)}
-        values |= arrays
+        values |= {n: torch.from_numpy(v) for n, v in values.items() if isinstance(v, np.ndarray)}
     return Batch(**state)
 
 
@@ -293,20 +292,15 @@ class TrainingBatches(Dataset[Batch]):
     ) -> Integers:
         """Which caption of each sample an epoch draws: int64 [n], keyed by (seed, stage, epoch,
         sample_id), and by the occurrence of the sample where samples have weights."""
-        keys = self._text_keys(_CAPTION, epoch, sample_ids, occurrence)
+        keys = self._keys(_CAPTION, epoch, sample_ids, occurrence)
         return self.dataset.index.drawn_captions(np.asarray(sample_ids, dtype=np.int64), keys)
 
-    def _text_keys(
-        self, purpose: int, epoch: int, sample_ids: Ids, occurrence: Integers | None
-    ) -> npt.NDArray[np.uint64]:
-        further = () if occurrence is None else (occurrence,)
-        return self._keys(purpose, epoch, sample_ids, *further)
-
     def _keys(
-        self, purpose: int, epoch: int, sample_ids: Ids, *further: int | Integers
+        self, purpose: int, epoch: int, sample_ids: Ids, *further: int | Integers | None
     ) -> npt.NDArray[np.uint64]:
+        more = [word for word in further if word is not None]
         ids = np.asarray(sample_ids, dtype=np.int64)
-        words = mix(self._plan.seed, self._plan.stage, epoch, purpose, ids, *further)
+        words = mix(self._plan.seed, self._plan.stage, epoch, purpose, ids, *more)
         return np.asarray(words, dtype=np.uint64)
 
     def _start_next(self, step: int, mine: slice) -> None:
@@ -334,7 +328,7 @@ class TrainingBatches(Dataset[Batch]):
         numbers = self.caption_numbers(sample_ids, epoch, occurrence).tolist()
         draws = [0] * len(raws)
         if self.dataset.extras:
-            draws = self._text_keys(_EXTRAS, epoch, sample_ids, occurrence).tolist()
+            draws = self._keys(_EXTRAS, epoch, sample_ids, occurrence).tolist()
         keys = []
         for view in range(self.num_views):  # without occurrences the first view has no number
             further = ([view] if view else []) if occurrence is None else [view, occurrence]
@@ -345,7 +339,7 @@ class TrainingBatches(Dataset[Batch]):
         ]
         parts: list[Callable[[str], str] | None] = [None] * len(numbers)
         if self._sentences is not None:
-            chosen = self._text_keys(_SENTENCES, epoch, sample_ids, occurrence).tolist()
+            chosen = self._keys(_SENTENCES, epoch, sample_ids, occurrence).tolist()
             parts = [partial(draw, key=key, options=self._sentences) for key in chosen]
         with kept_rng():
             return [

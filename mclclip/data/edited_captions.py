@@ -11,13 +11,12 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mclclip.caption_rules import draw, false_edits, spoken
+from mclclip.caption_rules import HardCaptions, draw, false_edits, spoken
 from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import RawSample, TarDataset, Tokenizer, tokenized
@@ -29,22 +28,6 @@ SURVEYED = 512
 """Samples that are looked at before a training."""
 
 
-class Wanted(Protocol):
-    """The options of an objective that say which captions it wants."""
-
-    @property
-    def chosen_rules(self) -> Sequence[str]:
-        """Rules that edit captions; empty where a field has wrong captions."""
-
-    @property
-    def per_caption(self) -> int:
-        """Wrong captions of a sample."""
-
-    @property
-    def field(self) -> str | None:
-        """Field of the samples' .json that has wrong captions, a string or a list of strings."""
-
-
 @dataclass
 class EditedCaptions:
     """Adds ``edited_text``, int64 [h, context], and ``has_edit``, bool [h], to every sample.
@@ -52,7 +35,7 @@ class EditedCaptions:
     h is ``wanted.per_caption``. Which edits are drawn depends on the sample's key alone.
     """
 
-    wanted: Wanted
+    wanted: HardCaptions
     tokenizer: Tokenizer
     reads_text: bool = True
 
@@ -68,7 +51,7 @@ class EditedCaptions:
 
 
 def drawn(
-    wanted: Wanted, member: bytes, captions: Sequence[str], caption_number: int, key: int
+    wanted: HardCaptions, member: bytes, captions: Sequence[str], caption_number: int, key: int
 ) -> list[str]:
     """At most ``wanted.per_caption`` captions that are wrong for the picture of a sample, whose
     text ``member`` is given; those of a field that are a caption of the picture do not count."""
@@ -89,7 +72,7 @@ def _of_field(field: str, member: bytes, captions: Sequence[str]) -> list[str]:
     return [text for text in dict.fromkeys(texts) if spoken(text) not in true]
 
 
-def survey(wanted: Wanted, index: SampleIndex, options: DataConfig, option: str) -> None:
+def survey(wanted: HardCaptions, index: SampleIndex, options: DataConfig, option: str) -> None:
     """Logs what part of the captions has an edit, by rule, from up to ``SURVEYED`` samples, evenly
     spaced in the index. Raises ValueError where none has, and for a field that cannot be read;
     ``option`` names the training in messages."""

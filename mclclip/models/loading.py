@@ -42,10 +42,9 @@ def load_towers(
     """Loads a model on the CPU in fp32, in eval mode, with nothing locked.
 
     Args:
-        name: an open_clip name (`ViT-B-32`), a directory (`local-dir:PATH` or `PATH`), a model on
-            the hub (`hf-hub:ORG/NAME`), or a model config: a JSON file or a mapping with
-            `embed_dim`, `vision_cfg` (of open_clip's fields, or `backbones.Backbone`'s) and
-            `text_cfg`, without which there is an image tower alone.
+        name: an open_clip name, a directory (`local-dir:PATH` or `PATH`), `hf-hub:ORG/NAME`, or a
+            model config: a JSON file or a mapping with `embed_dim`, `vision_cfg` (of open_clip's
+            fields, or `backbones.Backbone`'s) and `text_cfg` (without it: an image tower alone).
         pretrained: open_clip's tag of the weights or a file; not with directories and hub models,
             which bring their own. Without weights they are drawn by `seed`.
         image_weights: a safetensors file of the image tower's weights (`tensors_of_image_tower`),
@@ -64,7 +63,6 @@ def load_towers(
     The global generators are neither used nor changed.
     """
     _refuse_transformers(name)
-    given = None if image_weights is None else weights.given_file(image_weights)
     config, file, directory = clip.find(name, pretrained, load_weights)
     model_cfg, tokenizer = config["model_cfg"], None
     if text and "text_cfg" in model_cfg:
@@ -81,18 +79,19 @@ def load_towers(
     else:
         exported, model_cfg = _image_tower(config, file, seed, _where(name))
     visual = exported.visual
-    if given is not None:
-        if file is not None:
-            raise ValueError(f"image_weights: {_where(name)} brings its own weights, leave it out")
-        _fill_given_tower(visual, given)
-    if isinstance(visual, backbones.BackboneTower):
-        layout, transforms = visual.layout(), visual.transforms(augmentation)
-    else:
-        layout, transforms = clip.layout_of(visual), clip.transforms_of(visual, augmentation)
+    if image_weights is not None:
+        _fill_given_tower(visual, image_weights, _where(name) if file else None)
+    layout, transforms = _layout_and_transforms(visual, augmentation)
     whole = {"model_cfg": model_cfg, "preprocess_cfg": dict(visual.preprocess_cfg)}
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return Model(exported, whole, layout, transforms, tokenizer, projector).eval()
+
+
+def _layout_and_transforms(visual: Any, augmentation: Mapping[str, Any] | None) -> tuple[Any, Any]:
+    if isinstance(visual, backbones.BackboneTower):
+        return visual.layout(), visual.transforms(augmentation)
+    return clip.layout_of(visual), clip.transforms_of(visual, augmentation)
 
 
 def _check_clip(name: Name, model_cfg: Mapping[str, Any], projector: Sequence[int] = ()) -> None:
@@ -154,9 +153,12 @@ def _fill_image_tower(visual: nn.Module, file: Path) -> None:
     weights.refuse_not_finite(visual, str(file))
 
 
-def _fill_given_tower(visual: nn.Module, file: Path) -> None:
+def _fill_given_tower(visual: nn.Module, image_weights: str, brings: str | None) -> None:
     """Loads ``image_weights``. Raises the errors of ``tensors_of_image_tower``, and ValueError for
-    weights that are not finite."""
+    weights that are not finite, and for a model that ``brings`` its own."""
+    if brings is not None:
+        raise ValueError(f"image_weights: {brings} brings its own weights, leave it out")
+    file = weights.given_file(image_weights)
     names = tensors_of_image_tower(visual, file)
     with weights.open_tensors(file) as opened:
         tensors = {own: opened.get_tensor(name) for own, name in names.items()}

@@ -23,15 +23,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeFloat
 from torch import Tensor, nn
 
-from mclclip.caption_rules import RULES, check_rules
+from mclclip.caption_rules import HardCaptions
 from mclclip.objectives.base import Batch, Objective, Reads, Setting
 from mclclip.objectives.contrast import (
     AnyTemperature,
@@ -55,39 +54,6 @@ from mclclip.ranks import collectives
 
 Average = Literal["paper", "mean"]
 Term = Literal["both", "modified"]
-
-
-@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
-class HardCaptions:
-    """Captions that are wrong for their picture, as further texts that images are held against."""
-
-    rules: list[str] | None = None
-    """Rules that edit a sample's caption: some of colour, number, size, material, spatial, action,
-    swap and negation, which are for English sentences (null: all)."""
-    per_caption: Annotated[int, Field(ge=1, le=16)] = 1
-    """Edits of a sample's caption; fewer where the rules have no more."""
-    scope: Literal["own", "global"] = "own"
-    """``own``: an image is held against the edits of its own caption; ``global``: against those of
-    all samples of its group in the global batch, as NegCLIP."""
-    field: str | None = None
-    """Field of the samples' .json that has wrong captions, a string or a list of strings, instead
-    of the rules."""
-
-    def __post_init__(self) -> None:
-        if self.field is not None and self.rules is not None:
-            raise ValueError("rules and field are given: hard captions come from one of them")
-        if self.rules is not None:
-            check_rules(self.rules)
-
-    @property
-    def chosen_rules(self) -> tuple[str, ...]:
-        """The rules, none where a field is read."""
-        return () if self.field is not None else tuple(self.rules or RULES)
-
-    @property
-    def drawn_by(self) -> tuple[object, ...]:
-        """All that decides which captions a sample brings."""
-        return self.chosen_rules, self.per_caption, self.field
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -102,12 +102,9 @@ def run(
     steps, exported = _train(job, opened, trainee, artifact, evaluate, peaks)
     if context.is_main:
         counts = {"steps": steps, "samples_seen": steps * options.global_batch}
-        if exported is not None:
-            counts["exported_step"] = exported
-        for reason in ("without_caption", "without_attribute"):
-            if reason in job.left_out:
-                counts[reason] = len(job.left_out[reason])
-        artifact.finish(counts)
+        counts |= {} if exported is None else {"exported_step": exported}
+        lacking = {k: len(v) for k, v in job.left_out.items() if k.startswith("without_")}
+        artifact.finish(counts | lacking)
     collectives.barrier()
     return job.directory
 

@@ -146,7 +146,7 @@ def test_all_that_it_names_is_there() -> None:
 @pytest.mark.parametrize(
     "stale",
     [
-        "_objective", "mclclip/config.py", "process_group.seed_all", "Figure.protocols",
+        "_old_objective", "mclclip/config.py", "process_group.seed_all", "Figure.protocols",
         "eval.suites_of", "make everything", "mclclip compile", "tests/nowhere/", "none.py",
         "parallel/none.py", "torch.nothing", "gather_with_gradient(x)", "import mclclip.nothing",
     ],

@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mclclip.caption_rules import all_edits
+from mclclip.caption_rules import HardCaptions, all_edits
 from mclclip.data.edited_captions import EditedCaptions, survey
 from mclclip.data.options import DataConfig
 from mclclip.data.samples import RawSample, Sample, TarDataset
 from mclclip.data.shard_writer import PackedSample, write_shards
-from mclclip.objectives.info_nce import HardCaptions
 from tests.unit.data.test_samples import build_index, png, to_tensor
 
 CAPTIONS = ["Two dogs run .", "A red hat", "nothing"]

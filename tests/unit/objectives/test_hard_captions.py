@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mclclip.caption_rules import HardCaptions
 from mclclip.objectives.base import parse
-from mclclip.objectives.info_nce import HardCaptions, InfoNCE
+from mclclip.objectives.info_nce import InfoNCE
 from mclclip.train.verb import _as_before
 
 SCOPES = ("own", "global")

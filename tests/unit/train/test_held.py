@@ -53,7 +53,7 @@ def labelled(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("labelled") / "run"
     config = options(run_dir, data, STORED)
     index.run(config, SINGLE)
-    export.run(config, SINGLE, stage=0)
+    export.stage(config, SINGLE, stage=0)
     embed.run(config, SINGLE, stage=0)
     cluster.run(config, SINGLE, stage=0)
     assert (run_dir / "stage_0/text_embeddings/manifest.json").exists()
@@ -132,7 +132,7 @@ def test_a_training_that_was_cut_goes_on_bit_for_bit(
                 losses(config)
             monkeypatch.undo()
         assert [row["step"] for row in losses(config)] == [1, 2, 3, 4]
-        export.run(config, SINGLE, stage=1)
+        export.stage(config, SINGLE, stage=1)
         digests.append(tiny.digests(run_dir / "stage_1/export"))
     assert digests[0] == digests[1]
 
