@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mclclip.objectives.base import ObjectiveOptions, parse
+from mclclip.objectives.contrast import DIGESTS
 from mclclip.objectives.gated_pairs import draw_partners, gate_penalty
 from mclclip.randomness import mix
 from tests import contrast_loops as contrast
@@ -40,6 +41,11 @@ class Step:
     extras: dict[str, Tensor] = field(default_factory=dict)
     found: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
     """Leaves of the loop's own, each with the gradient that the objective has for it."""
+
+    @property
+    def digests(self) -> tuple[Tensor, ...]:
+        """Those of captions and pictures, where they are read."""
+        return tuple(self.extras[name] for name in DIGESTS if name in self.extras)
 
     def meets(self, p: int, q: int) -> bool:
         """Eq. 3 of MCL: the samples have one group, and are two."""
@@ -67,7 +73,7 @@ def contrastive(
         other = "text_features" if between == "captions" else "image_features_1"
         first = step.features["image_features"]
         second = step.features.get(other, first)  # supcon of one view looks at no other
-        marks = step.labels, step.sample_id, step.classes[:, 0], tuple(step.extras.values())
+        marks = step.labels, step.sample_id, step.classes[:, 0], step.digests
         batch = contrast.Batch(first, second, torch.ones(()), *marks)
         scale = step.scale(temperature)
         rows = contrast.rows_of(batch, between, num_views)
@@ -125,7 +131,7 @@ def sigmoid(step: Step) -> Tensor:
     positives = own.equal_captions == "positives"
     for i in range(len(image)):
         for j in range(len(image)):
-            marks = (step.sample_id, *step.extras.values())
+            marks = (step.sample_id, *step.digests)
             equal = any(bool(mark[i] == mark[j]) for mark in marks)
             if i == j or (step.labels[i] == step.labels[j] and (positives or not equal)):
                 logit = scale * image[i] @ other[j] + bias

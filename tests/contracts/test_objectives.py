@@ -266,7 +266,7 @@ def columns(name: str, step: int, dtype: torch.dtype) -> Batch:
     """This rank's columns of the global batch of a step."""
     batch = batch_of(CASES[name].options(), step, GLOBAL_BATCH, 2)
     batch.views = [view.to(dtype) for view in batch.views]
-    batch.extras = {name: values.to(dtype) for name, values in batch.extras.items()}
+    batch.extras |= {n: v.to(dtype) for n, v in batch.extras.items() if v.is_floating_point()}
     local = GLOBAL_BATCH // collectives.world_size()
     return batch.rows(collectives.rank() * local, (collectives.rank() + 1) * local)
 
