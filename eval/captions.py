@@ -183,7 +183,7 @@ def _caption_files(folder: Path, images: Path) -> NamedTexts:
 def _caption_table(path: Path, split: str | None) -> NamedTexts:
     """Names of files and captions in the columns that ``open_table`` finds, of one ``split``."""
     table = open_table(path)
-    needed = {"captions": table.caption_column, "split": not split or "split" in table.columns}
+    needed = {"title": table.caption_column, "split": not split or "split" in table.columns}
     if missing := [what for what, there in needed.items() if not there]:
         raise ValueError(
             f"{path} has the columns {table.columns}, missing {missing}: its first line must name "

@@ -30,6 +30,7 @@ from mclclip.ranks.step_boundary import StepBoundary
 from mclclip.run.measures import PeakMemory, StepProfiler
 from mclclip.run.recorder import Recorder
 from mclclip.train.loop import Trainee, Trainer
+from mclclip.train.symptoms import Symptoms
 from tests import device_waits, tiny
 from tests.device_waits import DEVICE, DeviceWaits, following
 from tests.matrix import kept
@@ -141,6 +142,7 @@ def trainer_of(options: dict[str, Any], how: dict[str, Any], folder: Path) -> Tr
         engine=engine,
         checkpoints=Checkpoints(folder / "checkpoints", CheckpointConfig(keep=1)),
         recorder=recorder,
+        symptoms=Symptoms(trainee, engine, recorder),
         boundary=StepBoundary(context, folder, poll_s=1.0),
         learning_rate=lambda step: 1e-3,
         seed_words=(0,),

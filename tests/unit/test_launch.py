@@ -279,9 +279,8 @@ def test_an_unknown_option_under_torchrun(folder: Path) -> None:
     )  # fmt: skip
     _, stderr = process.communicate(timeout=WAIT_S)
     assert process.returncode == 2
-    assert (
-        stderr.splitlines()[-1]
-        == "mclclip: unrecognized arguments: --bogus (see 'mclclip train --help')"
+    assert stderr.splitlines()[-1].startswith(
+        "mclclip: unrecognized arguments: --bogus ('mclclip train --help' lists the flags"
     )
 
 

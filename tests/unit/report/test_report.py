@@ -277,8 +277,8 @@ def test_gain_and_forgetting_are_drawn_in_one_chart(
     words = words_of_run(copied, "curves")
     assert "Stage 1: percentage points from stage 0 known: accuracy task: accuracy" in words
     monkeypatch.setattr(story.charts, "lines", lambda title, x, series: series)
-    base, stage = story.curves(Run.open(copied))[:2]
-    assert not base["evaluated"] and [one["lines"] for one in stage["evaluated"]] == [key]
+    (stage,) = (one for one in story.curves(Run.open(copied)) if one["evaluated"])
+    assert stage["stage"] == 1 and [one["lines"] for one in stage["evaluated"]] == [key]
     assert stage["evaluated"][0]["chart"] == [
         ("stage", [(0.0, 0.0), (10.0, -12.5), (20.0, -25.0)]),
         ("control", [(0.0, 0.0), (10.0, 25.0), (20.0, 50.0)]),
