@@ -53,8 +53,8 @@ class Unit:
         largest = max(map(abs, known), default=0.0)
         if self == PERCENT:
             return 1 if largest >= 9.995 or not largest else 2
-        whole = len(f"{largest:.0f}") if largest >= 1 else 0
-        least = max(1, _SIGNIFICANT - whole)
+        before = math.floor(math.log10(largest)) + 1 if largest else 0  # digits before the point
+        least = max(1, _SIGNIFICANT - before)
         told_apart = (
             d for d in range(least, _MOST) if len({f"{v:.{d}f}" for v in known}) == len(known)
         )

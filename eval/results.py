@@ -308,7 +308,7 @@ def _block(
         name = f"{reference.model} [{reference.source}]"
         models.setdefault(name, {})[reference.metric, PERCENT] = reference
     above = ["trials", *(["chance"] if chances else [])]
-    names = [wrapped(clean(name), 28) for name in (benchmark, *above, *models)]
+    names = [wrapped(clean(name), 40) for name in (benchmark, *above, *models)]
     columns = []
     for (metric, unit), counts in trials.items():
         cells = [own.get((metric, unit)) for own in models.values()]

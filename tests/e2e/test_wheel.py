@@ -24,7 +24,7 @@ from mclclip.eval import results
 from tests import tiny
 from tests.matrix import SOAK
 
-SOURCES = ("mclclip", "eval", "launch", "setup.cfg", "pyproject.toml", "README.md")
+SOURCES = ("mclclip", "eval", "launch", "slurm", "setup.cfg", "pyproject.toml", "README.md")
 SOURCES += ("LICENSE", "NOTICE.md")
 IGNORED = shutil.ignore_patterns("__pycache__", "*.egg-info")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from mclclip import race
 from mclclip.race import Race
@@ -116,14 +117,19 @@ def test_what_would_stop_a_race_later_is_refused_at_once(recipe: Path) -> None:
     assert "'wise' is judged by soup_uniform, which is not made" in wise
 
 
-def test_a_remedy_that_the_objective_refuses_is_named(recipe: Path) -> None:
+def test_a_remedy_that_the_objective_refuses_is_named(recipe: Path, tmp_path: Path) -> None:
     """The base trains class centers, which have no control."""
     mlcd = ("train.objective.kind=mlcd", "train.objective.labels_per_sample=1",
             "train.objective.sample_rate=1.0")  # fmt: skip
     line = refused(recipe, *mlcd, remedies=("mcl",))
     assert line.startswith("remedy 'ungrouped': controls=['ungrouped'] do not apply")
+    for split in ("train", "test"):
+        for name in ("a", "b"):
+            (tmp_path / split / name).mkdir(parents=True)
+            Image.new("RGB", (32, 32)).save(tmp_path / split / name / "1.png")
     line = refused(recipe, "model.text=false", "base=null", "eval.suite.pairs=null",
-                   "eval.suite.knn={kind: knn, path: x}", "train.objective.kind=nt_xent",
+                   f"eval.suite.knn={{kind: knn, path: {tmp_path}, options: {{k: 1}}}}",
+                   "train.objective.kind=nt_xent",
                    remedies=("sigmoid",))  # fmt: skip
     assert line.startswith("remedy 'sigmoid': ") and "reads captions" in line
 

@@ -185,7 +185,7 @@ def test_the_card_says_where_a_model_comes_from(run: Path, tmp_path: Path) -> No
     assert f"`{SampleIndex.open(Layout(run).index).digest}`" in text
     assert "| benchmark | metric | value | unit |" in text
     assert "| a\\|b | pairs | 12.5 | % | 5.0 to 25.0 | 40 |" in text
-    assert "| a\\|b | loss | 2.346 | nats | 2.000 to 2.500 | 40 |" in text
+    assert "| a\\|b | loss | 2.35 | nats | 2.00 to 2.50 | 40 |" in text
     assert "| a\\|b | small | 0.0123 | nats | 0.0100 to 0.0200 | 40 |" in text
     assert text.count("| a\\|b |") == 3  # its own rows alone
     assert "<script>" not in text and str(tmp_path) not in text and str(run) not in text

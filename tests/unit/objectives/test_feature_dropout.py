@@ -270,7 +270,8 @@ def test_in_a_sum_the_adversary_climbs_the_whole_loss() -> None:
     terms = [{"objective": small, "weight": 0.25}, {"objective": ifm, "weight": 0.75}]
     options, model = parse({"kind": "weighted_sum", "terms": terms}), Encoder()
     setting = Setting(model=model, context=SINGLE, seed=SEED, precision="float64")
-    assert isinstance(options.outline(setting), FeatureDropout)
+    outline: Any = options.outline(setting)
+    assert isinstance(outline.terms[0], FeatureDropout)
     assert type(parse(ifm).outline(setting)) is Objective
     trainee = Trainee(model, options.build(setting), "float64")  # type: ignore[arg-type]
     (adversary,) = trainee.objective.outside()
