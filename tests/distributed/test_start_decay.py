@@ -31,6 +31,7 @@ def make_engine(name: str, precision: str, decay: float = DECAY, **options: Any)
     """A small ViT with a trained temperature of the objective's own."""
     torch.set_num_threads(1)
     model = load_towers(tiny.MODEL, seed=1).train()
+    model.clip.logit_scale.requires_grad_(False)  # the objective has its own
     dtype = torch.float64 if precision == "float64" else torch.float32
     objective = InfoNCE("captions", Temperature(Learnable(), dtype))
     engine = build_engine(
