@@ -95,20 +95,20 @@ class Options(ObjectiveOptions):
                     "which has none: set temperature to a number, such as 0.1"
                 )
             scale = float(of_base.detach())
-        return self._objective(scale, setting.model if self.exact else None)
+        return self._term(scale, setting.model if self.exact else None)
 
-    def _objective(self, scale: float, model: nn.Module | None) -> Preserve:
+    def _term(self, scale: float, model: nn.Module | None) -> Preserve:
         return Preserve(
             self.what, self.between == "captions", scale, model, self.num_views, self.end_factor
         )
 
     def outline(self, setting: Setting) -> Objective:
         """With ``exact`` the loss with its copy; else a plain objective."""
-        return self._objective(1.0, setting.model) if self.exact else Objective()
+        return self._term(1.0, setting.model) if self.exact else Objective()
 
     def cost(self, sizes: Sizes) -> Cost:
         """Memory of the copy, and what the loss holds between features and gradients."""
-        loss = self._objective(1.0, None)
+        loss = self._term(1.0, None)
 
         def run() -> None:
             shape = sizes.local_batch, sizes.dim

@@ -277,7 +277,7 @@ def test_gain_and_forgetting_are_drawn_in_one_chart(
     words = words_of_run(copied, "curves")
     assert "Stage 1: percentage points from stage 0 known: accuracy task: accuracy" in words
     monkeypatch.setattr(story.charts, "lines", lambda title, x, series: series)
-    (stage,) = story.curves(Run.open(copied))
+    stage = story.curves(Run.open(copied))[0]
     assert [one["lines"] for one in stage["evaluated"]] == [key]
     assert stage["evaluated"][0]["chart"] == [
         ("stage", [(0.0, 0.0), (10.0, -12.5), (20.0, -25.0)]),
