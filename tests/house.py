@@ -26,15 +26,15 @@ from tests.unit.test_architecture import edges
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
-    "files": 215,
-    "lines": 33_716,
-    "functions": 2_717,
-    "functions of two lines or fewer": 704,
-    "classes": 323,
-    "dataclasses": 157,
-    "options": 262,
-    "arrows between rooms": 264,
-    "lines of tests": 48_122,
+    "files": 228,
+    "lines": 36_433,
+    "functions": 2_924,
+    "functions of two lines or fewer": 756,
+    "classes": 342,
+    "dataclasses": 169,
+    "options": 285,
+    "arrows between rooms": 301,
+    "lines of tests": 51_210,
 }
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 SILENT |= {tokenize.ENCODING, tokenize.ENDMARKER}
