@@ -13,8 +13,8 @@ import pytest
 from mclclip import config
 
 ROOT = Path(__file__).resolve().parents[2]
-# Of these at least one has to take an advice: some options belong to class centers or
-# frozen blocks alone.
+# Of these at least one has to take an advice: some options belong to class centers, frozen blocks
+# or one objective alone.
 BASES: tuple[dict[str, Any], ...] = (
     {
         "run_dir": "run",
@@ -23,6 +23,7 @@ BASES: tuple[dict[str, Any], ...] = (
     },
     {"run_dir": "run"},
     {"run_dir": "run", "train": {"lock": {"image_blocks": 6}}},
+    {"run_dir": "run", "train": {"objective": {"kind": "supcon"}}},
 )
 UNKNOWN = "\0"  # stands for the values that an f-string fills in, and for "..."
 ADVICE = re.compile(r"(?<![\w.])([a-z_]+(?:\.\w+)+)=([^\s,;:)`'\"]+)")

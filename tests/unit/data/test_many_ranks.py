@@ -25,13 +25,14 @@ class Numbers:
     """Stands for the reader of shards: a sample is its number."""
 
     def __init__(self) -> None:
-        self.index = SimpleNamespace(num_captions=np.ones(SAMPLES, np.int32))
+        self.index = SimpleNamespace(drawn_captions=lambda ids, keys: np.zeros(len(ids), np.int64))
         self.reader, self.transform, self.tokenizer = SimpleNamespace(has_urls=False), None, None
+        self.extras = ()
 
     def read_many(self, sample_ids: np.ndarray) -> list[int]:
         return [int(i) for i in sample_ids]
 
-    def decoded(self, raw: int, number: int, before_views: list[Any]) -> Sample:
+    def decoded(self, raw: int, number: int, before_views: list[Any], *_: Any) -> Sample:
         return Sample(raw, [torch.tensor([raw]) for _ in before_views], number)
 
 
