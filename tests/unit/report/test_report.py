@@ -277,8 +277,8 @@ def test_gain_and_forgetting_are_drawn_in_one_chart(
     words = words_of_run(copied, "curves")
     assert "Stage 1: percentage points from stage 0 known: accuracy task: accuracy" in words
     monkeypatch.setattr(story.charts, "lines", lambda title, x, series: series)
-    stage = story.curves(Run.open(copied))[0]
-    assert [one["lines"] for one in stage["evaluated"]] == [key]
+    (stage,) = (one for one in story.curves(Run.open(copied)) if one["evaluated"])
+    assert stage["stage"] == 1 and [one["lines"] for one in stage["evaluated"]] == [key]
     assert stage["evaluated"][0]["chart"] == [
         ("stage", [(0.0, 0.0), (10.0, -12.5), (20.0, -25.0)]),
         ("control", [(0.0, 0.0), (10.0, 25.0), (20.0, 50.0)]),
@@ -371,10 +371,10 @@ def test_a_loss_is_shown_in_nats() -> None:
     ]
     (table,) = scores.tables(rows, [])
     cells, strips = [figures["loss"] for figures in table["figures"].values()], table["strips"]
-    assert [cell["text"] for cell in cells] == ["4.6051", "4.6049", "4.4000"]
-    assert cells[2]["interval"] == "4.3000-4.5000"
+    assert [cell["text"] for cell in cells] == ["4.61", "4.60", "4.40"]
+    assert cells[2]["interval"] == "4.30-4.50"
     assert table["metrics"]["loss"].endswith("(nats)")
-    assert 'aria-label="4.4000, from 4.3000 to 4.5000"' in strips["stage_2"]
+    assert 'aria-label="4.40, from 4.30 to 4.50"' in strips["stage_2"]
     assert 'x1="0.0%"' in strips["stage_2"] and 'x2="100.0%"' in strips["stage_0"]
     assert len(scores.references()) > 10
 
