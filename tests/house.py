@@ -27,14 +27,14 @@ from tests.unit.test_architecture import edges
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
     "files": 228,
-    "lines": 36_433,
+    "lines": 36_437,
     "functions": 2_924,
     "functions of two lines or fewer": 756,
     "classes": 342,
     "dataclasses": 169,
     "options": 285,
     "arrows between rooms": 301,
-    "lines of tests": 51_215,
+    "lines of tests": 51_216,
 }
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 SILENT |= {tokenize.ENCODING, tokenize.ENDMARKER}

@@ -192,6 +192,10 @@ class Config:
             "embed.feature=projected, or exact: true in the objective": (
                 "images" in base and self.embed.feature == "pooled"
             ),
+            "train.sentences trains on parts of captions, and whole ones are stored: leave it out, "
+            "or set exact: true in the objective": (
+                "texts" in base and self.train.sentences is not None
+            ),
         }
         for problem, is_there in problems.items():
             if base and is_there:
