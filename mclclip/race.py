@@ -56,6 +56,13 @@ ifm             controls=[ungrouped] train.objective.kind=ifm  # implicit featur
 hcl             controls=[ungrouped] train.objective.kind=hcl  # hard negatives weigh more
 sigmoid         controls=[ungrouped] train.objective.kind=sigmoid  # SigLIP's loss
 supcon          num_stages=1 train.objective.kind=supcon train.objective.groups=false  # by cluster
+hard_captions   controls=[ungrouped] train.objective.kind=info_nce \
+                train.objective.hard_captions={}  # edited captions as further texts
+equal_captions  controls=[ungrouped] train.objective.kind=info_nce \
+                train.objective.equal_captions=masked  # equal captions are no negatives
+preserve        controls=[ungrouped] train.objective.kind=weighted_sum \
+                train.objective.terms=[{"objective":{"kind":"info_nce"}},\
+{"objective":{"kind":"preserve"}}]  # and similarities held near the base's
 more_steps      num_stages=1 controls=[ungrouped] encoder=stage_1  # one training, all the steps
 wise            controls=[ungrouped] encoder=soup_uniform  # average of base and control (WiSE-FT)
 """
