@@ -238,6 +238,7 @@ def _add_make_dataset(verbs: Any) -> None:
         ("--test-share", float, "trifeature, folder: drawn for testing"),
         ("--images-per-combination", int, "trifeature"),
         ("--texture-period", float, "trifeature: pixels of its canvas"),
+        ("--digits", int, "cifar_mnist: different ones"),
         ("--copies", int, "stl_digits: digits on a picture"),
         ("--subset", str, "imagenet_subset: in1p, or a file of WordNet ids"),
         ("--num-train", int, "attributed_patterns: pictures for training"),

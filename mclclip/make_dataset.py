@@ -97,7 +97,9 @@ def write_splits(
         folders[key] = Path(folder)
     places = {key: str(folder.absolute()) for key, folder in folders.items()}
     config = {"name": name, "seed": seed, "samples_per_shard": samples_per_shard}
-    config |= {"sources": places, "options": dict(settings)}
+    # What came later than others counts where it is given: older data sets stay finished.
+    options = {name: value for name, value in settings.items() if (name, value) != ("digits", None)}
+    config |= {"sources": places, "options": options}
     check_foreign(out, "make-dataset", *SPLITS)
     artifact = Artifact.open(out, kind="dataset", config=config, inputs={}, force=force)
     if artifact.finished:

@@ -2,8 +2,9 @@
 
 An image is a PIL image or a uint8 array [H, W, C]; the result is float32 [C, H, W]. Crops and flips
 act on all channels alike. Colours are changed in the first three channels only, if there are three
-or more; otherwise the first channel is changed in brightness and contrast. Randomness comes from
-torch's global generator alone, which the caller seeds for every view.
+or more; otherwise the first channel is changed in brightness and contrast. `plain_channels` stay as
+they are. Randomness comes from torch's global generator alone, which the caller seeds for every
+view.
 
 An augmentation with a `kind` selects one of these, for any number of channels; otherwise
 open_clip's towers are trained with open_clip's own transforms, or with `FastTransform`. That draws
@@ -17,14 +18,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 import PIL
 import torch
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 from torch.nn import functional
@@ -120,6 +121,9 @@ class SimCLROptions:
     """Probability that colours become grey."""
     blur: Share = 0.0
     """Probability of a Gaussian blur, sigma between 0.1 and 2 pixels, width a tenth of the side."""
+    plain_channels: list[NonNegativeInt] = field(default_factory=list)
+    """Channels, the first is 0, that stay as they are: resized as for evaluation, and neither
+    cropped at random nor mirrored, recoloured or blurred."""
 
     def __post_init__(self) -> None:
         if not 0 < self.scale[0] <= self.scale[1] <= 1:
@@ -158,7 +162,11 @@ class SimCLRTransform:
             side = 2 * (min(size) // 20) + 1
             sigma = 0.1 + 1.9 * float(torch.rand(()))
             pixels = ops.gaussian_blur(pixels, [side, side], [sigma, sigma])
-        return self.format.normalized(pixels)
+        pixels = self.format.normalized(pixels)
+        if options.plain_channels:
+            plain = PlainTransform(self.format)(image)
+            pixels[options.plain_channels] = plain[options.plain_channels]
+        return pixels
 
 
 def _jittered(colours: Tensor, strength: float) -> Tensor:
@@ -202,6 +210,11 @@ def training(format: PixelFormat, augmentation: Mapping[str, Any]) -> Transform:
     except ValidationError as error:
         name, problem = first_problem(error)
         raise ValueError(f"{f'augmentation {name}'.strip()}: {problem}") from None
+    if odd := [number for number in options.plain_channels if number >= format.channels]:
+        raise ValueError(
+            f"augmentation plain_channels: got {odd[0]}, and the pictures have {format.channels} "
+            f"channels: wanted numbers from 0 to {format.channels - 1}"
+        )
     return SimCLRTransform(format, options)
 
 

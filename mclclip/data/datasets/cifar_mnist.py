@@ -29,20 +29,32 @@ _MAX_IDX_BYTES = 1 << 30
 _DIGITS_FOR_TRAINING = 8_000  # of the 10,000 test digits, where the 60,000 others are absent
 
 
-def build(sources: Sources, seed: int) -> Splits:
+def build(sources: Sources, seed: int, *, digits: int | None = None) -> Splits:
     """Arrays [32, 32, 4] from ``--source cifar10=FOLDER`` and ``mnist=FOLDER``; attributes cifar
     (name) and mnist (0 to 9).
 
     Images of CIFAR's train part get digits of MNIST's train part, test of test. Every digit is used
-    equally often, give or take one, each time in another random order.
+    equally often, give or take one, each time in another random order. ``digits`` draws so many
+    different ones of the train part, for the images of both splits: a probe of the digit then says
+    nothing about digits that were not trained on.
+
+    Raises ValueError for none or more than there are.
     """
     cifar, mnist = sources.folder("cifar10"), sources.folder("mnist")
 
     def samples(split: str) -> Iterator[PackedSample]:
-        digits = random_digits(*read_mnist(mnist, split), seed)
+        shapes, labels = read_mnist(mnist, split if digits is None else "train")
+        if digits is not None:
+            if not 1 <= digits <= len(shapes):
+                raise ValueError(
+                    f"--digits {digits}: wanted 1 to {len(shapes)} of those in {mnist}"
+                )
+            some = np.random.default_rng([seed, digits]).permutation(len(shapes))[:digits]
+            shapes, labels = shapes[some], labels[some]
+        drawn = random_digits(shapes, labels, seed)
         images = in_random_order(read_cifar10(cifar, split), seed)
         for number, (pixels, name) in enumerate(images):
-            digit, label = next(digits)
+            digit, label = next(drawn)
             four = np.dstack([pixels, np.pad(digit, 2)])
             yield array_sample(number, four, {"cifar": name, "mnist": label})
 

@@ -59,6 +59,16 @@ def test_geometry_acts_on_all_channels_alike() -> None:
         assert all(torch.equal(found[0], channel) for channel in found[1:])
 
 
+@pytest.mark.parametrize("plain", [[3], [0, 2]])
+def test_plain_channels_stay_as_they_are_and_the_others_get_the_same_bits(plain: list[int]) -> None:
+    kept = PlainTransform(PixelFormat((16, 16), [0.0], [1.0], 4))(picture(4))
+    others = [channel for channel in range(4) if channel not in plain]
+    for seed in range(4):
+        found, usual = view(4, seed, blur=0.5, plain_channels=plain), view(4, seed, blur=0.5)
+        assert torch.equal(found[plain], kept[plain]) and not torch.equal(found, usual)
+        assert torch.equal(found[others], usual[others])
+
+
 def test_without_any_change_a_view_is_the_picture() -> None:
     options = {"scale": (1.0, 1.0), "flip": 0.0, "jitter": 0.0, "grayscale": 0.0}
     look = PixelFormat((16, 16), [0.2], [0.5], 3)
@@ -87,6 +97,8 @@ def test_the_middle_is_kept(height: int, width: int) -> None:
         ({"kind": "simclr", "scale": [0.5, 0.2]}, "scale is"),
         ({"kind": "simclr", "flip": 1.5}, "augmentation flip"),
         ({"kind": "simclr", "colour": 1}, "augmentation colour"),
+        ({"kind": "simclr", "plain_channels": [3]}, "got 3, and the pictures have 3 channels"),
+        ({"kind": "simclr", "plain_channels": [-1]}, "augmentation plain_channels"),
         ({"kind": "none", "flip": 0.1}, "augmentation flip"),
     ],
 )

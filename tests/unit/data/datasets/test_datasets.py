@@ -82,6 +82,20 @@ def test_cifar_mnist(tmp_path: Path) -> None:
     assert [f["mnist"] for f, _ in other["train"]] != [f["mnist"] for f, _ in found["train"]]
 
 
+def test_cifar_mnist_of_few_digits(tmp_path: Path) -> None:
+    """Those of the training part alone, the same for both splits; another number is refused."""
+    fakes.cifar_batches(tmp_path / "c")
+    digits, _ = fakes.mnist(tmp_path / "m")
+    sources = (f"cifar10={tmp_path / 'c'}", f"mnist={tmp_path / 'm'}")
+    found = make("cifar_mnist", tmp_path / "out", *sources, digits=3)
+    used = {split: {array[2:-2, 2:-2, 3].tobytes() for _, array in found[split]} for split in found}
+    assert used["train"] == used["test"] < {digit.tobytes() for digit in digits[:8]}
+    assert len(used["train"]) == 3
+    for wrong in (0, 9):
+        with pytest.raises(ValueError, match=f"--digits {wrong}: wanted 1 to 8 of those in"):
+            make("cifar_mnist", tmp_path / f"{wrong}", *sources, digits=wrong)
+
+
 def test_stl10(tmp_path: Path) -> None:
     images = fakes.stl10(tmp_path)
     found = make("stl10", tmp_path / "out", f"stl10={tmp_path}")
