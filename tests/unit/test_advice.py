@@ -24,6 +24,13 @@ BASES: tuple[dict[str, Any], ...] = (
     {"run_dir": "run"},
     {"run_dir": "run", "train": {"lock": {"image_blocks": 6}}},
     {"run_dir": "run", "train": {"objective": {"kind": "supcon"}}},
+    {"run_dir": "run", "train": {"objective": {"kind": "info_nce"}}},
+    {
+        "run_dir": "run",
+        "train": {
+            "objective": {"kind": "weighted_sum", "terms": [{"objective": {"kind": "info_nce"}}]}
+        },
+    },
 )
 UNKNOWN = "\0"  # stands for the values that an f-string fills in, and for "..."
 ADVICE = re.compile(r"(?<![\w.])([a-z_]+(?:\.\w+)+)=([^\s,;:)`'\"]+)")
@@ -43,13 +50,15 @@ def texts(tree: ast.AST) -> Iterator[str]:
 
 
 def advised() -> set[tuple[str, str]]:
-    """All ``key.path=value`` in strings of the package, but for ``key.path=value`` itself."""
+    """All ``key.path=value`` in strings of the package, but for ``key.path=value`` itself, and for
+    values that are lists of mappings, of which ``ADVICE`` sees the beginning alone."""
     files = [*(ROOT / "mclclip").rglob("*.py"), *(ROOT / "eval").glob("*.py")]
     found = {
         (key, value.rstrip(".") or UNKNOWN)
         for file in files
         for text in texts(ast.parse(file.read_text(encoding="utf-8")))
         for key, value in ADVICE.findall(text)
+        if not value.startswith("[{")
     }
     return found - {("key.path", "value")}
 

@@ -1,0 +1,142 @@
+"""Tables of docs/pages/evidence/what-helps.md, from tests/benchmarks/results/*.json.
+
+::
+
+    python docs/what_helps.py                          # writes the tables into the page
+    python docs/what_helps.py --check                  # fails where the page has others
+    python docs/what_helps.py NAME ARM=RUN:ENCODER ... # results of runs -> results/NAME.json
+    python docs/what_helps.py NAME RUN/race.csv        # comparisons of a race -> results/NAME.json
+
+A file of runs has a row per arm, seed and metric; its table has an arm per line, and in each cell
+the mean and the standard deviation over seeds. Rows of an arm and seed that are measured again
+replace older ones, so that a table grows cell by cell. A file of a race has the comparisons of
+``race.csv``; its table has the differences to the ungrouped control, with their intervals.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mclclip import files
+from mclclip.opened_run import Run
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "pages" / "evidence" / "what-helps.md"
+RESULTS = ROOT / "tests" / "benchmarks" / "results"
+_TABLE = re.compile(r"(<!-- table (\S+) -->\n\n)(.*?)(\n\n<!-- end -->)", re.DOTALL)
+_KEPT = ("benchmark", "metric", "part", "model", "value", "against", "against_value", "difference",
+         "ci_low", "ci_high", "p_corrected", "verdict")  # fmt: skip
+
+Row = dict[str, Any]
+
+
+def of_runs(arms: Sequence[str]) -> list[Row]:
+    """The figures of encoders, each given as ARM=RUN:ENCODER."""
+    rows = []
+    for arm in arms:
+        name, _, place = arm.rpartition("=")
+        folder, _, encoder = place.rpartition(":")
+        run = Run.open(folder, checks_index=False)
+        own = [row for row in run.result_rows if row.model == encoder]
+        if not own:
+            raise ValueError(f"{folder} has no results of {encoder}")
+        seed = run.config.seed
+        rows += [
+            {"arm": name, "seed": seed, "metric": row.metric, "value": round(row.value, 3)}
+            for row in own
+        ]
+    return rows
+
+
+def collect(name: str, given: Sequence[str]) -> None:
+    """Writes results/NAME.json from runs, or from the table of a race."""
+    path = RESULTS / f"{name}.json"
+    if given[0].endswith(".csv"):
+        import pandas
+
+        table = pandas.read_csv(given[0])[[*_KEPT]].fillna({"part": ""})
+        rows = json.loads(table.round(3).to_json(orient="records"))
+    else:
+        rows = of_runs(given)
+        again = {(row["arm"], row["seed"]) for row in rows}
+        before = files.read_json(path) if path.exists() else []
+        rows = [row for row in before if (row["arm"], row["seed"]) not in again] + rows
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    files.write_bytes(path, f"[\n{lines}\n]\n".encode())
+
+
+def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rows = [header, ["---"] * len(header), *lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def table_of_runs(rows: Sequence[Row]) -> str:
+    """An arm per line: its seeds, and of every metric the mean and the deviation over seeds."""
+    metrics = list(dict.fromkeys(row["metric"] for row in rows))
+    lines = []
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        own = [row for row in rows if row["arm"] == arm]
+        cells = []
+        for metric in metrics:
+            values = [row["value"] for row in own if row["metric"] == metric]
+            spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+            cells.append(f"{statistics.mean(values):.1f}{spread}" if values else "")
+        lines.append([arm, str(len({row["seed"] for row in own})), *cells])
+    return _table(["encoder", "seeds", *metrics], lines)
+
+
+def table_of_race(rows: Sequence[Row]) -> str:
+    """A remedy per line: of every metric its value, its difference to the control, and the 95 %
+    interval of that; bold where the verdict is that they differ."""
+    whole = [row for row in rows if not row["part"]]
+    control = next(row["against"] for row in whole if row["against"] != "base")
+    metrics = list(dict.fromkeys((row["benchmark"], row["metric"]) for row in whole))
+    values = {(r["model"], r["benchmark"], r["metric"]): r["value"] for r in whole}
+    values |= {(r["against"], r["benchmark"], r["metric"]): r["against_value"] for r in whole}
+    against = {
+        (r["model"], r["benchmark"], r["metric"]): r for r in whole if r["against"] == control
+    }
+    lines = []
+    for model in ["base", control, *dict.fromkeys(row["model"] for row in against.values())]:
+        cells = []
+        for metric in metrics:
+            cell = f"{values[model, *metric]:.1f}"
+            if row := against.get((model, *metric)):
+                bold = "**" if row["verdict"] in ("better", "worse") else ""
+                moved = "{difference:+.1f} ({ci_low:+.1f} to {ci_high:+.1f})".format(**row)
+                cell += f", {bold}{moved}{bold}"
+            cells.append(cell)
+        lines.append([model, *cells])
+    names = [f"{metric} of {benchmark}" for benchmark, metric in metrics]
+    return _table(["remedy", *names], lines)
+
+
+def table(name: str) -> str:
+    """The table of results/NAME.json."""
+    rows = files.read_json(RESULTS / f"{name}.json")
+    return table_of_race(rows) if "against" in rows[0] else table_of_runs(rows)
+
+
+def filled(page: str) -> str:
+    """The text of the page with every table as its file has it."""
+    return _TABLE.sub(lambda found: found[1] + table(found[2]) + found[4], page)
+
+
+def main(words: Sequence[str]) -> None:
+    """See the module."""
+    if words and words[0] != "--check":
+        return collect(words[0], words[1:])
+    text = PAGE.read_text()
+    if words and filled(text) != text:
+        sys.exit(f"{PAGE} has other tables than {RESULTS}: run python docs/what_helps.py")
+    PAGE.write_text(filled(text))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
