@@ -44,11 +44,15 @@ def of_runs(arms: Sequence[str]) -> list[Row]:
         folder, _, encoder = place.rpartition(":")
         run = Run.open(folder, checks_index=False)
         own = [row for row in run.result_rows if row.model == encoder]
+        own = [row for row in own if row.protocol.get("level") != "detail"]
         if not own:
             raise ValueError(f"{folder} has no results of {encoder}")
         seed = run.config.seed
         rows += [
-            {"arm": name, "seed": seed, "metric": row.metric, "value": round(row.value, 3)}
+            {
+                **{"arm": name, "seed": seed, "benchmark": row.benchmark, "metric": row.metric},
+                "value": round(row.value, 3),
+            }
             for row in own
         ]
     return rows
@@ -76,19 +80,25 @@ def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
+def _titles(metrics: Sequence[tuple[str, str]]) -> list[str]:
+    """The titles of columns: metrics, with their benchmark where there are several."""
+    several = len({benchmark for benchmark, _ in metrics}) > 1
+    return [f"{benchmark}: {metric}" if several else metric for benchmark, metric in metrics]
+
+
 def table_of_runs(rows: Sequence[Row]) -> str:
     """An arm per line: its seeds, and of every metric the mean and the deviation over seeds."""
-    metrics = list(dict.fromkeys(row["metric"] for row in rows))
+    metrics = list(dict.fromkeys((row["benchmark"], row["metric"]) for row in rows))
     lines = []
     for arm in dict.fromkeys(row["arm"] for row in rows):
         own = [row for row in rows if row["arm"] == arm]
         cells = []
         for metric in metrics:
-            values = [row["value"] for row in own if row["metric"] == metric]
+            values = [row["value"] for row in own if (row["benchmark"], row["metric"]) == metric]
             spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
             cells.append(f"{statistics.mean(values):.1f}{spread}" if values else "")
         lines.append([arm, str(len({row["seed"] for row in own})), *cells])
-    return _table(["encoder", "seeds", *metrics], lines)
+    return _table(["encoder", "seeds", *_titles(metrics)], lines)
 
 
 def table_of_race(rows: Sequence[Row]) -> str:
@@ -113,12 +123,13 @@ def table_of_race(rows: Sequence[Row]) -> str:
                 cell += f", {bold}{moved}{bold}"
             cells.append(cell)
         lines.append([model, *cells])
-    names = [f"{metric} of {benchmark}" for benchmark, metric in metrics]
-    return _table(["remedy", *names], lines)
+    return _table(["remedy", *_titles(metrics)], lines)
 
 
 def table(name: str) -> str:
     """The table of results/NAME.json."""
+    if not (RESULTS / f"{name}.json").exists():
+        return "(Not measured yet.)"
     rows = files.read_json(RESULTS / f"{name}.json")
     return table_of_race(rows) if "against" in rows[0] else table_of_runs(rows)
 

@@ -24,11 +24,13 @@ import pytest
 from mclclip import config
 from mclclip.cli import build_parser
 from tests import tiny
-from tests.matrix import in_soak
+from tests.matrix import in_soak, kept
 
 LAUNCH, SLURM = tiny.ROOT / "launch", tiny.ROOT / "slurm"
 
 SCRIPTS = [*LAUNCH.glob("*.sh"), *SLURM.glob("*.sbatch")]
+PAPERS = sorted(set(LAUNCH.glob("recipes/paper_on_8_gpus/*.sh")) -
+                set(LAUNCH.glob("recipes/paper_on_8_gpus/common.sh")))  # fmt: skip
 BATCH = ["mclclip.sbatch", "eval_array.sbatch"]
 WAIT_S = 180.0  # for what takes moments, on a busy machine
 
@@ -445,7 +447,29 @@ def test_syntax(script: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
 def test_shellcheck() -> None:
-    subprocess.run(["shellcheck", "-x", *SCRIPTS], check=True, cwd=tiny.ROOT)
+    subprocess.run(["shellcheck", "-x", *SCRIPTS, *PAPERS], check=True, cwd=tiny.ROOT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", kept(PAPERS, 1), ids=lambda path: path.stem)
+def test_a_table_of_a_paper_is_planned_with_its_gpu_hours(script: Path, tmp_path: Path) -> None:
+    """A dry run plans every run, within a tenth of the hours that the script names, and writes
+    nothing; the page has the table. MLCD's plans count the embeddings of each run that shares."""
+    (said,) = re.findall(r"About ([\d,]+) GPU-hours", script.read_text().replace("\n# ", " "))
+    environment = {**os.environ, "DRY_RUN": "1", "data": str(tmp_path / "data")}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    before = sorted((tiny.ROOT / "runs").glob("*"))
+    done = subprocess.run(
+        ["bash", script], env=environment, check=True, capture_output=True, text=True
+    )
+    hours = [float(n) for n in re.findall(r"^in all +[\d.]+ +([\d.]+)$", done.stdout, re.MULTILINE)]
+    again = 192 * (len(hours) - 1) if script.stem == "mlcd_labels" else 0
+    assert sum(hours) - again == pytest.approx(float(said.replace(",", "")), rel=0.1)
+    assert done.stderr.count("'launch/local.sh'") == len(hours) > 1
+    page = (tiny.ROOT / "docs/pages/evidence/what-helps.md").read_text()
+    (name,) = set(re.findall(r"what_helps.py' '(\w+)'", done.stderr))
+    assert f"<!-- table {name} -->" in page and not (tmp_path / "data").exists()
+    assert sorted((tiny.ROOT / "runs").glob("*")) == before
 
 
 def lines_to_edit(script: str) -> list[str]:

@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import json
 import re
+import runpy
 import shlex
 from collections.abc import Iterator
 from functools import cache
@@ -400,6 +401,17 @@ def test_every_page_is_in_the_navigation() -> None:
     assert named == pages | {place for place in reference().BORROWED.values() if ".md" in place}
     assert re.search(r"^  font: false$", text, re.MULTILINE)
     assert "repo_url" not in text and "://" not in text
+
+
+def test_tables_of_what_helps_are_those_of_their_files() -> None:
+    """A page that has other figures is not as the script would leave it."""
+    script = runpy.run_path(str(ROOT / "docs" / "what_helps.py"))
+    page = script["PAGE"].read_text()
+    assert script["filled"](page) == page
+    changed = re.sub(r"(<!-- table \S+ -->\n\n)", r"\1other figures", page)
+    assert changed != page and script["filled"](changed) == page
+    files = {path.stem for path in script["RESULTS"].glob("*.json")}
+    assert files <= set(re.findall(r"<!-- table (\S+) -->", page))
 
 
 def test_pages_of_elsewhere_keep_their_links_in_the_site() -> None:
