@@ -45,7 +45,7 @@ from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.labels import AttributeClasses, ClassLabels, truncate
 from mclclip.data.options import SentencesConfig
 from mclclip.data.samples import BadSample, RawSample, Sample, TarDataset
-from mclclip.data.sentences import draw
+from mclclip.data.sentences import Drawers, drawers
 from mclclip.randomness import mix
 from mclclip.ranks import data_wait
 from mclclip.ranks.failures import LostWorker, lost_worker
@@ -295,6 +295,10 @@ class TrainingBatches(Dataset[Batch]):
         keys = self._keys(_CAPTION, epoch, sample_ids, occurrence)
         return self.dataset.index.drawn_captions(np.asarray(sample_ids, dtype=np.int64), keys)
 
+    def sentence_draws(self, sample_ids: Ids, epoch: int, occurrence: Integers | None) -> Drawers:
+        """What draws sentences of each sample's caption, keyed as ``caption_numbers``."""
+        return drawers(self._keys(_SENTENCES, epoch, sample_ids, occurrence), self._sentences)
+
     def _keys(
         self, purpose: int, epoch: int, sample_ids: Ids, *further: int | Integers | None
     ) -> npt.NDArray[np.uint64]:
@@ -326,10 +330,8 @@ class TrainingBatches(Dataset[Batch]):
     ) -> list[Sample | BadSample]:
         """The samples, augmented and with a caption; the result does not depend on the others."""
         numbers = self.caption_numbers(sample_ids, epoch, occurrence).tolist()
-        draws = [0] * len(raws)
-        if self.dataset.extras:
-            draws = self._keys(_EXTRAS, epoch, sample_ids, occurrence).tolist()
-        keys = []
+        draws = self._keys(_EXTRAS, epoch, sample_ids, occurrence).tolist()
+        parts, keys = self.sentence_draws(sample_ids, epoch, occurrence), []
         for view in range(self.num_views):  # without occurrences the first view has no number
             further = ([view] if view else []) if occurrence is None else [view, occurrence]
             keys.append(self._keys(_AUGMENTATION, epoch, sample_ids, *further).tolist())
@@ -337,10 +339,6 @@ class TrainingBatches(Dataset[Batch]):
             [partial(seed_generators, key, self._only_torch) for key in of_sample]
             for of_sample in zip(*keys, strict=True)
         ]
-        parts: list[Callable[[str], str] | None] = [None] * len(numbers)
-        if self._sentences is not None:
-            chosen = self._keys(_SENTENCES, epoch, sample_ids, occurrence).tolist()
-            parts = [partial(draw, key=key, options=self._sentences) for key in chosen]
         with kept_rng():
             return [
                 self.dataset.decoded(*of_sample)

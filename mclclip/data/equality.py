@@ -104,9 +104,11 @@ def equal_rows(
     for step in np.arange(num) * plan.steps_per_epoch // num:
         planned = plan.batch(int(step))
         numbers = batches.caption_numbers(planned.ids, 0, planned.occurrence)[::every_nth].tolist()
+        parts = batches.sentence_draws(planned.ids, 0, planned.occurrence)[::every_nth]
         ids, labels = planned.ids[::every_nth], planned.labels[::every_nth]
-        drawn = zip(dataset.captions_of(ids.tolist()), numbers, strict=True)
-        digests = [caption_digest(of_sample[number], clean) for of_sample, number in drawn]
+        drawn = zip(dataset.captions_of(ids.tolist()), numbers, parts, strict=True)
+        texts = [part(own[n]) if part else own[n] for own, n, part in drawn]
+        digests = [caption_digest(text, clean) for text in texts]
         captions.append(_counted(labels, np.array(digests)))
         if dataset.index.image_crc32 is not None:
             pictures.append(_counted(labels, _picture_marks(dataset.index, ids)))

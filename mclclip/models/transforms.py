@@ -210,10 +210,10 @@ def training(format: PixelFormat, augmentation: Mapping[str, Any]) -> Transform:
     except ValidationError as error:
         name, problem = first_problem(error)
         raise ValueError(f"{f'augmentation {name}'.strip()}: {problem}") from None
-    if odd := [number for number in options.plain_channels if number >= format.channels]:
+    if absent := [number for number in options.plain_channels if number >= format.channels]:
         raise ValueError(
-            f"augmentation plain_channels: got {odd[0]}, and the pictures have {format.channels} "
-            f"channels: wanted numbers from 0 to {format.channels - 1}"
+            f"augmentation plain_channels: got {absent[0]}, and the pictures have "
+            f"{format.channels} channels: wanted numbers from 0 to {format.channels - 1}"
         )
     return SimCLRTransform(format, options)
 

@@ -12,9 +12,15 @@ import torch
 
 from mclclip.data.batches import TrainingBatches
 from mclclip.data.epoch_plan import EpochPlan
-from mclclip.data.equality import EqualityDigests, caption_digest, equal_rows, report_equal
+from mclclip.data.equality import (
+    EqualityDigests,
+    EqualRows,
+    caption_digest,
+    equal_rows,
+    report_equal,
+)
 from mclclip.data.groups import GroupedIndex
-from mclclip.data.options import DataConfig, Policy
+from mclclip.data.options import DataConfig, Policy, SentencesConfig
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import RawSample, TarDataset, TextFeatures
 from mclclip.data.shard_writer import PackedSample, write_shards
@@ -48,6 +54,7 @@ def batches_of(
     global_batch: int = 4,
     rank: int = 0,
     world_size: int = 1,
+    sentences: SentencesConfig | None = None,
     **how: Any,
 ) -> TrainingBatches:
     labels = np.zeros(len(ROWS), np.int64) if labels is None else np.array(labels)
@@ -60,7 +67,7 @@ def batches_of(
         **({"tokenizer": tokenize} | how),
     )
     plan = EpochPlan(grouped, global_batch, policy, "round_robin", 3, 1, 0)
-    return TrainingBatches(dataset, plan, rank=rank, world_size=world_size)
+    return TrainingBatches(dataset, plan, rank=rank, world_size=world_size, sentences=sentences)
 
 
 def classes_of(digests: torch.Tensor) -> list[int]:
@@ -155,7 +162,24 @@ def test_a_trunk_without_checksums_of_pictures_is_refused(index: SampleIndex) ->
 def test_equal_rows_are_those_of_the_batches(
     index: SampleIndex, policy: Policy, labels: list[int] | None
 ) -> None:
-    batches = batches_of(index, policy=policy, labels=labels, global_batch=6)
+    found = counted_as_in_the_batches(
+        batches_of(index, policy=policy, labels=labels, global_batch=6)
+    )
+    assert found[1] is not None and found[0].pairs + found[1].pairs > 0
+
+
+def test_of_drawn_sentences_those_that_are_drawn_are_counted(tmp_path: Path) -> None:
+    texts = [f"The same. And {n} more." for n in range(12)]
+    samples = [PackedSample(f"{n:03d}", png(n), "png", [text]) for n, text in enumerate(texts)]
+    paths = write_shards(samples, tmp_path / "shards", 12)
+    index = build_index(tmp_path / "index", paths, "json:captions", pixels=True)
+    assert counted_as_in_the_batches(batches_of(index, global_batch=6))[0].pairs == 0
+    drawn = batches_of(index, global_batch=6, sentences=SentencesConfig(number=1))
+    assert counted_as_in_the_batches(drawn)[0].pairs > 0
+
+
+def counted_as_in_the_batches(batches: TrainingBatches) -> tuple[EqualRows, EqualRows | None]:
+    """``equal_rows``, once it is what the batches of 6 bring."""
     found = equal_rows(batches, clean_caption)
     for counted, extra in zip(found, ("caption_digest", "picture_digest"), strict=True):
         pairs, rows = 0, set()
@@ -171,7 +195,7 @@ def test_equal_rows_are_those_of_the_batches(
         assert counted is not None and counted.num_batches == steps and counted.num_rows == 6
         assert counted.pairs == pytest.approx(pairs / steps)
         assert counted.share == pytest.approx(len(rows) / steps / 6)
-    assert found[1] is not None and found[0].pairs + found[1].pairs > 0
+    return found
 
 
 def test_what_is_read_before_a_training_is_bounded(
