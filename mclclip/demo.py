@@ -62,7 +62,11 @@ def settings(out: Path, seed: int, overrides: Sequence[str], regime: Regime = "t
     own = {
         "trained": [],
         "ignorant": frozen,
-        "knowing": [*frozen, "base.lock.text=false", f"model.name=local-dir:{_given(out, seed)}"],
+        "knowing": [
+            *frozen,
+            "base.lock.text=false",
+            f"model.name=local-dir:{_first_model(out, seed)}",
+        ],
     }
     paths = [
         f"run_dir={_folder(out, regime) / f'seed_{seed}'}",
@@ -77,7 +81,7 @@ def _folder(out: Path, regime: Regime) -> Path:
     return out if regime == "trained" else out / regime
 
 
-def _given(out: Path, seed: int) -> Path:
+def _first_model(out: Path, seed: int) -> Path:
     """The model that the regime ``knowing`` begins with."""
     return _folder(out, "knowing") / f"given_{seed}"
 
@@ -149,7 +153,7 @@ def _give(
     that name every attribute. The model has the teacher's text tower, and a random image tower and
     logit scale.
     """
-    folder, given = _folder(out, "knowing"), _given(out, seed)
+    folder, given = _folder(out, "knowing"), _first_model(out, seed)
     data = folder / f"data_{seed}"
     alone = [
         f"run_dir={folder / f'teacher_{seed}'}",

@@ -27,7 +27,7 @@ from tests.unit.test_architecture import edges
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
     "files": 228,
-    "lines": 36_470,
+    "lines": 36_476,
     "functions": 2_926,
     "functions of two lines or fewer": 757,
     "classes": 342,

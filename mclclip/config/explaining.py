@@ -61,7 +61,7 @@ def explain(key: str) -> str:
     if not found:
         near = ", ".join(nearest(key, {option.key for option in known}))
         raise ValueError(f"there is no option {key!r} (nearest: {near})")
-    return "\n\n".join(map(_shown, found))
+    return "\n\n".join(map(_described, found))
 
 
 def options(owner: Any = Config, prefix: str = "", kind: str = "") -> Iterator[Option]:
@@ -189,7 +189,7 @@ def _plain(value: Any) -> str:
     )
 
 
-def _shown(option: Option) -> str:
+def _described(option: Option) -> str:
     kind = f"  (of kind {option.kind})" if option.kind else ""
     lines = f"{option.type}; default: {option.default}".replace("; default: required", "; required")
     text = " ".join(inspect.cleandoc(option.text).split())

@@ -449,7 +449,7 @@ class Loader(Generic[T]):
             data_wait.share_place(self._place(0))
         source = iter(self._loader)
         for number in range(len(self.items)):
-            what, place = partial(self._what, source, number), self._place(number)
+            what, place = partial(self._what_is_read, source, number), self._place(number)
             try:
                 item = data_wait.wait_for(lambda: next(source), what, self.note_slow, place)
             except (RuntimeError, OSError, EOFError) as error:
@@ -462,7 +462,7 @@ class Loader(Generic[T]):
         place: data_wait.Place = self._places.numpy()[number % len(self._places)]
         return place
 
-    def _what(self, source: object, number: int) -> str:
+    def _what_is_read(self, source: object, number: int) -> str:
         """Which process was to read item ``number``, and where it is."""
         worker = number % max(self.num_workers, 1)
         what = self.describe(self.items[number], int(self._place(number)[0]))

@@ -86,7 +86,7 @@ def survey(wanted: HardCaptions, index: SampleIndex, options: DataConfig, option
             )
     with_captions = np.flatnonzero(index.num_captions)
     step = max(len(with_captions) // SURVEYED, 1)
-    dataset = TarDataset(index, options, extras=[EditedCaptions(wanted, _no_tokens)])
+    dataset = TarDataset(index, options, extras=[EditedCaptions(wanted, _empty_tokens)])
     fitting, counts, num_captions, example = 0, Counter[str](), 0, None
     raws = dataset.read_many(with_captions[::step][:SURVEYED])
     for raw in raws:
@@ -123,5 +123,5 @@ def survey(wanted: HardCaptions, index: SampleIndex, options: DataConfig, option
     )  # fmt: skip
 
 
-def _no_tokens(texts: list[str]) -> Tensor:
+def _empty_tokens(texts: list[str]) -> Tensor:
     return torch.zeros(len(texts), 1, dtype=torch.int64)

@@ -118,7 +118,7 @@ class Resharded:
         return self.directory, self.labels_directory, self.samples_per_shard, self.files
 
     @property
-    def shown(self) -> str:
+    def source(self) -> str:
         """Where the shards are read, without secrets of a url."""
         return clean(self.files[0].path.rpartition("/")[0])
 

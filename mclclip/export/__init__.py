@@ -83,7 +83,7 @@ def _stage(config: Config, stage: int, variant: str, force: Force) -> Path:
         if options.ema_decay is not None:
             fields["ema"] = config.export.ema
     else:
-        fields |= _given(config)
+        fields |= _untrained_identity(config)
         if config.model.pretrained is None and is_without_weights(config.model.name):
             beside = "" if config.model.image_weights is None else " beside model.image_weights"
             log.warning("stage 0 has random weights%s: model.pretrained and base are null", beside)
@@ -125,7 +125,7 @@ def _options(config: Config, stage: int) -> TrainConfig:
     return config.train if stage > 0 or config.base is None else config.base
 
 
-def _given(config: Config) -> dict[str, Any]:
+def _untrained_identity(config: Config) -> dict[str, Any]:
     """Fields of the manifest that determine an encoder which is not trained here."""
     model = config.model
     fields: dict[str, Any] = {"name": model.name, "pretrained": model.pretrained}
@@ -144,7 +144,9 @@ def _given(config: Config) -> dict[str, Any]:
     elif Path(model.pretrained).is_file():
         fields["pretrained"] = files.digest_file(Path(model.pretrained))
     if model.image_weights is not None:
-        fields["image_weights"] = files.digest_file(weights.given_file(model.image_weights))
+        fields["image_weights"] = files.digest_file(
+            weights.checked_image_weights(model.image_weights)
+        )
     return fields
 
 

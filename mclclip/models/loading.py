@@ -158,7 +158,7 @@ def _fill_given_tower(visual: nn.Module, image_weights: str, brings: str | None)
     weights that are not finite, and for a model that ``brings`` its own."""
     if brings is not None:
         raise ValueError(f"image_weights: {brings} brings its own weights, leave it out")
-    file = weights.given_file(image_weights)
+    file = weights.checked_image_weights(image_weights)
     names = tensors_of_image_tower(visual, file)
     with weights.open_tensors(file) as opened:
         tensors = {own: opened.get_tensor(name) for own, name in names.items()}

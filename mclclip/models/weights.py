@@ -282,7 +282,7 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def given_file(image_weights: str) -> Path:
+def checked_image_weights(image_weights: str) -> Path:
     """The file that the option ``image_weights`` names, by its header a safetensors file.
 
     Raises FileNotFoundError where there is none, and ValueError for another kind of file.

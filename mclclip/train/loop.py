@@ -307,7 +307,7 @@ class Trainer:
             parts |= self.symptoms.figures(done, parts)
             self.trainee.objective.stepped(self.trainee.model)
         peer_watch.note()
-        self.symptoms.look(self.recorder.take(done, parts, lr))
+        self.symptoms.warn_of(self.recorder.take(done, parts, lr))
         if done % self.checkpoint_every == 0 or done == total:
             self._save(done)
         self.recorder.end_epoch(done)

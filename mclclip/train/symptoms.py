@@ -233,7 +233,7 @@ class Symptoms:
             found = {} if chance is None else {"chance_loss": chance}
             return found | _of_features(self.trainee.objective, given)
 
-    def look(self, row: Row | None) -> None:
+    def warn_of(self, row: Row | None) -> None:
         """Warns of the failures that a row, if there is one, is the first to show."""
         for failure in self.course.take(row) if row else ():
             assert row is not None

@@ -164,7 +164,7 @@ def _settings(job: Job) -> dict[str, Any]:
     model = to_tree(job.config.model_of(job.name))
     given = model.pop("image_weights")  # in later stages the base's digest stands for it
     if given is not None and (job.stage == 0 or job.config.trained_model is not None):
-        model["image_weights"] = digest_file(weights.given_file(given))
+        model["image_weights"] = digest_file(weights.checked_image_weights(given))
     if not model["long_context"]:
         del model["long_context"]
     settings = {
@@ -233,7 +233,7 @@ def _report_samples(job: Job, opened: Opened) -> None:
             job.stage, opened.trunk.num_blocks, opened.trunk.folder,
         )  # fmt: skip
     if opened.resharded is not None:
-        log.info("stage %d: samples are read from copies at %s", job.stage, opened.resharded.shown)
+        log.info("stage %d: samples are read from copies at %s", job.stage, opened.resharded.source)
 
 
 def _controlled_steps(job: Job) -> int:
