@@ -87,7 +87,8 @@ def settings(config: Config) -> Config:
     name = encoder_of(config)
     variant: list[Any] = [name.removeprefix("concat_")] if name.startswith("concat_") else []
     joined = replace(config.export, concat=variant, soup=name.startswith("soup_"))
-    return replace(config, num_stages=1, export=joined)
+    every = replace(config.eval, encoders=None)
+    return replace(config, num_stages=1, export=joined, eval=every)
 
 
 def judge(config: Config) -> dict[str, Any]:

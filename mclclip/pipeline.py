@@ -254,9 +254,7 @@ def _stage(config: Config, context: Context, stage: int, variant: str, force: Fo
     if stage or config.base is not None:
         train_stage(config, context, stage=stage, variant=variant, force=force)
     path = export.stage(config, context, stage=stage, variant=variant, force=force)
-    layout = Layout.of(config, variant)
-    name = layout.model_name(f"stage_{stage}")
-    evaluation.evaluate(config, context, {name: path}, path=layout.results)
+    _evaluate(config, context, variant, {f"stage_{stage}": path})
 
 
 def _join(config: Config, context: Context, variant: str, force: Force) -> None:
@@ -267,9 +265,20 @@ def _join(config: Config, context: Context, variant: str, force: Force) -> None:
     if not config.has_stages:
         return
     joined = export.join(config, context, variant=variant, force=force)
-    layout = Layout.of(config, variant)
-    named = {layout.model_name(name): path for name, path in joined.items()}
-    evaluation.evaluate(config, context, named, path=layout.results)
+    _evaluate(config, context, variant, joined)
+
+
+def _evaluate(config: Config, context: Context, variant: str, named: Mapping[str, Path]) -> None:
+    """Evaluates encoders of MCL or of a control, given by name, but for those that
+    ``eval.encoders`` leaves out. Stage 0 is what all are compared with."""
+    layout, wanted = Layout.of(config, variant), config.eval.encoders
+    chosen = {
+        layout.model_name(name): path
+        for name, path in named.items()
+        if wanted is None or name in ("stage_0", *wanted)
+    }
+    if chosen:
+        evaluation.evaluate(config, context, chosen, path=layout.results)
 
 
 # --- within a training --------------------------------------------------------------------------

@@ -248,21 +248,17 @@ class Race:
                 config = replace(config, train=replace(config.train, steps=each))
         except ValueError as error:
             raise ValueError(f"remedy {remedy.name!r}: {error}") from None
-        made = {f"stage_{number}" for number in range(1, config.num_stages + 1)}
-        made |= {f"concat_{kind}" for kind in config.export.concat}
-        made |= {"soup_uniform"} if config.export.soup else set()
-        if remedy.encoder is not None and remedy.encoder not in made:
+        if remedy.encoder is not None and remedy.encoder not in (made := config.encoders[1:]):
             raise ValueError(
                 f"remedy {remedy.name!r} is judged by {remedy.encoder}, which is not made: wanted "
-                f"one of {', '.join(sorted(made))} (export.soup and export.concat say which)"
+                f"one of {', '.join(made)} (export.soup and export.concat say which)"
             )
         return config
 
     def encoder(self, remedy: Remedy) -> str:
         """The name in results.jsonl of the encoder that stands for a remedy."""
         config = self.settings(remedy, self.all_seeds[0])
-        name = remedy.encoder or pilot.encoder_of(config)
-        return Layout.of(config, *config.controls).model_name(name)
+        return Layout.of(config, *config.controls).model_name(_judged_by(remedy, config))
 
     @cached_property
     def job(self) -> Config:
@@ -350,6 +346,9 @@ class Race:
         """Trains, exports and evaluates a remedy."""
         log.info("=== race, seed %d: %s", seed, remedy.name)
         config = self.settings(remedy, seed, steps)
+        same = [o for o in self.remedies if self._trainings(o) == self._trainings(remedy)]
+        judged = [*dict.fromkeys(_judged_by(one, config) for one in same)]
+        config = replace(config, eval=replace(config.eval, encoders=judged))
         with self._locked(config, context):
             collectives.on_main(lambda: self._share(config, seed))
             control = config.controls[0] if config.controls else None
@@ -447,6 +446,11 @@ class Race:
         finally:
             if context.is_main:
                 lock.__exit__(None, None, None)
+
+
+def _judged_by(remedy: Remedy, config: Config) -> str:
+    """The encoder that stands for a remedy, without the prefix of a control."""
+    return remedy.encoder or pilot.encoder_of(config)
 
 
 def _record(config: Config, context: Context) -> None:

@@ -27,14 +27,14 @@ from tests.unit.test_architecture import edges
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
     "files": 228,
-    "lines": 36_476,
-    "functions": 2_926,
-    "functions of two lines or fewer": 757,
+    "lines": 36_499,
+    "functions": 2_930,
+    "functions of two lines or fewer": 759,
     "classes": 342,
     "dataclasses": 169,
-    "options": 286,
+    "options": 287,
     "arrows between rooms": 301,
-    "lines of tests": 51_299,
+    "lines of tests": 51_309,
 }
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 SILENT |= {tokenize.ENCODING, tokenize.ENDMARKER}

@@ -98,6 +98,9 @@ class EvalConfig:
 
     suite: dict[str, BenchmarkConfig] = field(default_factory=dict)
     """Benchmarks by name."""
+    encoders: list[str] | None = None
+    """Encoders that a run measures beside stage_0, such as concat_raw, and those of the same names
+    of its controls (null: all that it makes). ``mclclip eval`` measures others later."""
     batch_size: PositiveInt = 256
     """Images or texts per forward."""
     precision: Literal["fp32", "bf16"] = "fp32"

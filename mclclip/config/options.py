@@ -105,6 +105,7 @@ class Config:
             )
         self._check_start()
         self._check_pooled()
+        self._check_encoders()
         if self.trunk_cache.enabled:
             self._check_trunk_cache()
         self._check_held()
@@ -201,6 +202,15 @@ class Config:
             if base and is_there:
                 raise ValueError(f"train.objective holds the model near stage 0, but {problem}")
 
+    def _check_encoders(self) -> None:
+        """Raises ValueError where an encoder is to be measured that is not made."""
+        absent = [name for name in self.eval.encoders or [] if name not in self.encoders]
+        if absent:
+            raise ValueError(
+                f"eval.encoders names {absent[0]!r}, which the run does not make: wanted some of "
+                f"{', '.join(self.encoders)}, without the prefix of a control"
+            )
+
     def _check_pooled(self) -> None:
         """Raises ValueError for a benchmark that the encoders made at the end cannot answer."""
         for name, benchmark in self.eval.suite.items():
@@ -228,6 +238,15 @@ class Config:
     def has_stages(self) -> bool:
         """Whether anything comes after stage 0: a clustering, a training, encoders to join."""
         return self.num_stages > 0
+
+    @property
+    def encoders(self) -> list[str]:
+        """The names of all encoders that a run makes, those of controls without their prefix."""
+        names = [f"stage_{stage}" for stage in range(self.num_stages + 1)]
+        if self.has_stages:
+            names += [f"concat_{kind}" for kind in self.export.concat]
+            names += ["soup_uniform"] if self.export.soup else []
+        return names
 
     @property
     def clusters(self) -> list[int]:

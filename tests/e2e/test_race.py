@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mclclip.eval import results
 from mclclip.run import artifacts
 from tests import tiny
 from tests.e2e.conftest import KillAfter, Shell
@@ -58,6 +59,9 @@ def test_all_remedies_share_one_base_and_see_as_many_samples(finished: Path) -> 
             manifest = artifacts.read_manifest(train.parent, "train")
             assert manifest.counts["samples_seen"] == 2 * 24
             assert manifest.config["seed"] == seed
+            measured = {row.model for row in results.read(run / "results.jsonl")}
+            prefix = "" if name == "mcl" else "control_ungrouped_"
+            assert measured == {"stage_0", f"{prefix}concat_stage_norm"}
     exports = [race / "base" / f"seed_{seed}" / "stage_0/export" for seed in (3, 4)]
     assert tiny.digests(exports[0]) != tiny.digests(exports[1])
 

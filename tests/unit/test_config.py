@@ -38,6 +38,14 @@ def mistake(path: Path | None, *overrides: str) -> str:
 # --- load, override, dump ----------------------------------------------------------------------
 
 
+def test_an_encoder_to_measure_is_one_that_is_made() -> None:
+    words = ["num_stages=2", "export.soup=false", "export.concat=[raw]"]
+    named = [*words, "eval.encoders=[stage_0,stage_2,concat_raw]"]
+    assert config.load("demo", named).eval.encoders == ["stage_0", "stage_2", "concat_raw"]
+    with pytest.raises(ValueError, match="eval.encoders names 'soup_uniform', which the run does "):
+        config.load("demo", [*words, "eval.encoders=[soup_uniform]"])
+
+
 def test_only_the_run_directory_is_required() -> None:
     assert load(None, ["run_dir=runs/a"]).run_dir == "runs/a"
     with pytest.raises(ValueError, match="option 'run_dir' is required: set run_dir=VALUE"):
