@@ -26,6 +26,12 @@ MODEL: dict[str, Any] = {
 }
 
 
+def of_few_ids(model: dict[str, Any]) -> dict[str, Any]:
+    """The same for texts that are drawn as ids below 400: the table of all ids is most of the
+    weights, which tests of ranks gather, pickle and compare."""
+    return model | {"text_cfg": model["text_cfg"] | {"vocab_size": 400}}
+
+
 def make_data(root: Path, num_samples: int = 192, seed: int = 0) -> Path:
     """Shards of 48 samples and two minimal pairs per attribute below ``root``."""
     make_dataset.run(

@@ -5,6 +5,7 @@ safetensors or `torch.load(weights_only=True)` alone, and `config_check` refuses
 could bring code.
 """
 
+import copy
 import functools
 import os
 import pickle
@@ -187,7 +188,8 @@ def tokenizer_of(text_cfg: Mapping[str, Any], directory: Path | None, vocabulary
     options = {"context_length": length} | (text_cfg.get("tokenizer_kwargs") or {})
     name = text_cfg.get("hf_tokenizer_name")
     if not name:
-        own = _made(functools.partial(SimpleTokenizer, **options))
+        make = _simple_tokenizer if options.keys() == {"context_length"} else SimpleTokenizer
+        own = copy.copy(_made(functools.partial(make, **options)))
         tokenizer.WordEncoder(own, options.get("clean", "lower"))
         return own
     options |= {"tokenizer_mode": text_cfg.get("tokenizer_mode"), "trust_remote_code": False}
@@ -201,6 +203,12 @@ def tokenizer_of(text_cfg: Mapping[str, Any], directory: Path | None, vocabulary
     with torch.device("cpu"):  # a plan makes models on "meta", where ids have no values
         proven([*tokenizer.PROBES])
     return proven
+
+
+@functools.lru_cache(maxsize=4)
+def _simple_tokenizer(context_length: int) -> Any:
+    """CLIP's own tokenizer, whose table takes longer to read than a small model to make."""
+    return SimpleTokenizer(context_length=context_length)
 
 
 def _hub_tokenizer(name: str, options: Mapping[str, Any]) -> Any:

@@ -22,6 +22,7 @@ Every mistake is a ValueError of one line.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import os
@@ -238,6 +239,11 @@ def _items(value: object) -> list[Any]:
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
 def _check_type(kind: Any, value: object, name: str, where: str) -> None:
     if isinstance(value, str | bool) and kind in (int, float):
         raise ValueError(f"{name} of {where} is {brief(value)}, wanted a number")
@@ -249,7 +255,7 @@ def _check_type(kind: Any, value: object, name: str, where: str) -> None:
             if numeric and isinstance(given, str | bool):
                 raise ValueError(f"{inner} in {where} is {brief(given)}, wanted a number")
     try:
-        TypeAdapter(kind).validate_python(value)
+        _adapter(kind).validate_python(value)
     except ValidationError as error:
         option, problem = first_problem(error)
         raise ValueError(f"{option or name} in {where}: {problem[:200]}") from None

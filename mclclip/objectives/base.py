@@ -8,11 +8,13 @@ new method is one module with two classes: ``Options(ObjectiveOptions)``, whose 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoints, entry_points
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import numpy as np
@@ -325,8 +327,13 @@ def kinds() -> list[str]:
     """Every kind that can be named: those of this folder and those of other packages."""
     here = importlib.import_module(__package__)
     own = [module.name for module in pkgutil.iter_modules(here.__path__)]
-    others = [point.name for point in entry_points(group=ENTRY_POINTS)]
-    return sorted({*own, *_ELSEWHERE, *others} - {*_PARTS})
+    return sorted({*own, *_ELSEWHERE, *_others(tuple(sys.path)).names} - {*_PARTS})
+
+
+@functools.cache
+def _others(path: tuple[str, ...]) -> EntryPoints:
+    """The kinds of other packages on ``sys.path``, all of whose metadata this reads."""
+    return entry_points(group=ENTRY_POINTS)
 
 
 def options_class(kind: str) -> type[ObjectiveOptions]:
@@ -334,7 +341,7 @@ def options_class(kind: str) -> type[ObjectiveOptions]:
     if kind not in kinds():
         near = ", ".join(nearest(kind, kinds()))
         raise ValueError(f"there is no objective {kind!r} (nearest: {near})")
-    if points := entry_points(group=ENTRY_POINTS, name=kind):
+    if points := _others(tuple(sys.path)).select(name=kind):
         loaded = next(iter(points)).load()
         options = getattr(loaded, "Options", loaded)
     else:
