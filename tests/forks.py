@@ -15,6 +15,7 @@ _PRELOADED = [
     "torch._dynamo",  # what the first optimizer imports
     "sklearn.metrics",
     "tests.e2e.conftest",
+    "tests.made_before",
 ]
 
 
