@@ -309,16 +309,21 @@ def fits(case: Case, engine: str, options: dict[str, Any]) -> bool:
     return carried and (case.cached or "micro_batch" not in options)
 
 
+COPIES = {"moco-v3-predictor", "simlap-momentum", "preserve-exact"}
+"""Cases of a kind whose first case has no copy of the model, or another one."""
+
+
 def cells(
     variants: list[tuple[int, str, dict[str, Any]]],
     others: tuple[int, str, dict[str, Any]] | None = None,
 ) -> list[Any]:
     """Every case under each of the variants. In ``make test`` is the first that fits of the first
-    case of each kind, and of the kind's other cases the variant ``others``."""
+    case of each kind and of those with copies, and of the kind's other cases ``others``."""
     found, kinds = [], set()
     for name, case in CASES.items():
         fitting = [v for v in variants if fits(case, *v[1:])]
-        quick = others if case.settings["kind"] in kinds else fitting[0] if fitting else None
+        first = case.settings["kind"] not in kinds or (others and name in COPIES)
+        quick = (fitting[0] if fitting else None) if first else others
         found += kept(
             [(name, *v) for v in fitting], *(n for n, v in enumerate(fitting) if v == quick)
         )
