@@ -192,6 +192,7 @@ def test_every_exit_code_has_a_row() -> None:
 
 def test_every_recipe_has_a_row() -> None:
     named = re.findall(r"`([^`]+)`", " ".join(column(RECIPES, "recipe")))
+    named.remove("paper_on_8_gpus/*.sh")
     assert sorted(named) == sorted(
         path.name for path in (ROOT / "launch" / "recipes").glob("*.[ys]*")
     )
