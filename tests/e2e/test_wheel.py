@@ -76,7 +76,7 @@ def needed() -> set[str]:
     found |= {f"mclclip/{name}" for name in shipped}
     report = tiny.ROOT / "mclclip" / "report"
     found |= {f"mclclip/report/{path.name}" for path in report.glob("*.html")}
-    for pattern in ("launch/*.sh", "launch/recipes/*", "slurm/*.sbatch"):
+    for pattern in ("launch/*.sh", "launch/recipes/*.*", "slurm/*.sbatch"):
         found |= {f"mclclip/{path.relative_to(tiny.ROOT)}" for path in tiny.ROOT.glob(pattern)}
     return found
 
