@@ -269,25 +269,31 @@ def _trust(found: Standings) -> str:
 
 
 def table(found: Standings, remedies: Sequence[Entrant]) -> str:
-    """The differences to the control and to the base, as text for a terminal."""
+    """A block of at most 80 columns per metric: the value of every remedy, and its differences to
+    the control and to the base, with a verdict where they are beyond chance."""
     blocks = []
-    for against, title in (("control", "against the ungrouped control"), ("base", "against base")):
-        body = []
-        for one in remedies:
-            cells = [found.of(one.name, metric, against) for metric in found.metrics]  # type: ignore[arg-type]
-            if any(cells):
-                body.append([one.name, *(_cell(c) for c in cells)])
-        heads = [results.wrapped(f"{clean(b)}, {clean(m)}", 24) for b, m in found.metrics]
-        text = tabulate(body, headers=[title, *heads], disable_numparse=True)
-        blocks.append(text)
+    for metric in found.metrics:
+        of_base = {c.row.model: c for c in found.whole["base"] if _metric(c) == metric}
+        body = [
+            (
+                *(results.wrapped(one.name, 20), of_base[one.name].texts()[0]),
+                *(_cell(found.of(one.name, metric, "control")), _cell(of_base[one.name])),
+            )
+            for one in remedies
+        ]
+        title = results.wrapped(clean(f"{metric[0]}, {results.short_name(metric[1])}"), 20)
+        unit = next(iter(of_base.values())).row.unit.name
+        heads = [title, unit, "against the control", "against the base"]
+        blocks.append(tabulate(body, headers=heads, disable_numparse=True))
     return "\n\n".join(blocks)
 
 
 def _cell(c: Comparison | None) -> str:
     if c is None:
-        return "-"
+        return "is the control"
     _, _, change, low, high = c.texts()
-    return f"{change} ({low} to {high})\n{c.verdict}"
+    verdict = "" if c.verdict == "inside the noise" else f"\n{c.verdict}"
+    return f"{change} ({low} to {high}){verdict}"
 
 
 def frame(found: Standings) -> DataFrame:

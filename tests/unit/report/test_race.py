@@ -105,9 +105,11 @@ def test_a_table_for_the_terminal(tmp_path: Path) -> None:
     made = entrants(tmp_path, {"base": 0.5, "ungrouped": 0.55, "good": 0.8}, 5)
     base, control, good = made.values()
     found = page.standings(base, control, [control, good], ["pairs"])
-    first, second = page.table(found, [control, good]).split("\n\n")
-    assert re.search(r"good +\+2\d\.\d \(\+\d", first) and "ungrouped control" in first
-    assert "ungrouped" in second and "better" in second
+    text = page.table(found, [control, good])
+    assert re.search(r"^pairs, average +% +against the control +against the base$", text, re.M)
+    assert re.search(r"^ungrouped +\d\d\.\d +is the control +[+-]\d", text, re.M)
+    assert re.search(r"^good +\d\d\.\d +\+2\d\.\d \(\+\d[^)]*\) +\+[23]\d\.\d \(\+", text, re.M)
+    assert "better" in text and max(map(len, text.splitlines())) <= 80
 
 
 def test_a_remedy_that_has_not_run_is_one_line(tmp_path: Path) -> None:
