@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tabulate import tabulate
+
 from mclclip import files
 from mclclip.opened_run import Run
 
@@ -32,6 +34,7 @@ RESULTS = ROOT / "tests" / "benchmarks" / "results"
 _TABLE = re.compile(r"(<!-- table (\S+) -->\n\n)(.*?)(\n\n<!-- end -->)", re.DOTALL)
 _KEPT = ("benchmark", "metric", "part", "model", "value", "against", "against_value", "difference",
          "ci_low", "ci_high", "p_corrected", "verdict")  # fmt: skip
+_MARKDOWN: dict[str, Any] = {"tablefmt": "github", "disable_numparse": True}
 
 Row = dict[str, Any]
 
@@ -75,11 +78,6 @@ def collect(name: str, given: Sequence[str]) -> None:
     files.write_bytes(path, f"[\n{lines}\n]\n".encode())
 
 
-def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rows = [header, ["---"] * len(header), *lines]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
 def _titles(metrics: Sequence[tuple[str, str]]) -> list[str]:
     """The titles of columns: metrics, with their benchmark where there are several."""
     several = len({benchmark for benchmark, _ in metrics}) > 1
@@ -98,7 +96,7 @@ def table_of_runs(rows: Sequence[Row]) -> str:
             spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
             cells.append(f"{statistics.mean(values):.1f}{spread}" if values else "")
         lines.append([arm, str(len({row["seed"] for row in own})), *cells])
-    return _table(["encoder", "seeds", *_titles(metrics)], lines)
+    return tabulate(lines, ["encoder", "seeds", *_titles(metrics)], **_MARKDOWN)
 
 
 def table_of_race(rows: Sequence[Row]) -> str:
@@ -123,7 +121,7 @@ def table_of_race(rows: Sequence[Row]) -> str:
                 cell += f", {bold}{moved}{bold}"
             cells.append(cell)
         lines.append([model, *cells])
-    return _table(["remedy", *_titles(metrics)], lines)
+    return tabulate(lines, ["remedy", *_titles(metrics)], **_MARKDOWN)
 
 
 def table(name: str) -> str:

@@ -147,7 +147,7 @@ def _race(args: argparse.Namespace) -> object:
 def _report(args: argparse.Namespace) -> object:
     from mclclip import report
 
-    folder = args.run_dir and args.run_dir.removeprefix("run_dir=")  # as other verbs name it
+    folder = args.run_dir and str(args.run_dir).removeprefix("run_dir=")  # as other verbs name it
     return report.run(folder, config=args.config, out=args.out)
 
 

@@ -307,7 +307,7 @@ def _add_compare(verbs: Any) -> None:
 
 def _add_report(verbs: Any) -> None:
     add = _add(verbs, "report").add_argument
-    add("run_dir", nargs="?", metavar="RUN_DIR", help="default: of --config")
+    add("run_dir", nargs="?", type=_existing, metavar="RUN_DIR", help="default: of --config")
     recorded = "YAML, or a shipped recipe's name (default: what the run recorded)"
     add("--config", metavar="FILE", help=recorded)
     add("--out", type=Path, metavar="FILE", help="default: report.html of the run")

@@ -34,7 +34,7 @@ CEILINGS = {
     "dataclasses": 169,
     "options": 287,
     "arrows between rooms": 301,
-    "lines of tests": 51_336,
+    "lines of tests": 51_339,
 }
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 SILENT |= {tokenize.ENCODING, tokenize.ENDMARKER}

@@ -144,6 +144,7 @@ def test_every_verb_is_in_the_help_with_an_example_that_is_parsed(verb: str) -> 
     [
         ("pack {}/a --out x", "SOURCE {}/a: there is no such file or folder"),
         ("compare {}/a", "RUN_DIR {}/a: there is no such file or folder"),
+        ("report run_dir={}/a", "RUN_DIR run_dir={}/a: there is no such file or folder"),
         ("soup uniform --model a={}/x --out y", "--model a={}/x: there is no such file or folder"),
         ("export --to hf --model {}/x --out y", "--model {}/x: there is no such file or folder"),
         ("eval --config ucm --model {}/x", "--model {}/x: there is no such file or folder"),
@@ -178,6 +179,12 @@ def test_names_that_are_no_paths_are_left_to_the_verb(tmp_path: Path) -> None:
     flags.check_paths(cli._parse(["pack", "a/train-*.parquet", "--out", "x"]))
     bare = ["finetune", "photos", "--base", "ViT-B-32@openai", "--out", "x"]
     flags.check_paths(cli._parse([*bare, "--dry-run", "--samples", "9"]))
+
+
+def test_report_takes_a_run_directory_as_other_verbs_name_it(main: Any, tmp_path: Path) -> None:
+    for word in (str(tmp_path), f"run_dir={tmp_path}"):
+        refused = main("report", word)
+        assert refused.code == 2 and str(tmp_path) in refused.err and "run_dir=" not in refused.err
 
 
 def test_explain_prints_one_option(main: Any) -> None:
