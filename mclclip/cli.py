@@ -109,16 +109,11 @@ def _soup(args: argparse.Namespace) -> object:
 def _demo(args: argparse.Namespace) -> object:
     from mclclip import demo
 
-    # argparse gives --seeds every word that follows it, overrides too.
-    seeds = [word for word in args.seeds if "=" not in word]
-    overrides = [word for word in args.seeds if "=" in word] + args.overrides
-    if not all(seed.isdigit() for seed in seeds):
-        raise ValueError(f"--seeds got {' '.join(seeds)}: wanted numbers from 0 on")
     return demo.run(
         Path(args.out or ("runs/demo_short" if args.short else "runs/demo")),
-        seeds=[int(seed) for seed in seeds],
+        seeds=args.seeds,
         regimes=demo.REGIMES if args.text == "all" else (args.text,),
-        overrides=overrides,
+        overrides=args.overrides,
         short=args.short,
     )
 
@@ -126,21 +121,8 @@ def _demo(args: argparse.Namespace) -> object:
 def _race(args: argparse.Namespace) -> object:
     from mclclip import race
 
-    # argparse gives --remedies and --seeds every word that follows them, overrides too.
-    every = [*args.remedies, *args.seeds]
-    overrides = [word for word in every if "=" in word] + args.overrides
-    remedies = [word for word in args.remedies if "=" not in word]
-    seeds = [word for word in args.seeds if "=" not in word]
-    if not all(seed.isdigit() for seed in seeds):
-        raise ValueError(f"--seeds got {' '.join(seeds)}: wanted numbers from 0 on")
-    if args.config is None or not remedies:
-        raise ValueError(
-            "wanted a base configuration and remedies, such as 'mclclip race --config ucm "
-            "--remedies mcl ifm'"
-        )
-    own = race.Race(
-        args.config, remedies, [*map(int, seeds)], args.only, overrides, force=args.force
-    )
+    chosen, overrides, force = args.remedies, args.overrides, args.force
+    own = race.Race(args.config, chosen, args.seeds, args.only, overrides, force=force)
     return process.run(own.job, "race", own.run)
 
 
@@ -241,6 +223,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {wrong} ({see}{how})")
     if more:
         args.overrides += more
+    for name in {"remedies", "seeds"} & {*vars(args)}:  # which take every word that follows them
+        words = getattr(args, name)
+        args.overrides += [word for word in words if "=" in word]
+        setattr(args, name, [word for word in words if "=" not in word])
+    if seeds := getattr(args, "seeds", []):
+        if not all(seed.isdigit() for seed in seeds):
+            raise ValueError(f"--seeds got {' '.join(seeds)}: wanted numbers from 0 on")
+        args.seeds = [*map(int, seeds)]
     if args.verb == "export":
         given = [name for name in _CONVERSION if getattr(args, name) is not None]
         if given and not {"to", "model", "out"} <= {*given}:
@@ -263,6 +253,15 @@ def _call(args: argparse.Namespace) -> int:
         from mclclip import shipped
 
         shipped.find_recipe(given)
+    if args.verb == "race":
+        from mclclip import remedies
+
+        if given is None or not args.remedies:
+            raise ValueError(
+                "wanted a base configuration and remedies, such as 'mclclip race --config ucm "
+                "--remedies mcl ifm'"
+            )
+        args.remedies = remedies.named(args.remedies)
     from mclclip.run import runlog
 
     runlog.setup(int(os.environ.get("RANK", "0")), "DEBUG" if args.verbose else "INFO")

@@ -27,14 +27,14 @@ from tests.unit.test_architecture import edges
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
     "files": 228,
-    "lines": 36_517,
-    "functions": 2_933,
-    "functions of two lines or fewer": 762,
+    "lines": 36_511,
+    "functions": 2_932,
+    "functions of two lines or fewer": 761,
     "classes": 342,
     "dataclasses": 169,
     "options": 287,
-    "arrows between rooms": 301,
-    "lines of tests": 51_339,
+    "arrows between rooms": 303,
+    "lines of tests": 51_345,
 }
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 SILENT |= {tokenize.ENCODING, tokenize.ENDMARKER}

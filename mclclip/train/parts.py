@@ -13,12 +13,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip.checkpoint import Checkpoints
 from mclclip.config import Config, TrainConfig, to_tree
-from mclclip.data.base_features import BaseFeatures
 from mclclip.data.batches import Batch, Loader, TrainingBatches
 from mclclip.data.decode import Pixels, jpeg_library
-from mclclip.data.edited_captions import EditedCaptions
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.equality import EqualityDigests, report_equal
+from mclclip.data.extras import BaseFeatures, EditedCaptions
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.labels import AttributeClasses, ClassLabels, outside_of_share
 from mclclip.data.locations import Resharded

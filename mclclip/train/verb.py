@@ -18,8 +18,8 @@ from mclclip.checkpoint import path_of
 from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data import trunk_rows
 from mclclip.data.coverage import check_coverage, coverage_report
-from mclclip.data.edited_captions import survey
 from mclclip.data.epoch_plan import check_ranks, total_steps
+from mclclip.data.extras import survey
 from mclclip.data.groups import GroupSizes, LabelBlocks, StageGroups
 from mclclip.data.index_tables import check_shards
 from mclclip.data.labels import permute_labels, read_pseudo_labels

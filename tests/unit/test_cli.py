@@ -155,9 +155,12 @@ def test_every_verb_is_in_the_help_with_an_example_that_is_parsed(verb: str) -> 
         ("finetune . --base {}/a --out x", "--base {}/a: there is no such file or folder"),
         ("doctor --data {}/x.yaml", "no configuration file at {}/x.yaml: give a YAML"),
         ("config --config ucn", "the name of a shipped recipe (nearest: ucm, "),
+        ("race --config ucm --remedies imf", "no remedy 'imf' (nearest: ifm, "),
+        ("race --config ucm --remedies {}/a.sweep", "--remedies {}/a.sweep: there is no such file"),
+        ("race --config ucm --remedies mcl d.e=f --seeds 1 x g.h=i", "--seeds got 1 x: wanted"),
     ],
 )
-def test_wrong_paths_are_refused_before_torch_is_loaded(
+def test_wrong_paths_and_names_are_refused_before_torch_is_loaded(
     words: str, line: str, tmp_path: Path
 ) -> None:
     code = (

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mclclip import race
+from mclclip import files, race
 from mclclip.caption_rules import HardCaptions
 from mclclip.race import Race
 from mclclip.ranks.process_group import SINGLE
+from mclclip.remedies import REMEDIES, named, read_remedies
 from tests import damage, tiny
 
-KNOWN = race.read_remedies(race.REMEDIES, "here")
+KNOWN = read_remedies(REMEDIES, "here")
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_shipped_remedy_is_a_run_of_the_demo_at_equal_cost() -> None:
-    own = Race("demo", [*KNOWN], [3])
+    own = Race("demo", named([*KNOWN]), [3])
     assert [one.name for one in own.remedies] == [*KNOWN]
     for remedy in own.remedies:
         assert remedy.about, f"{remedy.name} does not say what it is"
@@ -46,7 +47,7 @@ def test_every_shipped_remedy_is_a_run_of_the_demo_at_equal_cost() -> None:
 
 
 def test_remedies_with_the_same_overrides_share_their_trainings() -> None:
-    own = Race("demo", ["wise", "ifm"])
+    own = Race("demo", named(["wise", "ifm"]))
     assert [one.name for one in own.remedies] == ["ungrouped", "wise", "ifm"]
     assert [one.name for one in own.trained] == ["ungrouped", "ifm"]
     control, wise, ifm = own.remedies
@@ -56,7 +57,7 @@ def test_remedies_with_the_same_overrides_share_their_trainings() -> None:
 
 
 def test_the_method_runs_first_and_the_control_is_always_there() -> None:
-    assert [one.name for one in race.named(["ifm", "mcl"])] == ["mcl", "ungrouped", "ifm"]
+    assert [one.name for one in named(["ifm", "mcl"])] == ["mcl", "ungrouped", "ifm"]
 
 
 def test_a_sweep_file_has_remedies_of_ones_own(tmp_path: Path) -> None:
@@ -65,12 +66,12 @@ def test_a_sweep_file_has_remedies_of_ones_own(tmp_path: Path) -> None:
         "# mine\nifm_in_groups train.objective.kind=ifm # in groups\n"
         "\nlow controls=[ungrouped] train.lr=1e-5 encoder=stage_1\n"
     )
-    found = {one.name: one for one in race.named([str(file), "hcl"])}
+    found = {one.name: one for one in named([str(file), "hcl"])}
     assert [*found] == ["ungrouped", "ifm_in_groups", "low", "hcl"]
     assert found["ifm_in_groups"].overrides == ("train.objective.kind=ifm",)
     assert found["ifm_in_groups"].about == "in groups"
     assert found["low"].encoder == "stage_1"
-    own = Race("demo", [str(file)])
+    own = Race("demo", named([str(file)]))
     assert own.settings(found["low"], 0).train.lr == 1e-5
 
 
@@ -78,7 +79,7 @@ def test_the_control_is_not_redefined(tmp_path: Path) -> None:
     file = tmp_path / "mine.sweep"
     file.write_text("ungrouped controls=[ungrouped] train.lr=1e-5\n")
     with pytest.raises(ValueError, match="a remedy is named 'ungrouped', which others are"):
-        race.named([str(file)])
+        named([str(file)])
 
 
 @pytest.mark.parametrize(
@@ -96,20 +97,20 @@ def test_the_control_is_not_redefined(tmp_path: Path) -> None:
 )
 def test_a_line_that_is_no_remedy(line: str, words: str) -> None:
     with pytest.raises(ValueError, match="^x.sweep") as error:
-        race.read_remedies(line, "x.sweep")
+        read_remedies(line, "x.sweep")
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
 def test_unknown_remedies_name_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"no remedy 'imf' \(nearest: ifm"):
-        race.named(["mcl", "imf"])
+        named(["mcl", "imf"])
     with pytest.raises(FileNotFoundError, match="mine.sweep: there is no such file"):
-        race.named(["mine.sweep"])
+        named(["mine.sweep"])
 
 
 def refused(recipe: Path, *words: str, remedies: tuple[str, ...] = ("mcl",), **more: object) -> str:
     with pytest.raises(ValueError) as error:
-        Race(str(recipe), remedies, overrides=words, **more).check(SINGLE)  # type: ignore[arg-type]
+        Race(str(recipe), named(remedies), overrides=words, **more).check(SINGLE)  # type: ignore[arg-type]
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -149,7 +150,7 @@ def test_steps_that_cannot_be_divided_are_refused(recipe: Path, tmp_path: Path) 
 
 def test_one_remedy_alone_by_name_or_number(recipe: Path) -> None:
     def job(only: str) -> str:
-        own = Race(str(recipe), ["mcl", "ifm", "wise"], only=only)
+        own = Race(str(recipe), named(["mcl", "ifm", "wise"]), only=only)
         return Path(own.job.run_dir).name
 
     assert [job(only) for only in ("ifm", "1", "3", "base")] == ["ifm", "mcl", "ifm", "base"]
@@ -161,11 +162,11 @@ def test_one_remedy_alone_by_name_or_number(recipe: Path) -> None:
 
 
 def test_a_base_that_differs_from_that_of_the_runs_is_refused(recipe: Path, tmp_path: Path) -> None:
-    own = Race(str(recipe), ["mcl"], overrides=[f"run_dir={tmp_path / 'race'}"])
-    race.files.write_json(own.record_path, own.record)
+    own = Race(str(recipe), named(["mcl"]), overrides=[f"run_dir={tmp_path / 'race'}"])
+    files.write_json(own.record_path, own.record)
 
     def again(*words: str) -> Race:
-        return Race(str(recipe), ["mcl"], overrides=[f"run_dir={tmp_path / 'race'}", *words])
+        return Race(str(recipe), named(["mcl"]), overrides=[f"run_dir={tmp_path / 'race'}", *words])
 
     again("data.num_workers=2", "train.checkpoint.every=5", "seed=3", "num_threads=2").check(SINGLE)
     with pytest.raises(ValueError, match=r"another base configuration: train.lr was 0.001, now"):

@@ -13,7 +13,7 @@ import torch
 
 from mclclip import cluster, embed, export, index
 from mclclip.config import Config
-from mclclip.data.base_features import BaseFeatures
+from mclclip.data.extras import BaseFeatures
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import RawSample
 from mclclip.engines.engine import Engine

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mclclip.caption_rules import HardCaptions, all_edits
-from mclclip.data.edited_captions import EditedCaptions, survey
+from mclclip.data.extras import EditedCaptions, survey
 from mclclip.data.options import DataConfig
 from mclclip.data.samples import RawSample, Sample, TarDataset
 from mclclip.data.shard_writer import PackedSample, write_shards
