@@ -33,7 +33,7 @@ from mclclip.models.loading import refuse_without_weights
 from mclclip.options import first_problem
 from mclclip.ranks.collectives import on_main, together
 from mclclip.ranks.process_group import SINGLE, Context, pick_device
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Layout
 
 log = logging.getLogger("mclclip")
 

@@ -27,8 +27,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.files import digest_array, records_of
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
-from mclclip.run.artifacts import Artifact, Force, Manifest
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Artifact, Force, Layout, Manifest
 
 log = logging.getLogger("mclclip")
 

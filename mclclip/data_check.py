@@ -32,8 +32,7 @@ from mclclip.data.shard_scan import REASONS, Findings
 from mclclip.doctor import Finding, finding
 from mclclip.models.loading import model_config, model_tokenizer
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import is_finished, read_manifest
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Layout, is_finished, read_manifest
 
 SHARDS = 4
 """Shards of all sources together that are looked at where there is no index; one of each at least.

@@ -25,7 +25,7 @@ from mclclip.models import weights
 from mclclip.models.loading import load_towers
 from mclclip.ranks import process_group
 from mclclip.ranks.process_group import Context
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Layout
 from mclclip.run.lock import RunLock
 
 log = logging.getLogger("mclclip")

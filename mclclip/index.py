@@ -60,12 +60,12 @@ from mclclip.run.artifacts import (
     MANIFEST,
     Artifact,
     Force,
+    Layout,
     Manifest,
     damage_of,
     is_finished,
     read_manifest,
 )
-from mclclip.run.layout import Layout
 from mclclip.run.runlog import progress
 
 log = logging.getLogger("mclclip")

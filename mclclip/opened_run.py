@@ -35,8 +35,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.eval import results
 from mclclip.eval.results import Result
 from mclclip.run import artifacts
-from mclclip.run.artifacts import Manifest
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Layout, Manifest
 
 if TYPE_CHECKING:
     import torch

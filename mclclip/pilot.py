@@ -31,7 +31,7 @@ from mclclip.eval.outcomes import Outcomes
 from mclclip.files import clean, digest_json, parse_json, read_json, write_json
 from mclclip.opened_run import Run
 from mclclip.plan import steps
-from mclclip.run.layout import PILOTS, Layout
+from mclclip.run.artifacts import PILOTS, Layout
 
 log = logging.getLogger("mclclip")
 

@@ -11,7 +11,7 @@ Finished artifacts are skipped, so the same command resumes a run that was kille
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,8 +37,7 @@ from mclclip.models.memory import load_shapes
 from mclclip.models.options import ModelConfig
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
-from mclclip.run.artifacts import Force, is_finished
-from mclclip.run.layout import PILOTS, Layout
+from mclclip.run.artifacts import PILOTS, Force, Layout, is_finished
 from mclclip.train import parts
 from mclclip.train import verb as train
 
@@ -71,15 +70,17 @@ def run(config: Config, context: Context, *, force: bool = False, only: str | No
     return run_dir
 
 
-def prepare(config: Config, context: Context, *, text: bool = False, force: bool = False) -> None:
+def prepare(
+    config: Config, context: Context, *, readers: Sequence[Config] = (), force: bool = False
+) -> None:
     """Makes what every training of stage 1 starts from: the index, stage 0, its figures and its
-    embeddings (of captions too with ``text``, or where the configuration reads them), clusters and
-    pseudo labels. Options are checked as by ``run``."""
+    embeddings (of texts too where the configuration or a ``reader`` of stage 0 reads them),
+    clusters and pseudo labels. Options are checked as by ``run``."""
     remake: Force = "unfit" if force else False
     collectives.on_main(lambda: check(config, context))
     _check_data(config, index.run(config, context, force=remake))
     _stage(config, context, 0, "mcl", remake)
-    embed.run(config, context, stage=0, text=text or None, force=remake)
+    embed.run(config, context, stage=0, readers=readers, force=remake)
     cluster.run(config, context, stage=0, force=remake)
 
 

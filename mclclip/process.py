@@ -112,7 +112,7 @@ def run(config: Config, verb: str, work: Callable[[Context], object]) -> int:
     """Runs a verb on a run directory: joins the ranks, takes the lock, records how it ends."""
     from mclclip import files
     from mclclip.ranks import collectives, process_group
-    from mclclip.run.layout import Layout
+    from mclclip.run.artifacts import Layout
     from mclclip.run.lock import RunLock, write_state
 
     def take_lock() -> None:

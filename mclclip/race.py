@@ -41,7 +41,7 @@ from mclclip.report import race as page
 from mclclip.report import story
 from mclclip.report.race import Entrant
 from mclclip.run import artifacts
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Layout
 from mclclip.run.lock import RunLock
 from mclclip.train.verb import RECORDS
 
@@ -221,10 +221,10 @@ class Race:
         for seed in self.all_seeds:
             shared = self.base_of(seed)
             with self._locked(shared, context):
-                text = any(self.settings(o, seed).needs_text_embeddings for o in self.trained)
+                readers = [self.settings(remedy, seed) for remedy in self.trained]
                 log.info("=== race, seed %d: base", seed)
                 _record(shared, context)
-                pipeline.prepare(shared, context, text=text, force=self.force)
+                pipeline.prepare(shared, context, readers=readers, force=self.force)
             steps = collectives.on_main(partial(_steps_of, shared))
             for remedy in self.trained:
                 if self.only is None or remedy.name == self._only:

@@ -56,8 +56,7 @@ from mclclip.ranks import collectives
 from mclclip.ranks.parent_death import map_in_pool
 from mclclip.ranks.process_group import Context
 from mclclip.run import runlog
-from mclclip.run.artifacts import Artifact, Force, is_finished, refuse_foreign
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Artifact, Force, Layout, is_finished, refuse_foreign
 
 log = logging.getLogger("mclclip")
 

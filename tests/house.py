@@ -27,14 +27,14 @@ from tests.unit.test_architecture import edges
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
     "files": 228,
-    "lines": 36_511,
-    "functions": 2_932,
-    "functions of two lines or fewer": 761,
+    "lines": 36_570,
+    "functions": 2_936,
+    "functions of two lines or fewer": 764,
     "classes": 342,
     "dataclasses": 169,
     "options": 287,
-    "arrows between rooms": 303,
-    "lines of tests": 51_345,
+    "arrows between rooms": 306,
+    "lines of tests": 51_366,
 }
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 SILENT |= {tokenize.ENCODING, tokenize.ENDMARKER}

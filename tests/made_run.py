@@ -25,8 +25,7 @@ from mclclip.eval import results
 from mclclip.eval.outcomes import Outcomes
 from mclclip.files import record_of
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import Artifact
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Artifact, Layout
 
 SCRIPT = "<script>alert(1)</script>"
 CONTROL = "\x1b[2J\u202e"

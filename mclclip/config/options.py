@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeInt, PositiveFloat, PositiveInt
 
+from mclclip.caption_rules import HardCaptions
 from mclclip.clustering.options import ClusterConfig
 from mclclip.data.decode import Pixels
 from mclclip.data.options import DataConfig, EmbedConfig, ReshardConfig, TrunkCacheConfig
@@ -96,12 +97,6 @@ class Config:
             raise ValueError(
                 f"controls={other} do not apply to train.objective.kind={objective.kind}, which "
                 f"has {', '.join(objective.controls) or 'none'}: leave them out"
-            )
-        if objective.reads.edits and self.has_stages and self.train.reads_text_embeddings:
-            raise ValueError(
-                "train.objective.hard_captions are texts that have no embeddings on disk, and with "
-                "train.lock.text=false captions come from there: set train.cached_text=false, "
-                "which runs the frozen text tower in every step, or train.lock.text=true"
             )
         self._check_start()
         self._check_pooled()
@@ -285,6 +280,13 @@ class Config:
         """Whether ``embed`` writes embeddings of the captions at stage 0."""
         base = self.train.objective.reads.base if self.has_stages else ()
         return self.cluster.feature == "mean" or self.train.reads_text_embeddings or "texts" in base
+
+    @property
+    def stored_edits(self) -> HardCaptions | None:
+        """Edited captions whose embeddings ``embed`` writes at stage 0; None: none are stored."""
+        stores = self.has_stages and self.train.reads_text_embeddings
+        edits: HardCaptions | None = self.train.objective.reads.edits if stores else None
+        return edits
 
     @property
     def shares_text_tower(self) -> bool:

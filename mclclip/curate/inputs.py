@@ -27,8 +27,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.opened_run import Run
 from mclclip.options import named_path
 from mclclip.run import runlog
-from mclclip.run.artifacts import Manifest, is_finished, read_manifest
-from mclclip.run.layout import Layout, folders_above
+from mclclip.run.artifacts import Layout, Manifest, folders_above, is_finished, read_manifest
 from mclclip.search import Floats, Rows, cosines
 
 

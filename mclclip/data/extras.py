@@ -25,8 +25,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import RawSample, TarDataset, TextFeatures, Tokenizer, tokenized
 from mclclip.data.shard_scan import caption_fields, parse_captions
 from mclclip.files import clean
-from mclclip.run.artifacts import read_manifest
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Layout, read_manifest
 
 log = logging.getLogger("mclclip")
 SURVEYED = 512
@@ -34,23 +33,34 @@ SURVEYED = 512
 
 
 class BaseFeatures:
-    """An `Extra`: ``base_image_features`` of a sample and ``base_text_features`` of the caption
-    that was drawn, float32 [D], unit length.
+    """An `Extra`: ``base_image_features`` of a sample, ``base_text_features`` of the caption that
+    was drawn, float32 [D], and ``edited_features`` of its edits, [h, D] (`embed`), unit length.
 
-    ``read`` names them, ``images`` and ``texts``; other names add nothing. Images were embedded
-    from the centre crop. Raises FileNotFoundError, which names the verb, where they are missing.
+    ``read`` names the first two, ``images`` and ``texts``; other names add nothing. ``edits``: the
+    options of the edits, h of each caption, of which zeros are absent; None: none are read. Images
+    were embedded from the centre crop. Raises FileNotFoundError, which names the verb, where they
+    are missing.
     """
 
     reads_text = False
 
-    def __init__(self, layout: Layout, index: SampleIndex, read: Collection[str]) -> None:
-        self._images = self._texts = None
+    def __init__(
+        self,
+        layout: Layout,
+        index: SampleIndex,
+        read: Collection[str],
+        edits: HardCaptions | None = None,
+    ) -> None:
+        self._images = self._texts = self._edits = None
         if "images" in read:
             directory = layout.embeddings(0)
             manifest = read_manifest(directory, "embeddings")
             self._images = RowStore.of_samples("stage 0", directory, manifest, index)
         if "texts" in read:
             self._texts = TextFeatures(layout.text_embeddings, index)
+        if edits is not None:
+            self._edits = TextFeatures(layout.edited_texts(edits.drawn_by), index)
+            self._per_caption = edits.per_caption
 
     def __call__(
         self, raw: RawSample, captions: Sequence[str], caption_number: int, key: int
@@ -62,7 +72,10 @@ class BaseFeatures:
             found["base_image_features"] = torch.from_numpy(row.astype(np.float32))
         if self._texts is not None:
             found["base_text_features"] = self._texts.get(raw.sample_id, caption_number)
-        return {name: functional.normalize(row, dim=0) for name, row in found.items()}
+        if self._edits is not None:
+            rows = self._edits.get(raw.sample_id, caption_number)
+            found["edited_features"] = rows.reshape(self._per_caption, -1)
+        return {name: functional.normalize(row, dim=-1) for name, row in found.items()}
 
 
 @dataclass

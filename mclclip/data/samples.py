@@ -39,7 +39,7 @@ from mclclip.data.shard_scan import parse_captions
 from mclclip.data.trunk_rows import TrunkRows
 from mclclip.files import Checked, clean
 from mclclip.ranks import collectives, data_wait
-from mclclip.run.artifacts import MANIFEST, Manifest, read_manifest
+from mclclip.run.artifacts import is_finished, read_manifest
 
 Integers = npt.NDArray[np.int64]
 Transform = Callable[[Any], Tensor]
@@ -47,6 +47,7 @@ Transform = Callable[[Any], Tensor]
 Tokenizer = Callable[[list[str]], Tensor]
 log = logging.getLogger("mclclip")
 _AT_ONCE = 4096  # captions that are asked for together
+_OPEN_FILES = 64  # of text embeddings, in one process
 _MOST_VISIBLE = 4096  # characters, in a context of up to 128 tokens
 _LONGEST_TOKEN = 32  # characters, in CLIP's vocabulary
 _MOST = 100_000  # characters with spaces, of which tokenizers make one
@@ -190,13 +191,18 @@ class TarDataset(Dataset["Sample | BadSample"]):
         self.reader.start_prefetch(self._wanted(self.locations.of(ids)))
 
     def captions_of(self, sample_ids: Sequence[int]) -> list[list[str]]:
-        """All captions of each sample, read from its shard; none for one without captions.
+        """All captions of each sample, as ``texts_of``."""
+        return [captions for _, captions in self.texts_of(sample_ids)]
+
+    def texts_of(self, sample_ids: Sequence[int]) -> list[tuple[bytes, list[str]]]:
+        """The .txt or .json member of each sample and all captions in it, read from its shard;
+        nothing for one without captions.
 
         Raises IndexError for a sample_id outside the index, and RuntimeError where a shard does not
         hold what was indexed.
         """
         ids = [i for i in self._checked(sample_ids) if self.index.num_captions[i]]
-        found: dict[int, list[str]] = {}
+        found: dict[int, tuple[bytes, list[str]]] = {}
         for start in range(0, len(ids), _AT_ONCE):
             some = ids[start : start + _AT_ONCE]
             members = [ranges.text for ranges in self.locations.of_index(np.array(some, np.int64))]
@@ -213,8 +219,8 @@ class TarDataset(Dataset["Sample | BadSample"]):
                         f"{clean(shard)} has changed, put the old one back or run 'mclclip index "
                         "--force'"
                     )
-                found[sample_id] = captions
-        return [found.get(sample_id, []) for sample_id in sample_ids]
+                found[sample_id] = data, captions
+        return [found.get(sample_id, (b"", [])) for sample_id in sample_ids]
 
     def decoded(
         self,
@@ -429,27 +435,22 @@ class TextFeatures:
     ``directory`` holds one array per shard of the index, named by the shard's number: ``00007.npy``
     [captions in the shard, D] float16 or float32, rows in index order, all captions of a sample
     after each other (row = ``caption_start[sample_id] + caption_number``, counted from the shard's
-    first caption). Arrays are memory-mapped when first needed, at most ``max_open_files`` at once.
+    first caption). Arrays are memory-mapped when first needed, at most ``_OPEN_FILES`` at once.
     The blocks of a file that hold a row are compared with the artifact's records before the row is
     given out, each once in a process.
     """
 
-    def __init__(
-        self, directory: str | os.PathLike[str], index: SampleIndex, max_open_files: int = 64
-    ) -> None:
+    def __init__(self, directory: str | os.PathLike[str], index: SampleIndex) -> None:
         self._directory = Path(directory)
         self._index = index
-        self._max_open_files = max_open_files
-        self._arrays: OrderedDict[int, npt.NDArray[np.floating]] = OrderedDict()
+        self._arrays: OrderedDict[int, np.memmap[Any, Any]] = OrderedDict()
         self._checked: dict[int, Checked] = {}
-        self._data_offsets: dict[int, int] = {}
         if not self._directory.is_dir():
             raise FileNotFoundError(
                 f"no text embeddings at {self._directory}: run 'mclclip embed --text' first"
             )
-        self._manifest: Manifest | None = None
-        if (self._directory / MANIFEST).exists():
-            self._manifest = read_manifest(self._directory, "text_embeddings")
+        finished = is_finished(self._directory)
+        self._manifest = read_manifest(self._directory, "text_embeddings") if finished else None
 
     def get(self, sample_id: int, caption_number: int) -> Tensor:
         """The text embedding, float32 [D].
@@ -457,26 +458,24 @@ class TextFeatures:
         Raises IndexError for a caption that the sample does not have, FileNotFoundError for a shard
         without text embeddings, ValueError for an array that does not fit the index.
         """
-        num_captions = int(self._index.num_captions[sample_id])
-        if not 0 <= caption_number < num_captions:
+        if not 0 <= caption_number < (num := int(self._index.num_captions[sample_id])):
             raise IndexError(
-                f"caption {caption_number} of sample {sample_id} was asked for, it has "
-                f"{num_captions}"
+                f"caption {caption_number} of sample {sample_id} was asked for, it has {num}"
             )
         shard = int(self._index.shard_of[sample_id])
         # Not by the index's caption_start, which would take an array [N + 1] in every worker.
         before = self._index.num_captions[self._index.shards[shard].start : sample_id]
         row = int(before.sum()) + caption_number
         array = self._array(shard)
-        first = self._data_offsets[shard] + row * (size := array.dtype.itemsize * array.shape[1])
+        first = int(array.offset) + row * (size := array.dtype.itemsize * array.shape[1])
         self._checked[shard].check(first, first + size)
         return torch.from_numpy(array[row].astype(np.float32))
 
-    def _array(self, shard: int) -> npt.NDArray[np.floating]:
+    def _array(self, shard: int) -> np.memmap[Any, Any]:
         if shard in self._arrays:
             self._arrays.move_to_end(shard)
             return self._arrays[shard]
-        while len(self._arrays) >= max(self._max_open_files, 1):
+        while len(self._arrays) >= _OPEN_FILES:
             self._arrays.popitem(last=False)
         path = rows_path(self._directory, shard)
         if shard not in self._checked:
@@ -484,7 +483,7 @@ class TextFeatures:
             again = "run 'mclclip embed --text --force' to make it again"
             self._checked[shard] = Checked(path, record, again)
             self._checked[shard].check(0, 1)  # the header
-        array: npt.NDArray[np.floating] = open_npy(path, "embed --text")
+        array = open_npy(path, "embed --text")
         here = self._index.shards[shard]
         wanted = int(self._index.num_captions[here.start : here.stop].sum())
         if array.ndim != 2 or len(array) != wanted or array.dtype not in (np.float16, np.float32):
@@ -492,7 +491,7 @@ class TextFeatures:
                 f"{path} holds {array.dtype} {list(array.shape)}, the index wants float16 or "
                 f"float32 [{wanted}, D]: run 'mclclip embed --text --force' after 'mclclip index'"
             )
-        self._arrays[shard], self._data_offsets[shard] = array, int(getattr(array, "offset", 0))
+        self._arrays[shard] = array
         return array
 
     def __getstate__(self) -> dict[str, Any]:

@@ -26,8 +26,7 @@ from mclclip.data.sample_index import KIND, SampleIndex
 from mclclip.data.sample_weights import SampleWeights
 from mclclip.data.shard_reader import ShardReader
 from mclclip.files import digest_keys
-from mclclip.run.artifacts import is_finished, read_manifest
-from mclclip.run.layout import HasRunDir, Layout, folders_above
+from mclclip.run.artifacts import HasRunDir, Layout, folders_above, is_finished, read_manifest
 
 log = logging.getLogger("mclclip")
 

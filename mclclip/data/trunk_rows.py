@@ -26,8 +26,7 @@ from mclclip.data.remote import StoredFile
 from mclclip.data.row_store import rows_path
 from mclclip.data.sample_index import SampleIndex
 from mclclip.ranks import collectives
-from mclclip.run.artifacts import Artifact, Manifest
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Artifact, Layout, Manifest
 
 Integers = npt.NDArray[np.int64]
 KIND, CHECKSUMS = "trunk_cache", "checksums.npy"

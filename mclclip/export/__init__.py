@@ -34,8 +34,7 @@ from mclclip.models.stage_weights import StageWeights
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import artifacts
-from mclclip.run.artifacts import Artifact, Force
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Artifact, Force, Layout
 from mclclip.run.measures import not_finite
 from mclclip.train.loop import MODEL
 

@@ -34,8 +34,7 @@ from mclclip.export.targets import Source
 from mclclip.models.clip import is_without_weights
 from mclclip.models.weights import one_line, quiet
 from mclclip.run import artifacts
-from mclclip.run.artifacts import Manifest
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Layout, Manifest
 
 log = logging.getLogger("mclclip")
 

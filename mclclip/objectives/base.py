@@ -61,7 +61,8 @@ class Reads:
                   embeddings of ``images`` and of ``texts``, which come as the batch's extras
                   ``base_image_features`` and ``base_text_features``, or the ``model`` itself
     edits         captions that are wrong for their picture, as these options say; they come as the
-                  batch's extras ``edited_text`` and ``has_edit`` (``data.extras``)
+                  batch's extras ``edited_text`` and ``has_edit``, or where texts are stored as
+                  ``edited_features`` (``data.extras``)
     """
 
     captions: bool = False

@@ -141,10 +141,11 @@ class InfoNCE(Contrast):
         """The features of the edited captions, ``edited_features_0`` and so on [b, D]."""
         if self.hard_captions is None:
             return {}
-        tokens, present = batch.extras["edited_text"], batch.extras["has_edit"]
-        features: Tensor = model(text=tokens.flatten(0, 1))["text_features"]
-        features = features.reshape(*present.shape, -1)
-        features = torch.where(present[:, :, None], features, torch.zeros_like(features))
+        if (features := batch.extras.get("edited_features")) is None:
+            tokens, present = batch.extras["edited_text"], batch.extras["has_edit"]
+            features = model(text=tokens.flatten(0, 1))["text_features"]
+            features = features.reshape(*present.shape, -1)
+            features = torch.where(present[:, :, None], features, torch.zeros_like(features))
         return {f"edited_features_{n}": each for n, each in enumerate(features.unbind(dim=1))}
 
     def chance(self, given: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:

@@ -106,7 +106,8 @@ def _embeddings(
         for name, each in images.items()
     ]
     if stage == 0 and config.needs_text_embeddings:
-        kinds.append(("captions", samples["captions"], encoder["text"] or 0, None))
+        texts = samples["captions"] and samples["captions"] * _texts_of(config)
+        kinds.append(("captions", texts, encoder["text"] or 0, None))
     passes = []
     for name, number, each, given in kinds:
         each_s = speed.seconds(max(each, 1), precision)
@@ -115,6 +116,11 @@ def _embeddings(
         what |= {"sample": each, "precision": precision, "given": given is not None}
         passes.append(what | _timed(None if number is None else (number, number), rate, machine))
     return passes
+
+
+def _texts_of(config: Config) -> int:
+    """The most texts that are embedded of each caption: itself and its stored edits."""
+    return 1 + (config.stored_edits.per_caption if config.stored_edits else 0)
 
 
 def _timed(seen: Range | None, rate: float | None, machine: Machine) -> dict[str, Any]:
@@ -262,7 +268,7 @@ def _of_samples(
     dim = measured["embed_dim"]
     if config.embed.feature == "pooled":
         dim = measured["width"] or dim
-    captions = samples["captions"] if config.needs_text_embeddings else 0
+    captions = samples["captions"] * _texts_of(config) if config.needs_text_embeddings else 0
     values = number * stages * dim + captions * measured["embed_dim"]
     labels = number * stages * config.cluster.labels_per_sample * (4 + 2)
     item = np.dtype(config.embed.dtype).itemsize

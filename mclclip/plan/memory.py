@@ -182,7 +182,10 @@ def _batch(model: Model, options: TrainConfig, local: int, cached_text: bool) ->
     shape = (local, *model.image_shape)
     stored = [f"base_{name[:-1]}_features" for name in reads.base - {"model"}]
     extras = {name: torch.empty(local, model.embed_dim, dtype=dtype) for name in stored}
-    if reads.edits:
+    if reads.edits and cached_text:
+        shape_of_edits = local, reads.edits.per_caption, model.embed_dim
+        extras["edited_features"] = torch.empty(shape_of_edits, dtype=dtype)
+    elif reads.edits:
         num = reads.edits.per_caption
         extras["edited_text"] = torch.zeros(local, num, context, dtype=torch.int64)
         extras["has_edit"] = torch.ones(local, num, dtype=torch.bool)

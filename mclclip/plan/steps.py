@@ -21,7 +21,7 @@ from mclclip.data.options import Policy
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.sample_weights import SampleWeights
 from mclclip.run import artifacts
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Layout
 
 Range = tuple[int, int]
 # Where there are no labels, plans are shown for both: the coverage depends on the sizes of the

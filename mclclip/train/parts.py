@@ -40,8 +40,7 @@ from mclclip.objectives.base import Objective, Setting
 from mclclip.randomness import mix
 from mclclip.ranks.process_group import STARTED, Context, choose_memory
 from mclclip.ranks.step_boundary import StepBoundary
-from mclclip.run.artifacts import made_of
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Layout, made_of
 from mclclip.run.measures import PeakMemory, StepProfiler
 from mclclip.run.recorder import Recorder
 from mclclip.train.loop import Judging, Trainee, Trainer
@@ -161,11 +160,12 @@ class Job:
         """Further tensors of every sample, which the objective reads. Raises ValueError where the
         index cannot tell equal pictures, and the errors of ``BaseFeatures``."""
         reads, made = self.options.objective.reads, list[Extra]()
+        stored = reads.edits if self.cached_text else None
         if reads.digests:
             pictures = self.index if self.reads_trunk else None
             made.append(EqualityDigests(clean_caption, pictures))
-        if reads.base - {"model"}:
-            made.append(BaseFeatures(self.layout, self.index, reads.base))
+        if reads.base - {"model"} or stored:
+            made.append(BaseFeatures(self.layout, self.index, reads.base, stored))
         return made
 
     @cached_property
@@ -399,7 +399,7 @@ def loader_of(
     data, objective = job.config.data, job.options.objective
     text = TextFeatures(job.layout.text_embeddings, job.index) if job.cached_text else None
     edits: list[Extra] = []
-    if objective.reads.edits:
+    if objective.reads.edits and text is None:
         edits.append(EditedCaptions(objective.reads.edits, fetched(model.tokenizer)))
     train = model.preprocess_train
     dataset = TarDataset(

@@ -31,8 +31,7 @@ from mclclip.models import weights
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import artifacts
-from mclclip.run.artifacts import Artifact, Force
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Artifact, Force, Layout
 from mclclip.run.measures import PeakMemory
 from mclclip.train import parts
 from mclclip.train.loop import Evaluate, Judging, Trainee
@@ -297,6 +296,9 @@ def _inputs(job: Job) -> dict[str, str]:
     if job.cached_text or "texts" in reads.base:
         text = artifacts.read_manifest(layout.text_embeddings, "text_embeddings")
         inputs["text_embeddings"] = text.digest
+        if edits := job.options.objective.reads.edits:
+            directory = layout.edited_texts(edits.drawn_by)
+            inputs["edited_texts"] = artifacts.read_manifest(directory, "text_embeddings").digest
     if reads.clusters and job.classes is not None:
         inputs["clusters"] = job.classes.digest
     if job.reads_groups:

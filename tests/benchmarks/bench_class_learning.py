@@ -41,7 +41,7 @@ from mclclip.config import Config
 from mclclip.eval import results
 from mclclip.eval import run as evaluation
 from mclclip.files import digest_json
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Layout
 from tests.benchmarks.class_learning import (
     CONTEXT,
     MAKERS,

@@ -28,7 +28,7 @@ from mclclip.config import Config, from_tree
 from mclclip.models.loading import load_towers
 from mclclip.ranks import process_group
 from mclclip.ranks.process_group import SINGLE, Context
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Layout
 from tests.benchmarks import memory, timing
 from tests.benchmarks.bench_reading import photographs, rendered
 

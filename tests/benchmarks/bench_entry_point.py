@@ -25,8 +25,7 @@ from mclclip import config as configuration
 from mclclip import export, index, plan
 from mclclip.config import Config
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import Artifact
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Artifact, Layout
 from tests.benchmarks import peers, timing
 from tests.benchmarks.bench_reading import rendered, repeated
 from tests.benchmarks.bench_training import THEIRS

@@ -30,8 +30,7 @@ from mclclip.data.remote import RemoteOptions
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TarDataset
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import Artifact
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Artifact, Layout
 from tests.benchmarks import memory, timing
 from tests.benchmarks.bench_remote import server
 

@@ -22,7 +22,7 @@ from mclclip import embed, plan
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.trunk_rows import TrunkRows
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Layout
 from tests.benchmarks import timing
 from tests.benchmarks.bench_entry_point import Setting, options, ours, prepare, shards_in
 

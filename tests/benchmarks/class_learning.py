@@ -24,7 +24,7 @@ from PIL import Image
 from mclclip import cluster, config, embed, export, index, pack
 from mclclip.config import Config
 from mclclip.ranks.process_group import Context
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Layout
 from mclclip.train import verb as train
 
 UNTRAINED, TEACHER, REFERENCE = "untrained", "teacher", "single_label"

@@ -10,7 +10,7 @@ from mclclip.models.loading import load_towers
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.run import artifacts
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Layout
 from tests.matrix import in_soak
 from tests.unit.test_export import TINY, finish_training, held_out_pairs
 

@@ -17,7 +17,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.plan import Machine
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run import artifacts
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Layout
 from mclclip.train import parts
 from mclclip.train import verb as train
 from mclclip.train.parts import Job, Opened

@@ -22,7 +22,7 @@ from mclclip.eval import results
 from mclclip.eval import run as evaluation
 from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import Context, start_loader_worker
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Layout
 from tests import tiny
 from tests.batches import training_batches
 from tests.gpu import Skip

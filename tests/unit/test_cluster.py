@@ -23,8 +23,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.files import digest_array
 from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.run import artifacts
-from mclclip.run.artifacts import Artifact, read_manifest
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Artifact, Layout, read_manifest
 
 SIZES = (40, 25, 35)  # samples per shard
 BAD = (3, 77)

@@ -22,8 +22,7 @@ from mclclip.data.row_store import left_out
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TextFeatures
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import INTENT, MANIFEST, made_of
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import INTENT, MANIFEST, Layout, made_of
 from mclclip.train import verb as train
 from tests import damage
 

@@ -28,8 +28,7 @@ from mclclip.models.optimizer import build_optimizer
 from mclclip.models.options import StageWeightsConfig
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run import artifacts
-from mclclip.run.artifacts import Artifact
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Artifact, Layout
 from tests.matrix import in_soak, kept
 from tests.unit.models.stages import vary
 

@@ -29,7 +29,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TextFeatures
 from mclclip.models.loading import load_towers
 from mclclip.models.weights import digest_tensors
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Layout
 from tests import damage, fuzzing
 from tests.matrix import fuller_in_soak
 from tests.unit.test_checkpoint import IDENTITY, Source

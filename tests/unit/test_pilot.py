@@ -96,7 +96,7 @@ def test_a_pilot_that_cannot_be_judged_is_refused(
 
 
 def test_a_pilot_takes_its_share_of_the_steps_or_another_one(tmp_path: Path) -> None:
-    from mclclip.run.layout import Layout
+    from mclclip.run.artifacts import Layout
     from mclclip.train import verb
 
     def taken(train: dict[str, Any], **shares: float) -> tuple[int | None, float]:

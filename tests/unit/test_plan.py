@@ -20,7 +20,7 @@ from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.objectives.feature_dropout import Viewmaker
 from mclclip.plan import Machine, costs
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Layout
 from tests import tiny
 from tests.matrix import in_soak, kept
 

@@ -273,8 +273,7 @@ def test_every_command_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         args = cli._parse(given)
         seen.append(args.verb)
         if args.verb == "demo":
-            words = [word for word in [*args.seeds, *args.overrides] if "=" in word]
-            demo.settings(Path(args.out or "runs/demo"), 3, words)
+            demo.settings(Path(args.out or "runs/demo"), 3, args.overrides)
         elif {"config", "overrides"} <= {*vars(args)} and getattr(args, "to", None) is None:
             options = config.load(args.config, args.overrides)
             if args.verb == "run":

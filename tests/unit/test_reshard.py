@@ -23,8 +23,7 @@ from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSample, TarDataset
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import Artifact, read_manifest
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Artifact, Layout, read_manifest
 from tests.tars import write_tar
 from tests.unit.test_disk_errors import at_most
 

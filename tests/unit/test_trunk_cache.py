@@ -20,10 +20,10 @@ from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSample, Sample, TarDataset
 from mclclip.data.trunk_rows import TrunkRows
+from mclclip.embed import passes
 from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import read_manifest
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Layout, read_manifest
 from mclclip.train import verb as train
 from tests import tiny
 from tests.matrix import kept
@@ -413,7 +413,7 @@ def test_a_full_disk_is_told_with_the_option(
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     path = Layout.of(config).trunk_rows(str(tmp_path / "rows"), "") / "00000.npy"
-    monkeypatch.setattr(embed, "write_shard", full)
+    monkeypatch.setattr(passes, "write_shard", full)
     monkeypatch.setattr(Layout, "trunk_rows", lambda *_: path.parent)
     with pytest.raises(ValueError, match="name another disk in trunk_cache.folder"):
         embed.run(config, SINGLE, stage=0)

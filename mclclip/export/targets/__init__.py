@@ -20,7 +20,7 @@ from mclclip.models import weights
 from mclclip.models.encoder import Encoder, load_model
 from mclclip.models.model import Model
 from mclclip.run import artifacts
-from mclclip.run.layout import Layout, folders_above
+from mclclip.run.artifacts import Layout, folders_above
 
 Precision = Literal["fp32", "fp16"]
 

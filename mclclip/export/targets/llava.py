@@ -32,7 +32,7 @@ from mclclip.export.targets import Source, hf
 from mclclip.models import config_check, weights
 from mclclip.models.model import unit
 from mclclip.run import artifacts
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Layout
 
 CARD = {"library_name": "transformers"}
 IS_MODEL = True

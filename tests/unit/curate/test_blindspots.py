@@ -22,8 +22,7 @@ from mclclip.data.row_store import rows_path
 from mclclip.data.sample_index import SampleIndex
 from mclclip.eval.protocols.mmvp import read_pairs
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import read_manifest
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Layout, read_manifest
 from tests.made_run import write_embeddings
 from tests.unit.curate.made import cosine, failing, indexed, lines, options, picture
 

@@ -24,8 +24,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.data.sample_weights import SampleWeights
 from mclclip.files import record_of
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import Artifact, read_manifest
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Artifact, Layout, read_manifest
 from tests.made_run import write_embeddings
 from tests.unit.curate.made import cosine, failing, indexed, lines, options, unit
 

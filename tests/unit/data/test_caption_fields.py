@@ -25,8 +25,7 @@ from mclclip.data.shard_scan import (
 )
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import read_manifest
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Layout, read_manifest
 from tests import tiny
 from tests.batches import training_batches
 from tests.unit.data.test_batches import png, text_of, tokenize

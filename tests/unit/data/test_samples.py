@@ -352,10 +352,13 @@ def write_text_features(directory: Path, index: SampleIndex, dtype: str) -> None
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_every_caption_finds_its_row(tmp_path: Path, dtype: str) -> None:
+def test_every_caption_finds_its_row(
+    tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samples_module, "_OPEN_FILES", 2)
     index = make_index(tmp_path)
     write_text_features(tmp_path / "text", index, dtype)
-    features = TextFeatures(tmp_path / "text", index, max_open_files=2)
+    features = TextFeatures(tmp_path / "text", index)
     for _ in range(2):
         for sample_id in np.random.default_rng(0).permutation(NUM_SAMPLES).tolist():
             for number in range(len(captions_of(sample_id))):

@@ -26,7 +26,7 @@ from mclclip.models.encoder import Encoder, load_model, save_concat
 from mclclip.models.loading import load_towers
 from mclclip.models.stage_weights import StageWeights
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Layout
 from tests import tiny
 from tests.unit.export.models import the_certificate
 from tests.unit.models.stages import vary

@@ -21,8 +21,7 @@ from mclclip.models.loading import load_towers
 from mclclip.models.long_context import stretched
 from mclclip.models.model import Model
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import made_of, read_manifest
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Layout, made_of, read_manifest
 from mclclip.train import verb as train
 from tests import tiny
 

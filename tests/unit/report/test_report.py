@@ -20,8 +20,7 @@ from mclclip.opened_run import Run
 from mclclip.ranks.process_group import SINGLE
 from mclclip.report import clusters, pictures, scores, story
 from mclclip.report.pictures import Thumbnails, one_of_each
-from mclclip.run.artifacts import read_manifest
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Layout, read_manifest
 from tests import made_run
 from tests.shard_server import serving
 from tests.tiny import digests

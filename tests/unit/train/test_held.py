@@ -1,4 +1,4 @@
-"""A training that is held near its base, on a small real run: what it reads and what it repeats."""
+"""A small real training that reads what stage 0 stored: it is held near it, or meets edits."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import pytest
 import torch
 
 from mclclip import cluster, embed, export, index
+from mclclip.caption_rules import all_edits
 from mclclip.config import Config
 from mclclip.data.extras import BaseFeatures
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import RawSample
+from mclclip.data.samples import RawSample, TarDataset
 from mclclip.engines.engine import Engine
+from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import read_manifest
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Layout, read_manifest
 from mclclip.train import verb as train
 from tests import tiny
 
@@ -104,7 +105,43 @@ class CutOff(Exception):
     """Ends a training as a kill does."""
 
 
+# More than there are of any caption, so that every draw has the same ones.
+_HARD = "{rules: [colour], per_caption: 16}"
+EDITS = ["train.lock.text=false", f"train.objective={{kind: info_nce, hard_captions: {_HARD}}}"]
+
+
+def test_a_frozen_text_tower_embeds_the_edits_of_captions_once(
+    labelled: Path, data: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(labelled, tmp_path / "run")
+    config = options(tmp_path / "run", data, *EDITS)
+    layout = Layout.of(config)
+    with pytest.raises(FileNotFoundError, match="run 'mclclip embed --text' first"):
+        losses(config)
+    embed.run(config, SINGLE, stage=0)
+    (folder,) = (tmp_path / "run/stage_0/edited_texts").iterdir()
+    stored = np.concatenate([np.load(path) for path in sorted(folder.glob("*.npy"))])
+    model, samples = load_towers(layout.export(0)).eval(), SampleIndex.open(layout.index)
+    for sample_id, (caption,) in enumerate(TarDataset(samples, config.data).captions_of(range(60))):
+        with torch.inference_mode():
+            texts = [edit.text for edit in all_edits("colour", caption)]
+            wanted = np.zeros((16, model.embed_dim))
+            if texts:
+                wanted[: len(texts)] = model.encode_text(model.tokenizer(texts), normalize=True)
+        rows = stored[sample_id].reshape(16, -1)
+        order = (np.lexsort(rows.T), np.lexsort(wanted.T))  # the draw's order is its own
+        np.testing.assert_allclose(rows[order[0]], wanted[order[1]], atol=2e-6)
+    read = losses(config)
+    assert "edited_texts" in read_manifest(layout.train(1), "train").inputs
+    shutil.rmtree(layout.train(1))
+    run = losses(options(tmp_path / "run", data, *EDITS, "train.cached_text=false"))
+    assert [row["rows_with_edits"] for row in read] == [row["rows_with_edits"] for row in run]
+    assert read[0]["rows_with_edits"] > 20
+    np.testing.assert_allclose([r["loss"] for r in read], [r["loss"] for r in run], rtol=1e-5)
+
+
 MORE = {
+    "edits": EDITS,
     "stored": [STORED],
     "exact": [held(", exact: true, end_factor: 0.5")],
     "weights": ["train.start_decay=5.0"],
@@ -120,6 +157,7 @@ def test_a_training_that_was_cut_goes_on_bit_for_bit(
         run_dir = tmp_path / str(cut)
         shutil.copytree(labelled, run_dir)
         config = options(run_dir, data, *MORE[name])
+        embed.run(config, SINGLE, stage=0)
         if cut:
 
             def until_step_3(engine: Engine, batch: Any, lr: float) -> Any:

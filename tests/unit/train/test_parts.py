@@ -9,7 +9,7 @@ import pytest
 
 from mclclip import config
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Layout
 from mclclip.train import verb
 from mclclip.train.parts import Job
 

@@ -11,13 +11,11 @@ from these rows (``data.trunk_rows``) instead of images.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,38 +25,33 @@ import torch
 from torch import Tensor
 
 from mclclip import files
+from mclclip.caption_rules import HardCaptions
 from mclclip.config import Config
 from mclclip.data import trunk_rows
 from mclclip.data.arrays import open_npy
-from mclclip.data.batches import Loader
+from mclclip.data.extras import drawn
 from mclclip.data.index_tables import Shard, check_shards
 from mclclip.data.row_store import (
     Batch,
-    Note,
     all_notes,
     is_damaged,
     join_checksums,
     num_restored,
     rows_path,
-    shards_done,
-    write_shard,
 )
-from mclclip.data.sample_index import BadSamples, SampleIndex
-from mclclip.data.samples import BadSample, Sample, TarDataset, tokenized
+from mclclip.data.sample_index import SampleIndex
+from mclclip.data.samples import TarDataset, tokenized
 from mclclip.data.trunk_rows import CHECKSUMS, TrunkRows
+from mclclip.embed.passes import Passes, finish_shards, forward, image_batches, write_missing
 from mclclip.models import memory
 from mclclip.models.loading import load_towers, prepare_model
 from mclclip.models.model import Model
+from mclclip.randomness import mix
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
-from mclclip.run import runlog
-from mclclip.run.artifacts import Artifact, Force, is_finished, made_of, read_manifest
-from mclclip.run.layout import Layout
+from mclclip.run.artifacts import Artifact, Force, Layout, is_finished, made_of, read_manifest
 
 log = logging.getLogger("mclclip")
-
-Passes = Generator[Iterator[Batch], None, None]
-"""For each of some shards its batches, which must be taken before the next shard is asked for."""
 
 
 def run(
@@ -68,6 +61,7 @@ def run(
     stage: int,
     variant: str = "mcl",
     text: bool | None = None,
+    readers: Sequence[Config] = (),
     force: Force = False,
 ) -> Path:
     """Embeds every image of the index with the export of ``stage``; returns the directory.
@@ -75,10 +69,14 @@ def run(
     ``embeddings/NNNNN.npy`` holds the unit features [n, D] of shard NNNNN in index order.
     With ``text`` (default: at stage 0, if clustering or training uses them) the same export embeds
     the captions too, into stage 0's ``text_embeddings``: one row per (sample, caption number), none
-    for samples without a caption. Raises ValueError for text where no sample has a caption, and for
-    text of another stage, whose text tower is not what later stages are compared with. Finished
-    embeddings that lack samples which have been restored since are kept, with a warning, and made
-    again with any ``force``.
+    for samples without a caption. Where a training reads edited captions beside these, ``h`` of
+    each, ``edited_texts`` has rows [h D] in the same order: one draw, the same for every seed, with
+    zeros for edits that there are not. ``readers`` are further configurations whose trainings start
+    from stage 0, of whose texts the same is made.
+
+    Finished embeddings that lack samples which have been restored since are kept, with a warning,
+    and made again with any ``force``. Raises ValueError for text where no sample has a caption, and
+    for text of another stage, whose text tower is not what later stages are compared with.
     """
     if text and stage != 0:
         raise ValueError(
@@ -88,36 +86,47 @@ def run(
     index = SampleIndex.open(layout.index)
     if config.trunk_cache.enabled and stage == 0:
         write_trunk(config, context, layout, index, force)
+    every = (config, *readers) if stage == 0 else ()
     if text is None:
-        text = stage == 0 and config.needs_text_embeddings
-    kinds = ["embeddings"]
+        text = any(one.needs_text_embeddings for one in every)
+    wanted: list[tuple[Path, HardCaptions | None]] = [(layout.embeddings(stage), None)]
     if text:
         if without := len(index.without_caption("embed with text")):
             log.info("embed: %d of %d samples have no caption to embed", without, len(index))
-        kinds.append("text_embeddings")
-    for kind in kinds:
-        artifact = collectives.on_main(partial(_open, config, layout, stage, index, kind, force))
+        wanted.append((layout.text_embeddings, None))
+    stored = [one.stored_edits for one in every if one.stored_edits]
+    wanted += {layout.edited_texts(edits.drawn_by): edits for edits in stored}.items()
+    for directory, edits in wanted:
+        artifact = collectives.on_main(
+            partial(_open, config, layout, stage, index, directory, edits, force)
+        )
         if artifact.finished:
             log.info("%s is finished: skipped", artifact.directory)
             continue
         model = load_towers(layout.export(stage)).eval()
         rows = None
-        if kind == "embeddings" and config.trunk_cache.enabled:
+        if artifact.kind == "embeddings" and config.trunk_cache.enabled:
             rows = TrunkRows.open_together(layout, config.trunk_cache.folder, index)
             collectives.together(partial(rows.start, model), "embed")
         model.to(context.device)
         collectives.on_main(partial(check_shards, index.directory, index.shards, config.data))
         source = TarDataset(index, config.data, model.preprocess_val, trunk=rows)
         collectives.together(source.check, "embed")
-        _embed(config, context, source, model, artifact)
+        _embed(config, context, source, model, artifact, edits)
     return layout.embeddings(stage)
 
 
 def _open(
-    config: Config, layout: Layout, stage: int, index: SampleIndex, kind: str, force: Force
+    config: Config,
+    layout: Layout,
+    stage: int,
+    index: SampleIndex,
+    directory: Path,
+    edits: HardCaptions | None,
+    force: Force,
 ) -> Artifact:
-    of_images = kind == "embeddings"
-    directory = layout.embeddings(stage) if of_images else layout.text_embeddings
+    of_images = directory == layout.embeddings(stage)
+    kind = "embeddings" if of_images else "text_embeddings"
     # The batch size is left out, since it changes results by rounding only.
     fields: dict[str, Any] = {"dtype": config.embed.dtype, "precision": config.embed.precision}
     encoder = read_manifest(layout.export(stage), "export")
@@ -126,6 +135,8 @@ def _open(
         fields["feature"] = config.embed.feature
         if config.trunk_cache.enabled:
             inputs["trunk_cache"] = read_manifest(layout.trunk_cache, trunk_rows.KIND).digest
+    if edits is not None:
+        fields["drawn_by"] = [*edits.drawn_by]
     restored = num_restored(directory, index) if is_finished(directory) else 0
     if restored and not force:
         log.warning(
@@ -137,10 +148,16 @@ def _open(
 
 
 def _embed(
-    config: Config, context: Context, source: TarDataset, model: Model, artifact: Artifact
+    config: Config,
+    context: Context,
+    source: TarDataset,
+    model: Model,
+    artifact: Artifact,
+    edits: HardCaptions | None,
 ) -> None:
-    """Embeds the missing shards of images, or of captions, then finishes the artifact together."""
-    index = source.index
+    """Embeds the missing shards of images, of captions, or of their edits, then finishes the
+    artifact together."""
+    index, per_row = source.index, 1 if edits is None else edits.per_caption
 
     def features(pixels: Tensor) -> np.ndarray:
         if config.embed.feature == "pooled":
@@ -152,160 +169,61 @@ def _embed(
     passes = partial(image_batches, config, context, source, model, encode=features)
     counts = {}
     if artifact.kind == "text_embeddings":
-        passes = partial(_caption_batches, config, context, source, model)
+        passes = partial(_caption_batches, config, context, source, model, edits)
         counts = {
             "captions": int(index.num_captions.sum()),
             "without_caption": int((index.num_captions == 0).sum()),
         }
-    num_bad = _write_missing(
+    num_bad = write_missing(
         config, context, index, artifact.directory, passes,
-        kind=artifact.kind, dtype=config.embed.dtype, empty=(model.embed_dim,),
+        kind=artifact.kind, dtype=config.embed.dtype, empty=(per_row * model.embed_dim,),
     )  # fmt: skip
 
     def finish() -> None:
         notes = all_notes(artifact.directory, len(index.shards))
         records = {name: note.record for name, note in notes.items()}
-        _finish(artifact, index, notes, num_bad, counts, config.embed.dtype, records)
+        finish_shards(artifact, index, notes, num_bad, counts, config.embed.dtype, records)
 
     collectives.on_main(finish)
 
 
-def _finish(
-    artifact: Artifact,
-    index: SampleIndex,
-    notes: Mapping[str, Note],
-    num_bad: int,
-    counts: Mapping[str, Any],
-    dtype: str,
-    records: Mapping[str, files.Record],
-) -> None:
-    """Finishes an artifact whose shards have all been written, with these further ``counts``."""
-    without = sorted(sample_id for note in notes.values() for sample_id in note.reasons)
-    common = {"samples": len(index), "shards": len(index.shards), "bad_samples": num_bad}
-    # Which samples have no row depends on the shards' bytes too.
-    digest = files.digest_json([artifact.identity, without]) if without else None
-    artifact.finish(common | dict(counts), dtype=dtype, content_digest=digest, records=records)
-
-
 def _caption_batches(
-    config: Config, context: Context, source: TarDataset, model: Model, shards: Sequence[Shard]
-) -> Passes:
-    """Yields for each shard batches of unit features [n, D] of its captions, in the order of
-    (sample, caption number)."""
-    size = config.embed.batch_size
-    for shard in shards:
-        of_samples = source.captions_of(range(shard.start, shard.stop))
-        captions = [caption for of_sample in of_samples for caption in of_sample]
-
-        def encoded(start: int, captions: list[str] = captions) -> Batch:
-            tokens = tokenized(model.tokenizer, captions[start : start + size])
-            encode = partial(model.encode_text, tokens.to(context.device))
-            return _unit(forward(config, context, encode)), {}
-
-        yield map(encoded, range(0, len(captions), size))
-
-
-def _unit(features: Tensor) -> np.ndarray:
-    return np.asarray(torch.nn.functional.normalize(features, dim=-1).cpu().numpy())
-
-
-# --- one pass over an index ------------------------------------------------------------------
-
-
-def image_batches(
     config: Config,
     context: Context,
     source: TarDataset,
     model: Model,
+    edits: HardCaptions | None,
     shards: Sequence[Shard],
-    encode: Callable[[Tensor], np.ndarray],
 ) -> Passes:
-    """Yields for each shard batches of rows, which ``encode`` makes of images as ``model`` takes
-    them, or of rows of the trunk's cache: [n, ...] on the device.
+    """Yields for each shard batches of unit features [n, D] of its captions, in the order of
+    (sample, caption number); with ``edits`` of the edits of each, [n, h D]."""
+    num = 1 if edits is None else edits.per_caption
+    size = max(config.embed.batch_size // num, 1)
+    for shard in shards:
+        ids = range(shard.start, shard.stop)
+        texts = [
+            [caption]
+            if edits is None
+            else drawn(edits, member, captions, n, int(mix(sample_id, n)))
+            for sample_id, (member, captions) in zip(ids, source.texts_of(ids), strict=True)
+            for n, caption in enumerate(captions)
+        ]
 
-    One loader reads all shards, so that it does not stand still between them.
-    """
-    size, index = config.embed.batch_size, source.index
-    shape = model.image_shape if source.trunk is None else source.trunk.shape
-    cuts = [
-        [range(at, min(at + size, s.stop)) for at in range(s.start, s.stop, size)] for s in shards
-    ]
-    all_cuts = [cut for of_shard in cuts for cut in of_shard]
+        def encoded(start: int, texts: list[list[str]] = texts) -> Batch:
+            some = texts[start : start + size]
+            rows = np.zeros((len(some), num, model.embed_dim), np.float32)
+            if flat := [text for of_one in some for text in of_one]:
+                tokens = tokenized(model.tokenizer, flat)
+                encode = partial(model.encode_text, tokens.to(context.device))
+                present = np.arange(num) < np.array([[len(of_one)] for of_one in some])
+                rows[present] = _unit(forward(config, context, encode))
+            return rows.reshape(len(some), -1), {}
 
-    def describe(ids: range, place: int) -> str:
-        path = index.shards[int(index.shard_of[ids[0]])].path
-        return f"the batch of samples {ids[0]} to {ids[-1]} of shard {files.clean(path)}"
-
-    def encoded(samples: Sequence[Sample | BadSample]) -> Batch:
-        good = torch.tensor([isinstance(sample, Sample) for sample in samples])
-        # Zeros replace bad samples: the batch keeps its shape, so the others keep their bits.
-        images = torch.zeros(len(samples), *shape)
-        if good.any():
-            views = [sample.views[0] for sample in samples if isinstance(sample, Sample)]
-            images[good] = torch.stack(views).float()
-        rows = encode(images.to(context.device))
-        rows[~good.numpy()] = 0.0
-        return rows, {s.sample_id: s.reason for s in samples if isinstance(s, BadSample)}
-
-    loader: Loader[list[Sample | BadSample]] = Loader(
-        source,
-        all_cuts,
-        num_workers=min(config.data.num_workers, max(len(all_cuts) - 1, 0)),  # none for one batch
-        describe=describe,
-        note_slow=index.note_slow,
-        batched=True,
-    )
-    batches = iter(loader)
-    for of_shard in cuts:
-        yield map(encoded, itertools.islice(batches, len(of_shard)))
-    next(batches, None)  # the loader's own end
+        yield map(encoded, range(0, len(texts), size))
 
 
-def forward(config: Config, context: Context, encode: Callable[[], Tensor]) -> Tensor:
-    """Calls ``encode`` without a graph, in the arithmetic of ``embed.precision``; returns fp32."""
-    bf16 = config.embed.precision == "bf16"
-    with (
-        torch.inference_mode(),
-        torch.autocast(context.device.type, dtype=torch.bfloat16, enabled=bf16),
-    ):
-        return encode().float()
-
-
-def _write_missing(
-    config: Config,
-    context: Context,
-    index: SampleIndex,
-    directory: Path,
-    passes: Callable[[Sequence[Shard]], Passes],
-    *,
-    kind: str,
-    full_disk: AbstractContextManager[object] | None = None,
-    **how: Any,
-) -> int:
-    """Writes the shards that ``directory`` lacks, of which each rank takes its part; returns the
-    number of the index's samples that cannot be used. All ranks call it.
-
-    ``passes`` makes the batches of these shards: a row per sample, or per caption where ``kind`` is
-    ``text_embeddings``. ``how`` are further arguments of ``write_shard``. Errors of a full disk are
-    raised through ``full_disk``.
-    """
-
-    def work() -> dict[int, str]:
-        mine = range(context.rank, len(index.shards), context.world_size)
-        bad, missing = shards_done(directory, index, mine)
-        shards = [index.shards[number] for number in missing]
-        numbers = runlog.progress(missing, total=len(missing), description=kind)
-        with full_disk or nullcontext(), closing(passes(shards)) as made:
-            for number, shard, batches in zip(numbers, shards, made, strict=True):
-                num_rows = shard.stop - shard.start
-                if kind == "text_embeddings":
-                    num_rows = int(index.num_captions[shard.start : shard.stop].sum())
-                bad |= write_shard(directory, number, batches, index, num_rows=num_rows, **how)
-                index.check_bad_fraction(len(bad), config.data.max_bad_fraction)
-        return bad
-
-    reasons = collectives.together(work, "embed")
-    return BadSamples(index, config.data.max_bad_fraction).share(reasons)
+def _unit(features: Tensor) -> np.ndarray:
+    return np.asarray(torch.nn.functional.normalize(features, dim=-1).cpu().numpy())
 
 
 # --- the cache of the trunk ------------------------------------------------------------------
@@ -348,7 +266,7 @@ def write_trunk(
         for batches in image_batches(config, context, source, model, shards, encode):
             yield ((_stored(rows, dtype), bad) for rows, bad in batches)
 
-    num_bad = _write_missing(
+    num_bad = write_missing(
         config, context, index, folder, passes,
         kind=trunk_rows.KIND, full_disk=files.full_disk_names(folder, "trunk_cache.folder"),
         dtype=dtype, empty=shape, checksums=True,
@@ -360,7 +278,7 @@ def write_trunk(
         notes = all_notes(folder, len(index.shards))
         counts = {"shape": list(shape), "rows": trunk_rows.recorded_folder(directory, folder)}
         records = files.records_of(directory, CHECKSUMS)
-        _finish(artifact, index, notes, num_bad, counts, dtype, records)
+        finish_shards(artifact, index, notes, num_bad, counts, dtype, records)
         log.info(
             "embed: what %d blocks make of %d images is in %s (%.3g GiB); %d have no row",
             blocks, len(index), folder, size / 2**30, sum(len(n.reasons) for n in notes.values()),

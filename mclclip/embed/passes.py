@@ -1,0 +1,146 @@
+"""One pass over an index: batches of images, and rows of them, shard by shard, by all ranks.
+
+Batches are cut within a shard, so a file's content does not depend on the number of ranks, and a
+killed pass goes on at the first file that is missing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mclclip import files
+from mclclip.config import Config
+from mclclip.data.batches import Loader
+from mclclip.data.index_tables import Shard
+from mclclip.data.row_store import Batch, Note, shards_done, write_shard
+from mclclip.data.sample_index import BadSamples, SampleIndex
+from mclclip.data.samples import BadSample, Sample, TarDataset
+from mclclip.models.model import Model
+from mclclip.ranks import collectives
+from mclclip.ranks.process_group import Context
+from mclclip.run import runlog
+from mclclip.run.artifacts import Artifact
+
+Passes = Generator[Iterator[Batch], None, None]
+"""For each of some shards its batches, which must be taken before the next shard is asked for."""
+
+
+def image_batches(
+    config: Config,
+    context: Context,
+    source: TarDataset,
+    model: Model,
+    shards: Sequence[Shard],
+    encode: Callable[[Tensor], np.ndarray],
+) -> Passes:
+    """Yields for each shard batches of rows, which ``encode`` makes of images as ``model`` takes
+    them, or of rows of the trunk's cache: [n, ...] on the device.
+
+    One loader reads all shards, so that it does not stand still between them.
+    """
+    size, index = config.embed.batch_size, source.index
+    shape = model.image_shape if source.trunk is None else source.trunk.shape
+    cuts = [
+        [range(at, min(at + size, s.stop)) for at in range(s.start, s.stop, size)] for s in shards
+    ]
+    all_cuts = [cut for of_shard in cuts for cut in of_shard]
+
+    def describe(ids: range, place: int) -> str:
+        path = index.shards[int(index.shard_of[ids[0]])].path
+        return f"the batch of samples {ids[0]} to {ids[-1]} of shard {files.clean(path)}"
+
+    def encoded(samples: Sequence[Sample | BadSample]) -> Batch:
+        good = torch.tensor([isinstance(sample, Sample) for sample in samples])
+        # Zeros replace bad samples: the batch keeps its shape, so the others keep their bits.
+        images = torch.zeros(len(samples), *shape)
+        if good.any():
+            views = [sample.views[0] for sample in samples if isinstance(sample, Sample)]
+            images[good] = torch.stack(views).float()
+        rows = encode(images.to(context.device))
+        rows[~good.numpy()] = 0.0
+        return rows, {s.sample_id: s.reason for s in samples if isinstance(s, BadSample)}
+
+    loader: Loader[list[Sample | BadSample]] = Loader(
+        source,
+        all_cuts,
+        num_workers=min(config.data.num_workers, max(len(all_cuts) - 1, 0)),  # none for one batch
+        describe=describe,
+        note_slow=index.note_slow,
+        batched=True,
+    )
+    batches = iter(loader)
+    for of_shard in cuts:
+        yield map(encoded, itertools.islice(batches, len(of_shard)))
+    next(batches, None)  # the loader's own end
+
+
+def forward(config: Config, context: Context, encode: Callable[[], Tensor]) -> Tensor:
+    """Calls ``encode`` without a graph, in the arithmetic of ``embed.precision``; returns fp32."""
+    bf16 = config.embed.precision == "bf16"
+    with (
+        torch.inference_mode(),
+        torch.autocast(context.device.type, dtype=torch.bfloat16, enabled=bf16),
+    ):
+        return encode().float()
+
+
+def write_missing(
+    config: Config,
+    context: Context,
+    index: SampleIndex,
+    directory: Path,
+    passes: Callable[[Sequence[Shard]], Passes],
+    *,
+    kind: str,
+    full_disk: AbstractContextManager[object] | None = None,
+    **how: Any,
+) -> int:
+    """Writes the shards that ``directory`` lacks, of which each rank takes its part; returns the
+    number of the index's samples that cannot be used. All ranks call it.
+
+    ``passes`` makes the batches of these shards: a row per sample, or per caption where ``kind`` is
+    ``text_embeddings``. ``how`` are further arguments of ``write_shard``. Errors of a full disk are
+    raised through ``full_disk``.
+    """
+
+    def work() -> dict[int, str]:
+        mine = range(context.rank, len(index.shards), context.world_size)
+        bad, missing = shards_done(directory, index, mine)
+        shards = [index.shards[number] for number in missing]
+        numbers = runlog.progress(missing, total=len(missing), description=kind)
+        with full_disk or nullcontext(), closing(passes(shards)) as made:
+            for number, shard, batches in zip(numbers, shards, made, strict=True):
+                num_rows = shard.stop - shard.start
+                if kind == "text_embeddings":
+                    num_rows = int(index.num_captions[shard.start : shard.stop].sum())
+                bad |= write_shard(directory, number, batches, index, num_rows=num_rows, **how)
+                index.check_bad_fraction(len(bad), config.data.max_bad_fraction)
+        return bad
+
+    reasons = collectives.together(work, "embed")
+    return BadSamples(index, config.data.max_bad_fraction).share(reasons)
+
+
+def finish_shards(
+    artifact: Artifact,
+    index: SampleIndex,
+    notes: Mapping[str, Note],
+    num_bad: int,
+    counts: Mapping[str, Any],
+    dtype: str,
+    records: Mapping[str, files.Record],
+) -> None:
+    """Finishes an artifact whose shards have all been written, with these further ``counts``."""
+    without = sorted(sample_id for note in notes.values() for sample_id in note.reasons)
+    common = {"samples": len(index), "shards": len(index.shards), "bad_samples": num_bad}
+    # Which samples have no row depends on the shards' bytes too.
+    digest = files.digest_json([artifact.identity, without]) if without else None
+    artifact.finish(common | dict(counts), dtype=dtype, content_digest=digest, records=records)
