@@ -12,8 +12,12 @@ _PRELOADED = [
     "mclclip.ranks.process_group",
     "mclclip.run.lock",
     "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
     "torch._dynamo",  # what the first optimizer imports
     "sklearn.metrics",
+    "tests.contracts.test_evaluators",
+    "tests.contracts.test_objectives",
+    "tests.distributed.test_engines",
     "tests.e2e.conftest",
     "tests.made_before",
 ]

@@ -90,6 +90,14 @@ class Options(ContrastOptions):
 
         Raises ValueError for images that are too small for it.
         """
+        return self._around(self._network(setting).to(setting.context.device), setting)
+
+    def outline(self, setting: Setting) -> Objective:
+        """The objective itself: its views carry the adversary's graph. It stays where it is made,
+        since tensors without values do not move while the plan watches them."""
+        return self._around(self._network(setting), setting)
+
+    def _network(self, setting: Setting) -> Viewmaker:
         model: Any = setting.model
         size = model.image_size
         height, width = (size, size) if isinstance(size, int) else size
@@ -100,14 +108,12 @@ class Options(ContrastOptions):
             )
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(setting.seed)
-            network = self._viewmaker(model.num_channels, setting.dtype)
-        adversary = Adversary(network.to(setting.context.device), self.adversary_lr, setting.seed)
-        loss = self.objective(self.new_temperature(setting.dtype))
-        return FeatureDropout(loss, adversary, self.epsilon, model.normalization)
+            return self._viewmaker(model.num_channels, setting.dtype)
 
-    def outline(self, setting: Setting) -> Objective:
-        """The objective itself: its views carry the adversary's graph."""
-        return self.build(setting)
+    def _around(self, network: Viewmaker, setting: Setting) -> Objective:
+        adversary = Adversary(network, self.adversary_lr, setting.seed)
+        loss = self.objective(self.new_temperature(setting.dtype))
+        return FeatureDropout(loss, adversary, self.epsilon, setting.model.normalization)
 
     def _viewmaker(self, num_channels: int, dtype: torch.dtype) -> Viewmaker:
         return Viewmaker(num_channels, self.width, self.residual_blocks, dtype=dtype)

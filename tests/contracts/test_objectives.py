@@ -370,13 +370,16 @@ ZERO: list[tuple[int, str, dict[str, Any]]] = [
 def test_zero(
     ranks: Ranks, name: str, world_size: int, engine: str, options: dict[str, Any]
 ) -> None:
-    """In fp32, which DeepSpeed trains in; its clipping counts parameters outside too."""
+    """In fp32, which DeepSpeed trains in; its clipping counts parameters outside too.
+
+    Compared with DDP on as many ranks: batch norms of few samples make 2e-3 of what one process
+    rounds otherwise, and that DDP equals one process is shown in float64."""
     pytest.importorskip("deepspeed", reason="deepspeed cannot be installed here")
-    figures, state = ranks(1, run, name, "ddp", "fp32", {"clip_grad_norm": 0.02})[0]
+    figures, state = ranks(world_size, run, name, "ddp", "fp32", {"clip_grad_norm": 0.02})[0]
     got_figures, got = ranks(world_size, run, name, engine, "fp32", options)[0]
     for parts, wanted in zip(got_figures, figures, strict=True):
         for part in ("loss", "grad_norm"):
-            assert parts[part] == pytest.approx(wanted[part], rel=1e-3), part
+            assert parts[part] == pytest.approx(wanted[part], rel=1e-4), part
     assert state.keys() == got.keys()
 
 
