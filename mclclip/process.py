@@ -151,18 +151,25 @@ def _recorded(
 
     one_at_a_time = threading.Lock()
 
-    def record(state: str, code: int, reason: str, requeue: bool = False) -> None:
+    def record(
+        state: str, code: int, reason: str, requeue: bool = False, follows: bool = False
+    ) -> None:
         # Any rank may record a failure; the other states are recorded by the first rank.
         where = Path(config.run_dir) if context.is_main or state == "failed" else None
         with one_at_a_time:
-            write_state(where, state, verb=verb, exit_code=code, requeue=requeue, reason=reason)
+            write_state(
+                where, state, verb=verb, exit_code=code, requeue=requeue, reason=reason,
+                follows=follows,
+            )  # fmt: skip
 
     def record_error(error: BaseException, code: int) -> None:
         try:
             if isinstance(error, Preempted):
                 record("preempted", code, error.reason, error.requeue)
             else:
-                record("failed", code, failures.line_of(error), failures.is_lost(error))
+                lost = failures.is_lost(error)
+                peer = lost and not isinstance(error, failures.LostWorker)
+                record("failed", code, failures.line_of(error), lost, follows=peer)
         except OSError as full:  # the error itself is what the user is told
             log.warning("%s", failures.line_of(full))
 

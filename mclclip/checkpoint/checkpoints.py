@@ -18,7 +18,6 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import PositiveInt
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from mclclip import files
 from mclclip.checkpoint import step_files, storage
@@ -120,16 +119,16 @@ class Checkpoints:
         if step < 0:
             raise ValueError(f"step={step}: steps are counted from 0")
         state: State = dict(source.state_dict())
-        failure, part = self._prepare(step, state)
+        failure, part, writer = self._prepare(step, state)
         if failure is not None:
             self._take_result(step, failure)
         elif self.options.asynchronous:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
                 self._side = collectives.side_group()
-            self._writing = step, self._thread.submit(self._write, step, part)
+            self._writing = step, self._thread.submit(self._write, step, part, writer)
         else:
-            self._take_result(step, self._write(step, part))
+            self._take_result(step, self._write(step, part, writer))
 
     def wait(self, mirror_s: float = float("inf")) -> None:
         """Waits until the last save is on disk, then up to ``mirror_s`` seconds for the mirror.
@@ -172,22 +171,25 @@ class Checkpoints:
                 path, failure,
             )  # fmt: skip
 
-    def _prepare(self, step: int, state: State) -> tuple[str | None, State]:
-        """Returns the first failure of any rank (or None), and this rank's part of the state.
+    def _prepare(self, step: int, state: State) -> tuple[str | None, State, storage.Writer | None]:
+        """Returns the first failure of any rank (or None), this rank's part of the state, and what
+        writes it, which is there where no rank has failed.
 
         The part is a copy if training goes on while it is written. Raises NotFinite.
         """
-        rank, failure, part = collectives.rank(), None, {}
+        rank, failure, part, writer = collectives.rank(), None, {}, None
+        temporary = temporary_of(self.directory, step)
         spoiled: list[str] = []
         try:
             if rank == 0:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 files.remove_leftovers(self.directory)
-                temporary_of(self.directory, step).mkdir()
+                temporary.mkdir()
+            writer = storage.Writer(temporary, copied=self.options.asynchronous)
             part = storage.own_part(state, rank, collectives.world_size())
             spoiled = not_finite(part)
             if self.options.asynchronous:
-                part = FileSystemWriter("").stage(part)  # a copy in main memory
+                part = writer.stage(part)  # a copy in main memory
         except Exception as error:
             failure = storage.cause(error)
         # Each rank leaves out the tensors that others write, so all must have the same names.
@@ -198,14 +200,14 @@ class Checkpoints:
         failure = _first_failure([failure for failure, _, _ in reports])
         diverged = [name for _, _, spoiled in reports for name in spoiled]
         if (diverged or failure is not None) and rank == 0:
-            shutil.rmtree(temporary_of(self.directory, step), ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
         if diverged:
             raise NotFinite(
                 f"what was trained ({diverged[0]}) is not finite after step {step}", step
             )
-        return failure, part
+        return failure, part, writer
 
-    def _write(self, step: int, part: State) -> str | None:
+    def _write(self, step: int, part: State, writer: storage.Writer | None) -> str | None:
         """Writes and publishes a step; returns the first failure (or None), the same on all ranks.
 
         Runs in the background where saving is asynchronous.
@@ -214,8 +216,7 @@ class Checkpoints:
         failure, entries = None, {}
         try:
             alone = collectives.world_size() == 1
-            copied = self.options.asynchronous
-            storage.write(part, temporary, group=self._side, alone=alone, copied=copied)
+            storage.write(part, storage_writer=writer, process_group=self._side, no_dist=alone)
             # Checksums are made at once, while the files are still in the page cache.
             own = sorted(temporary.glob(f"__{rank}_*"))
             entries = step_files.describe(own if rank else [temporary / METADATA, *own])

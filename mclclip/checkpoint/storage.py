@@ -33,11 +33,17 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled", categ
 # --- writing -----------------------------------------------------------------------------------
 
 
-class _Writer(FileSystemWriter):
-    """DCP's writer, which raises the OSError of a full disk instead of torch's own error."""
+class Writer(FileSystemWriter):
+    """DCP's writer, which raises the OSError of a full disk instead of torch's own error.
 
-    def __init__(self, path: str, **options: Any) -> None:
-        super().__init__(path, **options)
+    ``copied``: the state is already in main memory; then DCP's CUDA streams, which overlap copies
+    with writing, are not used, since they would open a context on the first GPU in every rank's
+    thread.
+    """
+
+    def __init__(self, path: Path, *, copied: bool) -> None:
+        ahead = 0 if copied else _COPY_AHEAD_BYTES
+        super().__init__(str(path), sync_files=True, per_thread_copy_ahead=ahead)
         # A stream that failed is closed once more when it is freed, and then flushes a closed file,
         # of which Python 3.13 prints a traceback.
         streams: Any = getattr(self, "transforms", None)
@@ -76,16 +82,9 @@ def own_part(state: State, rank: int, world_size: int) -> State:
     return {name: value for name, value in state.items() if name not in others}
 
 
-def write(state: State, temporary: Path, *, group: Any, alone: bool, copied: bool) -> None:
-    """Writes each rank's part, on disk when this returns; fails on all ranks together.
-
-    Collective over ``group`` (None: the default one) unless ``alone``. ``copied``: the state is
-    already in main memory; then DCP's CUDA streams, which overlap copies with writing, are not
-    used, since they would open a context on the first GPU in every rank's thread.
-    """
-    ahead = 0 if copied else _COPY_AHEAD_BYTES
-    writer = _Writer(str(temporary), sync_files=True, per_thread_copy_ahead=ahead)
-    state_dict_saver.save(state, storage_writer=writer, process_group=group, no_dist=alone)
+write = state_dict_saver.save
+"""Writes each rank's part, on disk when it returns. It is torch's own and fails on all ranks
+together: an error of ours around it on one rank would leave the others waiting in it."""
 
 
 # --- reading -----------------------------------------------------------------------------------

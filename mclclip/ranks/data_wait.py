@@ -40,6 +40,7 @@ PATIENCE_S = 5.0  # data may just be slow: a request that is obeyed between step
 ANSWER_S = 3.0  # for the main thread to take the error
 NOTE_S = 3.0  # for a note on a sample to be written
 CLOCK_S = 0.2
+END_S = ANSWER_S + NOTE_S + 4.0  # a process ends so soon after its limit, on a busy machine too
 _NUDGE = signal.SIGUSR2
 
 

@@ -39,6 +39,7 @@ _MOST_NAMED = 8
 _MAX_ERROR_CHARS = 1000  # characters of an error
 _QUIET = 4  # a living rank reports within so many periods, even on a busy machine
 _GOES_ON = "the job ends; the same command goes on from the last checkpoint"
+_DATA = "data"  # in a report: this rank waits for data
 _LAST_WORD = "last word "  # what begins a rank's last report
 _REPORT_S = 5.0  # for a busy machine to take this rank's last word; nobody learns it afterwards
 _FOLLOW_S = 3.0  # for the main thread to find out by itself that another rank has left
@@ -190,7 +191,8 @@ class PeerWatch:
                 self._wake.clear()
                 beat += 1
                 word = self._last_word  # it may be given while a report is under way
-                store.set(str(self.context.rank), word or f"{beat} {_Progress.count} {_place()}")
+                own = f"{beat} {_Progress.count} {_waits()} {_place()}"
+                store.set(str(self.context.rank), word or own)
                 if word is not None:
                     return
                 present = [rank for rank in self._reports if everybody or store.check([str(rank)])]
@@ -243,10 +245,13 @@ class PeerWatch:
         # A rank that has stopped reporting will soon count as silent; its last count is too old.
         if now - min(at for _, at in self._reports.values()) > _MISSED * self.period_s:
             return None
-        counts = {
-            r: int(report.split()[1]) if report else 0 for r, (report, _) in self._reports.items()
-        }
+        reports = {r: report.split() for r, (report, _) in self._reports.items()}
+        counts = {rank: int(words[1]) if words else 0 for rank, words in reports.items()}
         behind = [rank for rank, count in counts.items() if count == min(counts.values())]
+        # One that waits for data ends by itself, and notes the sample that it waits for.
+        if any(reports[rank][2:3] == [_DATA] for rank in behind):
+            if now - since <= self.timeout_s + data_wait.END_S:
+                return None
         if len(behind) == len(counts):
             return f"no rank has got on with the training ({self._places(behind)})"
         if self.context.rank in behind:
@@ -264,12 +269,17 @@ class PeerWatch:
         return ", ".join(self._names[rank] for rank in ranks[:_MOST_NAMED])
 
     def _places(self, ranks: list[int]) -> str:
-        places = [(rank, self._reports[rank][0].split(" ", 2)[2:]) for rank in ranks[:_MOST_NAMED]]
+        places = [(rank, self._reports[rank][0].split(" ", 3)[3:]) for rank in ranks[:_MOST_NAMED]]
         return ", ".join(f"rank {rank} at {' '.join(place) or '?'}" for rank, place in places)
 
 
 def _lost(problem: str) -> Lost:
     return Lost(f"{problem}: {_GOES_ON}")
+
+
+def _waits() -> str:
+    """Returns what the main thread is in: a wait for data, or anything else."""
+    return _DATA if data_wait.waited_for() is not None else "-"
 
 
 def _place() -> str:

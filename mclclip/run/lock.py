@@ -214,13 +214,21 @@ class RunLock:
 
 
 def write_state(
-    run_dir: Path | None, state: str, *, verb: str, exit_code: int, requeue: bool, reason: str
+    run_dir: Path | None,
+    state: str,
+    *,
+    verb: str,
+    exit_code: int,
+    requeue: bool,
+    reason: str,
+    follows: bool = False,
 ) -> None:
     """Writes the state to ``run_dir`` (None: not there) and to the file that MCLCLIP_STATE_FILE
     names.
 
     A recorded failure that a restart would not mend is only overwritten by ``running``: what other
-    ranks report after it is a consequence of it.
+    ranks report after it is a consequence of it. So is a state that ``follows`` from the end of
+    another rank, of any recorded failure.
     """
     record = {
         "state": state,
@@ -236,7 +244,7 @@ def write_state(
     if (named := os.environ.get("MCLCLIP_STATE_FILE")) and writes:
         paths.append(Path(named))
     for path in paths:
-        if state == "running" or not _is_final(path):
+        if state == "running" or not _is_final(path, follows):
             _write_over(path, line)
 
 
@@ -258,11 +266,12 @@ def _write_over(path: Path, line: bytes) -> None:
             os.close(file)
 
 
-def _is_final(path: Path) -> bool:
-    """Whether ``path`` holds a failure that starting again would not mend."""
+def _is_final(path: Path, follows: bool) -> bool:
+    """Whether ``path`` holds a failure that starting again would not mend, or any that something
+    ``follows`` from."""
     try:
         record = parse_json(path.read_text(), str(path))
     except (OSError, ValueError):  # none yet, or not ours
         return False
     failed = isinstance(record, dict) and record.get("state") == "failed"
-    return failed and not record.get("requeue")
+    return failed and (follows or not record.get("requeue"))

@@ -360,6 +360,7 @@ def save_with_failure(
         "list": (step_files.files, "write_json"),
         "rename": (os, "rename"),
         "copy": (storage, "own_part"),
+        "writer": (storage, "Writer"),
     }[where]
     checkpoints, line = Checkpoints(directory, CheckpointConfig(**options)), ""
     with pytest.MonkeyPatch.context() as patch, Heard() as heard:
@@ -377,7 +378,8 @@ def save_with_failure(
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(
-    ("where", "failing"), [("data", 0), ("data", 1), ("checksums", 1), ("list", 0), ("copy", 1)]
+    ("where", "failing"),
+    [("data", 0), ("data", 1), ("checksums", 1), ("list", 0), ("copy", 1), ("writer", 0)],
 )
 def test_what_one_rank_cannot_write_none_has_written(
     ranks: Ranks, tmp_path: Path, where: str, failing: int, asynchronous: bool

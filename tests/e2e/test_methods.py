@@ -69,10 +69,8 @@ def test_stages_from_scratch_beside_an_ensemble(
     answers = {"shape": 1, "colour": 1, "mean": 2}  # of each test picture
     assert all(row.count == answers[m] * views.SIZES["test"] for (_, m), row in rows.items())
     exports = ["stage_0", "stage_1", "controls/ungrouped/stage_1"]
-    first = [
-        mclclip.load_model(run / name / "export").model.visual.trunk.conv1.weight  # type: ignore[attr-defined]
-        for name in exports
-    ]
+    stem = "stages.0.tower.visual.trunk.conv1.weight"
+    first = [mclclip.load_model(run / name / "export").get_parameter(stem) for name in exports]
     assert not torch.equal(first[0], first[1]) and not torch.equal(first[1], first[2])
     joined = mclclip.load_model(run / "exports" / "concat_stage_norm")
     assert joined.embed_dim == 2 * 12

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mclclip.ranks import peer_watch, signals
+from mclclip.ranks import data_wait, peer_watch, signals
 from mclclip.ranks.failures import is_lost_peer
 from mclclip.ranks.peer_watch import PeerWatch
 from mclclip.ranks.process_group import Context
@@ -27,7 +27,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> PeerWatch:
     watch = PeerWatch(Context(0, 3), TIMEOUT_S)
     watch._names = [f"rank {rank} (host h{rank}, process 1)" for rank in range(3)]
     watch._answered_at = NOW
-    watch._reports = {rank: (f"5 7 trainer.py:{rank}", NOW) for rank in range(3)}
+    watch._reports = {rank: (f"5 7 - trainer.py:{rank}", NOW) for rank in range(3)}
     return watch
 
 
@@ -40,46 +40,53 @@ Reports = dict[int, tuple[str, float]]
 KNOWN: dict[str, tuple[Reports, float, float | None, float, str | None]] = {
     "all is well": ({}, 0.0, -5.0, 1.0, None),
     "a silent rank is named": (
-        {2: ("5 7 trainer.py:2", -AGO)}, 0.0, None, 0.0,
+        {2: ("5 7 - trainer.py:2", -AGO)}, 0.0, None, 0.0,
         "rank 2 (host h2, process 1) has not been heard of",
     ),
     "a store that does not answer": ({}, -AGO, None, 0.0, HEAD),
     "who does not hear of itself has lost the store": (
-        {rank: ("5 7 x.py:1", -TIMEOUT_S - 0.1) for rank in range(3)},
+        {rank: ("5 7 - x.py:1", -TIMEOUT_S - 0.1) for rank in range(3)},
         -TIMEOUT_S + 0.5,  # the end of the same round
         None, 0.0, HEAD,
     ),
     # Another's last report may be older than one's own last sign of the store.
     "who hears nothing waits before it names another": (
-        {0: ("5 7 x.py:1", -TIMEOUT_S + 0.5), 2: ("5 7 trainer.py:2", -TIMEOUT_S - 0.5)},
+        {0: ("5 7 - x.py:1", -TIMEOUT_S + 0.5), 2: ("5 7 - trainer.py:2", -TIMEOUT_S - 0.5)},
         -TIMEOUT_S + 0.5, None, 0.0, None,
     ),
     "and then names the store": (
-        {0: ("5 7 x.py:1", -TIMEOUT_S + 0.5), 2: ("5 7 trainer.py:2", -TIMEOUT_S - 0.5)},
+        {0: ("5 7 - x.py:1", -TIMEOUT_S + 0.5), 2: ("5 7 - trainer.py:2", -TIMEOUT_S - 0.5)},
         -TIMEOUT_S + 0.5, None, 1.0, HEAD,
     ),
     "the rank behind is waited for": (
-        {1: (f"5 6 {PLACE}", 0.0)}, 0.0, STALLED, 0.0,
+        {1: (f"5 6 - {PLACE}", 0.0)}, 0.0, STALLED, 0.0,
         f"rank 1 (host h1, process 1) is waited for (rank 1 at {PLACE})",
     ),
     "who is behind lets the others report first": (
-        {0: (f"5 6 {PLACE}", 0.0)}, 0.0, STALLED, 0.0, None,
+        {0: (f"5 6 - {PLACE}", 0.0)}, 0.0, STALLED, 0.0, None,
     ),
     "and then names itself": (
-        {0: (f"5 6 {PLACE}", 3.0), 1: ("5 7 x.py:1", 3.0), 2: ("5 7 x.py:1", 3.0)}, 3.0, STALLED,
-        3.0, "rank 0 (host h0, process 1) is waited for",
+        {0: (f"5 6 - {PLACE}", 3.0), 1: ("5 7 - x.py:1", 3.0), 2: ("5 7 - x.py:1", 3.0)}, 3.0,
+        STALLED, 3.0, "rank 0 (host h0, process 1) is waited for",
     ),
     "where none is behind all places are listed": (
         {}, 0.0, STALLED, 0.0,
         "no rank has got on with the training (rank 0 at trainer.py:0, rank 1 at trainer.py:1, "
         "rank 2 at trainer.py:2)",
     ),
+    "who waits for data ends by itself, with its sample noted": (
+        {1: ("5 7 data a batch", 0.0)}, 0.0, STALLED, 0.0, None,
+    ),
+    "and is named where it does not": (
+        {1: ("5 7 data a batch", 0.0)}, 0.0, STALLED - data_wait.END_S, 0.0,
+        "no rank has got on with the training (rank 0 at trainer.py:0, rank 1 at a batch, rank 2",
+    ),
     # Behind, or gone? That shows when the silence has lasted long enough.
     "an old report is not judged": (
-        {1: ("5 6 trainer.py:1", -0.5 * TIMEOUT_S)}, 0.0, STALLED, 0.0, None,
+        {1: ("5 6 - trainer.py:1", -0.5 * TIMEOUT_S)}, 0.0, STALLED, 0.0, None,
     ),
     "outside of training only silence counts": (
-        {1: ("5 6 index.py:1", 0.0)}, 0.0, None, 0.0, None,
+        {1: ("5 6 - index.py:1", 0.0)}, 0.0, None, 0.0, None,
     ),
 }  # fmt: skip
 

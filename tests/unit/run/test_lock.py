@@ -412,6 +412,8 @@ def test_a_failure_for_good_is_not_covered_by_what_follows_from_it(tmp_path: Pat
     assert read(path)["reason"] == "the cause"
     record(tmp_path, "running")
     assert read(path)["state"] == "running"
-    record(tmp_path, "failed", exit_code=1, requeue=True, reason="lost a peer")
+    record(tmp_path, "failed", exit_code=1, requeue=True, reason="lost a worker")
+    record(tmp_path, "failed", exit_code=1, requeue=True, reason="lost a peer", follows=True)
+    assert read(path)["reason"] == "lost a worker"
     record(tmp_path, "preempted", exit_code=85, requeue=True, reason="SIGTERM")
     assert read(path)["state"] == "preempted"
