@@ -38,7 +38,6 @@ from mclclip.models.options import ModelConfig
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import PILOTS, Force, Layout, is_finished
-from mclclip.train import parts
 from mclclip.train import verb as train
 
 log = logging.getLogger("mclclip")
@@ -55,7 +54,6 @@ def run(config: Config, context: Context, *, force: bool = False, only: str | No
     """
     run_dir = Path(config.run_dir)
     collectives.on_main(lambda: check(config, context))
-    collectives.together(lambda: parts.check_pixels(config, config.trainings))
     recorded = run_dir / "config.yaml"
     before = recorded.read_bytes() if context.is_main and recorded.exists() else None
     text = configuration.dump(config).encode()

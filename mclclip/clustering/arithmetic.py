@@ -41,10 +41,6 @@ TILES: dict[Tile, tuple[int, int]] = {"cache": (2048, 2048), "large": (4096, 16_
 """Rows and centroids of a tile."""
 
 BFLOAT16_FROM = 64  # centroids; below, casting rows to bfloat16 costs more than it saves
-_ROUNDINGS: dict[Products, tuple[Rounding, ...]] = {
-    "float32": ("none", "inputs"),
-    "bfloat16": ("output", "partial_sums"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,16 +70,8 @@ def choose_products(device: torch.device, num_centroids: int, forced: Arithmetic
 
 
 def choose_rounding(device: torch.device, products: Products, forced: Arithmetic) -> Rounding:
-    """Returns what a product on this device rounds, by torch's present settings.
-
-    Raises ValueError where a rounding is forced that ``products`` cannot have.
-    """
+    """Returns what a product on this device rounds, by torch's present settings."""
     if forced.rounding:
-        if forced.rounding not in _ROUNDINGS[products]:
-            raise ValueError(
-                f"rounding is {forced.rounding!r} with products in {products}: wanted one of "
-                f"{', '.join(_ROUNDINGS[products])}"
-            )
         return forced.rounding
     if products == "float32":
         return "inputs" if _rounds_float32() else "none"

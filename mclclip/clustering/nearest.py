@@ -172,9 +172,10 @@ class Search:
         for first in range(0, len(self._coarse), step):
             scores = multiply(coarse, self._coarse[first : first + step])
             scores[:, max(len(self.centroids) - first, 0) :] = -torch.inf  # the padding
-            # A group's columns are not neighbours, so that one vector operation takes the maxima of
-            # many groups at once.
-            scores = scores.view(len(rows), -1, _num_groups(scores.shape[1]))
+            # A group is searched only if its maximum is a candidate. Its columns are no neighbours,
+            # so that one vector operation takes the maxima of many groups at once.
+            num_groups = 32 if scores.shape[1] < 512 else scores.shape[1] // 16
+            scores = scores.view(len(rows), -1, num_groups)
             maxima = scores.amax(dim=1).float()
             # These maxima belong to different centroids, so the count-th largest of them is a lower
             # bound of the count-th best score.
@@ -265,20 +266,9 @@ def half_squares(centroids: Tensor) -> Tensor:
 
 
 def _padded(num_centroids: int) -> int:
-    """Columns of the products for so many centroids: a number that ``_num_groups`` divides."""
+    """Columns of the products for so many centroids: groups of equal size cut it."""
     lanes = 1 if num_centroids <= FEW else 32 if num_centroids < 512 else 512
     return -(-num_centroids // lanes) * lanes
-
-
-def _num_groups(columns: int) -> int:
-    """Number of groups of a tile's columns; a group is searched only if its maximum is a candidate.
-
-    Up to ``FEW`` columns are their own groups. Above, there are 32 groups, or groups of 16 columns
-    where there are 512 columns or more (then ``columns`` is a multiple of 512).
-    """
-    if columns <= FEW:
-        return columns
-    return 32 if columns < 512 else columns // 16
 
 
 def _top(top: Tensor, more: Tensor) -> Tensor:

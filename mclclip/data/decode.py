@@ -9,13 +9,11 @@ the same pixels as on the file opened by PIL. For others there are two differenc
 not rotate pictures, and it resizes before it converts, which picks nearest neighbours in palette
 pictures and weights colours by alpha. PIL's global state is not changed.
 
-`decode_pixels` gives the same pixels as an array, faster for JPEGs where simplejpeg is installed.
+`decode_pixels` gives the same pixels as an array, faster for JPEGs.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
 import io
 import logging
 import re
@@ -102,12 +100,10 @@ def decode_pixels(data: bytes, max_image_pixels: int) -> npt.NDArray[np.uint8]:
     PIL reads the header, which decides about size, kind and orientation, as in `decode_image`. Grey
     and RGB JPEGs that simplejpeg reads without a complaint are decoded by it, with the same
     algorithm (never its faster and coarser ones); all others are decoded by PIL, which then also
-    says what is wrong with them. Raises as `decode_image` does, and a plain ValueError where
-    simplejpeg is not installed.
+    says what is wrong with them. Raises as `decode_image` does.
     """
-    simplejpeg = jpeg_library()
     with _opened(data, max_image_pixels) as image:
-        pixels = _decoded_jpeg(simplejpeg, data, image)
+        pixels = _decoded_jpeg(data, image)
         if pixels is None:
             return np.array(_decoded(image))
         orientation = _orientation(image)
@@ -116,20 +112,10 @@ def decode_pixels(data: bytes, max_image_pixels: int) -> npt.NDArray[np.uint8]:
         return pixels
 
 
-@functools.cache
-def jpeg_library() -> Any:
-    """The package simplejpeg; ValueError, in one line, where it is not installed."""
-    try:
-        return importlib.import_module("simplejpeg")
-    except ModuleNotFoundError:
-        raise ValueError(
-            "data.pixels=fast needs the package simplejpeg, which is not installed: pip install "
-            "simplejpeg, or set data.pixels=exact"
-        ) from None
-
-
-def _decoded_jpeg(simplejpeg: Any, data: bytes, image: Image.Image) -> npt.NDArray[np.uint8] | None:
+def _decoded_jpeg(data: bytes, image: Image.Image) -> npt.NDArray[np.uint8] | None:
     """RGB pixels [H, W, 3] of a JPEG as they are stored; None where PIL has to decode it."""
+    import simplejpeg  # type: ignore[import-untyped]  # late: options import this module
+
     if image.format != "JPEG" or image.mode not in ("RGB", "L"):
         return None
     try:

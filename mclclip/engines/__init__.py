@@ -58,21 +58,16 @@ def build_engine(
 
     A single process gets the plain ``Engine`` whatever the name. ``elementwise``: the optimizer's
     update of an element depends on that element alone. ``options`` are arguments of ``Engine``.
-    Raises ValueError for an unknown name, for combinations that an engine does not support, and for
-    a missing package.
+    Raises ValueError for combinations that an engine does not support, and for a missing package.
     """
     given = module, make_optimizer, context
     if name == "ddp" or context.world_size == 1:
         return Engine(*given, **options)
     if name == "fsdp":
         return FsdpEngine(*given, blocks=blocks, shard_ranks=shard_ranks, **options)
-    if name == "deepspeed":
-        if importlib.util.find_spec("deepspeed") is None:
-            raise ValueError(
-                "engine.name=deepspeed needs deepspeed: pip install 'mclclip[deepspeed]'"
-            )
-        return DeepspeedEngine(*given, zero_stage=zero_stage, elementwise=elementwise, **options)
-    raise ValueError(f"engine.name is {name!r}: wanted ddp, fsdp or deepspeed")
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ValueError("engine.name=deepspeed needs deepspeed: pip install 'mclclip[deepspeed]'")
+    return DeepspeedEngine(*given, zero_stage=zero_stage, elementwise=elementwise, **options)
 
 
 @dataclass(frozen=True)

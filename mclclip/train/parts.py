@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from mclclip.checkpoint import Checkpoints
 from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data.batches import Batch, Loader, TrainingBatches
-from mclclip.data.decode import Pixels, jpeg_library
+from mclclip.data.decode import Pixels
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.equality import EqualityDigests, report_equal
 from mclclip.data.extras import BaseFeatures, EditedCaptions
@@ -440,10 +439,3 @@ def loader_of(
         note_slow=job.index.note_slow,
         pin_memory=choose_memory(job.context.device) == "pinned",
     )
-
-
-def check_pixels(config: Config, trainings: Iterable[str]) -> None:
-    """Raises ValueError, before anything is done, where ``base`` or ``train`` make pixels by a
-    package that is missing."""
-    if any(config.pixels_of(name) == "fast" for name in trainings):
-        jpeg_library()

@@ -79,7 +79,6 @@ def run(
     if artifact.finished:
         log.info("%s is finished: skipped", job.directory)
         return job.directory
-    collectives.together(lambda: parts.check_pixels(config, [job.name]))
     collectives.together(lambda: job.extras)
     if edits := options.objective.reads.edits:
         collectives.on_main(lambda: survey(edits, index, config.data, job.name))

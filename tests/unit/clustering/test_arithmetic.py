@@ -12,7 +12,7 @@ from mclclip.clustering.arithmetic import CHOSEN, Arithmetic
 from mclclip.data.arrays import cut_blocks
 from mclclip.ranks.process_group import num_threads
 from tests.matrix import in_soak, kept
-from tests.nearest_checks import ROUNDINGS, assign
+from tests.nearest_checks import assign
 from tests.unit.clustering.test_kmeans import ALGORITHMS, noise
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -115,18 +115,6 @@ def test_torch_may_be_set_by_its_newer_names(number: int) -> None:
     finally:
         for owner, precision in zip(owners, before, strict=True):
             owner.fp32_precision = precision
-
-
-def test_a_rounding_has_to_fit_the_products() -> None:
-    for products, rounding in itertools.product(
-        get_args(arithmetic.Products), get_args(arithmetic.Rounding)
-    ):
-        forced = Arithmetic(rounding=rounding)
-        if (products, rounding) in ROUNDINGS:
-            assert arithmetic.choose_rounding(CUDA, products, forced) == rounding
-        else:
-            with pytest.raises(ValueError, match=f"'{rounding}' with products in {products}"):
-                arithmetic.choose_rounding(CUDA, products, forced)
 
 
 # --- the same k-means ---

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from mclclip import checkpoint, index, pipeline
+from mclclip import checkpoint, index
 from mclclip.config import Config
 from mclclip.data import decode
 from mclclip.data.batches import Batch
@@ -186,27 +185,3 @@ def test_what_does_more_than_crop_is_refused_with_the_options(
     assert "\n" not in str(raised.value)
     settled = tiny.make_config(tmp_path, tmp_path, more)
     assert settled.pixels_of("base") == settled.pixels_of("train") == "exact"
-
-
-@pytest.mark.parametrize("verb", ["run", "train"])
-def test_a_missing_package_is_told_before_anything_is_written(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
-) -> None:
-    config = tiny.make_config(tmp_path / "run", data)
-    assert config.data.pixels == "auto" and config.pixels_of("base") == "fast"
-    if verb == "train":
-        index.run(config, SINGLE)
-    monkeypatch.setitem(sys.modules, "simplejpeg", None)
-    decode.jpeg_library.cache_clear()
-    try:
-        message = "needs the package simplejpeg, which is not installed: pip install"
-        with pytest.raises(ValueError, match=message) as raised:
-            if verb == "run":
-                pipeline.run(config, SINGLE)
-            else:
-                train.run(config, SINGLE, stage=0)
-    finally:
-        decode.jpeg_library.cache_clear()
-    assert "\n" not in str(raised.value)
-    assert not (tmp_path / "run" / "stage_0").exists()
-    assert verb == "train" or not (tmp_path / "run").exists()
