@@ -266,7 +266,6 @@ def table(
     *,
     intervals: bool = True,
     details: bool = False,
-    width: int = WIDTH,
 ) -> str:
     """The results as text: a block per benchmark, rows are models, columns are metrics.
 
@@ -274,7 +273,7 @@ def table(
     what chance gives (where the protocol says so); published references come last, marked. Cells
     are in the unit of the column, which its head names unless it is percent, with the 95 % interval
     below them unless ``intervals`` is off. Metrics of the level ``detail`` are counted, and shown
-    with ``details``. Where the columns of a benchmark are wider than ``width`` together, they
+    with ``details``. Where the columns of a benchmark are wider than ``WIDTH`` together, they
     follow in a further block. Below it stand its ``notes``.
     """
     blocks = []
@@ -282,7 +281,7 @@ def table(
         rows = [row for row in results if row.benchmark == benchmark]
         main = [row for row in rows if details or row.protocol.get("level") != "detail"]
         published = [row for row in references if row.benchmark == benchmark]
-        block = _block(benchmark, main, published, intervals, width)
+        block = _block(benchmark, main, published, intervals)
         if hidden := len({row.metric for row in rows}) - len({row.metric for row in main}):
             block += f"\n({hidden} further metrics: 'mclclip eval' shows them with --details)"
         blocks.append("\n".join([block, *(f"({note})" for note in notes(rows))]))
@@ -294,7 +293,6 @@ def _block(
     rows: Sequence[Result],
     published: Sequence[Reference],
     intervals: bool,
-    width: int,
 ) -> str:
     models: dict[str, dict[Column, Result | Reference]] = {}
     trials: dict[Column, set[int]] = {}
@@ -325,7 +323,7 @@ def _block(
             texts.append(text)
         columns.append(texts)
     blocks = []
-    for part in _fitting(columns, width - _width(names)):
+    for part in _fitting(columns, WIDTH - _width(names)):
         lines = [*zip(names[1:], *(column[1:] for column in part), strict=True)]
         blocks.append(
             tabulate(

@@ -50,10 +50,10 @@ class Suite:
     references: Sequence[Reference] = field(default_factory=tuple)
 
 
-def load_suite(where: str, variables: Mapping[str, str] | None = None) -> Suite:
+def load_suite(where: str, variables: Sequence[str] = ()) -> Suite:
     """A suite that is shipped (by name, such as ``mcl``) or a YAML file.
 
-    ``variables`` replace ``${name}`` in the file. FileNotFoundError for an unknown suite;
+    ``variables``, NAME=VALUE, replace ``${NAME}`` in it. FileNotFoundError for an unknown suite;
     ValueError for a variable without a value or a file that is no suite.
     """
     path = Path(where) if where.endswith((".yaml", ".yml")) else SUITES / f"{where}.yaml"
@@ -63,7 +63,8 @@ def load_suite(where: str, variables: Mapping[str, str] | None = None) -> Suite:
             f"no suite {where!r}: give a YAML file, such as own.yaml, or one of {shipped}"
         )
     try:
-        tree = _substitute(read_yaml(path), variables or {})
+        named = dict(item.partition("=")[::2] for item in variables)
+        tree = _substitute(read_yaml(path), named)
         benchmarks = TypeAdapter(dict[str, BenchmarkConfig]).validate_python(tree["benchmarks"])
         references = results.published(tree)
     except ValidationError as error:
@@ -284,8 +285,7 @@ def judge(
         options = {"captions": ".", "shard_captions": captions}
         benchmarks["held_out"] = BenchmarkConfig("retrieval", str(held_out), options)
     if suite:
-        named = dict(item.partition("=")[::2] for item in variables)
-        of_suite = _some_of(load_suite(suite, named).benchmarks, only)
+        of_suite = _some_of(load_suite(suite, variables).benchmarks, only)
         if benchmarks.keys() & of_suite.keys():
             raise ValueError(
                 f"the suite {suite} has a benchmark held_out, which is the name of --held-out: "
@@ -420,7 +420,7 @@ def run(
     *,
     models: Sequence[str] = (),
     suite: str | None = None,
-    variables: Mapping[str, str] | None = None,
+    variables: Sequence[str] = (),
     only: Sequence[str] = (),
     details: bool = False,
     force: bool = False,

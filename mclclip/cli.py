@@ -68,13 +68,6 @@ def _export(config: Config, context: Context, args: argparse.Namespace) -> objec
     return export.stage(config, context, **_flags(args))
 
 
-def _eval(config: Config, context: Context, args: argparse.Namespace) -> object:
-    from mclclip.eval import run as evaluation
-
-    variables = dict(item.partition("=")[::2] for item in args.variables)
-    return evaluation.run(config, context, **_flags(args) | {"variables": variables})
-
-
 def _run(config: Config, context: Context, args: argparse.Namespace) -> object:
     from mclclip import pilot, pipeline
     from mclclip.eval import results
@@ -192,7 +185,7 @@ _FUNCTIONS: dict[str, Callable[..., object]] = {
     "reshard": _function("reshard.run"),
     "train": _function("pipeline.train_stage"),
     "export": _export,
-    "eval": _eval,
+    "eval": _function("eval.run.run"),
     "analyse": _function("figures.run"),
     "blindspots": _function("curate.blindspots.run"),
     "filter": _function("curate.filter.run"),

@@ -348,7 +348,7 @@ def _lines(c: Comparison) -> dict[str, str]:
     cells = _cells(c, unit)
     return {
         "model": results.wrapped(clean(c.row.model), 18),
-        "%" if unit == "percent" else unit: cells[unit],
+        unit: cells[unit],
         "change": cells["difference"],
         "95 %\nrange": cells["95 % interval"].replace(" to", "\nto"),
         "items": cells["items"].replace(" of", "\nof"),

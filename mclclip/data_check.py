@@ -13,13 +13,13 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import lgamma
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
+from scipy.stats import hypergeom
 
 from mclclip import doctor, index
 from mclclip.config import Config
@@ -223,15 +223,9 @@ def equal_in_batch(counts: Sequence[int], batch: int) -> float:
     samples of a caption among n, another one is among the B - 1 others with the probability
     1 - C(n - m, B - 1) / C(n - 1, B - 1).
     """
-    n = sum(counts)
-    others = min(batch, n) - 1
-
-    def log_choose(k: int) -> float:
-        return lgamma(k + 1) - lgamma(others + 1) - lgamma(k - others + 1)
-
-    alone = sum(
-        m / n * np.exp(log_choose(n - m) - log_choose(n - 1)) for m in counts if n - m >= others
-    )
+    every = np.asarray(counts)
+    n = int(every.sum())
+    alone = every / n @ hypergeom.pmf(0, max(n - 1, 1), every - 1, min(batch, n) - 1)
     return float(1.0 - alone)
 
 

@@ -28,9 +28,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from mclclip import files
 from mclclip.caption_rules import RULES, Edit, check_rules, false_edits
 from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode_image
-from mclclip.data.shard_scan import parse_captions
 from mclclip.data.shard_writer import image_extension
-from mclclip.eval.images import read_range, read_shards
+from mclclip.eval.captions import read_captions_of_shards
 from mclclip.randomness import mix, permute
 from mclclip.run.artifacts import Artifact, Force, Manifest
 from mclclip.run.runlog import progress
@@ -58,18 +57,16 @@ def run(
     finished ``out`` of the same shards and settings is skipped.
 
     Raises ValueError for wrong values, where no rule fits any caption, and the errors of
-    ``read_shards`` and ``Artifact.open``.
+    ``read_captions_of_shards`` and ``Artifact.open``.
     """
     chosen = check_rules(rules or [*RULES])
     if per_rule < 1 or seed < 0:
         name, value, least = ("per_rule", per_rule, 1) if per_rule < 1 else ("seed", seed, 0)
         raise ValueError(f"--{name.replace('_', '-')} is {value}: wanted {least} or more")
-    images, table = read_shards(Path(shards), captions)
-    ranges = zip(table["text_offset"].to_pylist(), table["text_size"].to_pylist(), strict=True)
-    texts = [
-        parse_captions(read_range(image.path, offset, size), captions)
-        for image, (offset, size) in zip(images, ranges, strict=True)
-    ]
+    read = read_captions_of_shards(Path(shards), captions)
+    images, texts = read.images, [list[str]() for _ in read.images]
+    for row, text in zip(read.caption_image, read.captions, strict=True):
+        texts[row].append(text)
     known = {"sizes": [image.size for image in images], "keys": [image.key for image in images]}
     opened: dict[str, Any] = {
         "kind": KIND,

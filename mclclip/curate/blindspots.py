@@ -40,6 +40,7 @@ from mclclip.curate import near
 from mclclip.data.arrays import save_npy
 from mclclip.data.row_store import RowStore
 from mclclip.data.sample_index import SampleIndex
+from mclclip.data.shard_writer import image_extension
 from mclclip.eval.protocols.mmvp import MMVP_COLUMNS, MMVP_FOLDERS
 from mclclip.opened_run import Run
 from mclclip.options import named_path
@@ -424,15 +425,12 @@ def _write_benchmark(directory: Path, pairs: list[list[int]], run: Run) -> None:
     sample_ids = [sample_id for pair in pairs for sample_id in pair]
     for number, sample_id in enumerate(sample_ids, start=1):
         (stored,) = run.stored_images([sample_id])
-        if stored.startswith(b"\xff\xd8\xff"):
-            suffix = ".jpg"
-        else:
-            suffix = ".png"
-            if not stored.startswith(b"\x89PNG\r\n\x1a\n"):
-                sink = io.BytesIO()
-                Image.fromarray(run.pictures([sample_id])[0]).save(sink, "PNG")
-                stored = sink.getvalue()
-        files.write_bytes(directory / MMVP_FOLDERS[0] / TYPE / f"{number}{suffix}", stored)
+        suffix = image_extension(stored)
+        if suffix not in ("jpg", "png"):
+            suffix, sink = "png", io.BytesIO()
+            Image.fromarray(run.pictures([sample_id])[0]).save(sink, "PNG")
+            stored = sink.getvalue()
+        files.write_bytes(directory / MMVP_FOLDERS[0] / TYPE / f"{number}.{suffix}", stored)
         caption = (run.captions([sample_id])[0] or [""])[0]
         about = files.clean(caption), files.clean(run.index.keys([sample_id])[0])
         table.writerow([number, TYPE, "", *about])

@@ -59,7 +59,6 @@ def run(
     context: Context,
     *,
     stage: int,
-    variant: str = "mcl",
     text: bool | None = None,
     readers: Sequence[Config] = (),
     force: Force = False,
@@ -82,7 +81,7 @@ def run(
         raise ValueError(
             f"--text with --stage {stage}: captions are embedded by stage 0 alone, leave one out"
         )
-    layout = Layout.of(config, variant)
+    layout = Layout.of(config)
     index = SampleIndex.open(layout.index)
     if config.trunk_cache.enabled and stage == 0:
         write_trunk(config, context, layout, index, force)

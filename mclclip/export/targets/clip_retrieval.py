@@ -16,7 +16,6 @@ so that one index serves all weights (`join_query_features` of `models/encoder.p
 
 from __future__ import annotations
 
-import io
 from functools import reduce
 from pathlib import Path
 
@@ -25,7 +24,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from mclclip import files
-from mclclip.data.arrays import Floats
+from mclclip.data.arrays import Floats, save_npy
 from mclclip.data.row_store import RowStore
 from mclclip.export.certificate import Certificate, Probes
 from mclclip.export.targets import Source
@@ -152,7 +151,7 @@ def write(source: Source, out: Path) -> None:
         name = f"{number:0{len(str(len(index.shards)))}d}"
         ids = np.setdiff1d(np.arange(shard.start, shard.stop), left_out, assume_unique=True)
         for kind, values in rows.of(ids).items():
-            save_rows(out / f"{kind}_emb" / f"{kind}_emb_{name}.npy", values)
+            save_npy(out / f"{kind}_emb" / f"{kind}_emb_{name}.npy", values)
         keys = index.keys(ids)
         table = pd.DataFrame(
             {
@@ -165,14 +164,6 @@ def write(source: Source, out: Path) -> None:
         path = out / "metadata" / f"metadata_{name}.parquet"
         path.parent.mkdir(exist_ok=True)
         files.write_bytes(path, table.to_parquet(index=False))
-
-
-def save_rows(path: Path, rows: np.ndarray) -> None:
-    """Writes the rows of one shard as .npy."""
-    path.parent.mkdir(exist_ok=True)
-    stream = io.BytesIO()
-    np.save(stream, np.ascontiguousarray(rows))
-    files.write_bytes(path, stream.getvalue())
 
 
 def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:

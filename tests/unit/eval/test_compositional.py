@@ -410,7 +410,7 @@ def test_unknown_parts(tmp_path: Path, parts: Sequence[str]) -> None:
 def test_the_shipped_suite_says_what_it_needs_and_names_our_metrics(
     tmp_path: Path, draw: Draw, planted: Any
 ) -> None:
-    suite = evaluation.load_suite("compositional", {"data": str(tmp_path)})
+    suite = evaluation.load_suite("compositional", [f"data={tmp_path}"])
     with pytest.raises(FileNotFoundError, match=r"'sugarcrepe': no folder .*RAIVNLab/sugar-crepe"):
         evaluation.check(suite.benchmarks)
     metrics: dict[str, set[str]] = {}

@@ -108,7 +108,7 @@ def test_without_faiss_one_line_says_what_to_install_before_anything_runs(
 
 
 def test_the_shipped_suite(tmp_path: Path) -> None:
-    suite = evaluation.load_suite("mcl", {"data": str(tmp_path)})
+    suite = evaluation.load_suite("mcl", [f"data={tmp_path}"])
     assert suite.benchmarks["mmvp"].path == f"{tmp_path}/MMVP_VLM"
     assert {r.benchmark for r in suite.references} == set(suite.benchmarks)
     assert all(r.source and 0 <= r.value <= 100 for r in suite.references)
@@ -135,7 +135,7 @@ SHIPPED = sorted(path.stem for path in evaluation.SUITES.glob("*.yaml"))
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_options_names_and_templates_of_every_shipped_suite(name: str, tmp_path: Path) -> None:
-    suite = evaluation.load_suite(name, {"data": str(tmp_path)})
+    suite = evaluation.load_suite(name, [f"data={tmp_path}"])
     evaluation.check_options(suite.benchmarks)
     assert {r.benchmark for r in suite.references} <= set(suite.benchmarks)
     assert all(r.source and 0 <= r.value <= 100 for r in suite.references)
@@ -153,7 +153,7 @@ def test_options_names_and_templates_of_every_shipped_suite(name: str, tmp_path:
 
 
 def test_the_suite_of_27_has_the_metrics_of_the_paper() -> None:
-    suite = evaluation.load_suite("zero_shot_27", {"data": "/data"})
+    suite = evaluation.load_suite("zero_shot_27", ["data=/data"])
     metrics = {name: one.options.get("metric") for name, one in suite.benchmarks.items()}
     assert len(metrics) == 27
     assert {name: metric for name, metric in metrics.items() if metric} == {
@@ -186,7 +186,7 @@ rendered_sst2 2 7,792 1,821 accuracy
 
 
 def test_the_linear_probes_of_the_26_sets_have_their_metrics_and_sizes() -> None:
-    suite = evaluation.load_suite("linear_probe_26", {"data": "/data"})
+    suite = evaluation.load_suite("linear_probe_26", ["data=/data"])
     published = [row.split() for row in TABLE_10.replace("|", "\n").strip().splitlines()]
     for name, classes, train, test, metric in published:
         benchmark = suite.benchmarks[name]
@@ -203,7 +203,7 @@ def test_the_linear_probes_of_the_26_sets_have_their_metrics_and_sizes() -> None
 
 
 def test_missing_data_sets_say_what_they_hold_and_where_to_get_them(tmp_path: Path) -> None:
-    suite = evaluation.load_suite("robustness", {"data": str(tmp_path)})
+    suite = evaluation.load_suite("robustness", [f"data={tmp_path}"])
     with pytest.raises(FileNotFoundError) as caught:
         evaluation.check(suite.benchmarks)
     line = str(caught.value)
@@ -293,7 +293,7 @@ def test_named_models_suites_and_benchmarks(
         SINGLE,
         models=[f"mine={run_dir}/stage_0/export", "ViT-B-32@openai"],
         suite=str(suite),
-        variables={"root": str(folder)},
+        variables=[f"root={folder}"],
         only=["pairs"],
     )
     assert loaded == [f"{run_dir}/stage_0/export", "ViT-B-32+openai"]

@@ -88,8 +88,8 @@ def test_rows_are_the_runs_by_key(run: Path, tmp_path: Path) -> None:
 def test_rows_in_another_order_are_found(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save = clip_retrieval.save_rows
-    monkeypatch.setattr(clip_retrieval, "save_rows", lambda path, rows: save(path, rows[::-1]))
+    save = clip_retrieval.save_npy
+    monkeypatch.setattr(clip_retrieval, "save_npy", lambda path, rows: save(path, rows[::-1]))
     with pytest.raises(ValueError, match="is not converted: features in numpy .* differ by"):
         convert.run("clip_retrieval", run / "stage_0" / "embeddings", tmp_path / "out")
     assert not (tmp_path / "out").exists()
