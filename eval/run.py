@@ -27,17 +27,16 @@ from mclclip.eval.prompts import naming_benchmark
 from mclclip.eval.protocols import BenchmarkConfig, evaluator
 from mclclip.eval.results import Reference, Result
 from mclclip.files import digest_file, digest_json
-from mclclip.models import transformers_encoder, weights
+from mclclip.models import transformers_encoder
 from mclclip.models.encoder import RANDOM, Encoder, load_model, split_name
 from mclclip.models.loading import refuse_without_weights
+from mclclip.opened_run import Run
 from mclclip.options import first_problem
 from mclclip.ranks.collectives import on_main, together
 from mclclip.ranks.process_group import SINGLE, Context, pick_device
 from mclclip.run.artifacts import Layout
 
 log = logging.getLogger("mclclip")
-
-_JOINED = ("concat_raw", "concat_stage_norm", "concat_weighted", "soup_uniform")
 
 SUITES = Path(__file__).resolve().parent / "suites"
 
@@ -402,18 +401,6 @@ def evaluate(
     return rows
 
 
-def exports_of(config: Config) -> dict[str, Path]:
-    """Every existing export of the run, by its name in results.jsonl."""
-    exports: dict[str, Path] = {}
-    for variant in ("mcl", *config.controls):
-        layout = Layout.of(config, variant)
-        stages = range(0 if variant == "mcl" else 1, config.num_stages + 1)
-        joined = _JOINED if config.has_stages else ()
-        exports |= {layout.model_name(f"stage_{stage}"): layout.export(stage) for stage in stages}
-        exports |= {layout.model_name(name): layout.joined(name) for name in joined}
-    return {name: path for name, path in exports.items() if weights.has_config(path)}
-
-
 def run(
     config: Config,
     context: Context,
@@ -438,7 +425,7 @@ def run(
             "there is nothing to evaluate on: set eval.suite or give a suite, such as "
             "--suite mcl --set data=/data"
         )
-    named = dict(map(_named, models)) if models else exports_of(config)
+    named = dict(map(_named, models)) if models else Run.of(config).exports()
     if len(named) < len(models):
         raise ValueError("two models have one name: give each its own, as NAME=PATH")
     if not named:

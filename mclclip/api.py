@@ -67,18 +67,6 @@ class Run(opened_run.Run):
             raise ValueError(f"no encoder {name!r} in {self.directory}: it has {', '.join(paths)}")
         return load_model(paths[name], device=device)
 
-    def exports(self) -> dict[str, Path]:
-        """The folders of all exported encoders, of controls too, by their names in ``results``."""
-        found = {}
-        for run in (self, *self.controls.values()):
-            layout = run.layout
-            for stage in run.stages:
-                if stage.has("export") and (stage.number or run is self):
-                    found[stage.name] = stage.directory("export")
-            for path in sorted((layout.root / "exports").glob("*/manifest.json")):
-                found[layout.model_name(path.parent.name)] = path.parent
-        return found
-
     def best(self) -> str:
         """The encoder with the highest mean of the share ``choose``'s main metrics, of controls
         too; where there is no such share, of all benchmarks' main metrics."""

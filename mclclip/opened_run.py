@@ -62,6 +62,9 @@ MAX_BYTES = 4 << 20
 POINTS = 400
 """Rows at most of a training's records."""
 
+JOINED = ("concat_raw", "concat_stage_norm", "concat_weighted", "soup_uniform")
+"""The joined encoders that a run may have."""
+
 _LONGEST_LINE = 1 << 16
 
 
@@ -152,6 +155,17 @@ class Run:
             control._whole = self
             controls[folder.name] = control
         return controls
+
+    def exports(self) -> dict[str, Path]:
+        """The folders of all exported encoders, of controls too, by their names in ``results``."""
+        from mclclip.models.weights import has_config
+
+        found: dict[str, Path] = {}
+        for run in (self, *self.controls.values()):
+            stages = [stage for stage in run.stages if stage.number or run is self]
+            found |= {stage.name: stage.directory("export") for stage in stages}
+            found |= {run.layout.model_name(name): run.layout.joined(name) for name in JOINED}
+        return {name: path for name, path in found.items() if has_config(path)}
 
     @cached_property
     def result_rows(self) -> list[Result]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -77,7 +78,10 @@ def test_a_fine_tuning_ends_with_encoders_and_a_verdict(tuned: tuple[Path, mclcl
     assert table.columns.tolist()[:6] == names
     assert {"choose", "report"} == {*table.benchmark}
     assert {"stage_0", "stage_1", "control_ungrouped_stage_1"} <= {*table.encoder}
+    aside = run.layout.joined("concat_raw.old-1")  # where --force moves what it makes again
+    shutil.copytree(run.layout.joined("concat_raw"), aside)
     assert {*run.exports()} == {*table.encoder}
+    shutil.rmtree(aside)
     assert run.best() in {*table.encoder}
     sentences = run.verdict()
     assert [each.partition(":")[0] for each in sentences] == ["Better", "Worse", "Beyond chance"]
