@@ -304,6 +304,7 @@ class Trainer:
             self.trainee.objective.begin(batch.step, total, epoch)
             self.symptoms.before(batch)
             parts = self.engine.update(batch, lr)
+            peer_watch.note()  # before a collective, in which the other ranks wait for a late one
             parts |= self.symptoms.figures(done, parts)
             self.trainee.objective.stepped(self.trainee.model)
         peer_watch.note()
