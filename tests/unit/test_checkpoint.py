@@ -284,7 +284,7 @@ from tests.unit.test_checkpoint import Source
 def die(*args, **options):
     os.kill(os.getpid(), signal.SIGKILL)
 
-where = {"write": (storage.state_dict_saver, "save"), "checksum": (step_files, "describe"),
+where = {"write": (storage, "write"), "checksum": (step_files, "describe"),
          "publish": (files, "write_json"), "rename": (os, "rename"),
          "remove": (step_files.shutil, "rmtree")}[sys.argv[2]]
 options = CheckpointConfig(keep=1, asynchronous=sys.argv[3] == "True")
@@ -451,7 +451,7 @@ def break_in(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(28, "No space left on device")
 
     owner: Any = {
-        "data": (storage.state_dict_saver, "save"),
+        "data": (storage, "write"),
         "checksums": (step_files, "describe"),
         "list": (step_files.files, "write_json"),
         "rename": (step_files.os, "rename"),
