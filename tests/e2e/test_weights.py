@@ -37,7 +37,7 @@ def test_killed_or_on_two_ranks_it_draws_by_the_same_weights(
     batches = RecordBatches(tmp_path / "one_batches"), RecordBatches(tmp_path / "two_batches")
     one, two, killed = prepared("one"), prepared("two"), prepared("killed")
     shown = shell.ok("config", "--plan", *one[3:]).stdout
-    finished = shell.ok(*one, inside=batches[0])
+    finished = shell.ok(*one, "--verbose", inside=batches[0])
     # 56 samples once and 8 five times are 96 draws: 12 batches, of which no epoch leaves one out.
     assert "64 samples, drawn 96 times (1.50 each on average)" in finished.stderr
     assert "drawn by weight, of all draws: patterns 100.0 %" in finished.stderr
