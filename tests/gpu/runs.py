@@ -79,7 +79,7 @@ def pinned(where: Where) -> str:
         pin_memory=where.on_gpu,
     )
     for got, want in zip(loader, wanted, strict=True):
-        moved = got.to(where.device, non_blocking=True)
+        moved = got.to(where.device)
         for tensor, there, read in zip(got.tensors(), moved.tensors(), want.tensors(), strict=True):
             assert tensor.is_pinned() == where.on_gpu, f"{list(tensor.shape)} is not pinned"
             busy = torch.ones(256, 256, device=where.device)

@@ -244,11 +244,12 @@ def caching(where: Where) -> str:
     return f"off by {worst:.1g}"
 
 
-def _same_masks(where: Where, lora: bool = False, **options: Any) -> None:
+def _same_masks(where: Where, lora: bool = False, patch_dropout: float = 0.0) -> None:
     """Micro-batches of one size draw the masks of the whole batch's first pass, twice."""
     gradients = []
     for attempt in (0, 1):
-        model = load_towers(tiny.MODEL, seed=1, **options)
+        model = load_towers(tiny.MODEL, seed=1)
+        model.drop_patches(patch_dropout)
         if lora:
             model.lock(2, True, True, text=True, logit_scale=True)
             add_lora(model, rank=2, alpha=4.0, dropout=0.5)
@@ -265,7 +266,7 @@ def _same_masks(where: Where, lora: bool = False, **options: Any) -> None:
         handle()
         assert len(drawn) == 4, f"{len(drawn)} forwards of two micro-batches"
         for first, second in zip(drawn[:2], drawn[2:], strict=True):
-            same_bits(f"features in the second pass, {options or 'LoRA'}", second, first)
+            same_bits(f"features in the second pass, LoRA {lora}", second, first)
         gradients.append(drawn[0])
     assert not torch.equal(*gradients), "another seed drew the same masks"
 
