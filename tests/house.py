@@ -27,14 +27,14 @@ from tests.unit.test_architecture import edges
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
     "files": 228,
-    "lines": 36_526,
+    "lines": 36_527,
     "functions": 2_931,
     "functions of two lines or fewer": 764,
     "classes": 342,
     "dataclasses": 169,
     "options": 287,
     "arrows between rooms": 306,
-    "lines of tests": 51_341,
+    "lines of tests": 51_342,
 }
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 SILENT |= {tokenize.ENCODING, tokenize.ENDMARKER}
