@@ -216,8 +216,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {wrong} ({see}{how})")
     if more:
         args.overrides += more
-    for name in {"remedies", "seeds"} & {*vars(args)}:  # which take every word that follows them
-        words = getattr(args, name)
+    for name in ("remedies", "seeds"):  # flags that take every word that follows them
+        if not (words := getattr(args, name, None)):
+            continue
         args.overrides += [word for word in words if "=" in word]
         setattr(args, name, [word for word in words if "=" not in word])
     if seeds := getattr(args, "seeds", []):

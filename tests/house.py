@@ -27,7 +27,7 @@ from tests.unit.test_architecture import edges
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
     "files": 228,
-    "lines": 36_527,
+    "lines": 36_528,
     "functions": 2_931,
     "functions of two lines or fewer": 764,
     "classes": 342,
