@@ -27,9 +27,9 @@ from tests.unit.test_architecture import edges
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
     "files": 228,
-    "lines": 36_528,
-    "functions": 2_931,
-    "functions of two lines or fewer": 764,
+    "lines": 36_526,
+    "functions": 2_929,
+    "functions of two lines or fewer": 762,
     "classes": 342,
     "dataclasses": 169,
     "options": 287,

@@ -1,4 +1,4 @@
-"""What comes with every sample of a training beside its picture and its caption.
+"""Further tensors of every sample of a training, beside its picture and its caption.
 
 `BaseFeatures` are stage 0's stored embeddings. `EditedCaptions` are captions that are wrong for
 their own picture: edits of the drawn caption by the rules of ``caption_rules``, or texts of a field
@@ -136,7 +136,8 @@ def survey(wanted: HardCaptions, index: SampleIndex, options: DataConfig, option
             )
     with_captions = np.flatnonzero(index.num_captions)
     step = max(len(with_captions) // SURVEYED, 1)
-    dataset = TarDataset(index, options, extras=[EditedCaptions(wanted, _empty_tokens)])
+    extra = EditedCaptions(wanted, lambda texts: torch.zeros(len(texts), 1, dtype=torch.int64))
+    dataset = TarDataset(index, options, extras=[extra])
     fitting, counts, num_captions, example = 0, Counter[str](), 0, None
     raws = dataset.read_many(with_captions[::step][:SURVEYED])
     for raw in raws:
@@ -171,7 +172,3 @@ def survey(wanted: HardCaptions, index: SampleIndex, options: DataConfig, option
         f" ({', '.join(shares)})" if shares else f" in the {what}",
         clean(example[1]), clean(example[0]),
     )  # fmt: skip
-
-
-def _empty_tokens(texts: list[str]) -> Tensor:
-    return torch.zeros(len(texts), 1, dtype=torch.int64)

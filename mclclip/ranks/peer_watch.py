@@ -191,7 +191,8 @@ class PeerWatch:
                 self._wake.clear()
                 beat += 1
                 word = self._last_word  # it may be given while a report is under way
-                own = f"{beat} {_Progress.count} {_waits()} {_place()}"
+                waits = _DATA if data_wait.waited_for() is not None else "-"
+                own = f"{beat} {_Progress.count} {waits} {_place()}"
                 store.set(str(self.context.rank), word or own)
                 if word is not None:
                     return
@@ -275,11 +276,6 @@ class PeerWatch:
 
 def _lost(problem: str) -> Lost:
     return Lost(f"{problem}: {_GOES_ON}")
-
-
-def _waits() -> str:
-    """Returns what the main thread is in: a wait for data, or anything else."""
-    return _DATA if data_wait.waited_for() is not None else "-"
 
 
 def _place() -> str:

@@ -227,8 +227,8 @@ def write_state(
     names.
 
     A recorded failure that a restart would not mend is only overwritten by ``running``: what other
-    ranks report after it is a consequence of it. So is a state that ``follows`` from the end of
-    another rank, of any recorded failure.
+    ranks report after it is a consequence of it. A state that ``follows`` from the end of another
+    rank overwrites no recorded failure.
     """
     record = {
         "state": state,
