@@ -25,7 +25,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 WHEELS = (
     "open_clip", "webdataset", "braceexpand", "ftfy", "wcwidth", "pydantic", "pydantic_core",
-    "annotated_types", "typing_inspection",
+    "annotated_types", "typing_inspection", "simplejpeg", "shtab",
 )  # fmt: skip
 """What a GPU machine without a network is known to lack; see README.md."""
 Verdict = Literal["ok", "skip", "FAIL"]
