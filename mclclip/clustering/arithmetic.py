@@ -37,8 +37,11 @@ Threads = Literal["per_block", "per_operation"]
 ``per_operation``: blocks are handled one after the other, each operation with all threads.
 """
 
-TILES: dict[Tile, tuple[int, int]] = {"cache": (2048, 2048), "large": (4096, 16_384)}
-"""Rows and centroids of a tile."""
+TILES: dict[Tile, tuple[int, int, int]] = {
+    "cache": (2048, 2048, 2048),
+    "large": (4096, 65_536, 16_384),
+}
+"""The least and the most rows, and the most centroids of a tile: fewer centroids, more rows."""
 
 BFLOAT16_FROM = 64  # centroids; below, casting rows to bfloat16 costs more than it saves
 
@@ -85,9 +88,12 @@ def choose_scores(device: torch.device, forced: Arithmetic) -> Scores:
     return forced.scores or ("pair_products" if device.type == "cpu" else "blocks")
 
 
-def choose_tile(device: torch.device, forced: Arithmetic) -> tuple[int, int]:
-    """Rows and centroids of a tile: one that stays in the cache on a CPU, a large one on a GPU."""
-    return TILES[forced.tile or ("cache" if device.type == "cpu" else "large")]
+def choose_tile(device: torch.device, num_centroids: int, forced: Arithmetic) -> tuple[int, int]:
+    """Rows and centroids of a tile: one that stays in the cache on a CPU, a large one on a GPU,
+    where a tile of few rows takes longer to start than to compute.
+    """
+    least, most, columns = TILES[forced.tile or ("cache" if device.type == "cpu" else "large")]
+    return min(most, max(least, least * columns // max(num_centroids, 1))), columns
 
 
 def choose_threads(device: torch.device, forced: Arithmetic) -> Threads:
@@ -118,6 +124,21 @@ def sums_in_float32() -> Iterator[None]:
     finally:
         if before:
             matmul.allow_bf16_reduced_precision_reduction = True
+
+
+@contextmanager
+def integers_in_any_order() -> Iterator[None]:
+    """Runs a block without torch's deterministic algorithms.
+
+    Sums of integers are the same in any order, but in that mode CUDA adds rows of one label one
+    after the other: hundreds of times slower where labels are few.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def _rounds_float32() -> bool:

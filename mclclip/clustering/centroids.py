@@ -83,7 +83,7 @@ class WholeCentroids:
     def __init__(self, rows: Rows, num_clusters: int) -> None:
         self.rows, self.num_clusters = rows, num_clusters
         self.held = range(num_clusters)
-        self._rows_per_tile = choose_tile(rows.context.device, rows.arithmetic)[0]
+        self._rows_per_tile = choose_tile(rows.context.device, num_clusters, rows.arithmetic)[0]
         self._labels: dict[int, Tensor] = {}  # of own blocks, from the last sums
         self._sums: tuple[Tensor, Tensor] | None = None  # of own blocks, by those labels
 
@@ -100,8 +100,9 @@ class WholeCentroids:
 
         def move_run(run: tuple[tuple[Tensor, Tensor], list[int]]) -> None:
             (sums, counts), numbers = run
-            for number in numbers:
-                self._labels[number] = self._move(number, search, sums, counts)
+            for some in self.rows.together(numbers, self._rows_per_tile):
+                labels = self._move(some, search, sums, counts)
+                self._labels.update(zip(some, labels, strict=True))
 
         runs = self.rows.runs()
         parts = [kept, *(_nothing(centroids) for _ in runs[1:])]
@@ -112,21 +113,25 @@ class WholeCentroids:
         self._sums = kept
         return self.rows.total(kept[0]), self.rows.total(kept[1].clone())
 
-    def _move(self, number: int, search: Search, sums: Tensor, counts: Tensor) -> Tensor:
-        """Moves the rows of a block whose nearest centroid is another one than before from sum to
-        sum; returns the labels [n].
+    def _move(
+        self, numbers: list[int], search: Search, sums: Tensor, counts: Tensor
+    ) -> Sequence[Tensor]:
+        """Moves the rows of some blocks whose nearest centroid is another one than before from sum
+        to sum; returns the labels [n] of each block.
         """
-        block, before, unit = self.rows.block(number), self._labels.get(number), self.rows.unit
-        labels = [torch.zeros(0, dtype=torch.int64, device=block.device)]
-        for first in range(0, len(block), self._rows_per_tile):
+        blocks, unit = [self.rows.block(number) for number in numbers], self.rows.unit
+        rows = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
+        known = [self._labels[number] for number in numbers if number in self._labels]
+        before = torch.cat(known) if known else None
+        labels = [torch.zeros(0, dtype=torch.int64, device=rows.device)]
+        for first in range(0, len(rows), self._rows_per_tile):
             some = slice(first, first + self._rows_per_tile)
-            tile = block[some]
-            labels.append(search.nearest(tile))
+            labels.append(search.nearest(rows[some]))
             if before is None:
-                add_rows(sums, counts, labels[-1], tile, unit)
+                add_rows(sums, counts, labels[-1], rows[some], unit)
             else:
-                move_rows(sums, counts, before[some], labels[-1], tile, unit)
-        return torch.cat(labels)
+                move_rows(sums, counts, before[some], labels[-1], rows[some], unit)
+        return torch.split(torch.cat(labels), [len(block) for block in blocks])
 
     def farthest(self, centroids: Tensor) -> Tensor:
         """int64 [k], packed: of the rows that the last ``sums`` assigned to each centroid, the

@@ -78,7 +78,9 @@ class Search:
         products = choose_products(device, len(centroids), arithmetic)
         self._rounding = choose_rounding(device, products, arithmetic)
         self._scores = choose_scores(device, arithmetic)
-        self._rows_per_tile, self._columns_per_tile = choose_tile(device, arithmetic)
+        self._rows_per_tile, self._columns_per_tile = choose_tile(
+            device, len(centroids), arithmetic
+        )
         self.centroids, self.first_id = centroids, first_id
         self.half_squares = half_squares(centroids) if algorithm == "euclidean" else None
         self._extra = 0 if self.half_squares is None else _CONSTANT_COLUMNS
@@ -257,12 +259,23 @@ def squared_distance(centroids: Tensor, rows: Tensor) -> Tensor:
 
 def half_squares(centroids: Tensor) -> Tensor:
     """[k]: |c|^2 / 2 of centroids [k, D], each independent of the other centroids."""
-    halves = [centroids.new_zeros(0)]
-    for part in torch.split(centroids, ROWS_PER_PASS):
-        # All parts have the same shape, since that determines the order of a sum on a GPU.
-        padded = torch.nn.functional.pad(part, (0, 0, 0, ROWS_PER_PASS - len(part)))
-        halves.append(padded.square().sum(dim=1)[: len(part)] / 2.0)
-    return torch.cat(halves)
+    parts = torch.split(centroids, ROWS_PER_PASS)
+    halves = [sums_by_halves(part.square()) / 2.0 for part in parts]
+    return torch.cat([centroids.new_zeros(0), *halves])
+
+
+def sums_by_halves(x: Tensor) -> Tensor:
+    """[n]: the sums of the rows of [n, D], each in one order of additions.
+
+    The order of ``torch.sum`` on a GPU depends on the number of rows, and, where D is no multiple
+    of 4, on where a row lies in memory.
+    """
+    width = 1 << max(x.shape[1] - 1, 0).bit_length()
+    x = torch.nn.functional.pad(x, (0, width - x.shape[1]))
+    while x.shape[1] > 1:
+        left, right = x.chunk(2, dim=1)
+        x = left + right
+    return x.flatten()
 
 
 def _padded(num_centroids: int) -> int:
@@ -298,15 +311,11 @@ def score_pairs(
 
 
 def _scored_in_blocks(rows: Tensor, centroids: Tensor, row: Tensor, centroid: Tensor) -> Tensor:
-    """``score_pairs`` by sums over tensors of one fixed shape, which fixes the order of summing."""
-    size = 8192
-    padding = -len(row) % size
-    row = torch.nn.functional.pad(row, (0, padding))
-    centroid = torch.nn.functional.pad(centroid, (0, padding))
+    """``score_pairs`` by torch, which copies both rows of every pair of a block."""
+    size = 65_536
     parts = zip(torch.split(row, size), torch.split(centroid, size), strict=True)
-    products = [(rows[r] * centroids[c]).sum(dim=1) for r, c in parts]
-    scores = torch.cat(products) if products else rows.new_zeros(0)
-    return scores[: len(scores) - padding]
+    products = [sums_by_halves(rows[r] * centroids[c]) for r, c in parts]
+    return torch.cat([rows.new_zeros(0), *products])
 
 
 def _largest(packed: Tensor, row: Tensor, num_rows: int, count: int) -> Tensor:

@@ -25,6 +25,7 @@ from mclclip.clustering.arithmetic import (
     Arithmetic,
     choose_cache_bytes,
     choose_threads,
+    integers_in_any_order,
     sums_in_float32,
 )
 from mclclip.clustering.options import Algorithm
@@ -97,7 +98,7 @@ class Rows:
         """Runs a block in which bfloat16 products round no partial sums and, if ``each`` uses
         threads, an operation has one thread (last bits depend on that number).
         """
-        with num_threads(self._threads_per_operation), sums_in_float32():
+        with num_threads(self._threads_per_operation), sums_in_float32(), integers_in_any_order():
             yield
 
     def each(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
@@ -111,6 +112,20 @@ class Rows:
         """The numbers of this rank's blocks, as one list for each of its threads."""
         dealt = [self.own[first :: self.num_threads] for first in range(self.num_threads)]
         return [run for run in dealt if run]
+
+    def together(self, numbers: Sequence[int], num_rows: int) -> list[list[int]]:
+        """The numbers of blocks, those next to each other that hold up to ``num_rows`` rows in one
+        list: on a GPU small blocks take longer to start than to compute."""
+        groups: list[list[int]] = []
+        room = 0
+        for number in numbers:
+            here = self.starts[number + 1] - self.starts[number]
+            if here > room:
+                groups.append([])
+                room = num_rows
+            groups[-1].append(number)
+            room -= here
+        return groups
 
     # --- rows ---
 
@@ -284,7 +299,7 @@ def move_rows(
 
 def _add(sums: Tensor, counts: Tensor, labels: Tensor, fixed: Tensor, count: int) -> None:
     """Adds int64 rows [n, D] to ``sums``, and ``count`` for each of them to ``counts``."""
-    sums.index_put_((labels,), fixed, accumulate=True)
+    sums.index_add_(0, labels, fixed)
     counts.add_(torch.bincount(labels, minlength=len(counts)), alpha=count)
 
 

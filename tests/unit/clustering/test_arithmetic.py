@@ -46,8 +46,9 @@ def test_an_old_torch_that_knows_no_capabilities(monkeypatch: pytest.MonkeyPatch
 def test_what_is_not_forced_follows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert arithmetic.choose_scores(CPU, CHOSEN) == "pair_products"
     assert arithmetic.choose_scores(CUDA, CHOSEN) == "blocks"
-    assert arithmetic.choose_tile(CPU, CHOSEN) == (2048, 2048)
-    assert arithmetic.choose_tile(CUDA, CHOSEN) == (4096, 16_384)
+    assert arithmetic.choose_tile(CPU, 10, CHOSEN) == (2048, 2048)
+    for num_centroids, rows in ((0, 65_536), (1024, 65_536), (8192, 8192), (10**6, 4096)):
+        assert arithmetic.choose_tile(CUDA, num_centroids, CHOSEN) == (rows, 16_384)
     assert arithmetic.choose_threads(CPU, CHOSEN) == "per_block"
     assert arithmetic.choose_threads(CUDA, CHOSEN) == "per_operation"
     assert arithmetic.choose_cache_bytes(CPU, None) == 2**30
@@ -62,7 +63,8 @@ def test_what_is_not_forced_follows_the_device(monkeypatch: pytest.MonkeyPatch) 
             assert arithmetic.choose_threads(device, forced) == threads
         for tile in get_args(arithmetic.Tile):
             forced = Arithmetic(tile=tile)
-            assert arithmetic.choose_tile(device, forced) == arithmetic.TILES[tile]
+            least, _, columns = arithmetic.TILES[tile]
+            assert arithmetic.choose_tile(device, 10**6, forced) == (least, columns)
         assert arithmetic.choose_cache_bytes(device, 7) == 7
 
 
