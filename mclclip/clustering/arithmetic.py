@@ -39,7 +39,7 @@ Threads = Literal["per_block", "per_operation"]
 
 TILES: dict[Tile, tuple[int, int, int]] = {
     "cache": (2048, 2048, 2048),
-    "large": (4096, 65_536, 16_384),
+    "large": (16_384, 65_536, 16_384),
 }
 """The least and the most rows, and the most centroids of a tile: fewer centroids, more rows."""
 

@@ -47,7 +47,7 @@ def test_what_is_not_forced_follows_the_device(monkeypatch: pytest.MonkeyPatch) 
     assert arithmetic.choose_scores(CPU, CHOSEN) == "pair_products"
     assert arithmetic.choose_scores(CUDA, CHOSEN) == "blocks"
     assert arithmetic.choose_tile(CPU, 10, CHOSEN) == (2048, 2048)
-    for num_centroids, rows in ((0, 65_536), (1024, 65_536), (8192, 8192), (10**6, 4096)):
+    for num_centroids, rows in ((0, 65_536), (4096, 65_536), (8192, 32_768), (10**6, 16_384)):
         assert arithmetic.choose_tile(CUDA, num_centroids, CHOSEN) == (rows, 16_384)
     assert arithmetic.choose_threads(CPU, CHOSEN) == "per_block"
     assert arithmetic.choose_threads(CUDA, CHOSEN) == "per_operation"
