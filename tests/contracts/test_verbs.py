@@ -42,11 +42,11 @@ class Verb:
     advice: str
 
 
-def of_run(function: Call, **flags: Any) -> Call:
+def of_run(function: Call, *overrides: str, **flags: Any) -> Call:
     """Returns a verb that reads a configuration; the change is an override, or flags of its own."""
 
     def call(folder: Path, change: Any = (), force: Force = False) -> object:
-        words = [change] if change and isinstance(change, str) else []
+        words = [*overrides, *([change] if change and isinstance(change, str) else [])]
         given = flags | (change if isinstance(change, dict) else {})
         config = damage.options(folder / "run", (folder / "data").resolve(), *words)
         return function(config, SINGLE, **given, force=force)
@@ -98,6 +98,14 @@ VERBS = {  # in the order in which a run needs them
     "export": Verb(
         of_run(export.stage, stage=1), "stage_1/export", "", "",
         "stage_1/train/manifest.json", "run 'mclclip train' first",
+    ),
+    "embed stage 1": Verb(
+        of_run(embed.run, stage=1), "stage_1/embeddings", "", "",
+        "stage_1/export/manifest.json", "run 'mclclip export",
+    ),
+    "join": Verb(
+        of_run(export.join, "export.soup=true"), "exports/soup_uniform", "", "",
+        "stage_1/export/manifest.json", "run 'mclclip export",
     ),
     "reshard": Verb(
         of_run(reshard.run, stage=1), "stage_1/resharded", "reshard.samples_per_shard=40",

@@ -167,24 +167,15 @@ def test_last_mode_and_a_k_per_stage(tmp_path: Path) -> None:
     assert np.array_equal(labels, np.load(layout.clusters(1) / "cluster_labels.npy")[:, 0])
 
 
-def test_finished_work_is_skipped_and_other_settings_need_force(tmp_path: Path) -> None:
+def test_what_labels_depend_on_is_refused_otherwise(tmp_path: Path) -> None:
     tree = make_run(tmp_path / "run", tmp_path / "shards")
     cluster.run(from_tree(tree), SINGLE, stage=0)
     before = contents(tmp_path / "run")
-    cluster.run(from_tree(tree), SINGLE, stage=0)
-    assert contents(tmp_path / "run") == before
-    with pytest.raises(ValueError, match="num_clusters was 4, now 3.*--force"):
-        cluster.run(change(tree, num_clusters=3), SINGLE, stage=0)
     with pytest.raises(ValueError, match="seed was 0, now 1"):
         cluster.run(from_tree(tree | {"seed": 1}), SINGLE, stage=0)
     with pytest.raises(ValueError, match="label_mode was 'prefix', now 'last'"):
         cluster.run(change(tree, label_mode="last"), SINGLE, stage=0)
     assert contents(tmp_path / "run") == before
-    cluster.run(change(tree, num_clusters=3), SINGLE, stage=0, force=True)
-    layout = Layout(tmp_path / "run")
-    for directory in (layout.clusters(0), layout.pseudo_labels(1)):
-        assert directory.with_name(f"{directory.name}.old-1").is_dir()
-    assert read_manifest(layout.pseudo_labels(1), "pseudo_labels").counts["radices"] == [3]
 
 
 def interrupted_after(number: int, work: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import subprocess
 import sys
 import time
 from collections import namedtuple
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from mclclip import doctor
+from mclclip import cli, doctor
 from mclclip.doctor import Finding
 
 Usage = namedtuple("Usage", "total used free")
@@ -68,13 +67,10 @@ def test_a_failure_is_exit_2_a_warning_is_not(
         assert summary == f"{int(state == 'FAIL')} failed, {int(state == 'warn')} to look at"
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
-    command = [sys.executable, "-m", "mclclip", "doctor", "--path", str(tmp_path / "file")]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 2
-    assert f"FAIL  disk: {tmp_path / 'file'} is a file" in ended.stdout
-    assert "Traceback" not in ended.stderr
+    assert cli._doctor(cli._parse(["doctor", "--path", str(tmp_path / "file")])) == 2
+    assert f"FAIL  disk: {tmp_path / 'file'} is a file" in capsys.readouterr().out
 
 
 # --- software ----------------------------------------------------------------------------------

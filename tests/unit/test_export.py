@@ -123,17 +123,6 @@ def written(directory: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
 
 
-def test_finished_exports_are_skipped(options: Config) -> None:
-    layout = Layout.of(options)
-    export.join(options, SINGLE)
-    directories = [layout.export(0), layout.export(1), layout.joined("concat_raw")]
-    before = [written(directory) for directory in directories]
-    export.stage(options, SINGLE, stage=0)
-    export.stage(options, SINGLE, stage=1)
-    export.join(options, SINGLE)
-    assert [written(directory) for directory in directories] == before
-
-
 @in_soak
 def test_another_training_needs_force(options: Config) -> None:
     layout = Layout.of(options)
@@ -145,24 +134,6 @@ def test_another_training_needs_force(options: Config) -> None:
     export.stage(options, SINGLE, stage=1, force=True)
     assert artifacts.read_manifest(layout.export(1), "export").digest != before
     assert layout.export(1).with_name("export.old-1").exists()
-
-
-@in_soak
-def test_partial_export_is_finished(options: Config) -> None:
-    """As after a kill between two files."""
-    layout = Layout.of(options)
-    directory = layout.export(1)
-    whole = (directory / weights.WEIGHTS).read_bytes()
-    manifest = files.read_json(directory / artifacts.MANIFEST)
-    intent = {name: manifest[name] for name in ("kind", "config", "inputs")}
-    files.write_json(directory / artifacts.INTENT, intent)
-    (directory / artifacts.MANIFEST).unlink()
-    (directory / weights.WEIGHTS).unlink()
-    (directory / f".{weights.WEIGHTS}.1.tmp").write_bytes(b"half")
-    export.stage(options, SINGLE, stage=1)
-    assert (directory / weights.WEIGHTS).read_bytes() == whole
-    assert artifacts.read_manifest(directory, "export").digest == manifest["digest"]
-    assert not list(directory.glob(".*"))
 
 
 def test_join_writes_what_is_configured(options: Config) -> None:

@@ -29,13 +29,10 @@ def test_shards_and_pairs_are_read_by_the_ordinary_readers(tmp_path: Path) -> No
     assert len(pairs) == 2 * len(ATTRIBUTES)
 
 
-def test_the_same_seed_gives_the_same_bytes_and_a_finished_set_is_kept(tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     one, two = (tiny.make_data(tmp_path / name, num_samples=48) for name in ("one", "two"))
     assert tiny.digests(one, "**/*.tar") == tiny.digests(two, "**/*.tar")
     assert tiny.digests(one, "**/*.jpg") == tiny.digests(two, "**/*.jpg")
-    before = (one / "shards" / "00000.tar").stat().st_mtime_ns
-    tiny.make_data(one, num_samples=48)
-    assert (one / "shards" / "00000.tar").stat().st_mtime_ns == before
 
 
 def test_full_captions_name_every_attribute_of_the_same_pictures() -> None:
@@ -69,10 +66,7 @@ def test_a_source_that_a_data_set_does_not_read_is_refused(tmp_path: Path) -> No
             make_dataset.run(name, tmp_path / name, source=sources)
 
 
-def test_other_settings_are_refused(tmp_path: Path) -> None:
-    tiny.make_data(tmp_path, num_samples=48)
-    with pytest.raises(ValueError, match="seed was 0, now 1"):
-        tiny.make_data(tmp_path, num_samples=48, seed=1)
+def test_wrong_settings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="seed is -1: wanted 0 or more"):
         make_dataset.run("trifeature", tmp_path / "t", seed=-1)
     with pytest.raises(ValueError, match="no built-in data set 'x'"):

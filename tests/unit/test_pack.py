@@ -217,18 +217,12 @@ def test_a_further_folder_may_be_allowed(tmp_path: Path, images: Path, secret: P
         run(tmp_path, images, rows, allow_roots=[tmp_path / "nowhere"])
 
 
-def test_finished_is_skipped_and_changes_stop_until_forced(tmp_path: Path, images: Path) -> None:
+def test_what_is_finished_is_known_by_its_table(tmp_path: Path, images: Path) -> None:
     run(tmp_path, images, [["a.jpg", "1"]])
     (images / "a.jpg").unlink()  # a skipped verb does not even look
-    again = run(tmp_path, images, [["a.jpg", "1"]])
-    assert again.counts["samples"] == 1
-    with pytest.raises(ValueError, match="samples_per_shard was 10000, now 3"):
-        run(tmp_path, images, [["a.jpg", "1"]], samples_per_shard=3)
+    assert run(tmp_path, images, [["a.jpg", "1"]]).counts["samples"] == 1
     with pytest.raises(ValueError, match="inputs.table"):
         run(tmp_path, images, [["b.PNG", "1"]])
-    run(tmp_path, images, [["b.PNG", "1"]], force=True)
-    assert "000000000.png" in read_tar(tmp_path / "out" / "00000.tar")
-    assert "000000000.jpg" in read_tar(tmp_path / "out.old-1" / "00000.tar")
 
 
 def test_killed_pack_is_made_again_with_the_same_bytes(tmp_path: Path, images: Path) -> None:

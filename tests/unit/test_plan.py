@@ -18,14 +18,14 @@ from mclclip import config, plan
 from mclclip.config import Config
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.objectives.feature_dropout import Viewmaker
-from mclclip.plan import Machine, costs
+from mclclip.plan import Machine, costs, memory
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Layout
 from tests import tiny
 from tests.matrix import in_soak, kept
+from tests.plans import CC12M, measure, recipe
 
 RECIPES = sorted((tiny.ROOT / "launch" / "recipes").glob("*.yaml"))
-CC12M = 10_968_539
 GIB = 2**30
 Usage = namedtuple("Usage", "total used free")
 
@@ -36,10 +36,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     roomy = Usage(100 * 1024 * GIB, 0, 100 * 1024 * GIB)
     monkeypatch.setattr(costs.shutil, "disk_usage", lambda _: roomy)
-
-
-def recipe(name: str, *overrides: str) -> Config:
-    return config.load(tiny.ROOT / "launch" / "recipes" / f"{name}.yaml", overrides)
+    monkeypatch.setattr(memory, "measure", measure)
 
 
 def tiny_config(*overrides: str) -> Config:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from mclclip.plan import Machine, Speed, costs, memory, steps, table
 from mclclip.plan.machine import PEAK_TFLOPS, SHARE
 from tests import tiny
 from tests.matrix import in_soak, kept
+from tests.plans import CC12M, measure, recipe
 
-CC12M = 10_968_539
 # Of the tiny model, by hand: 32 pixels in patches of 8, width 32, 3 blocks, 17 tokens, 8 features.
 BLOCK = 2 * 12 * 32**2 * 17 + 4 * 17**2 * 32
 PATCHES, PROJECTION = 2 * 16 * (3 * 8**2) * 32, 2 * 32 * 8
@@ -31,20 +30,19 @@ def tiny_config(*overrides: str, locked_text: bool = True) -> Config:
     return tiny.make_config(Path("run"), Path("data"), *given, locked_text=locked_text)
 
 
-def recipe(name: str, *overrides: str) -> Config:
-    return config.load(tiny.ROOT / "launch" / "recipes" / f"{name}.yaml", overrides)
+@pytest.fixture(autouse=True)
+def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "measure", measure)
 
 
 def measured(options: Config, machine: Machine = Machine()) -> dict[str, Any]:  # noqa: B008
     """What is measured of the trainings of a configuration."""
-    return {n: memory.measure(options, n, t, machine) for n, t in options.trainings.items()}
+    return {n: measure(options, n, t, machine) for n, t in options.trainings.items()}
 
 
-@cache
-def of_sample(*overrides: str, locked_text: bool = True) -> dict[str, Any]:
+def of_sample(*overrides: str, locked_text: bool = True) -> Any:
     """Operations of a training of the tiny model."""
-    found = measured(tiny_config(*overrides, locked_text=locked_text))["train"]["operations"]
-    return dict(found)
+    return measured(tiny_config(*overrides, locked_text=locked_text))["train"]["operations"]
 
 
 def planned(

@@ -324,21 +324,13 @@ def test_blocks_change_no_bit(config: Config, monkeypatch: pytest.MonkeyPatch, m
             assert (cut / name).read_bytes() == (directory / name).read_bytes()
 
 
-def test_a_second_call_is_skipped_and_other_settings_are_refused(
+def test_the_log_says_what_was_left_out_and_how_to_train_on_the_rest(
     config: Config, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "mclclip"):
-        directory = done(config, near_duplicates=0.95)
-        weights = directory / "weights.npy"
-        assert f"train.plan.weights={weights}" in caplog.text
-        assert "no_embedding 1, against 0, no_caption 0, low_score 0, near_duplicate" in caplog.text
-        before = weights.stat().st_mtime_ns
-        assert done(config, near_duplicates=0.95) == directory
-    assert "is finished: skipped" in caplog.text and weights.stat().st_mtime_ns == before
-    with pytest.raises(ValueError, match="config.near_duplicates was 0.95, now 0.97"):
-        filtering.run(config, SINGLE, near_duplicates=0.97)
-    done(config, near_duplicates=0.97, force=True)
-    assert directory.with_name("filter.old-1").is_dir()
+        weights = done(config, near_duplicates=0.95) / "weights.npy"
+    assert f"train.plan.weights={weights}" in caplog.text
+    assert "no_embedding 1, against 0, no_caption 0, low_score 0, near_duplicate" in caplog.text
 
 
 def test_without_a_filter_scores_and_pairs_are_shown_and_nothing_is_written(

@@ -23,6 +23,7 @@ from mclclip.train import verb as train
 from mclclip.train.symptoms import FAILURES, ROWS, Course, Failure
 from tests import tiny
 
+MODEL = tiny.MODEL | {"vision_cfg": tiny.MODEL["vision_cfg"] | {"layers": 1}}
 RESNET = tiny.MODEL | {
     "vision_cfg": {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "patch_size": None}
 }
@@ -34,13 +35,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make_data(tmp_path_factory.mktemp("data"), num_samples=144)
 
 
-def settings(run_dir: Path, data: Path, *options: str, model: Any = tiny.MODEL) -> Config:
+def settings(run_dir: Path, data: Path, *options: str, model: Any = MODEL) -> Config:
     tree = tiny.tree(run_dir, data) | {"model": {"name": model}}
+    tree["train"] |= {"lock": {"image_blocks": 1}}
     tree["base"] |= {"steps": 65, "log_every": 5, "checkpoint": {"every": 1000}}
     return config.from_tree(tree, [f"base.{option}" for option in options])
 
 
-def trained(run_dir: Path, data: Path, *options: str, model: Any = tiny.MODEL) -> Path:
+def trained(run_dir: Path, data: Path, *options: str, model: Any = MODEL) -> Path:
     """Trains stage 0 on this rank with options of ``base``; returns the folder of the training."""
     torch.set_num_threads(1)
     context = Context(collectives.rank(), collectives.world_size())
@@ -49,7 +51,7 @@ def trained(run_dir: Path, data: Path, *options: str, model: Any = tiny.MODEL) -
     return train.run(settled, context, stage=0)
 
 
-def exported(run_dir: Path, data: Path, *options: str, model: Any = tiny.MODEL) -> Path:
+def exported(run_dir: Path, data: Path, *options: str, model: Any = MODEL) -> Path:
     """The export of a training."""
     trained(run_dir, data, *options, model=model)
     return export.stage(settings(run_dir, data, *options, model=model), Context(), stage=0)
@@ -90,7 +92,7 @@ def test_a_loss_that_stands_at_chance(
 
 
 def test_features_that_collapse_and_one_answer_for_all(tmp_path: Path, data: Path) -> None:
-    found = warnings(trained(tmp_path, data, "lr=1.0", "warmup=0"))
+    found = warnings(trained(tmp_path, data, "lr=1.0", "warmup=0", model=tiny.MODEL))
     assert {"features_collapse", "one_answer"} <= set(found)
 
 

@@ -239,19 +239,6 @@ def test_wrong_sources_and_options_are_one_line(tmp_path: Path) -> None:
         make("folder", tmp_path / "f", f"folder={tmp_path / 'in'}")
 
 
-def test_a_finished_set_is_kept_and_force_makes_another(tmp_path: Path) -> None:
-    fakes.cifar_batches(tmp_path / "c")
-    source, out = f"cifar10={tmp_path / 'c'}", tmp_path / "out"
-    make("cifar10", out, source)
-    before = (out / "train" / "00000.tar").stat().st_mtime_ns
-    make("cifar10", out, source)
-    assert (out / "train" / "00000.tar").stat().st_mtime_ns == before
-    with pytest.raises(ValueError, match="seed was 0, now 1"):
-        make("cifar10", out, source, seed=1)
-    make("cifar10", out, source, seed=1, force=True)
-    assert (tmp_path / "out.old-1").is_dir()
-
-
 def test_downloads_only_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torchvision import datasets as published
 
