@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 
 _PRELOADED = [
     "mclclip.cli",
@@ -21,6 +22,14 @@ _PRELOADED = [
     "tests.e2e.conftest",
     "tests.made_before",
 ]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process can still do something (a zombie cannot)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def context() -> ForkServerContext:

@@ -14,7 +14,7 @@ from tests import tiny
 COLOURS = {"red": (200, 40, 40), "green": (40, 180, 60), "blue": (50, 60, 200), "grey": (120,) * 3}
 
 
-def write(folder: Path, count: int = 160) -> Path:
+def write(folder: Path, count: int = 135) -> Path:
     """Writes ``count`` JPEGs of a coloured square at its own place, and ``captions.csv`` with two
     captions of each; returns the CSV's path."""
     rng = np.random.default_rng(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -23,6 +24,9 @@ MODEL: dict[str, Any] = {
         "heads": 2,
         "layers": 1,
     },
+}
+RESNET = MODEL | {
+    "vision_cfg": {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "patch_size": None}
 }
 
 
@@ -103,6 +107,18 @@ def environment() -> dict[str, str]:
     """This process's environment with the checkout on the path and one thread per process."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines, none where it is not there."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def flip(path: Path, at: int | None = None) -> None:
+    """Changes a bit of the byte at a place, of the middle one without."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if at is None else at] ^= 1
+    path.write_bytes(data)
 
 
 def digests(directory: Path, pattern: str = "**/*.safetensors") -> dict[str, str]:

@@ -31,7 +31,7 @@ from mclclip.data.row_store import RowBlocks, RowStore
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from tests.benchmarks import memory, timing
-from tests.distributed.conftest import RankPool
+from tests.distributed.conftest import RankPool, here
 
 Floats = npt.NDArray[np.float32]
 SIZES = {10: (200_000, 10), 100: (200_000, 10), 1000: (50_000, 5), 20_000: (40_000, 2)}
@@ -84,7 +84,7 @@ def ours(paths: Sequence[Path], start: Floats, updates: int, context: Context) -
 
 def ours_on_rank(paths: Sequence[Path], start: Floats, updates: int) -> tuple[float, float, Floats]:
     """In a process of the pool: seconds of the slowest rank, CPU seconds of all, centroids."""
-    context = Context(collectives.rank(), collectives.world_size())
+    context = here()
     collectives.barrier()
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     centroids = ours(paths, start, updates, context)
@@ -169,7 +169,7 @@ class Contest:
 
 def one_iteration(sharded: bool) -> tuple[float, float]:
     """Peak MiB and seconds of assigning some rows to a million centroids and updating these."""
-    context = Context(collectives.rank(), collectives.world_size())
+    context = here()
     data = np.random.default_rng(0).standard_normal((MILLION_ROWS, MILLION_DIM), dtype=np.float32)
     rows = Rows(cut_blocks([data]), None, "spherical", context, cache_bytes=None)
 
@@ -202,7 +202,7 @@ def report_memory(pool: RankPool) -> None:
 
 def two_levels_on_rank(paths: Sequence[Path]) -> tuple[float, float, float, int]:
     """In a process of the pool: peak MiB, seconds, CPU seconds, and centroids that it holds."""
-    context = Context(collectives.rank(), collectives.world_size())
+    context = here()
     blocks = RowBlocks(RowStore(paths))
     options = {"init": "random", "max_iterations": MILLION_UPDATES, "tolerance": NEVER}
     found = []

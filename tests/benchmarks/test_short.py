@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from tests.benchmarks import peers, ratios, timing
+from tests.benchmarks import peers
 from tests.matrix import SOAK
 
 NAMES = sorted(path.stem for path in Path(__file__).parent.glob("bench_*.py"))
@@ -43,23 +43,3 @@ def test_every_benchmark_takes_the_short_form() -> None:
     for name in NAMES:
         source = (Path(__file__).parent / f"{name}.py").read_text()
         assert "timing.parse(" in source, f"{name} does not take --short: use timing.parse"
-
-
-def test_ratios_of_a_run_are_one_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "tables.jsonl"
-    with pytest.raises(SystemExit):
-        ratios.main([str(path)])
-    monkeypatch.setenv(timing.TABLES, str(path))
-    spent = {"a": [timing.Spent(1.0, 2.0)] * 3, "b": [timing.Spent(1.5, 1.0)] * 3}
-    columns = timing.headers("way", "samples")
-    timing.print_table("Two ways, side by side", columns, timing.Timings(spent).rows("a", 1))
-    timing.print_table("No ratios", ["what", "GiB"], [["a", 3]])
-    assert ratios.ratios(path.read_text().splitlines()) == [
-        [Path(sys.argv[0]).stem, "Two ways, side by side", "b", "1.500", "0.500"]
-    ]
-    monkeypatch.delenv(timing.TABLES)
-    capsys.readouterr()
-    ratios.main([str(path)])
-    assert re.search(r"\| +b \| +1.500 \| +0.500 \|", capsys.readouterr().out)

@@ -21,9 +21,8 @@ from mclclip.eval import run as evaluation
 from mclclip.eval.features import Extractor
 from mclclip.eval.protocols import KINDS, BenchmarkConfig, evaluator
 from mclclip.eval.results import Figure
-from mclclip.ranks import collectives
-from mclclip.ranks.process_group import Context
 from tests.contracts.evaluator_cases import CASES, NUM_CLASSES, Case
+from tests.distributed.conftest import here
 from tests.matrix import kept
 from tests.planted import PlantedEncoder, planted
 
@@ -158,7 +157,7 @@ def rows_of(root: Path, path: Path, sizes: dict[str, int]) -> list[dict[str, Any
         name: BenchmarkConfig(case.kind, str(root / name), dict(case.options))
         for name, case in CASES.items()
     }
-    context = Context(collectives.rank(), collectives.world_size())
+    context = here()
     encoder: Any = planted("coarse", max(sizes.values()))
     rows = evaluation.run_suite(encoder, suite, path, "it", context=context, batch_size=3)
     return [vars(row) for row in rows]

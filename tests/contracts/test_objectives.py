@@ -23,19 +23,24 @@ from mclclip.data.batches import Batch
 from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
 from mclclip.models.loading import load_towers, prepare_model
+from mclclip.models.memory import faked, peak_bytes
 from mclclip.models.optimizer import build_optimizer
-from mclclip.objectives.base import Facts, Objective, ObjectiveOptions, Setting
+from mclclip.objectives.base import Facts, Objective, ObjectiveOptions, Setting, Sizes
 from mclclip.objectives.contrast import DIGESTS
 from mclclip.ranks import collectives
-from mclclip.ranks.process_group import SINGLE, Context
+from mclclip.ranks.process_group import SINGLE
 from mclclip.train.loop import Trainee
 from tests import tiny
 from tests.contracts.objective_loops import CASES, NUM_CLASSES, SEED, Case, Step
+from tests.distributed.conftest import here
 from tests.distributed.test_engines import assert_close, whole
 from tests.matrix import in_soak, kept
 
 Ranks = Callable[..., list[Any]]
 GLOBAL_BATCH, STEPS, DIM = 12, 4, 8
+# Kinds whose rows are compared in tiles, with gradients that are written out.
+TILED = {"info_nce", "nt_xent", "ifm", "hcl", "supcon", "sigmoid", "simlap", "moco"}
+TILED |= {"mlcd", "mlc", "single_label"}
 RESNET = json.loads((Path(__file__).parents[1] / "configs" / "tiny_resnet.json").read_text())
 
 
@@ -120,9 +125,11 @@ class Towers(nn.Module):
         return found
 
 
-def built(options: ObjectiveOptions, tile: int = 2048) -> tuple[Towers, Objective]:
+def built(
+    options: ObjectiveOptions, tile: int = 2048, precision: str = "float64"
+) -> tuple[Towers, Objective]:
     model: Any = Towers()
-    objective = options.build(Setting(model, SINGLE, SEED, "float64", classes=Classes()))
+    objective = options.build(Setting(model, SINGLE, SEED, precision, classes=Classes()))
     for module in objective.modules():
         if hasattr(module, "tile"):
             module.tile = tile
@@ -199,6 +206,58 @@ def test_value_and_gradient_are_the_formula_with_loops(
         objective.stepped(model)
 
 
+def pulled_back(name: str, autocast: bool, again: bool = False) -> list[Tensor]:
+    """Loss and gradients of the features in fp32; ``again``: as for a second derivative."""
+    options = CASES[name].options()
+    batch = batch_of(options, 2, 6, 2)
+    _, seen = forward(*built(options), batch, 0)
+    _, objective = built(options, precision="fp32")
+    objective.float()
+    objective.begin(0, STEPS, 0.0)
+    for part in objective.outside():
+        part.begin(0)
+    floats = {n: v.detach().float() for n, v in seen.features.items() if v.is_floating_point()}
+    given = seen.features | floats
+    leaves = [v.requires_grad_() for v in floats.values() if v.ndim > 1]
+    marks = {"labels": batch.labels, "sample_id": batch.sample_id, "classes": batch.classes}
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        loss = objective(**given, **marks)["loss"]
+    return [loss, *torch.autograd.grad(loss, leaves, create_graph=again, allow_unused=True)]
+
+
+OWN = [n for n, case in CASES.items() if case.settings["kind"] in TILED]
+
+
+WIDENED = TILED - {"simlap"} | {"preserve"}
+WIDE = [n for n, case in CASES.items() if case.settings["kind"] in WIDENED]
+WIDE.remove("moco-v3-predictor")
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_arithmetic_is_fp32_under_autocast(name: str) -> None:
+    """But for networks of an objective's own."""
+    for got, wanted in zip(pulled_back(name, True), pulled_back(name, False), strict=True):
+        assert got is wanted is None or (got.dtype == torch.float32 and torch.equal(got, wanted))
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_second_derivative_is_refused(name: str) -> None:
+    with pytest.raises(RuntimeError, match="create_graph"):
+        pulled_back(name, False, again=True)
+
+
+@pytest.mark.parametrize("name", [n for n in OWN if "simlap" not in n])  # slow, and has its own
+def test_planned_memory_is_linear_in_the_batch(name: str) -> None:
+    options = CASES[name].options()
+    with faked(nn.Linear(1, 1)):
+        one, two, three = (
+            options.cost(Sizes(local, 1, 64, NUM_CLASSES, torch.float32, peak_bytes)).step
+            for local in (2048, 4096, 6144)
+        )
+    assert three - two == pytest.approx(two - one, rel=0.02)
+    assert three < 6144 * 6144 * 4  # the matrix
+
+
 GROUPED = [n for n, case in CASES.items() if case.options().reads.groups and not case.coupled]
 
 
@@ -236,7 +295,7 @@ def test_samples_of_another_group_have_no_influence(name: str) -> None:
 def make_engine(name: str, engine: str, precision: str, **options: Any) -> Engine:
     """The objective beside a small CLIP under an engine, the same on every number of ranks."""
     torch.set_num_threads(1)
-    case, context = CASES[name], Context(collectives.rank(), collectives.world_size())
+    case, context = CASES[name], here()
     own = case.options()
     model = load_towers(tiny.of_few_ids(RESNET if case.resnet else tiny.MODEL), seed=1)
     lock = {"image_blocks": "all", "image_norm": True, "image_projection": True}

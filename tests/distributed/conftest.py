@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from mclclip.ranks import process_group
+from mclclip.ranks import collectives, process_group
 from mclclip.ranks.parent_death import die_with_parent
+from mclclip.ranks.process_group import Context
 from tests import forks
 
 MAX_RANKS = 4
@@ -30,6 +31,11 @@ GRACE_S = 60.0  # for the other ranks to end after one has failed
 def _set_up() -> None:
     die_with_parent()
     torch.set_num_threads(1)
+
+
+def here() -> Context:
+    """The context of a process of the pool."""
+    return Context(collectives.rank(), collectives.world_size())
 
 
 def _call(call: bytes, rank: int, world_size: int, store: str, timeout_s: float) -> bytes:

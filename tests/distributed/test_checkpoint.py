@@ -27,7 +27,9 @@ from mclclip.checkpoint import (
 )
 from mclclip.engines.engine import Engine
 from mclclip.ranks import collectives
-from mclclip.ranks.process_group import Context, seed_everything
+from mclclip.ranks.process_group import seed_everything
+from tests import tiny
+from tests.distributed.conftest import here
 
 Ranks = Callable[..., list[Any]]
 State = dict[str, Tensor]
@@ -231,7 +233,7 @@ def engine_for(seed: int) -> Engine:
             ]
         )
 
-    return Engine(Model(seed), optimizer, Context(collectives.rank(), collectives.world_size()))
+    return Engine(Model(seed), optimizer, here())
 
 
 def train(engine: Engine, steps: range, *, settled: bool = False) -> None:
@@ -302,18 +304,12 @@ def test_settling_leaves_no_trace(ranks: Ranks) -> None:
 # --- damage ------------------------------------------------------------------------------------
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_damage_of_any_file_is_seen_by_all_ranks_and_told_by_one(
     ranks: Ranks, tmp_path: Path, number: int
 ) -> None:
     ranks(3, save, tmp_path, 3, 5)
-    flip(tmp_path / "step_00000005" / f"__{number}_0.distcp")
+    tiny.flip(tmp_path / "step_00000005" / f"__{number}_0.distcp")
     saved = ranks(1, save, tmp_path / "again", 3)[0]
     results = ranks(3, load, tmp_path)
     for step, loaded, _ in results:
@@ -338,7 +334,7 @@ def fail_to_load(directory: Path) -> str:
 
 def test_all_ranks_stop_where_nothing_is_left(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, save, tmp_path, 3)
-    flip(tmp_path / "step_00000003" / "__1_0.distcp")
+    tiny.flip(tmp_path / "step_00000003" / "__1_0.distcp")
     first, second = ranks(2, fail_to_load, tmp_path)
     assert first == second and first.startswith("no intact checkpoint is left")
 

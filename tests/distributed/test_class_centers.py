@@ -19,8 +19,8 @@ from mclclip.checkpoint import CheckpointConfig, Checkpoints
 from mclclip.objectives.class_centers import Margin, ShardedClassCenters, normal_rows
 from mclclip.objectives.mlcd import ClassCenterLoss, NegativeDraw
 from mclclip.ranks import collectives
-from mclclip.ranks.process_group import Context
 from tests.contracts import test_objectives as contract
+from tests.distributed.conftest import here
 from tests.distributed.test_engines import assert_close
 from tests.matrix import kept
 
@@ -42,7 +42,7 @@ def make(lazy: bool = False) -> ClassCenterLoss:
         K,
         D,
         normal_rows(D, seed=3, deviation=1.0),
-        context=Context(collectives.rank(), collectives.world_size()),
+        context=here(),
         draw=NegativeDraw(K, 0.5, seed=1),
         weight_decay=0.1,
         lazy=lazy,

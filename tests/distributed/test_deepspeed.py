@@ -22,11 +22,10 @@ from mclclip.engines.engine import Engine
 from mclclip.models.loading import load_towers
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.info_nce import InfoNCE
-from mclclip.ranks import collectives
-from mclclip.ranks.process_group import Context
 from mclclip.train.loop import Trainee
 from tests import tiny
 from tests.distributed import test_engines
+from tests.distributed.conftest import here
 from tests.distributed.test_engines import assert_close, batch_of, make_engine, run, train, whole
 from tests.matrix import in_soak, kept
 
@@ -37,9 +36,6 @@ pytestmark = pytest.mark.skipif(
 Ranks = Callable[..., list[Any]]
 STAGES = (1, 2, 3)
 SCALE = "model.model.clip.logit_scale"
-RESNET: dict[str, Any] = tiny.MODEL | {
-    "vision_cfg": {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "patch_size": None}
-}
 
 
 def zero(function: Callable[..., Any], *args: Any) -> Any:
@@ -275,8 +271,8 @@ def undisturbed_steps(stage: int) -> tuple[list[float], dict[str, Any]]:
 def resnet(name: str, options: dict[str, Any]) -> tuple[list[float], dict[str, Any], list[str]]:
     """Five steps of a ResNet beside a frozen text tower."""
     torch.set_num_threads(1)
-    context = Context(collectives.rank(), collectives.world_size())
-    trainee = Trainee(load_towers(RESNET, seed=1).train(), InfoNCE())
+    context = here()
+    trainee = Trainee(load_towers(tiny.RESNET, seed=1).train(), InfoNCE())
     for part, parameter in trainee.named_parameters():
         parameter.requires_grad_("visual" in part or "logit_scale" in part)
     make = partial(build_optimizer, weight_decay=0.1, name="lion")

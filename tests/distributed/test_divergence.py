@@ -13,9 +13,9 @@ from torch import Tensor
 from mclclip.checkpoint import CheckpointConfig, Checkpoints
 from mclclip.objectives.class_centers import ShardedClassCenters, normal_rows
 from mclclip.ranks import collectives
-from mclclip.ranks.process_group import Context
 from mclclip.run.measures import NotFinite, PeakMemory
 from mclclip.run.recorder import Recorder
+from tests.distributed.conftest import here
 
 Ranks = Callable[..., list[Any]]
 
@@ -24,7 +24,7 @@ class Saved:
     """Weights that all ranks hold, and class centers of which each holds some rows."""
 
     def __init__(self, classes: int) -> None:
-        context = Context(collectives.rank(), collectives.world_size())
+        context = here()
         self.head = ShardedClassCenters(classes, 4, normal_rows(4, seed=1), context=context)
         self.weights = {f"model.p{n}": torch.full((n + 1,), 1.0) for n in range(6)}
 
@@ -77,7 +77,7 @@ def test_no_rank_saves_what_is_not_finite(
 
 def record(directory: Path, ahead: bool) -> list[str]:
     """Rows every four steps; the last rank's loss is infinite in its sixth step alone."""
-    context = Context(collectives.rank(), collectives.world_size())
+    context = here()
     recorder = Recorder(
         directory, context, name="stage 1", global_batch=8, start=0, total=12, steps_per_epoch=12,
         log_every=4, share_bad=lambda found: 0, track=[], config={},

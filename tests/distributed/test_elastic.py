@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,11 +20,10 @@ import torch
 from mclclip import config, index
 from mclclip.data.batches import Batch
 from mclclip.engines.engine import Engine
-from mclclip.ranks import collectives
-from mclclip.ranks.process_group import Context
 from mclclip.ranks.signals import Preempted
 from mclclip.train import verb as train
 from tests import tiny
+from tests.distributed.conftest import here
 from tests.distributed.test_deepspeed import zero
 from tests.matrix import in_soak, kept
 
@@ -64,7 +62,7 @@ def recorded(seen: Seen) -> Iterator[None]:
 def train_here(options: dict[str, Any]) -> Seen:
     """Index and stage 0 on this rank, until the end or until it is asked to leave."""
     torch.set_num_threads(1)
-    context = Context(collectives.rank(), collectives.world_size())
+    context = here()
     settled = config.from_tree(options)
     index.run(settled, context)
     seen: Seen = {}
@@ -89,8 +87,7 @@ def run(ranks: Ranks, world_size: int, options: dict[str, Any]) -> Seen:
 
 
 def losses(run_dir: Path) -> list[float]:
-    lines = (run_dir / "stage_0/train/metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
+    return [row["loss"] for row in tiny.rows(run_dir / "stage_0/train/metrics.jsonl")]
 
 
 def options_for(data: Path, run_dir: Path, engine: str) -> dict[str, Any]:

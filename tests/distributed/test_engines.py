@@ -17,9 +17,9 @@ from mclclip.models.loading import load_towers
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.ranks import collectives
-from mclclip.ranks.process_group import Context
 from mclclip.train.loop import Trainee
 from tests import tiny
+from tests.distributed.conftest import here
 from tests.matrix import kept
 
 Ranks = Callable[..., list[Any]]
@@ -29,7 +29,7 @@ GLOBAL_BATCH, STEPS = 24, 20
 def make_engine(name: str, precision: str = "fp32", **options: Any) -> Engine:
     """A small ViT under an engine, the same on every number of ranks."""
     torch.set_num_threads(1)
-    context = Context(collectives.rank(), collectives.world_size())
+    context = here()
     model = load_towers(tiny.of_few_ids(tiny.MODEL), seed=1).train()
     trainee = Trainee(model, InfoNCE(), precision)
     if precision == "float64":
@@ -141,7 +141,7 @@ def gradient_with_dropout(micro_batch: int | None, seed: int = 0) -> dict[str, n
     """Gradient of one step of a model that drops patches at random."""
     vision = tiny.MODEL["vision_cfg"] | {"patch_dropout": 0.5}
     model = load_towers(tiny.of_few_ids(tiny.MODEL) | {"vision_cfg": vision}, seed=1).train()
-    context = Context(collectives.rank(), collectives.world_size())
+    context = here()
     engine = build_engine(
         "ddp",
         Trainee(model, InfoNCE()).double(),

@@ -15,8 +15,7 @@ from PIL import Image
 
 from mclclip.eval.features import Extractor
 from mclclip.eval.protocols.contrastive_loss import row_losses
-from mclclip.ranks import collectives
-from mclclip.ranks.process_group import Context
+from tests.distributed.conftest import here
 
 
 class LinearEncoder(torch.nn.Module):
@@ -52,11 +51,6 @@ def folder(tmp_path: Path) -> Path:
         pixels = rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(tmp_path / f"{number:02d}.png")
     return tmp_path
-
-
-def here() -> Context:
-    """The Context of the process this runs in."""
-    return Context(collectives.rank(), collectives.world_size())
 
 
 def extract(folder: Path, batch_size: int) -> tuple[np.ndarray, np.ndarray]:

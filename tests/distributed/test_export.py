@@ -7,16 +7,16 @@ from typing import Any
 
 from mclclip import config, export, files, index
 from mclclip.models.loading import load_towers
-from mclclip.ranks import collectives
-from mclclip.ranks.process_group import SINGLE, Context
+from mclclip.ranks.process_group import SINGLE
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Layout
+from tests.distributed.conftest import here
 from tests.matrix import in_soak
 from tests.unit.test_export import TINY, finish_training, held_out_pairs
 
 
 def join(tree: dict[str, Any]) -> dict[str, Path]:
-    context = Context(collectives.rank(), collectives.world_size())
+    context = here()
     return export.join(config.from_tree(tree), context)
 
 

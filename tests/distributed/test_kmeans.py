@@ -20,8 +20,7 @@ from mclclip.config import from_tree
 from mclclip.data import arrays
 from mclclip.data.row_store import RowBlocks, RowStore
 from mclclip.ranks import collectives
-from mclclip.ranks.process_group import Context
-from tests.distributed.conftest import RankPool
+from tests.distributed.conftest import RankPool, here
 from tests.matrix import SOAK, fuller_in_soak, in_soak, kept
 from tests.nearest_checks import assign
 from tests.unit.clustering.test_centroids import LIMIT_MIB, growth_mib
@@ -51,10 +50,6 @@ def mask() -> np.ndarray:
     valid = np.ones(sum(SIZES), dtype=bool)
     valid[[0, 149, 214, 400, 604]] = False
     return valid
-
-
-def here() -> Context:
-    return Context(collectives.rank(), collectives.world_size())
 
 
 def cluster(shards: list[Path], options: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import is_running
 from tests.matrix import in_soak, kept
 
 NUM_RANKS = 2
@@ -74,18 +75,10 @@ time.sleep(120)
 """
 
 
-def runs(pid: int) -> bool:
-    """True where the process can still do something (a zombie cannot)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 def survivors(pids: list[int]) -> list[int]:
     """Those that still run after a while."""
     deadline = time.monotonic() + 60
-    while (alive := [pid for pid in pids if runs(pid)]) and time.monotonic() < deadline:
+    while (alive := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     return alive
 
@@ -110,7 +103,7 @@ def torchrun(folder: Path, moment: str) -> Iterator[subprocess.Popen[bytes]]:
         launcher.kill()
         launcher.wait()
         for pid in pids_in(folder):
-            if runs(pid):
+            if is_running(pid):
                 os.kill(pid, signal.SIGKILL)
 
 
@@ -147,7 +140,7 @@ def test_nobody_survives_a_killed_launcher(tmp_path: Path, moment: str, count: i
         pytest.skip("orphans go to process 1, which is a Python program here")
     with torchrun(tmp_path, moment) as launcher:
         pids = pids_when(tmp_path, count)
-        assert not [pid for pid in pids if not runs(pid)]
+        assert not [pid for pid in pids if not is_running(pid)]
         launcher.kill()
         launcher.wait()
         assert not survivors(pids)

@@ -15,10 +15,9 @@ from mclclip.models.loading import load_towers
 from mclclip.models.optimizer import build_optimizer
 from mclclip.models.towers import MemoryFormat
 from mclclip.objectives.info_nce import InfoNCE
-from mclclip.ranks import collectives
-from mclclip.ranks.process_group import Context
 from mclclip.train.loop import Trainee
 from tests import tiny
+from tests.distributed.conftest import here
 from tests.distributed.test_engines import assert_close, train, whole
 from tests.matrix import kept
 
@@ -35,7 +34,7 @@ def steps(name: str, memory_format: MemoryFormat) -> tuple[list[float], dict[str
     torch.set_num_threads(1)
     model = load_towers(TOWER, seed=1).train()
     model.memory_format = memory_format
-    context = Context(collectives.rank(), collectives.world_size())
+    context = here()
     trainee = Trainee(model, InfoNCE(), "float64").double()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.measures import PeakMemory
 from mclclip.run.recorder import Recorder
+from tests import tiny
 
 Ranks = Callable[..., list[Any]]
 WAIT_S = 0.2
@@ -54,14 +54,10 @@ def record_without_wandb(directory: Path) -> None:
         record(directory, ["wandb"])
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_rows_are_of_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, record, tmp_path, [])
-    found = rows(tmp_path / "metrics.jsonl")
-    epoch = rows(tmp_path / "epochs.jsonl")[0]
+    found = tiny.rows(tmp_path / "metrics.jsonl")
+    epoch = tiny.rows(tmp_path / "epochs.jsonl")[0]
     for row in (*found, epoch):
         assert row["loss"] == 1.5
         assert row["data_wait_share"] * row["seconds"] >= 0.9 * WAIT_S

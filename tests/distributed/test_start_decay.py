@@ -15,10 +15,10 @@ from mclclip.models.loading import load_towers
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.contrast import Learnable, Temperature
 from mclclip.objectives.info_nce import InfoNCE
-from mclclip.ranks import collectives
-from mclclip.ranks.process_group import SINGLE, Context
+from mclclip.ranks.process_group import SINGLE
 from mclclip.train.loop import Trainee
 from tests import tiny
+from tests.distributed.conftest import here
 from tests.distributed.test_deepspeed import assert_same, zero
 from tests.distributed.test_engines import assert_close, batch_of, train, whole
 from tests.matrix import in_soak, kept
@@ -38,7 +38,7 @@ def make_engine(name: str, precision: str, decay: float = DECAY, **options: Any)
         name,
         Trainee(model, objective, precision).to(dtype),
         lambda module: build_optimizer(module, weight_decay=0.0, start_decay=decay),
-        Context(collectives.rank(), collectives.world_size()),
+        here(),
         blocks=model.blocks(),
         precision=precision,
         **options,

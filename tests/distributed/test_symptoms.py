@@ -10,7 +10,7 @@ import pytest
 
 from tests import tiny
 from tests.matrix import kept
-from tests.unit.train.test_symptoms import NOTHING_LEARNED, figures, lines, trained
+from tests.unit.train.test_symptoms import NOTHING_LEARNED, figures, trained
 
 Ranks = Callable[..., list[Any]]
 OPTIONS = *NOTHING_LEARNED, "precision=float64"
@@ -35,5 +35,5 @@ def test_two_ranks_warn_as_one(
     two = ranks(2, trained, tmp_path / "two", data, *OPTIONS, f"engine.{engine}")[0]
     for expected, found in zip(figures(one), figures(two), strict=True):
         assert found == pytest.approx(expected, rel=1e-9)
-    told = [lines(directory / "warnings.jsonl") for directory in (one, two)]
+    told = [tiny.rows(directory / "warnings.jsonl") for directory in (one, two)]
     assert told[0] == told[1] and len(told[0]) == 1

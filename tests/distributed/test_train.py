@@ -18,26 +18,19 @@ from mclclip.data import patterns
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.models.model import PatchDropout
 from mclclip.ranks import collectives
-from mclclip.ranks.process_group import Context, seed_everything
+from mclclip.ranks.process_group import seed_everything
 from mclclip.train import verb as train
 from tests import tiny
+from tests.distributed.conftest import here
 from tests.matrix import kept
 
 Ranks = Callable[..., list[Any]]
 STEPS = 20
-RESNET = tiny.MODEL | {
-    "vision_cfg": {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "patch_size": None}
-}
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make_data(tmp_path_factory.mktemp("data"), num_samples=120)
-
-
-def here() -> Context:
-    """The context of a process of the pool."""
-    return Context(collectives.rank(), collectives.world_size())
 
 
 def train_stage_zero(options: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +59,7 @@ def options_for(data: Path, run_dir: Path, precision: str, model: Any) -> dict[s
     return tree
 
 
-@pytest.mark.parametrize("model", kept([tiny.MODEL, RESNET], 0), ids=["transformer", "resnet"])
+@pytest.mark.parametrize("model", kept([tiny.MODEL, tiny.RESNET], 0), ids=["transformer", "resnet"])
 @pytest.mark.parametrize("world_size", kept([2, 3], 1))
 def test_float64_weights_agree_to_1e9(
     ranks: Ranks, data: Path, tmp_path: Path, model: Any, world_size: int

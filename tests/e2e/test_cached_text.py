@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,8 +61,8 @@ def labelled(shell: Shell, options: list[str], tmp_path_factory: pytest.TempPath
 def losses(shell: Shell, options: list[str], run_dir: Path, *overrides: str) -> np.ndarray:
     """float64 [STEPS]: the loss of every step of stage 1."""
     shell.ok("train", "--stage", "1", *options, f"run_dir={run_dir}", *overrides)
-    lines = (run_dir / "stage_1/train/metrics.jsonl").read_text().splitlines()
-    return np.array([json.loads(line)["loss"] for line in lines])
+    rows = tiny.rows(run_dir / "stage_1/train/metrics.jsonl")
+    return np.array([row["loss"] for row in rows])
 
 
 @pytest.fixture(scope="module")

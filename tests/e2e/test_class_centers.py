@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from tests import tiny
 from tests.e2e.conftest import KillAfter, Shell
 from tests.matrix import in_soak, kept
 
-STEPS = 6
+STEPS, ROWS = 6, "stage_1/train/metrics.jsonl"
 OBJECTIVE = (
     "train.objective={kind: mlcd, labels_per_sample: 3, sample_rate: 0.5, scale: 16, margin: none}"
 )
@@ -60,11 +59,6 @@ def untrained(done: tuple[Path, Path], run_dir: Path) -> list[object]:
     return ["train", "--stage", 1, "--config", done[0], f"run_dir={run_dir}"]
 
 
-def rows_of(run_dir: Path) -> list[dict[str, Any]]:
-    lines = (run_dir / "stage_1/train/metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
 def state_of(run_dir: Path) -> dict[str, torch.Tensor]:
     """Weights and class centers with their optimizer's state, of the last checkpoint."""
     directory = run_dir / "stage_1/train/checkpoints"
@@ -83,7 +77,7 @@ def test_what_a_run_leaves(done: tuple[Path, Path]) -> None:
     assert (labels.shape, labels.dtype) == ((192, 4), np.int32)
     assert (similarities.shape, similarities.dtype) == ((192, 4), np.float16)
     assert not (run_dir / "stage_1/pseudo_labels").exists()
-    rows = rows_of(run_dir)
+    rows = tiny.rows(run_dir / ROWS)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert FIGURES <= rows[0].keys()
     assert rows[0]["loss"] == pytest.approx(rows[0]["positive_loss"] + rows[0]["negative_loss"])
@@ -111,7 +105,11 @@ def test_ranks_see_the_same(
     """Also under gradient caching and another engine; 21 classes are uneven over two ranks."""
     options = ["train.engine={name: fsdp, micro_batch: 4}"] if ranks == 2 else []
     shell.ok(*untrained(done, tmp_path / "run"), *options, ranks=ranks)
-    for got, want in zip(rows_of(tmp_path / "run"), rows_of(done[1]), strict=True):
+    for got, want in zip(
+        tiny.rows(tmp_path / "run" / ROWS),
+        tiny.rows(done[1] / ROWS),
+        strict=True,
+    ):
         for name in ("loss", "grad_norm", *FIGURES):
             assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-5), name
 
@@ -134,7 +132,9 @@ def test_killed_and_resumed(
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
     command[command.index(f"run_dir={tmp_path / 'run'}")] = f"run_dir={tmp_path / 'elsewhere'}"
     shell.ok(*command, ranks=1)
-    losses, alone = ([row["loss"] for row in rows_of(tmp_path / n)] for n in ("run", "elsewhere"))
+    losses, alone = (
+        [row["loss"] for row in tiny.rows(tmp_path / n / ROWS)] for n in ("run", "elsewhere")
+    )
     assert alone == pytest.approx(losses, rel=1e-5)
 
 

@@ -36,6 +36,7 @@ from tests import tiny
 from tests.e2e.conftest import Finished, Shell
 from tests.e2e.soak import SEED
 from tests.e2e.started import Started
+from tests.forks import is_running
 from tests.matrix import IN_SOAK, SOAK, fuller_in_soak, in_soak
 
 LIMIT_S = (
@@ -320,14 +321,6 @@ def end_the_others(folder: Path) -> None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
             return
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process has not ended (zombies have)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def moments_in(file: Path) -> list[str]:

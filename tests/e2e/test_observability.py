@@ -61,12 +61,8 @@ def trained(shell: Shell, data: Path, tmp_path_factory: pytest.TempPathFactory) 
     return folder / "run" / "stage_0" / "train", first.stderr + second.stderr
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_every_step_has_one_row_with_both_ranks_in_it(trained: tuple[Path, str]) -> None:
-    found = rows(trained[0] / "metrics.jsonl")
+    found = tiny.rows(trained[0] / "metrics.jsonl")
     assert [row["step"] for row in found] == list(range(1, STEPS + 1))
     for row in found:
         assert abs(row["samples_per_s"] - 2 * row["samples_per_s_per_rank"]) < 1
@@ -81,11 +77,11 @@ def test_every_step_has_one_row_with_both_ranks_in_it(trained: tuple[Path, str])
 
 def test_the_parts_of_an_epoch_join(trained: tuple[Path, str]) -> None:
     directory, log = trained
-    first, second = rows(directory / "epochs.jsonl")
+    first, second = tiny.rows(directory / "epochs.jsonl")
     left_after = first["step"]
     assert 4 <= left_after < STEPS and first["first_step"] == 0
     assert (second["first_step"], second["step"]) == (left_after, STEPS)
-    losses = [row["loss"] for row in rows(directory / "metrics.jsonl")]
+    losses = [row["loss"] for row in tiny.rows(directory / "metrics.jsonl")]
     assert first["loss"] == pytest.approx(sum(losses[:left_after]) / left_after)
     assert second["loss"] == pytest.approx(sum(losses[left_after:]) / (STEPS - left_after))
     assert f"epoch 1 of 1 ({left_after} steps)" in log
@@ -112,7 +108,7 @@ def test_wandb_has_one_run_whose_rows_are_on_disk(trained: tuple[Path, str]) -> 
     run_id = (directory / "run_id").read_text()
     files = sorted(directory.glob("wandb/offline-run-*/*.wandb"))
     assert [path.name for path in files] == [f"run-{run_id}.wandb"] * 2
-    left_after = rows(trained[0] / "epochs.jsonl")[0]["step"]
+    left_after = tiny.rows(trained[0] / "epochs.jsonl")[0]["step"]
     counts = [path.read_bytes().count(b"samples_seen") for path in files]
     # A row each, and some more for the summary.
     assert counts[0] >= left_after and counts[1] >= STEPS - left_after

@@ -25,6 +25,7 @@ from mclclip.checkpoint import CheckpointConfig, Checkpoints, step_files, storag
 from mclclip.checkpoint.mirror import Mirror
 from mclclip.run.artifacts import Artifact
 from mclclip.run.measures import NotFinite
+from tests import tiny
 from tests.matrix import kept
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -328,17 +329,11 @@ def test_a_killed_save_leaves_a_whole_checkpoint(
 # --- damage ------------------------------------------------------------------------------------
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "data cut short": (lambda p: os.truncate(p / "__0_0.distcp", 100), "has 100 bytes, not"),
-    "a bit of data": (lambda p: flip(p / "__0_0.distcp"), "checksum of __0_0.distcp is wrong"),
+    "a bit of data": (lambda p: tiny.flip(p / "__0_0.distcp"), "checksum of __0_0.distcp is wrong"),
     "data gone": (lambda p: (p / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
-    "a bit of metadata": (lambda p: flip(p / ".metadata"), "checksum of .metadata is wrong"),
+    "a bit of metadata": (lambda p: tiny.flip(p / ".metadata"), "checksum of .metadata is wrong"),
     "metadata gone": (lambda p: (p / ".metadata").unlink(), ".metadata is missing"),
     "list gone": (lambda p: (p / "state.json").unlink(), "it has no state.json"),
     "list cut short": (lambda p: os.truncate(p / "state.json", 40), "state.json cannot be read"),
@@ -387,7 +382,7 @@ def test_a_second_damage_of_a_step_does_not_overwrite_the_first(tmp_path: Path) 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(tmp_path: Path) -> None:
     saved(tmp_path, 4, 8)
     for step in (4, 8):
-        flip(tmp_path / f"step_{step:08d}" / "__0_0.distcp")
+        tiny.flip(tmp_path / f"step_{step:08d}" / "__0_0.distcp")
     for _ in range(2):  # nor at the next start
         target = Source(1)
         with pytest.raises(RuntimeError, match="no intact checkpoint is left") as caught:
@@ -568,7 +563,7 @@ def test_a_damaged_copy_is_passed_over(
     fs.rm_file(f"{root}/step_00000008/state.json")  # a copy that was never finished
     data = f"{root}/step_00000006/__0_0.distcp"
     fs.pipe_file(data, fs.cat_file(data)[:-1])
-    flip(tmp_path / "a" / "step_00000002" / "__0_0.distcp")
+    tiny.flip(tmp_path / "a" / "step_00000002" / "__0_0.distcp")
     for step in (4, 6, 8):
         shutil.rmtree(tmp_path / "a" / f"step_{step:08d}")
     target = Source(1)

@@ -24,6 +24,7 @@ import pytest
 from mclclip import config
 from mclclip.cli import build_parser
 from tests import tiny
+from tests.forks import is_running
 from tests.matrix import in_soak, kept
 
 LAUNCH, SLURM = tiny.ROOT / "launch", tiny.ROOT / "slurm"
@@ -142,13 +143,6 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 # --- what is started ----------------------------------------------------------------------------
@@ -305,7 +299,7 @@ def test_interrupted(folder: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     assert finish(process) == (130, "mclclip: interrupted\n")
     pids = [seen(folder)["pid"], int((folder / "rank").read_text())]
-    until(lambda: not any(map(runs, pids)))
+    until(lambda: not any(map(is_running, pids)))
 
 
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv of util-linux")
@@ -314,7 +308,7 @@ def test_nothing_outlives_a_killed_script(folder: Path) -> None:
     until(lambda: (folder / "rank").exists() and (folder / "rank").read_text() != "")
     process.kill()
     pids = [seen(folder)["pid"], int((folder / "rank").read_text())]
-    until(lambda: not any(map(runs, pids)))
+    until(lambda: not any(map(is_running, pids)))
 
 
 @in_soak

@@ -16,7 +16,7 @@ import pytest
 from mclclip import config
 from mclclip.config import Config
 from mclclip.opened_run import PIECES, POINTS, Run, read_records, spread
-from tests import made_run
+from tests import made_run, tiny
 from tests.tiny import digests
 
 
@@ -30,13 +30,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copied(made: Path, tmp_path: Path) -> Iterator[Path]:
     """A copy that a test may damage; its data are the original's."""
     yield Path(shutil.copytree(made, tmp_path / "run"))
-
-
-def flip(path: Path, at: int) -> None:
-    """Changes a byte of a file."""
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 def test_a_run_is_opened_without_torch(made: Path) -> None:
@@ -162,8 +155,8 @@ def test_rows_by_id_are_those_of_the_files_in_the_order_asked(
 
 def test_damage_is_noticed_where_it_is_read_and_only_there(copied: Path) -> None:
     stage = Run.open(copied).stage(0)
-    flip(copied / "stage_0/embeddings/00001.npy", -1)
-    flip(copied / "stage_0/clusters/cluster_labels.npy", -1)
+    tiny.flip(copied / "stage_0/embeddings/00001.npy", -1)
+    tiny.flip(copied / "stage_0/clusters/cluster_labels.npy", -1)
     assert stage.embeddings_of(range(24)).shape == (24, 2)
     for read in (
         lambda: stage.embeddings_of([24]),
@@ -189,7 +182,7 @@ def test_rows_of_another_index_are_refused(copied: Path) -> None:
 
 def test_the_index_is_compared_with_its_record_unless_it_is_opened_without(copied: Path) -> None:
     path = copied / "index/samples.arrow"
-    flip(path, path.stat().st_size // 2)
+    tiny.flip(path, path.stat().st_size // 2)
     with pytest.raises(RuntimeError, match=r"samples.arrow is damaged"):
         _ = Run.open(copied).index
     assert len(Run.open(copied, checks_index=False).index) == made_run.NUM_SAMPLES

@@ -128,13 +128,6 @@ def test_the_tree_lists_every_room_and_every_file_beside_them() -> None:
     assert listed_paths(TEXT[README]) == files | rooms | beside
 
 
-def test_a_tree_is_read_as_it_is_written() -> None:
-    text = "```\nmclclip/\n  a.py b.py  two files\n  c/         a room\n    d.py  one\ne/  f\n```"
-    assert listed_paths(text) == {
-        "mclclip/", "mclclip/a.py", "mclclip/b.py", "mclclip/c/", "mclclip/c/d.py", "e/",
-    }  # fmt: skip
-
-
 # --- sizes and figures -------------------------------------------------------------------------
 
 

@@ -51,23 +51,6 @@ def test_it_is_valid_and_stays_so_resolved(recipe: Path) -> None:
 
 
 @every_recipe
-def test_it_names_every_option_once(recipe: Path) -> None:
-    """YAML lets a repeated key pass, and the first one is lost."""
-
-    def walk(node: yaml.Node) -> None:
-        if isinstance(node, yaml.MappingNode):
-            keys = [key.value for key, _ in node.value]
-            assert len(keys) == len(set(keys)), f"{recipe.name}: a key of {keys} stands twice"
-            for _, value in node.value:
-                walk(value)
-        elif isinstance(node, yaml.SequenceNode):
-            for value in node.value:
-                walk(value)
-
-    walk(yaml.compose(recipe.read_text()))
-
-
-@every_recipe
 def test_its_paths_are_relative(recipe: Path) -> None:
     options = yaml.safe_load(recipe.read_text())
     assert not [text for text in _values(options) if text.startswith(("/", "~", ".."))]

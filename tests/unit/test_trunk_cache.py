@@ -79,8 +79,7 @@ def trained(config: Config) -> list[float]:
     train.run(config, SINGLE, stage=1)
     export.stage(config, SINGLE, stage=1)
     embed.run(config, SINGLE, stage=1)
-    lines = (Layout.of(config).train(1) / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
+    return [row["loss"] for row in tiny.rows(Layout.of(config).train(1) / "metrics.jsonl")]
 
 
 def embeddings(config: Config, stage: int) -> np.ndarray:
@@ -213,18 +212,10 @@ def test_a_sample_that_cannot_be_decoded_has_no_row(data: Path, tmp_path: Path) 
     assert record.counts["bad_samples"] == 1
 
 
-def flip(path: Path, offset: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        (byte,) = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte ^ 1]))
-
-
 def test_a_damaged_row_is_refused_when_it_is_read(made: Config, data: Path, tmp_path: Path) -> None:
     config = copied(made, data, tmp_path)
     rows = rows_of(config)
-    flip(rows.folder / "00001.npy", 128 + 3 * rows.bytes_per_row + 17)
+    tiny.flip(rows.folder / "00001.npy", 128 + 3 * rows.bytes_per_row + 17)
     key = SampleIndex.open(Layout.of(config).index).keys([51])[0]
     wanted = f"00001.npy is damaged at the row of sample {key}: run 'mclclip embed --stage 0"
     with pytest.raises(RuntimeError, match=wanted):
@@ -247,7 +238,11 @@ def test_a_run_with_force_makes_damaged_shards_again_and_no_others(
     manifest = (folder.parent / "manifest.json").read_bytes()
     embed.run(config, SINGLE, stage=0, force="unfit")
     assert (folder.parent / "manifest.json").read_bytes() == manifest
-    for damage in (lambda path: flip(path, 1000), Path.unlink, lambda path: path.write_bytes(b"x")):
+    for damage in (
+        lambda path: tiny.flip(path, 1000),
+        Path.unlink,
+        lambda path: path.write_bytes(b"x"),
+    ):
         damage(folder / "00001.npy")
         embed.run(config, SINGLE, stage=0, force="unfit")
         assert {path.name: path.read_bytes() for path in folder.glob("*.npy")} == whole
@@ -305,7 +300,7 @@ def test_files_of_rows_that_are_gone_or_cut_are_refused_before_a_step(
     with pytest.raises(FileNotFoundError, match=r"there is no .*00000.npy: run 'mclclip embed"):
         train.run(config, SINGLE, stage=1)
     path.write_bytes(whole)
-    flip(Layout.of(config).trunk_cache / "checksums.npy", 140)
+    tiny.flip(Layout.of(config).trunk_cache / "checksums.npy", 140)
     with pytest.raises(RuntimeError, match=r"checksums.npy is damaged .*--trunk-cache --force'"):
         train.run(config, SINGLE, stage=1)
     assert not Layout.of(config).train(1).exists()

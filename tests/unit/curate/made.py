@@ -7,7 +7,6 @@ import tarfile
 from collections.abc import Callable, Iterable, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -73,11 +72,6 @@ def cosine(left: np.ndarray, right: np.ndarray) -> float:
     """The cosine of two rows in float64."""
     a, b = left.astype(np.float64), right.astype(np.float64)
     return float(a @ b / np.sqrt((a @ a) * (b @ b)))
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def failing(work: Callable[[], object], config: Config, folder: str) -> str:

@@ -23,8 +23,9 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.eval.protocols.mmvp import read_pairs
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Layout, read_manifest
+from tests import tiny
 from tests.made_run import write_embeddings
-from tests.unit.curate.made import cosine, failing, indexed, lines, options, picture
+from tests.unit.curate.made import cosine, failing, indexed, options, picture
 
 SIZES = (17, 5, 18)  # samples per shard
 DIM = 48
@@ -87,9 +88,9 @@ def refused(config: Config, **wanted: Any) -> str:
 def test_the_planted_pairs_are_found_and_nothing_else(found: Path) -> None:
     """Recall and precision are 1; the pair with a sample that has no embedding is none of them."""
     assert found.name == "stage_0-stage_1"
-    pairs = lines(found / "pairs.jsonl")
+    pairs = tiny.rows(found / "pairs.jsonl")
     assert {tuple(line["sample_ids"]) for line in pairs} == SPOTS
-    assert {tuple(x["sample_ids"]) for x in lines(found / "near_duplicates.jsonl")} == SAME
+    assert {tuple(x["sample_ids"]) for x in tiny.rows(found / "near_duplicates.jsonl")} == SAME
     for line in pairs:
         i, j = line["sample_ids"]
         assert line["keys"] == [f"s/{i:03d}", f"s/{j:03d}"]
@@ -158,7 +159,7 @@ def test_the_benchmark_is_mmvp_s_layout_with_statements_left_to_fill_in(
         table.writeheader()
         table.writerows(rows)
     pairs = read_pairs(folder)
-    shown = [line["sample_ids"] for line in lines(found / "pairs.jsonl")]
+    shown = [line["sample_ids"] for line in tiny.rows(found / "pairs.jsonl")]
     assert len(pairs) == 3
     for number, (pair, ids) in enumerate(zip(pairs, shown, strict=True)):
         assert pair.kind == "blind spot" and pair.name == f"{2 * number + 1}-{2 * number + 2}"
@@ -275,7 +276,7 @@ def test_pictures_that_changed_since_leave_nothing_finished(config: Config, tmp_
     assert refused(moved).startswith("sample s/003 cannot be decoded")
     shutil.copy(shards / "00.tar", path)
     directory = blindspots.run(moved, SINGLE)  # the same command goes on
-    assert {tuple(line["sample_ids"]) for line in lines(directory / "pairs.jsonl")} == SPOTS
+    assert {tuple(line["sample_ids"]) for line in tiny.rows(directory / "pairs.jsonl")} == SPOTS
 
 
 def test_the_command_line_has_its_options() -> None:

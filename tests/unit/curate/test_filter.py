@@ -25,8 +25,9 @@ from mclclip.data.sample_weights import SampleWeights
 from mclclip.files import record_of
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, Layout, read_manifest
+from tests import tiny
 from tests.made_run import write_embeddings
-from tests.unit.curate.made import cosine, failing, indexed, lines, options, unit
+from tests.unit.curate.made import cosine, failing, indexed, options, unit
 
 SIZES = (17, 25, 18)  # samples per shard
 COUNT, DIM, BROKEN = sum(SIZES), 64, 12
@@ -157,7 +158,7 @@ def test_of_planted_copies_one_is_kept_and_nothing_else_is_left_out(config: Conf
     assert weights.dtype == np.float32 and {*np.unique(weights)} == {0, 1}
     assert {*np.flatnonzero(weights == 0).tolist()} == {*wanted, BROKEN}
     rows = images()
-    for line in lines(directory / "left_out.jsonl"):
+    for line in tiny.rows(directory / "left_out.jsonl"):
         if line["reason"] == "no_embedding":
             assert line == {"sample_id": 12, "key": "s/012", "reason": "no_embedding"}
             continue
@@ -181,7 +182,7 @@ def test_of_planted_copies_one_is_kept_and_nothing_else_is_left_out(config: Conf
 def test_the_copy_with_the_highest_score_is_kept(config: Config) -> None:
     own = scores()
     directory = done(config, near_duplicates=0.95, within="all")
-    for line in lines(directory / "left_out.jsonl"):
+    for line in tiny.rows(directory / "left_out.jsonl"):
         if line["reason"] == "near_duplicate":
             assert not own[line["sample_id"]] > own[line["of"]]
     assert 5 in left_out(directory, "near_duplicate")  # it has no caption, its copy has one
@@ -202,7 +203,7 @@ def test_scores_are_those_of_a_loop_and_low_ones_are_left_out(config: Config) ->
     low = {*np.flatnonzero(found < np.float32(0.9)).tolist()}
     assert 5 < len(low) < COUNT - 5
     assert left_out(directory, "low_score") == low
-    assert {line["sample_id"] for line in lines(directory / "left_out.jsonl")} == {BROKEN}
+    assert {line["sample_id"] for line in tiny.rows(directory / "left_out.jsonl")} == {BROKEN}
     counts = read_manifest(directory, "filter").counts
     assert counts["without_score"] == 3
     assert counts["lowest_score"] == found[found >= np.float32(0.9)].min()
@@ -222,7 +223,9 @@ def test_copies_of_evaluation_images_are_listed_with_these(
         shutil.copytree(of_run, folder)
     directory = done(config, against=[f"ev={folder}"])
     assert left_out(directory, "against") == {*SEEN}
-    found = [line for line in lines(directory / "left_out.jsonl") if line["reason"] == "against"]
+    found = [
+        line for line in tiny.rows(directory / "left_out.jsonl") if line["reason"] == "against"
+    ]
     rows = images()
     for line in found:
         sample, row = line["sample_id"], line["of"]
@@ -243,7 +246,7 @@ def test_of_several_sets_the_nearest_image_is_named(config: Config, tmp_path: Pa
         directory = done(config, against=against, against_cosine=0.9, name=f"f{number}")
         found[number] = {
             line["sample_id"]: (line["against"], line["of"])
-            for line in lines(directory / "left_out.jsonl")
+            for line in tiny.rows(directory / "left_out.jsonl")
             if line["reason"] == "against"
         }
     assert found[0] == found[1] == {7: ("b", 0), 8: ("b", 1), 31: (sets[0], 4)}
@@ -258,7 +261,7 @@ def test_every_filter_sees_what_those_before_it_left(config: Config, tmp_path: P
     assert not left_out(directory, "near_duplicate") & {1, 2, *left_out(directory, "low_score")}
     kept = {
         line["of"]
-        for line in lines(directory / "left_out.jsonl")
+        for line in tiny.rows(directory / "left_out.jsonl")
         if line["reason"] == "near_duplicate"
     }
     assert np.load(directory / "weights.npy")[[*kept]].all()

@@ -108,10 +108,7 @@ def test_only_one_micro_batch_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_batch_norms_in_training_are_refused() -> None:
-    resnet = tiny.MODEL | {
-        "vision_cfg": {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "patch_size": None}
-    }
-    model = load_towers(resnet, seed=1)
+    model = load_towers(tiny.RESNET, seed=1)
     with pytest.raises(ValueError, match="engine.micro_batch with trained batch norms"):
         gradient_cache.check(model)
     model.lock(1, image_norm=False, image_projection=True, text=False, logit_scale=True)

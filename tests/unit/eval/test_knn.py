@@ -17,22 +17,12 @@ from mclclip import search
 from mclclip.eval.classification import LabelledFeatures, accuracy_figures
 from mclclip.eval.features import Extractor
 from mclclip.eval.protocols import knn
-
-
-def unit_rows(count: int, dim: int = 8, seed: int = 0) -> np.ndarray:
-    rows = np.random.default_rng(seed).normal(size=(count, dim))
-    return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
+from tests.unit.test_search import spare, unit_rows  # noqa: F401
 
 
 def few_directions(count: int, seed: int) -> np.ndarray:
     """Unit rows among which many are equal, at similarities that are exact."""
     return np.eye(4, dtype=np.float32)[np.random.default_rng(seed).integers(0, 4, count)]
-
-
-@pytest.fixture(params=[16, 1, 0])
-def spare(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As shipped, one candidate more than k, and just k: nothing here hangs on the margin."""
-    monkeypatch.setattr(search, "SPARE", request.param)
 
 
 def by_definition(

@@ -197,14 +197,3 @@ def test_planned_memory_is_that_of_a_step(kind: str, how: str) -> None:
         plain = parse({"kind": kind}).cost(Sizes(300, 1, 64, 10, torch.float32, peak_bytes)).step
     assert measured < planned < measured + 7 * 300 * 64 * 4
     assert planned >= plain
-
-
-def test_memory_of_positives_is_linear_in_the_batch() -> None:
-    options = parse({"kind": "info_nce", "equal_captions": "positives"})
-    with faked(torch.nn.Linear(1, 1)):
-        costs = [
-            options.cost(Sizes(local, 1, 64, 10, torch.float32, peak_bytes)).step
-            for local in (2048, 4096, 6144)
-        ]
-    assert costs[2] - costs[1] == pytest.approx(costs[1] - costs[0], rel=0.02)
-    assert costs[2] < 6144 * 6144 * 4  # the matrix

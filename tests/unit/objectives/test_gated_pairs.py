@@ -90,13 +90,6 @@ def test_keys_without_gradient() -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_second_derivative_is_refused() -> None:
-    rows, gates, keys, pairs = draw(6, 4, 6)
-    losses = found(rows, gates, keys, pairs, "exact")[0]
-    with pytest.raises(RuntimeError, match="create_graph=True: it has no second derivative"):
-        torch.autograd.grad(losses.sum(), rows, create_graph=True)
-
-
 def test_memory_is_linear_in_the_batch() -> None:
     """Counted in bytes, forward and backward; the tensor [B, B, D] would be 4 MiB and 67 MiB."""
 

@@ -211,20 +211,6 @@ def test_saturation_of_a_coupled_loss(kind: str) -> None:
         assert "positive_loss" not in output  # it has no such terms
 
 
-def test_no_second_derivative() -> None:
-    raw = features_of().requires_grad_()
-    loss = head()(functional.normalize(raw, dim=1), labels_of())["loss"]
-    with pytest.raises(RuntimeError, match="leave create_graph out"):
-        torch.autograd.grad(loss, raw, create_graph=True)
-
-
-def test_autocast_changes_nothing() -> None:
-    features, labels = functional.normalize(features_of().float(), dim=1), labels_of()
-    plain = head(rows=rows_of().float())(features, labels)["loss"]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(head(rows=rows_of().float())(features, labels)["loss"], plain)
-
-
 # --- which classes are negatives ---------------------------------------------------------------
 
 

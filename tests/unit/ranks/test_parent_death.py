@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mclclip.ranks import parent_death
+from tests.forks import is_running
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl is Linux's")
 
@@ -36,13 +37,6 @@ time.sleep(600)
 """
 
 
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 def waited_for(path: Path) -> str:
     deadline = time.monotonic() + WAIT_S
     while not path.exists() or (path.name.endswith("pid") and not path.read_text()):
@@ -53,9 +47,9 @@ def waited_for(path: Path) -> str:
 
 def ended(pid: int) -> bool:
     deadline = time.monotonic() + WAIT_S
-    while runs(pid) and time.monotonic() < deadline:
+    while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return not runs(pid)
+    return not is_running(pid)
 
 
 def start(folder: Path, **environment: str) -> tuple[subprocess.Popen[bytes], int]:
@@ -72,7 +66,7 @@ def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path, by: signal.Signa
     (tmp_path / "go").touch()
     parent, child = start(tmp_path)
     waited_for(tmp_path / "asked")
-    assert runs(child)
+    assert is_running(child)
     parent.send_signal(by)
     parent.wait()
     assert ended(child)
@@ -167,7 +161,7 @@ def ends(folder: Path, *words: str) -> tuple[int, str]:
     (folder / "program.py").write_text(PROGRAM)
     command = [sys.executable, str(folder / "program.py"), str(folder), *words]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=WAIT_S)
-    assert not runs(int((folder / "pid").read_text()))
+    assert not is_running(int((folder / "pid").read_text()))
     return done.returncode, done.stderr
 
 

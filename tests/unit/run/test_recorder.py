@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from mclclip.ranks.process_group import Context
 from mclclip.run import runlog
 from mclclip.run.measures import NotFinite, PeakMemory
 from mclclip.run.recorder import Recorder
+from tests import tiny
 
 CPU = torch.device("cpu")
 # What the page on conventions wants of every row.
@@ -59,13 +59,9 @@ def go(recorder: Recorder, stop: int = 10, batch: Batch | None = None) -> None:
     recorder.close()
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_rows_have_all_that_is_promised(tmp_path: Path) -> None:
     go(make(tmp_path, share_bad=lambda found: 7), batch=Batch(group_size=3))
-    five, ten = rows(tmp_path / "metrics.jsonl")
+    five, ten = tiny.rows(tmp_path / "metrics.jsonl")
     assert WANTED <= set(five)
     assert (five["step"], five["epoch"], five["samples_seen"]) == (5, 1.25, 40)
     assert (ten["step"], ten["epoch"], ten["samples_seen"], ten["loss"]) == (10, 2.5, 80, 10.0)
@@ -77,7 +73,7 @@ def test_memory_is_told_by_phase_where_it_was_measured(tmp_path: Path) -> None:
     if not recorder.peaks.by_phases:
         pytest.skip("/proc/self/clear_refs cannot be written here")
     go(recorder)
-    measured = {n for n in rows(tmp_path / "metrics.jsonl")[0] if n.startswith("memory")}
+    measured = {n for n in tiny.rows(tmp_path / "metrics.jsonl")[0] if n.startswith("memory")}
     assert measured == {"memory_gib", "memory_start_gib", "memory_data_wait_gib"}
 
 
@@ -94,7 +90,7 @@ def test_memory_is_watched_in_the_first_steps_and_those_that_give_a_row(tmp_path
 def test_every_epoch_has_a_row_and_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "mclclip"):
         go(make(tmp_path))
-    first, second, part = rows(tmp_path / "epochs.jsonl")
+    first, second, part = tiny.rows(tmp_path / "epochs.jsonl")
     assert [(row["step"], row["first_step"], row["steps"]) for row in (first, second, part)] == [
         (4, 0, 4), (8, 4, 4), (10, 8, 2)
     ]  # fmt: skip
@@ -108,15 +104,15 @@ def test_every_epoch_has_a_row_and_a_line(tmp_path: Path, caplog: pytest.LogCapt
 def test_leaving_and_going_on_cuts_an_epoch_in_parts(tmp_path: Path, stop: int) -> None:
     go(make(tmp_path), stop)
     go(make(tmp_path, start=stop))
-    found = [(row["first_step"], row["step"]) for row in rows(tmp_path / "epochs.jsonl")]
+    found = [(row["first_step"], row["step"]) for row in tiny.rows(tmp_path / "epochs.jsonl")]
     assert found == {6: [(0, 4), (4, 6), (6, 8), (8, 10)], 8: [(0, 4), (4, 8), (8, 10)]}[stop]
 
 
 def test_a_kill_leaves_no_row_twice(tmp_path: Path) -> None:
     go(make(tmp_path))  # killed at its end, with a checkpoint of step 5
     go(make(tmp_path, start=5))
-    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [5, 10]
-    found = [(row["first_step"], row["step"]) for row in rows(tmp_path / "epochs.jsonl")]
+    assert [row["step"] for row in tiny.rows(tmp_path / "metrics.jsonl")] == [5, 10]
+    found = [(row["first_step"], row["step"]) for row in tiny.rows(tmp_path / "epochs.jsonl")]
     assert found == [(0, 4), (5, 8), (8, 10)]
 
 
@@ -153,7 +149,7 @@ def test_nothing_waits_for_the_device_between_rows(tmp_path: Path) -> None:
         assert readings.count == 0
         float(recorder.loss_sum)
         assert readings.count == 1  # it would have been seen
-    assert not rows(tmp_path / "metrics.jsonl")
+    assert not tiny.rows(tmp_path / "metrics.jsonl")
 
 
 def test_the_log_line_names_the_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -189,7 +185,7 @@ def test_a_training_that_has_diverged_ends_at_the_row_that_tells(tmp_path: Path)
     with pytest.raises(NotFinite, match="since step 3"):
         take(5)
     recorder.close()
-    (row,) = rows(tmp_path / "metrics.jsonl")
+    (row,) = tiny.rows(tmp_path / "metrics.jsonl")
     assert row["step"] == 5 and not [name for name in row if name.startswith("max_")]
 
 
@@ -200,4 +196,4 @@ def test_steps_that_are_left_out_do_not_end_it(tmp_path: Path) -> None:
         recorder.take(done, parts_of(done) | {"loss": torch.tensor(float("inf"))}, lr=0.1)
     recorder.judge(10)
     recorder.close()
-    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [5, 10]
+    assert [row["step"] for row in tiny.rows(tmp_path / "metrics.jsonl")] == [5, 10]

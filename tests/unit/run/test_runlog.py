@@ -16,6 +16,7 @@ import pytest
 
 from mclclip.run import runlog
 from mclclip.run.measures import Meter
+from tests import tiny
 
 
 @pytest.fixture(autouse=True)
@@ -167,10 +168,6 @@ class Sink:
         self.closed = True
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def write(path: Path, *steps: int, resume_step: int = 0) -> None:
     lines = runlog.JsonLines(path, resume_step=resume_step)
     for step in steps:
@@ -184,8 +181,8 @@ def test_rows_go_to_the_file_and_to_every_sink(tmp_path: Path) -> None:
     metrics.write(10, {"loss": 0.5})
     metrics.write(12, {"loss": 0.4}, "epochs")
     # On disk before the files are closed.
-    assert rows(tmp_path / "train" / "metrics.jsonl") == [{"step": 10, "loss": 0.5}]
-    assert rows(tmp_path / "train" / "epochs.jsonl") == [{"step": 12, "loss": 0.4}]
+    assert tiny.rows(tmp_path / "train" / "metrics.jsonl") == [{"step": 10, "loss": 0.5}]
+    assert tiny.rows(tmp_path / "train" / "epochs.jsonl") == [{"step": 12, "loss": 0.4}]
     metrics.close()
     assert sink.rows == [(10, {"loss": 0.5})] and sink.closed and not metrics.lost
 
@@ -208,14 +205,14 @@ def test_half_a_row_is_dropped(
         file.write(half)
     with caplog.at_level("INFO", "mclclip"):
         write(path, 20, resume_step=20)
-    assert [row["step"] for row in rows(path)] == [10, 20]
+    assert [row["step"] for row in tiny.rows(path)] == [10, 20]
     assert "half-written" in caplog.text
 
 
 def test_a_run_from_the_start_forgets_the_rows_before(tmp_path: Path) -> None:
     write(tmp_path / "m.jsonl", 10, 20)
     write(tmp_path / "m.jsonl", 5)
-    assert [row["step"] for row in rows(tmp_path / "m.jsonl")] == [5]
+    assert [row["step"] for row in tiny.rows(tmp_path / "m.jsonl")] == [5]
 
 
 def test_rows_are_json_for_the_strictest_reader(tmp_path: Path) -> None:
@@ -247,7 +244,7 @@ def test_a_row_that_does_not_fit_leaves_no_trace(tmp_path: Path) -> None:
     lines._file = whole
     lines.write({"step": 3})
     lines.close()
-    assert rows(tmp_path / "m.jsonl") == [{"step": 1}, {"step": 3}]
+    assert tiny.rows(tmp_path / "m.jsonl") == [{"step": 1}, {"step": 3}]
 
 
 def test_what_fails_is_said_once_counted_and_ends_nothing(
@@ -261,7 +258,7 @@ def test_what_fails_is_said_once_counted_and_ends_nothing(
         metrics.write(step, {"loss": 0.5}, "epochs")
     metrics.close()
     assert metrics.lost == {"bad": 3, "epochs.jsonl": 3}
-    assert len(good.rows) == 3 and bad.closed and len(rows(tmp_path / "metrics.jsonl")) == 3
+    assert len(good.rows) == 3 and bad.closed and len(tiny.rows(tmp_path / "metrics.jsonl")) == 3
     assert caplog.text.count("bad cannot be written (no route): the training goes on") == 1
     assert "bad: 3 write(s) failed in all" in caplog.text
 

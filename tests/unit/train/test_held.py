@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -63,8 +62,7 @@ def labelled(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def losses(config: Config) -> list[dict[str, float]]:
     """The rows of stage 1's training."""
-    directory = train.run(config, SINGLE, stage=1)
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return tiny.rows(train.run(config, SINGLE, stage=1) / "metrics.jsonl")
 
 
 def test_a_sample_brings_the_rows_of_its_picture_and_its_caption(

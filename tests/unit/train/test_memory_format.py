@@ -16,10 +16,8 @@ from mclclip.run.artifacts import read_manifest
 from mclclip.train import verb as train
 from tests import tiny
 
-RESNET = tiny.MODEL | {"vision_cfg": {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8}}
 
-
-def trained(run_dir: Path, data: Path, model: object = RESNET) -> Path:
+def trained(run_dir: Path, data: Path, model: object = tiny.RESNET) -> Path:
     options = ("base.steps=4", "base.log_every=1", f"model.name={json.dumps(model)}")
     settled = tiny.make_config(run_dir, data, *options, "train.lock.image_blocks=all")
     index.run(settled, SINGLE)

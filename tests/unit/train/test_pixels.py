@@ -42,8 +42,7 @@ def trained(run_dir: Path, data: Path, pixels: str, *overrides: str) -> Path:
 
 
 def losses(directory: Path) -> list[float]:
-    rows = (directory / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(row)["loss"] for row in rows]
+    return [row["loss"] for row in tiny.rows(directory / "metrics.jsonl")]
 
 
 def assert_same_weights(one: Path, other: Path) -> None:

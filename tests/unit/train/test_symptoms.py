@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from pathlib import Path
@@ -17,16 +16,15 @@ from mclclip.config import Config
 from mclclip.objectives.contrast import Temperature
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.objectives.sigmoid import Sigmoid
-from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.train import verb as train
 from mclclip.train.symptoms import FAILURES, ROWS, Course, Failure
 from tests import tiny
+from tests.distributed.conftest import here
 
 MODEL = tiny.MODEL | {"vision_cfg": tiny.MODEL["vision_cfg"] | {"layers": 1}}
-RESNET = tiny.MODEL | {
-    "vision_cfg": {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "patch_size": None}
-}
+
+
 NOTHING_LEARNED = ("lr=1e-9", "warmup=0", "objective.kind=info_nce", "objective.temperature=1.0")
 
 
@@ -45,7 +43,7 @@ def settings(run_dir: Path, data: Path, *options: str, model: Any = MODEL) -> Co
 def trained(run_dir: Path, data: Path, *options: str, model: Any = MODEL) -> Path:
     """Trains stage 0 on this rank with options of ``base``; returns the folder of the training."""
     torch.set_num_threads(1)
-    context = Context(collectives.rank(), collectives.world_size())
+    context = here()
     settled = settings(run_dir, data, *options, model=model)
     index.run(settled, context)
     return train.run(settled, context, stage=0)
@@ -57,13 +55,9 @@ def exported(run_dir: Path, data: Path, *options: str, model: Any = MODEL) -> Pa
     return export.stage(settings(run_dir, data, *options, model=model), Context(), stage=0)
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def warnings(directory: Path) -> list[str]:
     """The names of the warnings of a training; each may be there once."""
-    names = [row["warning"] for row in lines(directory / "warnings.jsonl")]
+    names = [row["warning"] for row in tiny.rows(directory / "warnings.jsonl")]
     assert len(set(names)) == len(names)
     return names
 
@@ -76,7 +70,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
 
 def test_nothing_is_said_of_a_healthy_training(learned: Path) -> None:
     directory = learned.parent / "train"
-    rows = lines(directory / "metrics.jsonl")
+    rows = tiny.rows(directory / "metrics.jsonl")
     assert rows[-1]["loss"] < 0.8 * rows[-1]["chance_loss"]
     assert rows[-1]["chance_loss"] == pytest.approx(math.log(24))
     assert not (directory / "warnings.jsonl").exists()
@@ -124,7 +118,7 @@ def folded(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
     options = "steps=120", "lr=3e-3"
     run_dir = tmp_path_factory.mktemp("folded")
     directory = shutil.copytree(
-        exported(run_dir, data, *options, model=RESNET),
+        exported(run_dir, data, *options, model=tiny.RESNET),
         run_dir / "folded",
         ignore=shutil.ignore_patterns("manifest.json"),  # with the digests of the weights
     )
@@ -150,19 +144,19 @@ def test_a_resumed_training_warns_as_an_undisturbed_one(tmp_path: Path, data: Pa
     """Killed before the step at which it would warn, and after it."""
     options = *NOTHING_LEARNED, "checkpoint={every: 20, keep: 9}"
     directory = trained(tmp_path, data, *options)
-    whole = figures(directory), lines(directory / "warnings.jsonl")
+    whole = figures(directory), tiny.rows(directory / "warnings.jsonl")
     for last in (40, 60):
         for kept in (directory / "checkpoints").glob("step_*"):
             if int(kept.name.removeprefix("step_")) > last:
                 shutil.rmtree(kept)
         (directory / "manifest.json").rename(directory / "in_progress.json")
         trained(tmp_path, data, *options)
-        assert (figures(directory), lines(directory / "warnings.jsonl")) == whole
+        assert (figures(directory), tiny.rows(directory / "warnings.jsonl")) == whole
 
 
 def figures(directory: Path) -> list[tuple[float, ...]]:
     names = "step", "loss", "chance_loss", "feature_spread", "top_answer_share"
-    return [tuple(row[name] for name in names) for row in lines(directory / "metrics.jsonl")]
+    return [tuple(row[name] for name in names) for row in tiny.rows(directory / "metrics.jsonl")]
 
 
 # --- what chance is ----------------------------------------------------------------------------
