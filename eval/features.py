@@ -20,7 +20,8 @@ import mclclip.torchvision_fix  # noqa: F401
 from mclclip.data.batches import Loader
 from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode
 from mclclip.data.samples import tokenized
-from mclclip.eval.images import Readable, Region
+from mclclip.data.training_images import Readable
+from mclclip.eval.images import Region
 from mclclip.eval.metrics import BoolArray, IntArray, ranks_with_ties
 from mclclip.models.encoder import Encoder
 from mclclip.pair_products import pair_products

@@ -7,13 +7,12 @@ missing and ValueError for wrong content, in one line. Names and links do not le
 
 from __future__ import annotations
 
-import csv
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,17 +20,10 @@ from numpy.typing import NDArray
 from mclclip.data.index_tables import join_rows
 from mclclip.data.remote import StoredFile
 from mclclip.data.shard_scan import Findings, scan_shard
+from mclclip.data.table_formats import csv_format
 from mclclip.files import MAX_JSON_BYTES, Roots, below, parse_json, read_bounded
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
-
-
-class Readable(Protocol):
-    """An image file, or a part of another file; ``str`` of it names it in messages."""
-
-    def read_bytes(self) -> bytes:
-        """The bytes of the image; OSError where they cannot be read."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -83,26 +75,22 @@ def image_items(images: Iterable[Any], root: Path) -> list[str]:
 # --- tables and lines --------------------------------------------------------------------------
 
 
-def read_rows(path: Path, columns: Sequence[str], what: str) -> list[tuple[int, list[str]]]:
-    """The line and the cells under ``columns`` of every row of a CSV (or .tsv) with a header.
+def read_rows(path: Path, columns: Sequence[str], what: str) -> list[tuple[str, list[str]]]:
+    """Every row of a CSV (or .tsv) with a header: ``PATH line 3``, and its cells under ``columns``.
 
-    Blanks after a delimiter are ignored. ``what`` names the file in the FileNotFoundError.
+    ``what`` names the file in the FileNotFoundError.
     """
     if not path.is_file():
         raise FileNotFoundError(f"no {what} at {path}")
     delimiter = "\t" if path.suffix == ".tsv" else ","
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        try:
-            reader = csv.DictReader(file, delimiter=delimiter, skipinitialspace=True)
-            reader.fieldnames = [name.strip() for name in reader.fieldnames or []]
-            if missing := [name for name in columns if name not in reader.fieldnames]:
-                raise ValueError(
-                    f"{path} has the columns {reader.fieldnames}, missing {missing}: its first "
-                    f"line must name them, such as '{delimiter.join(columns)}'"
-                )
-            return [(reader.line_num, [row[name] or "" for name in columns]) for row in reader]
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} does not parse: {error}") from None
+    table = csv_format(path, delimiter)
+    if missing := [name for name in columns if name not in table.columns]:
+        raise ValueError(
+            f"{path} has the columns {[*table.columns]}, missing {missing}: its first line must "
+            f"name them, such as '{delimiter.join(columns)}'"
+        )
+    rows = table.rows(Findings())
+    return [(str(path.with_name(line)), [str(row[name]) for name in columns]) for line, row in rows]
 
 
 def read_lines(
@@ -387,14 +375,12 @@ def _table_rows(
     pairs: Pairs = []
     for line, (file, label, *split) in read_rows(path, columns, "table of labels"):
         if not file or not label.strip():
-            raise ValueError(f"line {line} of {path} has no filepath or no label: complete it")
+            raise ValueError(f"{line} has no filepath or no label: complete it")
         if split and split[0].strip() not in parts:
-            raise ValueError(
-                f"line {line} of {path} has the split {split[0]!r}: wanted one of "
-                f"{', '.join(parts)}"
-            )
+            wanted = ", ".join(parts)
+            raise ValueError(f"{line} has the split {split[0]!r}: wanted one of {wanted}")
         if [word.strip() for word in split] in ([], [part]):
-            pairs.append((below(root, file, f"{path} line {line}"), label.strip()))
+            pairs.append((below(root, file, line), label.strip()))
     times = Counter(image for image, _ in pairs)
     if not several and (twice := [image for image, count in times.items() if count > 1]):
         raise ValueError(

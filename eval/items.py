@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal, get_args
 
 from mclclip.caption_rules import RULES
+from mclclip.data.training_images import path_of
 from mclclip.eval.images import SUFFIXES, Region, check_inside, read_lines
 from mclclip.files import below, read_bounded, read_json
 
@@ -453,11 +454,6 @@ def _read_part(path: Path, layout: Layout, part: str, folder: Path) -> list[Item
     if not items:
         raise ValueError(f"{path} has no items: {layout.source}")
     return [*items.values()]
-
-
-def path_of(image: Path | Region) -> Path:
-    """The file of an image."""
-    return image.path if isinstance(image, Region) else image
 
 
 def _with_units(items: Sequence[Item], folder: Path) -> list[Item]:

@@ -105,21 +105,6 @@ def chance_at(k: int, candidates: int, right: IntArray) -> float:
     return 1.0 - float(np.average(missed, weights=queries))
 
 
-def mean_per_class(
-    correct: BoolArray | FloatArray, labels: IntArray
-) -> tuple[float, FloatArray, IntArray]:
-    """Unweighted mean over the classes present of the share of correct samples.
-
-    correct (or a share of one), labels: [N]. Returns (mean, shares [C], counts [C]) in ascending
-    order of label.
-    """
-    if len(labels) == 0:
-        raise ValueError("the mean per class of no samples is not defined")
-    _, position, counts = np.unique(labels, return_inverse=True, return_counts=True)
-    shares = np.bincount(position, weights=correct.astype(np.float64)) / counts
-    return float(shares.mean()), shares, counts.astype(np.int64)
-
-
 @dataclass(frozen=True)
 class Ranking:
     """Items [N] from the highest score to the lowest, sorted once for many weights.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -75,16 +75,10 @@ PERCENT = Unit("%", "points", 100.0)
 NATS = Unit("nats", "nats", smaller_is_better=True)
 
 
-def unit_of(protocol: Mapping[str, Any]) -> Unit:
-    """The unit of a row with this protocol; of one that is not known the larger value is better."""
-    name = str(protocol.get("unit", PERCENT.name))
-    return {"%": PERCENT, "percent": PERCENT, "nats": NATS}.get(name) or Unit(name, name)
-
-
 # --- outcomes ----------------------------------------------------------------------------------
 
 Statistic = Literal["mean", "mean_loss", "roc_auc", "roc_auc_half_ties", "precision_11_point"]
-"""What is computed of the items of a stratum; all but the means rank values by ``truth``. Of a mean
+"""The number of the items of a stratum; all but the means rank values by ``truth``. Of a mean
 of losses the smaller one is better. A tied pair is wrong for ``roc_auc``, and half right for
 ``roc_auc_half_ties``, as in scikit-learn."""
 _MEANS = ("mean", "mean_loss")
@@ -396,25 +390,40 @@ def by_unit(a: Outcomes, b: Outcomes) -> tuple[FloatArray, FloatArray, IntArray]
     return added, largest, stratum
 
 
+def bootstrap_strata(
+    values: FloatArray, largest: FloatArray, stratum: IntArray
+) -> Iterator[tuple[int, FloatArray, FloatArray]]:
+    """Of each stratum the number of its units, their different rows of ``values`` [U, S], and how
+    many units have each.
+
+    So that no interval is empty, a few invented units (``_PSEUDO_UNITS``) with the mean ``largest``
+    value [U], 0 and its negative are among them; a stratum gets its share of them.
+    """
+    for number in range(int(stratum.max()) + 1):
+        own = stratum == number
+        rows, counts = np.unique(values[own].round(12), axis=0, return_counts=True)
+        most = np.full((1, values.shape[1]), largest[own].mean())
+        pseudo = float(own.mean()) * _PSEUDO_UNITS * np.array([1.0, 2.0, 1.0])
+        rows = np.concatenate([rows, most, 0 * most, -most])
+        yield int(own.sum()), rows, np.concatenate([counts, pseudo])
+
+
+def widened(count: int) -> float:
+    """U / (U - 1): the variance of U drawn units is smaller than that of what they come from."""
+    return count / max(count - 1, 1)
+
+
 def _interval(values: FloatArray, largest: FloatArray, stratum: IntArray) -> tuple[float, float]:
     """95 % bootstrap interval of the sum of ``values`` [U], drawn with replacement within strata.
 
-    Equal values are drawn together. Deviations are widened by sqrt(U / (U - 1)), since the spread
-    of few values is smaller than that of what they were drawn from. So that an interval is never
-    empty, a few invented units (``_PSEUDO_UNITS``) with the mean ``largest`` value, 0 and its
-    negative are drawn too; a stratum gets its share of them.
+    Equal values are drawn together, and deviations from the mean are widened.
     """
     rng, total = np.random.default_rng(SEED), np.zeros(NUM_DRAWS)
-    for number in range(int(stratum.max()) + 1):
-        own = stratum == number
-        share, most, count = float(own.mean()), float(largest[own].mean()), int(own.sum())
-        sizes, counts = np.unique(values[own].round(12), return_counts=True)
-        sizes = np.concatenate([sizes, [most, 0.0, -most]])
-        pseudo = share * _PSEUDO_UNITS * np.array([1.0, 2.0, 1.0])
-        chances = np.concatenate([counts, pseudo])
-        drawn = rng.multinomial(count, chances / chances.sum(), size=NUM_DRAWS) @ sizes
-        middle = count * float(chances @ sizes) / float(chances.sum())
-        total += middle + (drawn - middle) * np.sqrt(count / max(count - 1, 1))
+    for count, rows, counts in bootstrap_strata(values[:, None], largest, stratum):
+        sizes = rows[:, 0]
+        drawn = rng.multinomial(count, counts / counts.sum(), size=NUM_DRAWS) @ sizes
+        middle = count * float(counts @ sizes) / float(counts.sum())
+        total += middle + (drawn - middle) * np.sqrt(widened(count))
     low, high = np.quantile(total, [0.025, 0.975])
     return float(low), float(high)
 
@@ -440,9 +449,15 @@ def ranking_interval(outcomes: Outcomes) -> tuple[float, float]:
 def _drawn(unit: IntArray, statistic: Callable[[FloatArray], float]) -> NDArray[np.float64]:
     """The statistic of items that are weighted by how often their units are drawn, of the draws in
     which it is defined."""
-    rng, units = np.random.default_rng(SEED), int(unit.max()) + 1
-    drawn = np.empty(NUM_RANKING_DRAWS)
-    for number in range(NUM_RANKING_DRAWS):
-        times = np.bincount(rng.integers(units, size=units), minlength=units).astype(np.float64)
-        drawn[number] = statistic(times[unit])
+    rng = np.random.default_rng(SEED)
+    weights = draws(rng, unit, NUM_RANKING_DRAWS)
+    drawn: NDArray[np.float64] = np.array([statistic(of_items) for of_items in weights])
     return drawn[~np.isnan(drawn)]
+
+
+def draws(rng: np.random.Generator, unit: IntArray, number: int) -> Iterator[FloatArray]:
+    """How often each item [n] is drawn when its units are drawn with replacement, so many times."""
+    units = int(unit.max()) + 1
+    for _ in range(number):
+        times = np.bincount(rng.integers(units, size=units), minlength=units)
+        yield times[unit].astype(np.float64)

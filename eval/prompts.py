@@ -17,7 +17,7 @@ from typing import Any
 
 from mclclip.eval.images import labels_of, readable
 from mclclip.eval.protocols import BenchmarkConfig
-from mclclip.files import parse_json, read_json
+from mclclip.files import needed, parse_json, read_json
 
 IMAGENET = "imagenet1k"
 CLIP_BENCHMARK = "clip_benchmark:"
@@ -239,12 +239,9 @@ def naming_benchmark(name: str) -> Iterator[None]:
 
 def _of_clip_benchmark(choice: str, file: str, what: str) -> list[str]:
     dataset = choice.removeprefix(CLIP_BENCHMARK)
-    try:
-        package = importlib.resources.files("clip_benchmark")
-    except ModuleNotFoundError:
-        raise ValueError(
-            f"{choice} needs the package clip-benchmark: pip install 'mclclip[eval]'"
-        ) from None
+    package = importlib.resources.files(
+        needed("clip_benchmark", choice, "pip install 'mclclip[eval]'")
+    )
     entries = parse_json((package / "datasets" / file).read_bytes(), file)
     if dataset not in entries:
         known = ", ".join(sorted(entries))

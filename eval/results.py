@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,13 +14,8 @@ import numpy as np
 from tabulate import tabulate
 
 from mclclip.eval import outcomes
-from mclclip.eval.metrics import (
-    Z_95,
-    design_effect,
-    mean_per_class,
-    stratified_interval,
-)
-from mclclip.eval.outcomes import PERCENT, Outcomes, Unit, unit_of
+from mclclip.eval.metrics import Z_95, design_effect, stratified_interval
+from mclclip.eval.outcomes import NATS, PERCENT, Outcomes, Unit
 from mclclip.files import clean, parse_json, write_bytes
 
 WIDTH = 80
@@ -65,8 +60,10 @@ class Result:
 
     @property
     def unit(self) -> Unit:
-        """The unit of value and interval."""
-        return unit_of(self.protocol)
+        """The unit of value and interval; of one that is not known the larger value is better."""
+        name = str(self.protocol.get("unit", PERCENT.name))
+        known = {PERCENT.name: PERCENT, "percent": PERCENT, NATS.name: NATS}
+        return known.get(name) or Unit(name, name)
 
     @property
     def column(self) -> Column:
@@ -114,7 +111,8 @@ def figure(
         half = Z_95 * float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
         low, high = measured.value() - half, measured.value() + half
     else:
-        _, shares, counts = mean_per_class(values, measured.stratum)
+        counts = np.bincount(measured.stratum)
+        shares = np.bincount(measured.stratum, values) / counts
         residuals = (values - shares[measured.stratum]) / counts[measured.stratum]
         effect = 1.0 if measured.units is None else design_effect(residuals, measured.unit)
         low, high = stratified_interval(shares, counts, effect)
@@ -124,20 +122,12 @@ def figure(
     return Figure(metric, value, len(measured), low, high, settings, measured)
 
 
-def of_model(figures: Iterable[Figure], model: str, benchmark: str) -> list[Result]:
-    """The rows of one model on one benchmark, without the outcomes of items."""
-    names = [f.name for f in fields(Figure) if f.name != "outcomes"]
-    return [
-        Result(model, benchmark, **{name: getattr(figure, name) for name in names})
-        for figure in figures
-    ]
-
-
 def record(path: Path, figures: Sequence[Figure], model: str, benchmark: str) -> list[Result]:
     """Writes the figures of one model on one benchmark into results.jsonl, and the outcomes of
     their items beside it; returns the rows. Outcomes that no row names any more are removed."""
     known = {one.metric: one.outcomes for one in figures if one.outcomes is not None}
-    rows = of_model(figures, model, benchmark)
+    names = [f.name for f in fields(Figure) if f.name != "outcomes"]
+    rows = [Result(model, benchmark, **{n: getattr(one, n) for n in names}) for one in figures]
     if known:
         name, data = outcomes.encode(known)
         write_bytes(path.parent / outcomes.FOLDER / name, data)
@@ -264,7 +254,6 @@ def table(
     results: Sequence[Result],
     references: Sequence[Reference] = (),
     *,
-    intervals: bool = True,
     details: bool = False,
 ) -> str:
     """The results as text: a block per benchmark, rows are models, columns are metrics.
@@ -272,7 +261,7 @@ def table(
     Models and metrics stand in the order of their first appearance, below the number of trials and
     what chance gives (where the protocol says so); published references come last, marked. Cells
     are in the unit of the column, which its head names unless it is percent, with the 95 % interval
-    below them unless ``intervals`` is off. Metrics of the level ``detail`` are counted, and shown
+    below them. Metrics of the level ``detail`` are counted, and shown
     with ``details``. Where the columns of a benchmark are wider than ``WIDTH`` together, they
     follow in a further block. Below it stand its ``notes``.
     """
@@ -281,19 +270,14 @@ def table(
         rows = [row for row in results if row.benchmark == benchmark]
         main = [row for row in rows if details or row.protocol.get("level") != "detail"]
         published = [row for row in references if row.benchmark == benchmark]
-        block = _block(benchmark, main, published, intervals)
+        block = _block(benchmark, main, published)
         if hidden := len({row.metric for row in rows}) - len({row.metric for row in main}):
             block += f"\n({hidden} further metrics: 'mclclip eval' shows them with --details)"
         blocks.append("\n".join([block, *(f"({note})" for note in notes(rows))]))
     return "\n\n".join(blocks)
 
 
-def _block(
-    benchmark: str,
-    rows: Sequence[Result],
-    published: Sequence[Reference],
-    intervals: bool,
-) -> str:
+def _block(benchmark: str, rows: Sequence[Result], published: Sequence[Reference]) -> str:
     models: dict[str, dict[Column, Result | Reference]] = {}
     trials: dict[Column, set[int]] = {}
     chances: dict[Column, set[float]] = {}
@@ -318,7 +302,7 @@ def _block(
             texts.append("/".join(f"{value:.{digits}f}" for value in own_chances) or "-")
         for cell in cells:
             text = f"{cell.value:.{digits}f}" if cell else "-"
-            if intervals and isinstance(cell, Result):
+            if isinstance(cell, Result):
                 text += f"\n{cell.ci_low:.{digits}f}-{cell.ci_high:.{digits}f}"
             texts.append(text)
         columns.append(texts)

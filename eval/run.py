@@ -19,10 +19,9 @@ from pydantic import TypeAdapter, ValidationError
 from mclclip.config import Config, load
 from mclclip.config.plain_yaml import read_yaml
 from mclclip.data.options import PlanConfig
-from mclclip.data.training_images import TrainingImages, path_of, run_of
+from mclclip.data.training_images import Readable, TrainingImages, path_of
 from mclclip.eval import results
 from mclclip.eval.features import Extractor
-from mclclip.eval.images import Readable
 from mclclip.eval.prompts import naming_benchmark
 from mclclip.eval.protocols import BenchmarkConfig, evaluator
 from mclclip.eval.results import Reference, Result
@@ -34,19 +33,15 @@ from mclclip.opened_run import Run
 from mclclip.options import first_problem
 from mclclip.ranks.collectives import on_main, together
 from mclclip.ranks.process_group import SINGLE, Context, pick_device
-from mclclip.run.artifacts import Layout
+from mclclip.run.artifacts import Layout, run_above
 
 log = logging.getLogger("mclclip")
 
 SUITES = Path(__file__).resolve().parent / "suites"
 
 
-@dataclass(frozen=True)
-class Suite:
-    """Benchmarks by name, and published figures to print beside our own."""
-
-    benchmarks: Mapping[str, BenchmarkConfig]
-    references: Sequence[Reference] = field(default_factory=tuple)
+Suite = tuple[dict[str, BenchmarkConfig], list[Reference]]
+"""Benchmarks by name, and published figures to print beside our own."""
 
 
 def load_suite(where: str, variables: Sequence[str] = ()) -> Suite:
@@ -74,7 +69,7 @@ def load_suite(where: str, variables: Sequence[str] = ()) -> Suite:
             f"{path} is not a suite ({lacks}): wanted 'benchmarks:' and below it for each NAME its "
             "kind, path and options, such as 'pets: {kind: zeroshot, path: /data/pets}'"
         ) from None
-    return Suite(benchmarks, references)
+    return benchmarks, references
 
 
 def _substitute(value: Any, variables: Mapping[str, str]) -> Any:
@@ -226,7 +221,6 @@ class Judge:
 
     benchmarks: Mapping[str, BenchmarkConfig]
     context: Context = SINGLE
-    batch_size: int = 256
     trained_on: Sequence[TrainingImages] = ()
     choices: Mapping[str, str] = field(default_factory=dict)
 
@@ -246,7 +240,7 @@ class Judge:
             path,
             model_name,
             context=self.context,
-            batch_size=self.batch_size,
+            batch_size=256,
             trained_on=self.trained_on,
             choices=self.choices,
         )
@@ -284,7 +278,7 @@ def judge(
         options = {"captions": ".", "shard_captions": captions}
         benchmarks["held_out"] = BenchmarkConfig("retrieval", str(held_out), options)
     if suite:
-        of_suite = _some_of(load_suite(suite, variables).benchmarks, only)
+        of_suite = _some_of(load_suite(suite, variables)[0], only)
         if benchmarks.keys() & of_suite.keys():
             raise ValueError(
                 f"the suite {suite} has a benchmark held_out, which is the name of --held-out: "
@@ -301,7 +295,8 @@ def _trained_on(models: Sequence[str | Path], config: Config | None = None) -> l
     """The training images of a configured run, and of the runs in whose folders models lie; all of
     an index's where a run's options cannot be read."""
     images = [] if config is None else [TrainingImages.of(config)]
-    runs = dict.fromkeys(run for model in models if (run := run_of(Path(model))))
+    paths = [Path(str(model).removeprefix("local-dir:")) for model in models]
+    runs = dict.fromkeys(run for path in paths if path.exists() and (run := run_above(path)))
     for run_dir in runs:
         if config is not None and run_dir == Path(config.run_dir).resolve():
             continue
@@ -418,8 +413,8 @@ def run(
     data folders; ``only``: some of its benchmarks. Logs the table, with details on request
     (``details``), and returns the new rows.
     """
-    chosen = load_suite(suite, variables) if suite else Suite(config.eval.suite)
-    benchmarks = _some_of(chosen.benchmarks, only)
+    every, references = load_suite(suite, variables) if suite else (config.eval.suite, [])
+    benchmarks = _some_of(every, only)
     if not benchmarks:
         raise ValueError(
             "there is nothing to evaluate on: set eval.suite or give a suite, such as "
@@ -436,7 +431,7 @@ def run(
     rows = evaluate(config, context, named, benchmarks=benchmarks, force=force)
     if context.is_main:
         own = [row for row in results.read(Layout.of(config).results) if row.model in named]
-        print(results.table(own, chosen.references, details=details))
+        print(results.table(own, references, details=details))
     return rows
 
 

@@ -7,7 +7,7 @@ happens to find do not become more by training again, so items and seeds are cro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from scipy.special import stdtr, stdtrit
@@ -80,33 +80,14 @@ def _by_unit(pairs: Sequence[tuple[Outcomes, Outcomes]]) -> Parts | None:
     return np.stack([values for values, _, _ in parts], axis=1), largest, parts[0][2]
 
 
-def _strata(parts: Parts) -> Iterator[tuple[int, FloatArray, FloatArray]]:
-    """Of each stratum the number of its units, the different rows of their parts [rows, S], and
-    how likely a draw gets each.
-
-    As in the interval of one seed there are a few invented units too, so that no error is 0.
-    """
-    values, largest, stratum = parts
-    for number in range(int(stratum.max()) + 1):
-        own = stratum == number
-        rows, counts = np.unique(values[own].round(12), axis=0, return_counts=True)
-        most = np.full((1, values.shape[1]), largest[own].mean())
-        chances = np.concatenate([counts, float(own.mean()) * np.array([0.5, 1.0, 0.5])])
-        yield int(own.sum()), np.concatenate([rows, most, 0 * most, -most]), chances / chances.sum()
-
-
-def _widened(count: int) -> float:
-    """By which a variance of so many drawn units is too small."""
-    return count / max(count - 1, 1)
-
-
 def _item_error(parts: Parts) -> float:
     """The standard error of the sum over units of the mean over seeds, with units drawn with
     replacement within strata."""
     variance = 0.0
-    for count, rows, chances in _strata(parts):
-        mean = rows.mean(axis=1)
-        variance += count * float(chances @ (mean - chances @ mean) ** 2) * _widened(count)
+    for count, rows, counts in outcomes.bootstrap_strata(*parts):
+        mean, chances = rows.mean(axis=1), counts / counts.sum()
+        spread = float(chances @ (mean - chances @ mean) ** 2)
+        variance += count * spread * outcomes.widened(count)
     return float(np.sqrt(variance))
 
 
@@ -114,10 +95,11 @@ def _drawn_of_means(parts: Parts, shares: FloatArray) -> float:
     """The standard deviation of a difference of means in draws of units, within strata, and of
     seeds, which count by ``shares`` [draws, S]."""
     rng, total = np.random.default_rng([outcomes.SEED, 1]), np.zeros(len(shares))
-    for count, rows, chances in _strata(parts):
+    for count, rows, counts in outcomes.bootstrap_strata(*parts):
+        chances = counts / counts.sum()
         drawn = rng.multinomial(count, chances, size=len(shares)) @ rows
         middle = count * (chances @ rows)
-        widened = middle + (drawn - middle) * np.sqrt(_widened(count))
+        widened = middle + (drawn - middle) * np.sqrt(outcomes.widened(count))
         total += (widened * shares).sum(axis=1)
     return float(total.std())
 
@@ -125,9 +107,11 @@ def _drawn_of_means(parts: Parts, shares: FloatArray) -> float:
 def _drawn(pairs: Sequence[tuple[Outcomes, Outcomes]], shares: FloatArray) -> float:
     """The same of rankings; of shares [1, S] all draws have the same ones."""
     rng, unit = np.random.default_rng([outcomes.SEED, 1]), pairs[0][0].unit
-    count, values = int(unit.max()) + 1, np.empty((NUM_DRAWS, len(pairs)))
-    for number in range(NUM_DRAWS):
-        times = np.bincount(rng.integers(count, size=count), minlength=count)
-        weights = times[unit].astype(np.float64)
-        values[number] = [own.value(weights) - other.value(weights) for own, other in pairs]
-    return float(np.nanstd((values * shares).sum(axis=1)) * np.sqrt(_widened(count)))
+    values = np.array(
+        [
+            [own.value(weights) - other.value(weights) for own, other in pairs]
+            for weights in outcomes.draws(rng, unit, NUM_DRAWS)
+        ]
+    )
+    widened = outcomes.widened(int(unit.max()) + 1)
+    return float(np.nanstd((values * shares).sum(axis=1)) * np.sqrt(widened))

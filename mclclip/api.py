@@ -84,7 +84,28 @@ class Run(opened_run.Run):
     def verdict(self) -> list[str]:
         """Three sentences on the share ``report``: what got better than the base, what got worse,
         and whether that is beyond chance and beyond the ungrouped control."""
-        return _verdict(self)
+        best = self.best()
+        if best == "stage_0":
+            return [
+                "Better: nothing; on the share choose no encoder is better than the base.",
+                "Worse: nothing, since the base is kept.",
+                "Beyond chance: there is no gain to judge. More pictures, captions that say more, "
+                "or another base may help.",
+            ]
+        against, twin = {"the base": "stage_0"}, f"control_ungrouped_{best}"
+        rows = [row for row in compare.rows_of(self) if row[0].benchmark == "report"]
+        if not best.startswith("control_") and twin in self.exports():
+            against["the same training without groups"] = twin
+        compared = {name: compare.compare(rows, [best], other) for name, other in against.items()}
+        better = [_gain(c) for c in compared["the base"] if c.gain > 0]
+        worse = [_gain(c) for c in compared["the base"] if c.gain < 0]
+        sure = [f"against {name} {_judged(judged)}" for name, judged in compared.items()]
+        of = f"({best} against the base, on the share report)"
+        return [
+            f"Better: {', '.join(better) or 'nothing'} {of}.",
+            f"Worse: {', '.join(worse) or 'nothing that was measured'}.",
+            f"Beyond chance: {'; '.join(sure)}. One training says nothing of other seeds.",
+        ]
 
     def report(self) -> Page:
         """Writes ``report.html``, one page of all that the run left; returns its path, which a
@@ -130,7 +151,9 @@ def finetune(
     what is wrong, such as an ``out`` that was begun with other arguments; ``force`` moves aside
     what does not fit and makes it again.
     """
-    overrides = _overrides(options)
+    overrides = [*options]
+    if isinstance(options, Mapping):
+        overrides = [f"{name}={json.dumps(value)}" for name, value in options.items()]
     in_notebook = "ipykernel" in sys.modules and not log.handlers
     if in_notebook or not log.hasHandlers():  # nobody else shows how far it is
         runlog.setup(int(os.environ.get("RANK", "0")))
@@ -292,40 +315,6 @@ def _first(out: str | Path, overrides: Sequence[str]) -> Config:
     if moved := [each for each in top if each.startswith("run_dir=")]:
         raise ValueError(f"got {moved[0]}: the folder of the run is given as out, {out} here")
     return configuration.from_tree({"run_dir": str(out)}, top)
-
-
-def _overrides(options: Mapping[str, Any] | Sequence[str]) -> list[str]:
-    if isinstance(options, Mapping):
-        return [f"{name}={json.dumps(value)}" for name, value in options.items()]
-    return list(options)
-
-
-# --- the verdict ---------------------------------------------------------------------------------
-
-
-def _verdict(run: Run) -> list[str]:
-    best, rows = run.best(), [row for row in compare.rows_of(run) if row[0].benchmark == "report"]
-    if best == "stage_0":
-        return [
-            "Better: nothing; on the share choose no encoder is better than the base.",
-            "Worse: nothing, since the base is kept.",
-            "Beyond chance: there is no gain to judge. More pictures, captions that say more, or "
-            "another base may help.",
-        ]
-    control = [name for name in run.exports() if name.startswith("control_ungrouped_")]
-    against = {"the base": "stage_0"}
-    if not best.startswith("control_") and f"control_ungrouped_{best}" in control:
-        against["the same training without groups"] = f"control_ungrouped_{best}"
-    compared = {name: compare.compare(rows, [best], other) for name, other in against.items()}
-    of_base = compared["the base"]
-    better = [_gain(c) for c in of_base if c.gain > 0]
-    worse = [_gain(c) for c in of_base if c.gain < 0]
-    sure = [f"against {name} {_judged(judged)}" for name, judged in compared.items()]
-    return [
-        f"Better: {', '.join(better) or 'nothing'} ({best} against the base, on the share report).",
-        f"Worse: {', '.join(worse) or 'nothing that was measured'}.",
-        f"Beyond chance: {'; '.join(sure)}. One training says nothing of other seeds.",
-    ]
 
 
 def _gain(c: Comparison) -> str:

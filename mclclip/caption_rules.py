@@ -339,12 +339,6 @@ def all_edits(rule: str, caption: str) -> list[Edit]:
     return [Edit(rule, text, phrases) for text, phrases in RULES[rule](_Words(caption))]
 
 
-def edited(rule: str, caption: str, key: int) -> str | None:
-    """The edit of a caption that 64 random bits choose; None where the rule fits nothing."""
-    found = all_edits(rule, caption)
-    return found[key % len(found)].text if found else None
-
-
 def spoken(text: str) -> str:
     """The words of a text, lower case, each between single spaces: what two texts that say the same
     words have in common."""

@@ -37,7 +37,7 @@ Choice = tuple[str, Any, str]
 
 @dataclass(frozen=True)
 class Situation:
-    """What the choices follow from.
+    """The facts that the choices follow from.
 
     base          NAME@TAG, a folder, or NAME@random
     samples       pictures to train on

@@ -37,19 +37,16 @@ _SIZES_UP_TO = 10_000  # clusters whose sizes the manifest lists
 T = TypeVar("T")
 
 
-def run(
-    config: Config, context: Context, *, stage: int, variant: str = "mcl", force: Force = False
-) -> Path:
+def run(config: Config, context: Context, *, stage: int, force: Force = False) -> Path:
     """Clusters the embeddings of ``stage``; returns the directory of the clusters.
 
     Writes ``clusters/``: centroids.npy float32 [K, D], cluster_labels.npy int32 [N, L], nearest
     first (-1 in rows that take no part), similarities.npy float16 [N, L] (the cosine; euclidean:
     1 - squared distance / 2). If the objective groups samples by pseudo labels, it also writes
-    ``pseudo_labels.npy`` int64 [N, 1] of stage + 1, for MCL only (its controls use MCL's labels or
-    none). Raises ValueError for more clusters than samples, and RuntimeError where the embeddings
-    are not those of the index.
+    ``pseudo_labels.npy`` int64 [N, 1] of stage + 1. Raises ValueError for more clusters than
+    samples, and RuntimeError where the embeddings are not those of the index.
     """
-    layout = Layout.of(config, variant)
+    layout = Layout.of(config)
     index = SampleIndex.open(layout.index)
 
     def open_artifact(write: bool) -> Artifact:
@@ -71,7 +68,7 @@ def run(
         _save_centroids(artifact.directory / "centroids.npy", clustering, context)
         tally = _save_nearest(artifact.directory, config, blocks, clustering, common)
         collectives.on_main(lambda: _finish(artifact, layout, stage, index, clustering, tally))
-    if variant == "mcl" and config.train.objective.reads.groups:
+    if config.train.objective.reads.groups:
         collectives.on_main(lambda: _write_pseudo_labels(config, layout, stage + 1, index, force))
     return artifact.directory
 

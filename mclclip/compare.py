@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -152,13 +152,17 @@ def compare(
         )
     read = Reader()
     differences = [_difference(read, own, base) for own, base in pairs]
-    corrected = outcomes.holm([d.p_value for d in differences])
-    return [
-        Comparison(row, base, difference, p_value)
-        for ((row, _), (base, _)), difference, p_value in zip(
-            pairs, differences, corrected, strict=True
-        )
-    ]
+    return corrected(
+        Comparison(row, base, difference, difference.p_value)
+        for ((row, _), (base, _)), difference in zip(pairs, differences, strict=True)
+    )
+
+
+def corrected(comparisons: Iterable[Comparison]) -> list[Comparison]:
+    """The comparisons with p-values corrected for their number, by Holm's method."""
+    given = list(comparisons)
+    p_values = outcomes.holm([c.difference.p_value for c in given])
+    return [replace(c, corrected=p_value) for c, p_value in zip(given, p_values, strict=True)]
 
 
 def _known(what: str, given: Sequence[str], there: Sequence[str]) -> None:

@@ -127,7 +127,7 @@ def _torchvision() -> Iterator[Finding]:
 
 
 def _faiss() -> Iterator[Finding]:
-    """Which build of faiss runs, and whether there are several, which overwrite each other."""
+    """The build of faiss that runs, and whether there are several, which overwrite each other."""
     builds = sorted({*metadata.packages_distributions().get("faiss", ())})
     found = ", ".join(f"{name} {_version(name)}" for name in builds)
     again = f"pip uninstall {' '.join(builds)}, then {search.EXTRA}"

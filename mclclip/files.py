@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TextIO
 
@@ -146,10 +147,34 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
+def needed(module: str, what: str, install: str) -> Any:
+    """A module of an optional package. ValueError, in one line that says that ``what`` needs it and
+    how to ``install`` it, where it is not there."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError:
+        package = module.partition(".")[0]
+        raise ValueError(
+            f"{what} needs the package {package}, which is not installed: {install}"
+        ) from None
+
+
 def existing(path: Path) -> Path:
     """The path, or the nearest folder above it that exists."""
     path = Path(path).absolute()
     return next(above for above in (path, *path.parents) if above.exists())
+
+
+def check_room(folder: Path, needed: int, done: Iterable[Path], what: str, advice: str) -> None:
+    """Raises ValueError where the disk of ``folder`` has no room for ``needed`` bytes, of which the
+    files ``done`` are there."""
+    gib = (needed - sum(path.stat().st_size for path in done)) / 2**30
+    free = shutil.disk_usage(existing(folder)).free / 2**30
+    if gib > free:
+        raise ValueError(
+            f"{what} needs about {gib:.3g} GiB, the disk of {folder} has {free:.3g} GiB free: "
+            f"{advice}"
+        )
 
 
 def move_aside(directory: Path, name: str | None = None) -> Path:

@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=_Help, **given)
 
     def error(self, message: str) -> NoReturn:
-        process.record_mistake(message)
+        process.record_early(ValueError(message), process.EXIT_USER)
         super().error(message)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 Ids = Sequence[int] | NDArray[np.int64]
 Integers = NDArray[np.int64]
 Kind = Literal["embeddings", "clusters", "pseudo_labels", "train", "export"]
-"""What a stage's folder holds."""
+"""Kinds of artifacts in a stage's folder."""
 
 PIECES = 64
 """Pieces that rows which are spread over the index lie in: each costs the reading of a block of a
@@ -387,7 +387,7 @@ class Stage:
 
     @property
     def metrics(self) -> DataFrame:
-        """What its training has recorded so far, a row per recorded step: loss, lr, speed and more;
+        """The records of its training so far, a row per recorded step: loss, lr, speed and more;
         at most ``POINTS`` rows that lie evenly over it, and none before it begins."""
         import pandas
 
@@ -409,8 +409,8 @@ class Stage:
         return load_model(self.directory("export"), device=device)
 
     def model(self, projector: Sequence[int] = ()) -> Model:
-        """What it trains, in evaluation mode, with its exported weights; a ``projector`` of these
-        widths behind it has random weights, since exports have none."""
+        """The model that it trains, in evaluation mode, with its exported weights; a ``projector``
+        of these widths behind it has random weights, since exports have none."""
         from mclclip.models.loading import load_towers
 
         self.manifest("export")

@@ -77,10 +77,10 @@ def pack(
     """
     source, out = Path(source), Path(out)
     captions = None if captions is None else Path(captions)
-    _check(out, samples_per_shard, key_prefix, allow_roots, held_out)
-    if captions is None:
-        _check_outside(source, out)
-    command = command or _command(source, captions, out)
+    read = source if captions is None else captions
+    _check(read, out, samples_per_shard, key_prefix, allow_roots, held_out)
+    given = [] if captions is None else ["--captions", str(captions)]
+    command = command or ["mclclip", "pack", str(source), *given, "--out", str(out)]
     table = open_table(
         source, captions, image_column=path_column, caption_column=caption_column,
         delimiter=delimiter, command=command,
@@ -145,11 +145,6 @@ def _settings(
     } | {name: value for name, value in further.items() if value}
 
 
-def _command(source: Path, captions: Path | None, out: Path) -> list[str]:
-    given = ["--captions", str(captions)] if captions else []
-    return ["mclclip", "pack", str(source), *given, "--out", str(out)]
-
-
 def _write(
     artifact: Artifact,
     samples: Iterator[PackedSample],
@@ -196,6 +191,7 @@ def _write(
 
 
 def _check(
+    read: Path,
     out: Path,
     samples_per_shard: int,
     key_prefix: str,
@@ -219,13 +215,9 @@ def _check(
     if sum(held_out.values()) >= 1:
         raise ValueError(f"held_out is {dict(held_out)}: nothing is left for {_REST!r}")
     check_foreign(out, "pack", *held_out, *([_REST] if held_out else []))
-
-
-def _check_outside(source: Path, out: Path) -> None:
-    """Raises ValueError where a later call would read ``out`` as a part of the data."""
-    if source.is_dir() and out.resolve().is_relative_to(source.resolve()):
+    if read.is_dir() and out.resolve().is_relative_to(read.resolve()):  # read by a later call
         raise ValueError(
-            f"{out} lies in {source}, whose files are packed: write to a folder outside of it"
+            f"{out} lies in {read}, whose files are packed: write to a folder outside of it"
         )
 
 

@@ -106,17 +106,13 @@ def _method(config: Config, context: Context, force: Force) -> bool:
             _pilot(config, context, force)
             if collectives.on_main(lambda: pilot.reason_to_stop(config)) is not None:
                 return False
-        if collectives.on_main(partial(_needs_copies, config, stage, force)):
+        # Copies that a finished training has read may be deleted.
+        trained = partial(is_finished, Layout.of(config).train(stage))
+        if config.reshard.enabled and (force or not collectives.on_main(trained)):
             reshard.run(config, context, stage=stage, force=force)
         _stage(config, context, stage, "mcl", force)
     _join(config, context, "mcl", force)
     return True
-
-
-def _needs_copies(config: Config, stage: int, force: Force) -> bool:
-    """Whether the stage's training will read copies; those of a finished one may be deleted."""
-    finished = is_finished(Layout.of(config).train(stage))
-    return config.reshard.enabled and (bool(force) or not finished)
 
 
 def _pilot(config: Config, context: Context, force: Force) -> None:

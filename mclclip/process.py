@@ -74,7 +74,7 @@ def _failed(error: BaseException, debug: bool) -> int:
         if not hasattr(error, _RECORDED):
             return EXIT_OK
     elif not hasattr(error, _RECORDED):
-        _record_early(error, code)
+        record_early(error, code)
     if isinstance(error, Exception):
         signals.set_action(
             signal.SIG_DFL
@@ -93,12 +93,7 @@ def exit_code(error: BaseException) -> int:
     return EXIT_USER if for_user else EXIT_INTERNAL
 
 
-def record_mistake(message: str) -> None:
-    """Records a mistake in the command line for the launcher."""
-    _record_early(ValueError(message), EXIT_USER)
-
-
-def _record_early(error: BaseException, code: int) -> None:
+def record_early(error: BaseException, code: int) -> None:
     """Records an error before a run began, such as a wrong configuration, for the launcher."""
     if os.environ.get("MCLCLIP_STATE_FILE"):
         from mclclip.run.lock import write_state

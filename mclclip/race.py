@@ -223,7 +223,8 @@ class Race:
             with self._locked(shared, context):
                 readers = [self.settings(remedy, seed) for remedy in self.trained]
                 log.info("=== race, seed %d: base", seed)
-                _record(shared, context)
+                path, text = Path(shared.run_dir) / "config.yaml", configuration.dump(shared)
+                collectives.on_main(partial(files.write_bytes, path, text.encode()))
                 pipeline.prepare(shared, context, readers=readers, force=self.force)
             steps = collectives.on_main(partial(_steps_of, shared))
             for remedy in self.trained:
@@ -341,12 +342,6 @@ class Race:
 def _judged_by(remedy: Remedy, config: Config) -> str:
     """The encoder that stands for a remedy, without the prefix of a control."""
     return remedy.encoder or pilot.encoder_of(config)
-
-
-def _record(config: Config, context: Context) -> None:
-    """Writes the configuration of a run into its directory."""
-    path, text = Path(config.run_dir) / "config.yaml", configuration.dump(config).encode()
-    collectives.on_main(lambda: files.write_bytes(path, text))
 
 
 def _steps_of(shared: Config) -> int:

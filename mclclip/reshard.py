@@ -24,7 +24,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -143,7 +142,10 @@ def _begin(
     if open_artifact(write=False).finished:
         return None
     check_shards(index.directory, index.shards, config.data)
-    _check_room(directory, index, config.reshard.samples_per_shard)
+    needed = int(index.image_size.sum()) + int(index.text_size.sum()) + _HEADERS_BYTES * len(index)
+    needed += _TAR_BYTES * -(-len(index) // config.reshard.samples_per_shard)
+    begun = [] if is_finished(directory) else directory.glob("*.tar")  # a finished one is moved
+    files.check_room(directory, needed, begun, "the copy", "name another disk in reshard.folder")
     blocks = LabelBlocks(labels, radices)
     sizes = blocks.sizes()
     if not sizes.num_samples:
@@ -158,20 +160,6 @@ def _begin(
     )  # fmt: skip
     GroupedIndex.open(groups.directory, "reshard")  # of a call that was killed, perhaps
     return artifact, of, -(-sizes.num_samples // of.samples_per_shard)
-
-
-def _check_room(directory: Path, index: SampleIndex, per_shard: int) -> None:
-    """Raises ValueError where the disk has no room for the shards that are not there yet."""
-    bytes_ = int(index.image_size.sum()) + int(index.text_size.sum())
-    needed = bytes_ + _HEADERS_BYTES * len(index) + _TAR_BYTES * -(-len(index) // per_shard)
-    begun = [] if is_finished(directory) else directory.glob("*.tar")  # a finished one is moved
-    there = sum(path.stat().st_size for path in begun)
-    free = shutil.disk_usage(files.existing(directory)).free
-    if needed - there > free:
-        raise ValueError(
-            f"{directory} needs about {(needed - there) / 2**30:.3g} GiB, its disk has "
-            f"{free / 2**30:.3g} GiB free: name another disk in reshard.folder"
-        )
 
 
 def _finish(

@@ -99,9 +99,9 @@ def _filled(make: MakeIndex, rows: NDArray[np.float32]) -> Any:
     return index
 
 
-def _cuts(count: int, size: int) -> Iterator[slice]:
-    for start in range(0, count, size):
-        yield slice(start, min(start + size, count))
+def cuts(count: int, size: int) -> list[slice]:
+    """Slices of at most ``size`` rows, in order."""
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def _margin(dim: int) -> float:
@@ -140,11 +140,11 @@ def nearest(
     make = make or choose_index(faiss)
     products = np.full((len(queries), k), -np.inf, np.float32)
     rows = np.full((len(queries), k), len(bank), np.int64)  # no row yet
-    for block in _cuts(len(bank), bank_rows):
+    for block in cuts(len(bank), bank_rows):
         part = _Part.of(np.asarray(bank[block], np.float32), block.start, k)
         wide = min(k + SPARE, len(part.different))
         index = _filled(make if wide <= MOST else faiss.IndexFlatIP, part.different)
-        for cut in _cuts(len(queries), query_rows):
+        for cut in cuts(len(queries), query_rows):
             asked = np.asarray(queries[cut], np.float32)
             found, near = index.search(asked, wide)
             for number, query in enumerate(asked):
@@ -160,7 +160,7 @@ def nearest(
 def nearest_to_few(
     queries: Floats, bank: NDArray[np.float32], k: int
 ) -> tuple[NDArray[np.float32], Integers]:
-    """What ``nearest`` finds, without faiss: all Q N products are computed in float64."""
+    """The result of ``nearest``, without faiss: all Q N products are computed in float64."""
     every = np.arange(len(bank))
     products = np.empty((len(queries), k), np.float32)
     rows = np.empty((len(queries), k), np.int64)
@@ -212,7 +212,7 @@ class _Part:
 def _products(rows: Floats, places: Integers, query: NDArray[np.float64]) -> NDArray[np.float32]:
     """Products of chosen rows with a query, in float64, each by itself, rounded to float32."""
     found = np.empty(len(places), np.float32)
-    for cut in _cuts(len(places), _AT_ONCE):
+    for cut in cuts(len(places), _AT_ONCE):
         # A sum along rows does not depend on where a row stands; a product of matrices may.
         found[cut] = (rows[places[cut]] * query).sum(axis=1)
     return found
@@ -237,14 +237,14 @@ def blocks(
     count: int, *, query_rows: int = QUERY_ROWS, bank_rows: int = BANK_ROWS
 ) -> Iterator[Block]:
     """Blocks of as many rows in which each pair of them is once, the lower row as the query."""
-    for bank in _cuts(count, bank_rows):
-        for queries in _cuts(bank.stop, query_rows):
+    for bank in cuts(count, bank_rows):
+        for queries in cuts(bank.stop, query_rows):
             yield bank, queries
 
 
 def num_blocks(count: int, *, query_rows: int = QUERY_ROWS, bank_rows: int = BANK_ROWS) -> int:
     """Number of ``blocks``."""
-    return sum(-(-bank.stop // query_rows) for bank in _cuts(count, bank_rows))
+    return sum(-(-bank.stop // query_rows) for bank in cuts(count, bank_rows))
 
 
 def near_pairs(
@@ -290,9 +290,9 @@ def near_rows(
     """
     _check_cosine(above)
     faiss = library(what)
-    for block in _cuts(len(bank), BANK_ROWS):
+    for block in cuts(len(bank), BANK_ROWS):
         part = _Bank(np.asarray(bank[block]), faiss, make)
-        for cut in _cuts(len(queries), QUERY_ROWS):
+        for cut in cuts(len(queries), QUERY_ROWS):
             for places, own in part.near(np.asarray(queries[cut]), above):
                 yield Pairs(places + [cut.start, block.start], own)
 
@@ -317,7 +317,7 @@ class _Bank:
         the lower row first."""
         least = float(np.float32(above - _margin(self._rows.shape[1])))
         for numbers, limits, near in self._proposed(unit(asked), least):
-            for part in _cuts(len(near), _AT_ONCE):
+            for part in cuts(len(near), _AT_ONCE):
                 query = np.searchsorted(limits, np.arange(part.start, part.stop), side="right") - 1
                 places = np.column_stack([numbers[query], near[part]])
                 if shift is not None:

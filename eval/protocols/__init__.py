@@ -83,13 +83,13 @@ class BenchmarkConfig:
     """One benchmark of the suite that runs between stages and at the end."""
 
     kind: Annotated[str, AfterValidator(_known)]
-    """Which evaluator: a module of eval/protocols."""
+    """The evaluator: a module of eval/protocols."""
     path: str
     """Folder of the benchmark, in the layout of its kind (the page "Benchmarks")."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the evaluator, by its own names."""
     source: str = ""
-    """What the folder holds and where to get it, for the message where it is missing."""
+    """Content of the folder and where to get it, for the message where it is missing."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)

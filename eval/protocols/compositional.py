@@ -50,7 +50,7 @@ from mclclip.ranks.collectives import together
 log = logging.getLogger("mclclip")
 
 Side = Literal["text", "image", "group", "texts"]
-"""Which decisions of an item count: images pick texts, texts pick images, both, or texts pick
+"""The decisions of an item that count: images pick texts, texts pick images, both, or texts pick
 texts."""
 
 CHUNK_NUMBERS = 1 << 23

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 from pydantic.types import PositiveInt
 
+from mclclip.data.training_images import Readable
 from mclclip.eval.captions import read_captions, read_captions_of_shards
 from mclclip.eval.features import CHUNK_BYTES, Extractor, Features, over_ranks, similarity
-from mclclip.eval.images import Readable, image_items, read_shards
+from mclclip.eval.images import image_items, read_shards
 from mclclip.eval.metrics import FloatArray
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.protocols import Evaluator

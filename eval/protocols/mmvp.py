@@ -110,10 +110,10 @@ def read_pairs(root: Path) -> list[Item]:
         raise FileNotFoundError(f"no folder {MMVP_FOLDERS[0]!r} (or with _) in {root}")
     files = {kind: _images_of_type(folder, kind) for kind in sorted({q[2] for q in questions})}
     items = []
-    for (line, a, kind, one), (next_line, b, other_kind, two) in zip(
+    for (line, a, kind, one), (_, b, other_kind, two) in zip(
         questions[::2], questions[1::2], strict=True
     ):
-        pair = f"Questions.csv lines {line} and {next_line} form a pair, but their"
+        pair = f"{line} and the next row form a pair, but their"
         if kind != other_kind:
             raise ValueError(f"{pair} Types are {kind!r} and {other_kind!r}")
         if a % 2 != 1 or b % 2 != 0:
@@ -131,12 +131,12 @@ def read_pairs(root: Path) -> list[Item]:
     return items
 
 
-def _read_questions(path: Path) -> list[tuple[int, int, str, str]]:
+def _read_questions(path: Path) -> list[tuple[str, int, str, str]]:
     """Line, id, Type and Statement of every question, of which there is an even number."""
     questions, rows = [], read_rows(path, MMVP_COLUMNS, "questions of MMVP-VLM")
     if unfilled := [line for line, cells in rows if cells[0].strip() and not cells[2].strip()]:
         raise ValueError(
-            f"{path} has no Statement in {len(unfilled)} of {len(rows)} rows, the first at line "
+            f"{len(unfilled)} of {len(rows)} rows have no Statement, the first is "
             f"{unfilled[0]}: write for each image what is true of it and not of the other image of "
             "its pair, and remove the pairs that have no such difference"
         )
@@ -144,7 +144,7 @@ def _read_questions(path: Path) -> list[tuple[int, int, str, str]]:
         number, kind, statement = (cell.strip() for cell in cells)
         if not number.isdecimal() or not kind or not statement:
             raise ValueError(
-                f"{path} line {line}: got Question ID {number!r}, Type {kind!r}, Statement "
+                f"{line}: got Question ID {number!r}, Type {kind!r}, Statement "
                 f"{statement!r}; expected a whole number and two texts"
             )
         questions.append((line, int(number), kind, statement))

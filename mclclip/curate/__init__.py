@@ -1,1 +1,1 @@
-"""Which samples to look at and which to train on, by their embeddings: verbs filter, blindspots."""
+"""Verbs filter and blindspots: samples to train on and to look at, by their embeddings."""

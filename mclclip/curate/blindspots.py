@@ -253,23 +253,30 @@ class _Pool:
         """Goes through the pairs in their order, and keeps those within both caps."""
         self._sort()
         rows, cosines, _ = self.parts[0]
-        uses: Counter[int] = Counter()
-        kept: list[int] = []
-        beyond = 0
-        for number, (lower, higher) in enumerate(rows.tolist()):
-            if len(kept) == max_pairs:
-                break
-            if max(uses[lower], uses[higher]) >= per_image:
-                beyond += 1
-                continue
-            uses.update((lower, higher))
-            kept.append(number)
+        kept, beyond = within_caps(rows, per_image, max_pairs)
         left_out = {
             "per_image": beyond,
             "total": len(rows) - len(kept) - beyond,
             "pool": self.num_pairs - len(rows),
         }
         return KeptPairs(rows[kept], cosines[kept], self.num_pairs, left_out)
+
+
+def within_caps(rows: Integers, per_image: int, max_pairs: int) -> tuple[list[int], int]:
+    """The numbers of the first ``max_pairs`` pairs of which none has an image that ``per_image``
+    before it have; and how many pairs were passed over."""
+    uses: Counter[int] = Counter()
+    kept: list[int] = []
+    beyond = 0
+    for number, (lower, higher) in enumerate(rows.tolist()):
+        if len(kept) == max_pairs:
+            break
+        if max(uses[lower], uses[higher]) >= per_image:
+            beyond += 1
+            continue
+        uses.update((lower, higher))
+        kept.append(number)
+    return kept, beyond
 
 
 def find(
@@ -331,7 +338,8 @@ def _write(
     _write_pairs(directory / PAIRS, spots, run.index)
     _write_pairs(directory / DUPLICATES, duplicates, run.index)
     _write_gallery(directory / GALLERY, spots, options, run)
-    pairs = _disjoint(spots.rows.tolist())
+    apart, _ = within_caps(spots.rows, 1, BENCHMARK_PAIRS)
+    pairs = spots.rows[apart].tolist()
     _write_benchmark(directory / BENCHMARK, pairs, run)
     counts: dict[str, Any] = {
         "samples": len(run.index),
@@ -435,14 +443,3 @@ def _write_benchmark(directory: Path, pairs: list[list[int]], run: Run) -> None:
         about = files.clean(caption), files.clean(run.index.keys([sample_id])[0])
         table.writerow([number, TYPE, "", *about])
     files.write_bytes(directory / "Questions.csv", lines.getvalue().encode())
-
-
-def _disjoint(pairs: list[list[int]]) -> list[list[int]]:
-    """The first ``BENCHMARK_PAIRS`` pairs that share no image with a pair before them."""
-    seen: set[int] = set()
-    chosen: list[list[int]] = []
-    for pair in pairs:
-        if not seen & {*pair} and len(chosen) < BENCHMARK_PAIRS:
-            seen |= {*pair}
-            chosen.append(pair)
-    return chosen

@@ -49,14 +49,22 @@ SURVEYED = (0.9, 0.95, 0.99)
 SURVEYED_PAIRS = 2 * 10**10
 """Pairs that are compared at most for that: some minutes of one core."""
 
-_AT_ONCE = 4096  # samples whose lines are written together
-
 Within = Literal["clusters", "all"]
 
 
 @dataclass(frozen=True)
 class Options:
     """The thresholds of the filters, a field for each flag of the verb (None: not given).
+
+    against, against_cosine  samples whose cosine with an image of an evaluation set is above
+                             ``against_cosine`` are left out: ``[NAME=]FOLDER`` of embeddings by the
+                             same encoder, or ``.npy`` [M, D]
+    min_clip_score           samples with a lower CLIP score are left out, and those without caption
+    keep_share               so are all but this share of the samples with a score that are left
+                             then, those of the highest ones
+    near_duplicates, within  of samples whose cosine is above ``near_duplicates`` one is kept; they
+                             are compared within the stage's clusters, or ``all`` with all (None:
+                             within clusters where there are some)
 
     Raises ValueError for numbers out of range and for flags that exclude or need each other.
     """
@@ -65,7 +73,7 @@ class Options:
     keep_share: float | None = None
     near_duplicates: float | None = None
     within: Within | None = None
-    against: tuple[str, ...] = ()
+    against: Sequence[str] = ()
     against_cosine: float | None = None
 
     def __post_init__(self) -> None:
@@ -109,25 +117,11 @@ def run(
     *,
     stage: int = 0,
     name: str = "filter",
-    min_clip_score: float | None = None,
-    keep_share: float | None = None,
-    near_duplicates: float | None = None,
-    within: Within | None = None,
-    against: Sequence[str] = (),
-    against_cosine: float | None = None,
     force: Force = False,
+    **filters: Any,
 ) -> Path | None:
-    """Decides which samples to train on, by the embeddings of ``stage``; returns the directory.
-
-    against, against_cosine  samples whose cosine with an image of an evaluation set is above
-                             ``against_cosine`` are left out: ``[NAME=]FOLDER`` of embeddings by the
-                             same encoder, or ``.npy`` [M, D]
-    min_clip_score           samples with a lower CLIP score are left out, and those without caption
-    keep_share               so are all but this share of the samples with a score that are left
-                             then, those of the highest ones
-    near_duplicates, within  of samples whose cosine is above ``near_duplicates`` one is kept; they
-                             are compared within the stage's clusters, or ``all`` with all (None:
-                             within clusters where there are some)
+    """Decides which samples to train on, by the embeddings of ``stage`` and by ``filters``, which
+    are fields of ``Options``; returns the directory.
 
     Writes ``filters/NAME/``: weights.npy float32 [N] in index order, 1 kept and 0 left out, which
     ``train.plan.weights`` reads; reasons.npy uint8 [N] (the manifest names the codes); scores.npy
@@ -138,10 +132,7 @@ def run(
     index or damaged, and ValueError for options that do not fit, for another encoder's embeddings,
     and where nothing is left; then nothing is written.
     """
-    options = Options(
-        min_clip_score, keep_share, near_duplicates, within, tuple(against), against_cosine
-    )
-    return collectives.on_main(partial(_run, config, stage, name, options, force))
+    return collectives.on_main(partial(_run, config, stage, name, Options(**filters), force))
 
 
 def _run(config: Config, stage: int, name: str, options: Options, force: Force) -> Path | None:
@@ -400,8 +391,8 @@ def _write_left_out(path: Path, inputs: Inputs, decisions: Decisions) -> None:
     named = [CODES.index(name) for name in ("no_embedding", "against", "near_duplicate")]
     every, keys = np.flatnonzero(np.isin(decisions.reasons, named)), inputs.index.keys
     with files.whole_file(path) as file:
-        for start in range(0, len(every), _AT_ONCE):
-            ids = every[start : start + _AT_ONCE]
+        for cut in near.cuts(len(every)):
+            ids = every[cut]
             of = decisions.of[ids]
             copies = decisions.reasons[ids] == CODES.index("near_duplicate")
             of_keys = dict(zip(of[copies].tolist(), keys(of[copies]), strict=True))

@@ -1,4 +1,4 @@
-"""What the filters read: embeddings, captions, clusters, evaluation images, and CLIP scores.
+"""Inputs of the filters: embeddings, captions, clusters, evaluation images, and CLIP scores.
 
 A CLIP score says how well captions fit an image. Source: Schuhmann et al., LAION-400M (2021) and
 LAION-5B (NeurIPS 2022), which left out pairs whose cosine is below 0.3 or 0.28; DataComp (Gadre et
@@ -27,7 +27,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.opened_run import Run
 from mclclip.options import named_path
 from mclclip.run import runlog
-from mclclip.run.artifacts import Layout, Manifest, folders_above, is_finished, read_manifest
+from mclclip.run.artifacts import Layout, Manifest, is_finished, read_manifest, run_above
 from mclclip.search import Floats, Rows, cosines
 
 
@@ -169,9 +169,9 @@ def _evaluation_images(text: str, images: RowStore) -> EvaluationImages:
         manifest = read_manifest(path, "embeddings")
         _check_encoder(path, manifest, images)
         # The index of the run that the embeddings lie in has their keys.
-        indexes = [Layout(folder).index for folder in folders_above(path)]
-        beside = next(filter(is_finished, indexes), None)
-        index = None if beside is None else SampleIndex.open(beside)
+        above = run_above(path)
+        beside = None if above is None else Layout(above).index
+        index = SampleIndex.open(beside) if beside and is_finished(beside) else None
         if index is not None and index.digest != manifest.inputs.get("index"):
             index = None
         shards = 0 if index is None else len(index.shards)

@@ -46,8 +46,7 @@ ROUNDS = 10
 
 def cuts(count: int) -> list[slice]:
     """Slices of at most ``ROWS_AT_ONCE`` rows, in order."""
-    starts = range(0, count, ROWS_AT_ONCE)
-    return [slice(start, min(start + ROWS_AT_ONCE, count)) for start in starts]
+    return search.cuts(count, ROWS_AT_ONCE)
 
 
 @dataclass(frozen=True)

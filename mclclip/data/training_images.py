@@ -26,7 +26,7 @@ from mclclip.data.sample_index import KIND, SampleIndex
 from mclclip.data.sample_weights import SampleWeights
 from mclclip.data.shard_reader import ShardReader
 from mclclip.files import digest_keys
-from mclclip.run.artifacts import HasRunDir, Layout, folders_above, is_finished, read_manifest
+from mclclip.run.artifacts import HasRunDir, Layout, is_finished, read_manifest
 
 log = logging.getLogger("mclclip")
 
@@ -37,7 +37,7 @@ _TOGETHER = 256  # that are asked for side by side
 _known: dict[str, int] = {}
 
 
-class Image(Protocol):
+class Readable(Protocol):
     """An image file, or a part of another file; ``str`` of it names it."""
 
     def read_bytes(self) -> bytes:
@@ -81,7 +81,7 @@ class TrainingImages:
     def _index(self) -> SampleIndex:
         return SampleIndex.open(self.directory)
 
-    def count(self, images: Sequence[Image]) -> int:
+    def count(self, images: Sequence[Readable]) -> int:
         """How many of ``images`` are known; 0, with a warning, where no training image can be read.
         What was found is kept for the next encoder of the process.
 
@@ -98,7 +98,7 @@ class TrainingImages:
                 _known[name] = 0
         return _known[name]
 
-    def _count(self, images: Sequence[Image]) -> int:
+    def _count(self, images: Sequence[Readable]) -> int:
         index = self._index
         sizes = np.array([_size(image) for image in images], np.int64)
         rows = self._candidates(images, sizes)
@@ -116,7 +116,7 @@ class TrainingImages:
         reader.close()
         return sum(number for digest, number in digests.items() if digest in trained)
 
-    def _candidates(self, images: Sequence[Image], sizes: Integers) -> Integers:
+    def _candidates(self, images: Sequence[Readable], sizes: Integers) -> Integers:
         """Rows of training images, in order, that are compared with ``images``."""
         of_all = self._index.image_size
         rows = np.flatnonzero(np.isin(of_all, sizes)).astype(np.int64)
@@ -142,19 +142,12 @@ def _digest(data: bytes) -> bytes:
     return blake2b(data, digest_size=16).digest()
 
 
-def run_of(model: Path) -> Path | None:
-    """The run directory with an index that an exported model lies in."""
-    path = Path(str(model).removeprefix("local-dir:"))
-    above = folders_above(path) if path.exists() else []
-    return next((folder for folder in above if is_finished(Layout(folder).index)), None)
-
-
-def path_of(image: Image) -> Path:
+def path_of(image: Readable) -> Path:
     """The file of an image, or the one that it is a part of."""
     return Path(str(getattr(image, "path", image)))
 
 
-def _size(image: Image) -> int:
+def _size(image: Readable) -> int:
     """The number of bytes of an image; of a part of a picture, those of the whole."""
     size = getattr(image, "size", None)
     return size if isinstance(size, int) else path_of(image).stat().st_size

@@ -12,7 +12,6 @@ from these rows (``data.trunk_rows``) instead of images.
 from __future__ import annotations
 
 import logging
-import shutil
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,7 +44,7 @@ from mclclip.data.trunk_rows import CHECKSUMS, TrunkRows
 from mclclip.embed.passes import Passes, finish_shards, forward, image_batches, write_missing
 from mclclip.models import memory
 from mclclip.models.loading import load_towers, prepare_model
-from mclclip.models.model import Model
+from mclclip.models.model import Model, unit
 from mclclip.randomness import mix
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
@@ -163,7 +162,7 @@ def _embed(
             encode = partial(model.encode_tail, pixels, model.first_block, project=False)
         else:
             encode = partial(model.encode_image, pixels)
-        return _unit(forward(config, context, encode))
+        return unit(forward(config, context, encode)).cpu().numpy()
 
     passes = partial(image_batches, config, context, source, model, encode=features)
     counts = {}
@@ -215,14 +214,10 @@ def _caption_batches(
                 tokens = tokenized(model.tokenizer, flat)
                 encode = partial(model.encode_text, tokens.to(context.device))
                 present = np.arange(num) < np.array([[len(of_one)] for of_one in some])
-                rows[present] = _unit(forward(config, context, encode))
+                rows[present] = unit(forward(config, context, encode)).cpu().numpy()
             return rows.reshape(len(some), -1), {}
 
         yield map(encoded, range(0, len(texts), size))
-
-
-def _unit(features: Tensor) -> np.ndarray:
-    return np.asarray(torch.nn.functional.normalize(features, dim=-1).cpu().numpy())
 
 
 # --- the cache of the trunk ------------------------------------------------------------------
@@ -253,7 +248,11 @@ def write_trunk(
     shape, dtype = tuple(of_one.shape[1:]), config.trunk_cache.dtype
     folder = layout.trunk_rows(config.trunk_cache.folder, artifact.identity)
     size = len(index) * int(np.prod(shape)) * np.dtype(dtype).itemsize
-    collectives.on_main(lambda: _check_room(folder, size))
+    advice = "name another disk in trunk_cache.folder, or remove older rows (.old-1 and so on)"
+    rows = folder.glob("*.npy")
+    collectives.on_main(
+        lambda: files.check_room(folder, size, rows, "the cache of the trunk", advice)
+    )
     model.to(context.device)
 
     def encode(pixels: Tensor) -> np.ndarray:
@@ -402,15 +401,3 @@ def _mend(artifact: Artifact, folder: Path, index: SampleIndex, threads: int) ->
         for number in damaged:
             rows_path(folder, number).unlink(missing_ok=True)
         artifact.reopen()
-
-
-def _check_room(folder: Path, needed: int) -> None:
-    """Raises ValueError where the disk has no room for the shards that are not there yet."""
-    there = sum(path.stat().st_size for path in folder.glob("*.npy"))
-    free = shutil.disk_usage(files.existing(folder)).free
-    if needed - there > free:
-        raise ValueError(
-            f"the trunk's cache needs about {(needed - there) / 2**30:.3g} GiB, the disk of "
-            f"{folder} has {free / 2**30:.3g} GiB free: name another disk in trunk_cache.folder, "
-            "or remove older rows (.old-1 and so on)"
-        )

@@ -42,7 +42,7 @@ TEXTS = (
     "word " * 100,
     "word " * 300,
 )
-"""What tokenizers are compared on unless texts are given."""
+"""Texts on which tokenizers are compared unless others are given."""
 
 
 @dataclass(frozen=True)

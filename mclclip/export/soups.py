@@ -375,7 +375,8 @@ def _wise(search: _Search, alpha: float | None, alphas: Sequence[float] | None) 
         series = {name: curve["values"][name] for name in main}
         unit = " or ".join(sorted({figures[name].unit.name for name in main}))
         title = f"from {first} (0) to {second} (1)"
-        drawing.curves(search.scores / "curve.png", title, points, series, "alpha", unit, best)
+        path = search.scores / "curve.png"
+        drawing.lines(path, title, series, "alpha", unit, places=points, marked=best)
     price = {}
     if 0.0 in every:
         price = {name: figures[name].value - row.value for name, row in every[0.0].items()}

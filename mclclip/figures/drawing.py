@@ -12,28 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from mclclip.files import whole_file
+from mclclip.files import needed, whole_file
 
 Series = Mapping[str, Sequence[float]]
 _NAMED = 20  # more rows, columns or colours than this stand without their names
 
 
 def library() -> Any:
-    """matplotlib's Figure class; ValueError, one line, where it is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ValueError(
-            "pictures need the package matplotlib, which is not installed: pip install "
-            "'mclclip[analyse]'"
-        ) from None
-    return Figure
+    """matplotlib's module of figures; ValueError, one line, where it is not installed."""
+    return needed("matplotlib.figure", "a picture", "pip install 'mclclip[analyse]'")
 
 
 @contextmanager
 def canvas(path: Path, width: float, height: float) -> Iterator[Any]:
     """Yields a figure of this size in inches, which is saved as a PNG when the block ends."""
-    figure = library()(figsize=(width, height), layout="constrained", dpi=120)
+    figure = library().Figure(figsize=(width, height), layout="constrained", dpi=120)
     yield figure
     with whole_file(path) as file:
         # Without the version of matplotlib, which says nothing of the figure.
@@ -56,30 +49,29 @@ def bars(path: Path, title: str, groups: Mapping[str, Mapping[str, float]]) -> N
         figure.legend(loc="outside right upper", fontsize="small")
 
 
-def lines(path: Path, title: str, series: Series, x: str, y: str, *, log: bool = False) -> None:
-    """One line per series over its places 1, 2, ...; ``log``: both axes are logarithmic."""
-    with canvas(path, 5.5, 3.6) as figure:
-        axes = figure.subplots()
-        for name, values in series.items():
-            axes.plot(np.arange(1, len(values) + 1), values, label=name)
-        if log:
-            axes.set_xscale("log")
-            axes.set_yscale("log")
-        axes.set_xlabel(x)
-        axes.set_ylabel(y)
-        axes.set_title(title)
-        axes.legend(fontsize="small")
-
-
-def curves(
-    path: Path, title: str, places: Sequence[float], series: Series, x: str, y: str, marked: float
+def lines(
+    path: Path,
+    title: str,
+    series: Series,
+    x: str,
+    y: str,
+    *,
+    log: bool = False,
+    places: Sequence[float] | None = None,
+    marked: float | None = None,
 ) -> None:
-    """One line per series over ``places``, with a dashed upright line at ``marked``."""
+    """One line per series over ``places`` (None: 1, 2, ...), with a dashed upright line at
+    ``marked``; ``log``: both axes are logarithmic."""
     with canvas(path, 7.0, 3.6) as figure:
         axes = figure.subplots()
         for name, values in series.items():
-            axes.plot(places, values, marker="o", markersize=3, label=name)
-        axes.axvline(marked, linestyle="--", linewidth=1, color="grey")
+            own, marker = (np.arange(1, len(values) + 1), "") if places is None else (places, "o")
+            axes.plot(own, values, marker=marker, markersize=3, label=name)
+        if marked is not None:
+            axes.axvline(marked, linestyle="--", linewidth=1, color="grey")
+        if log:
+            axes.set_xscale("log")
+            axes.set_yscale("log")
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         axes.set_title(title)

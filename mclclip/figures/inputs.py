@@ -1,4 +1,4 @@
-"""What figures are made of: a run, a seeded sample of its rows, the gates that it learned, and its
+"""Inputs of figures: a run, a seeded sample of its rows, the gates that it learned, and its
 encoders for pixels between 0 and 1.
 
 Gates act on the features of the projector, which is not exported and is read from the last

@@ -28,7 +28,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from importlib import import_module, util
 from pathlib import Path
 from typing import Any
 
@@ -332,6 +331,4 @@ def check_tokenizer_files(directory: Path) -> None:
 
 def library() -> Any:
     """The transformers module. Raises ValueError where it is not installed."""
-    if util.find_spec("transformers") is None:
-        raise ValueError("the model's tokenizer needs transformers: pip install transformers")
-    return import_module("transformers")
+    return files.needed("transformers", "the model's tokenizer", "pip install transformers")

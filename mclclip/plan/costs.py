@@ -1,4 +1,4 @@
-"""What follows from the steps and from what was measured: hours, messages of a step, and disk.
+"""Hours, messages of a step, and disk, as they follow from the steps and from what was measured.
 
 Time is operations by peak x share of a GPU, or samples by the samples per second that were
 measured. Evaluation, k-means, checkpoints and waiting for data are not part of it.

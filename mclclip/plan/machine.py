@@ -70,7 +70,7 @@ class Speed:
             raise ValueError(f"--share is {self.share}: wanted a share of the peak, at most 1")
 
     def settled(self, on_cpu: bool) -> Speed:
-        """What is assumed in the place of None; of a CPU no peak is."""
+        """With defaults in the place of None; of a CPU no peak is assumed."""
         peak = PEAK_TFLOPS if self.peak_tflops is None and not on_cpu else self.peak_tflops
         return replace(self, peak_tflops=peak, share=SHARE if self.share is None else self.share)
 

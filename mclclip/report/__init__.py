@@ -65,29 +65,22 @@ def render(run: Run) -> str:
 
 
 def environment() -> Environment:
-    """What renders the pages of this folder: all text is escaped, and what is missing an error."""
+    """The renderer of the pages of this folder: all text is escaped, without characters that do not
+    print, and what is missing is an error."""
     made = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_printable,
+        finalize=lambda value: files.clean(value) if type(value) is str else value,
     )
     made.filters["duration"] = story.duration
-    made.filters["breakable"] = _breakable
+    # A line may break behind an underscore or a slash of a name.
+    made.filters["breakable"] = lambda name: Markup("<wbr>").join(
+        re.split(r"(?<=[_/])", files.clean(name))
+    )
     return made
-
-
-def _printable(value: Any) -> Any:
-    """Strangers' text without characters that do not print; autoescape does the rest."""
-    return files.clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-
-def _breakable(name: str) -> Markup:
-    """A name that a line may break behind an underscore or a slash."""
-    parts = re.split(r"(?<=[_/])", files.clean(name))
-    return Markup("<wbr>").join(parts)
 
 
 def _content(run: Run) -> dict[str, Any]:

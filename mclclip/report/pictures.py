@@ -19,7 +19,8 @@ from mclclip import compare, files
 from mclclip.data.decode import DecodeError, as_picture, decode
 from mclclip.data.options import DataConfig
 from mclclip.data.samples import BadSample
-from mclclip.eval.items import Item, path_of
+from mclclip.data.training_images import path_of
+from mclclip.eval.items import Item
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.protocols.mmvp import read_pairs
 from mclclip.figures.nearest import nearest_samples

@@ -56,12 +56,8 @@ class Entrant:
     cost: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Part:
-    """A comparison in one part of a metric, such as a Type."""
-
-    name: str
-    comparison: Comparison
+Part = tuple[str, Comparison]
+"""The name of one part of a metric, such as a Type, and a comparison in it."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +75,12 @@ class Standings:
     @cached_property
     def metrics(self) -> list[tuple[str, str]]:
         """Benchmark and metric, in order."""
-        every = (c for of in self.whole.values() for c in of)
-        return [*dict.fromkeys((c.row.benchmark, c.row.metric) for c in every)]
+        return [*dict.fromkeys(_metric(c) for of in self.whole.values() for c in of)]
 
     def of(self, name: str, metric: tuple[str, str], against: Against) -> Comparison | None:
         """One remedy in one metric; None for the control against itself."""
         for c in self.whole[against]:
-            if c.row.model == name and (c.row.benchmark, c.row.metric) == metric:
+            if c.row.model == name and _metric(c) == metric:
                 return c
         return None
 
@@ -114,20 +109,13 @@ def standings(
                 whole[against].append(one)
                 parts[against] += of_parts
     count = len(whole["base"])
-    corrected = _corrected([*whole["base"], *whole["control"]])
-    for against in others:
-        settled = _corrected([part.comparison for part in parts[against]])
-        parts[against] = [
-            replace(p, comparison=c) for p, c in zip(parts[against], settled, strict=True)
-        ]
-    split: dict[Against, list[Comparison]] = {}
-    split["base"], split["control"] = corrected[:count], corrected[count:]
-    return Standings(split, parts, len(base.runs))
-
-
-def _corrected(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    p_values = outcomes.holm([c.difference.p_value for c in comparisons])
-    return [replace(c, corrected=p) for c, p in zip(comparisons, p_values, strict=True)]
+    corrected = compare.corrected([*whole["base"], *whole["control"]])
+    whole = {"base": corrected[:count], "control": corrected[count:]}
+    for against, own_parts in parts.items():
+        settled = compare.corrected(c for _, c in own_parts)
+        names = [name for name, _ in own_parts]
+        parts[against] = [*zip(names, settled, strict=True)]
+    return Standings(whole, parts, len(base.runs))
 
 
 class _Measured:
@@ -180,9 +168,8 @@ class _Measured:
             names = [*split[0][0]] if split else []
             if not 1 < len(names) <= MOST_PARTS:
                 return one, []
-            return one, [
-                Part(name, _of_part(one, [(a[name], b[name]) for a, b in split])) for name in names
-            ]
+            of_parts = {name: [(a[name], b[name]) for a, b in split] for name in names}
+            return one, [(name, _of_part(one, pairs)) for name, pairs in of_parts.items()]
         except outcomes.NotTheSame as error:
             raise ValueError(
                 f"{own.name} and {other.name} were not measured on the same items of {metric[0]}: "
@@ -222,7 +209,7 @@ def _of_part(whole: Comparison, pairs: Sequence[tuple[Outcomes, Outcomes]]) -> C
 
 
 def sentences(found: Standings) -> list[str]:
-    """What the race shows: what beats the control and what is worse, and how far to trust it."""
+    """The race in words: what beats the control and what is worse, and how far to trust it."""
     control = found.whole["control"]
     better, worse = (
         [_named(c) for c in control if c.verdict == verdict] for verdict in ("better", "worse")
@@ -301,7 +288,7 @@ def frame(found: Standings) -> DataFrame:
     import pandas
 
     rows = [("", c) for of in found.whole.values() for c in of]
-    rows += [(part.name, part.comparison) for of in found.parts.values() for part in of]
+    rows += [part for of in found.parts.values() for part in of]
     made: DataFrame = compare.frame([c for _, c in rows])
     made.insert(2, "part", [clean(name) for name, _ in rows])
     return pandas.DataFrame(made)
@@ -323,14 +310,14 @@ def render(title: str, found: Standings, base: Entrant, remedies: Sequence[Entra
     if seconds := [own for one in trained if (own := one.cost.get("seconds")) is not None]:
         total = duration(found.num_seeds * sum(seconds))
         tiles.append((total, "of training", "remedies alone, over all seeds"))
-    most = {
-        metric: max((_moved(c) for c in control if _metric(c) == metric), default=1)
-        for metric in found.metrics
-    }
+    most = dict.fromkeys(found.metrics, 1)
+    for c in control:
+        moved = max(c.difference.wins or 0, c.difference.losses or 0)
+        most[_metric(c)] = max(most[_metric(c)], moved)
     content = {
         "title": title,
         "version": __version__,
-        "tiles": tiles,
+        "summary": tiles,
         "sentences": sentences(found),
         "base": base,
         "remedies": remedies,
@@ -348,21 +335,17 @@ def _metric(c: Comparison) -> tuple[str, str]:
     return c.row.benchmark, c.row.metric
 
 
-def _moved(c: Comparison) -> int:
-    return max(c.difference.wins or 0, c.difference.losses or 0, 1)
-
-
 def _heat(found: Standings) -> list[dict[str, Any]]:
     """For every metric with parts, and by what it is against: the names of the remedies, and of
     every part its number of items and its comparisons."""
     tables = []
     for metric in found.metrics:
         for against in ("control", "base"):
-            own = [p for p in found.parts[against] if _metric(p.comparison) == metric]
+            own = [(part, c) for part, c in found.parts[against] if _metric(c) == metric]
             rows: dict[str, dict[str, Comparison]] = {}
-            for part in own:
-                rows.setdefault(part.name, {})[part.comparison.row.model] = part.comparison
+            for part, c in own:
+                rows.setdefault(part, {})[c.row.model] = c
             if rows:
-                names = list(dict.fromkeys(p.comparison.row.model for p in own))
+                names = list(dict.fromkeys(c.row.model for _, c in own))
                 tables.append({"metric": metric, "against": against, "names": names, "rows": rows})
     return tables

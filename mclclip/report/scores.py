@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from markupsafe import Markup
 from mclclip import compare
 from mclclip.compare import Comparison
 from mclclip.config.plain_yaml import read_yaml
-from mclclip.eval import outcomes, results
+from mclclip.eval import results
 from mclclip.eval.outcomes import PERCENT
 from mclclip.eval.results import Reference, Result
 from mclclip.opened_run import Run
@@ -171,9 +171,7 @@ def comparisons(run: Run) -> Comparisons:
     except (ValueError, FileNotFoundError) as error:
         control, no_control = [], f"{error}."
     # Those with controls were compared one by one: here they are corrected for their number.
-    corrected = outcomes.holm([one.difference.p_value for one in control])
-    control = [replace(c, corrected=p) for c, p in zip(control, corrected, strict=True)]
-    return Comparisons(base, control, no_base, no_control)
+    return Comparisons(base, compare.corrected(control), no_base, no_control)
 
 
 def first_of_each(comparisons: Sequence[Comparison]) -> tuple[list[Comparison], list[Comparison]]:

@@ -1,5 +1,5 @@
-"""What was done: curves of the trainings, what they cost, and the method's story in plain sentences
-of what each stage clustered, trained and gained."""
+"""Curves of the trainings, what they cost, and the method's story in plain sentences: what was
+done, and what each stage clustered, trained and gained."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def curves(run: Run) -> list[dict[str, Any]]:
 
 
 def _evaluated(run: Run, own: Run, number: int, variant: str) -> dict[str, Any]:
-    """What a training's checkpoints had beyond stage 0 (``train.evaluate``): a ``chart`` with a
+    """Gains of a training's checkpoints over stage 0 (``train.evaluate``): a ``chart`` with a
     line for the headline metric of each benchmark, from 0 at step 0, so that gain and forgetting
     are seen together; and the colour and the name of each of the ``lines``.
 

@@ -329,10 +329,13 @@ PILOTS = {"pilot": "mcl", "pilot_ungrouped": "ungrouped"}
 """Variants that are trained on a share of the samples -> the method that they try out."""
 
 
-def folders_above(artifact: Path) -> Sequence[Path]:
-    """The folders, nearest first, among which is the run directory that an artifact of a stage lies
-    in; of a pilot's control it is the fifth."""
-    return artifact.resolve().parents[:5]
+def run_above(artifact: Path) -> Path | None:
+    """The run directory that an artifact of a stage lies in, known by its index or its stage 0,
+    since verbs that are called one by one leave no configuration there; None for one elsewhere."""
+    for folder in artifact.resolve().parents[:5]:  # of a pilot's control it is the fifth
+        if is_finished(Layout(folder).index) or is_finished(Layout(folder).export(0)):
+            return folder
+    return None
 
 
 class HasRunDir(Protocol):

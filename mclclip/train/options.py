@@ -24,7 +24,7 @@ class EvaluateConfig:
     every: PositiveInt | None = None
     """Steps (or epochs, see ``unit``) between two; one more follows the last step. Null: none."""
     unit: Literal["steps", "epochs"] = "steps"
-    """What ``every`` counts."""
+    """The unit of ``every``."""
     suite: list[str] = field(default_factory=list)
     """Benchmarks of ``eval.suite`` by their names; empty: all of them. The training waits."""
     metric: str | None = None
@@ -57,7 +57,7 @@ class TrainConfig:
     steps: PositiveInt | None = None
     """Optimizer steps in all (null: as many as ``epochs`` gives)."""
     objective: AnyObjective = field(default_factory=lambda: parse({"kind": "info_nce"}))
-    """What is minimised, by its ``kind``."""
+    """The loss that is minimised, by its ``kind``."""
     start: Literal["base", "random", "previous"] = "base"
     """Weights that a stage s >= 1 starts from: those of stage 0 (``base``), random weights with
     another seed for each stage (``random``: MCL from scratch), or those of the stage before

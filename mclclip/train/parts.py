@@ -197,7 +197,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Opened:
-    """What a training reads beside the samples of its index; checked by rank 0, for all ranks."""
+    """Files that a training reads beside its index, checked by rank 0 for all ranks."""
 
     classes: ClassLabels | AttributeClasses | None
     resharded: Resharded | None

@@ -69,7 +69,7 @@ class Failure:
 
 
 class Course:
-    """What the rows of a training have shown so far.
+    """The course of a training, as its rows have shown it so far.
 
     steps         a failure must last so many
     limit         largest logit scale; None: it is not trained

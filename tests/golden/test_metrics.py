@@ -14,6 +14,7 @@ from sklearn.metrics import (
 )
 
 from mclclip.eval import metrics
+from mclclip.eval.outcomes import Outcomes
 
 
 @pytest.mark.parametrize(
@@ -28,8 +29,8 @@ def test_wilson_interval_equals_scipy(hits: int, count: int) -> None:
 def test_mean_per_class_equals_scikit_learn() -> None:
     rng = np.random.default_rng(0)
     labels, guesses = rng.integers(0, 9, 300), rng.integers(0, 9, 300)
-    mean, _, _ = metrics.mean_per_class(labels == guesses, labels)
-    assert mean == pytest.approx(balanced_accuracy_score(labels, guesses))
+    right = Outcomes([*map(str, range(300))], labels == guesses, [*map(str, labels)])
+    assert right.value() == pytest.approx(balanced_accuracy_score(labels, guesses))
 
 
 @pytest.mark.parametrize("k", [1, 3, 5])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from mclclip.caption_rules import RULES, all_edits, draw, edited, false_edits, spoken
+from mclclip.caption_rules import RULES, all_edits, draw, false_edits, spoken
 
 # Rule, caption, some of its edits.
 RIGHT: list[tuple[str, str, Sequence[str]]] = [
@@ -106,10 +106,11 @@ def test_what_is_no_english_has_no_edit() -> None:
 def test_the_key_alone_decides() -> None:
     caption = "Two men in red shirts run through a park with a large dog"
     for rule in ("colour", "number", "size", "action"):
-        drawn = {edited(rule, caption, key) for key in range(64)}
+        drawn = {draw([rule], [caption], 0, key, 1)[0].text for key in range(64)}
         assert drawn == {edit.text for edit in all_edits(rule, caption)}
-        assert edited(rule, caption, 2**63 + 5) == edited(rule, caption, 2**63 + 5)
-    assert edited("material", caption, 1) is None
+        again = [draw([rule], [caption], 0, 2**63 + 5, 1) for _ in range(2)]
+        assert again[0] == again[1]
+    assert draw(["material"], [caption], 0, 1, 1) == []
 
 
 def test_an_edit_that_another_caption_speaks_for_is_dropped() -> None:

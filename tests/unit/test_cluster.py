@@ -235,17 +235,6 @@ def test_what_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
     assert not list(directory.glob(".*"))
 
 
-def test_a_control_gets_clusters_but_no_pseudo_labels(tmp_path: Path) -> None:
-    config = from_tree(make_run(tmp_path / "run", tmp_path / "shards", stages=2))
-    cluster.run(config, SINGLE, stage=0)
-    layout = Layout.of(config, "ungrouped")
-    layout.stage(1).mkdir(parents=True)
-    Layout.of(config).embeddings(1).rename(layout.embeddings(1))
-    assert cluster.run(config, SINGLE, stage=1, variant="ungrouped") == layout.clusters(1)
-    assert read_manifest(layout.clusters(1), "clusters").counts["ami"].keys() == {"stage_0"}
-    assert not layout.pseudo_labels(2).exists()
-
-
 # --- several labels, features of two towers, two levels ---
 
 

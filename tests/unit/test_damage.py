@@ -8,10 +8,10 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from mclclip import cluster, embed, export, files, index
 from mclclip.config import Config
@@ -166,13 +166,11 @@ def test_a_manifest_that_was_edited_is_refused(config: Config) -> None:
 def test_embeddings_that_are_not_finite_are_made_again_as_advised(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unit = embed._unit
-
-    def spoiled(*given: Any) -> np.ndarray:
-        return unit(*given) * np.nan
+    def spoiled(features: Tensor) -> Tensor:
+        return features * np.nan
 
     with monkeypatch.context() as patched:
-        patched.setattr(embed, "_unit", spoiled)
+        patched.setattr(embed, "unit", spoiled)
         embed.run(config, SINGLE, stage=0, force=True)
     with pytest.raises(ValueError, match="hold NaN or infinite.*'mclclip embed --force'"):
         cluster.run(config, SINGLE, stage=0, force=True)

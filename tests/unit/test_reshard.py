@@ -355,8 +355,8 @@ def test_what_cannot_be_copied_at_all_is_told_before_anything_is_written(
     with pytest.raises(FileNotFoundError, match="no finished pseudo_labels"):
         reshard.run(config, SINGLE, stage=2)
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(reshard.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(ValueError, match=r"needs about .* GiB, its disk has .* GiB free"):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(ValueError, match=r"needs about .* GiB, the disk of .* GiB free: name"):
         reshard.run(config, SINGLE, stage=1)
     monkeypatch.undo()
     write_labels(config, np.full(NUM_SAMPLES, -1))

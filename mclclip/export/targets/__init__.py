@@ -20,7 +20,6 @@ from mclclip.models import weights
 from mclclip.models.encoder import Encoder, load_model
 from mclclip.models.model import Model
 from mclclip.run import artifacts
-from mclclip.run.artifacts import Layout, folders_above
 
 Precision = Literal["fp32", "fp16"]
 
@@ -61,13 +60,8 @@ class Source:
 
     @property
     def run_dir(self) -> Path | None:
-        """The run directory that the export lies in, known by its index or its stage 0, since verbs
-        that are called one by one leave no configuration there; None for a folder elsewhere."""
-        for path in folders_above(self.directory):
-            layout = Layout(path)
-            if artifacts.is_finished(layout.index) or artifacts.is_finished(layout.export(0)):
-                return path
-        return None
+        """The run directory that the export lies in; None for a folder elsewhere."""
+        return artifacts.run_above(self.directory)
 
     @property
     def name(self) -> str:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
-from importlib import import_module, util
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ IMAGE, TEXT, DESCRIPTION = "image.onnx", "text.onnx", "encoder.json"
 _OPSET = 18
 _MOST_BYTES = 2_000_000_000  # a protobuf message holds 2 GiB
 _LEAST_HALVED = 64  # numbers of a tensor from which on halving it saves anything
+_NEEDS = ("--to onnx", "pip install 'mclclip[export]'")
 
 
 class ImageGraph(nn.Module):
@@ -84,7 +84,7 @@ class TextGraph(nn.Module):
 def write(source: Source, out: Path) -> None:
     """Writes the graphs; see the module. Raises ValueError without onnx, and for a model that torch
     cannot trace or whose graph is larger than 2 GB."""
-    onnx, _ = _needed("onnx"), _needed("onnxruntime")
+    onnx, _ = (files.needed(name, *_NEEDS) for name in ("onnx", "onnxruntime"))
     first: Any = source.encoder.stages[0]
     height, width = pair(first.image_size)
     half = source.precision == "fp16"
@@ -115,16 +115,6 @@ def write(source: Source, out: Path) -> None:
         },
     }
     files.write_json(out / DESCRIPTION, described)
-
-
-def _needed(name: str) -> Any:
-    """The module ``name``. Raises ValueError, in one line, where it is not installed."""
-    if util.find_spec(name) is None:
-        raise ValueError(
-            f"--to onnx needs the package {name}, which is not installed: "
-            "pip install 'mclclip[export]'"
-        )
-    return import_module(name)
 
 
 def _export(
@@ -196,7 +186,7 @@ class OnnxEncoder:
     """
 
     def __init__(self, folder: Path, like: Any) -> None:
-        runtime = _needed("onnxruntime")
+        runtime = files.needed("onnxruntime", *_NEEDS)
         options = runtime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         options.log_severity_level = 3
@@ -227,7 +217,8 @@ class OnnxEncoder:
 
 def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
     """The graphs in onnxruntime on the CPU. In fp16 features may differ by more than in fp32."""
-    name = f"onnxruntime {_needed('onnxruntime').__version__}, weights in {source.precision}"
+    version = files.needed("onnxruntime", *_NEEDS).__version__
+    name = f"onnxruntime {version}, weights in {source.precision}"
     own = source.encoder
     if not own.stages[0].reads_texts:
         probes = replace(probes, texts=())

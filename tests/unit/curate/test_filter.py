@@ -314,7 +314,7 @@ def test_blocks_change_no_bit(config: Config, monkeypatch: pytest.MonkeyPatch, m
     }
     for module, name, size in (
         (near, "HELD_BYTES", 700), (search, "QUERY_ROWS", 3), (search, "BANK_ROWS", 7),
-        (near, "ROWS_AT_ONCE", 5), (filtering, "_AT_ONCE", 2),
+        (near, "ROWS_AT_ONCE", 2),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, size)
     for function in (search.blocks, search.num_blocks):

@@ -108,16 +108,16 @@ def test_without_faiss_one_line_says_what_to_install_before_anything_runs(
 
 
 def test_the_shipped_suite(tmp_path: Path) -> None:
-    suite = evaluation.load_suite("mcl", [f"data={tmp_path}"])
-    assert suite.benchmarks["mmvp"].path == f"{tmp_path}/MMVP_VLM"
-    assert {r.benchmark for r in suite.references} == set(suite.benchmarks)
-    assert all(r.source and 0 <= r.value <= 100 for r in suite.references)
-    assert all(r.model.count("base") == 1 for r in suite.references)  # fine-tuned from what
-    averages = {(r.model, r.source): r.value for r in suite.references if r.metric == "average"}
+    suite, references = evaluation.load_suite("mcl", [f"data={tmp_path}"])
+    assert suite["mmvp"].path == f"{tmp_path}/MMVP_VLM"
+    assert {r.benchmark for r in references} == set(suite)
+    assert all(r.source and 0 <= r.value <= 100 for r in references)
+    assert all(r.model.count("base") == 1 for r in references)  # fine-tuned from what
+    averages = {(r.model, r.source): r.value for r in references if r.metric == "average"}
     for key, average in averages.items():  # a published average is the mean of its nine Types
         types = [
             r.value
-            for r in suite.references
+            for r in references
             if (r.model, r.source) == key and r.benchmark == "mmvp" and r.metric != "average"
         ]
         assert len(types) in (0, 9) and (
@@ -135,11 +135,11 @@ SHIPPED = sorted(path.stem for path in evaluation.SUITES.glob("*.yaml"))
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_options_names_and_templates_of_every_shipped_suite(name: str, tmp_path: Path) -> None:
-    suite = evaluation.load_suite(name, [f"data={tmp_path}"])
-    evaluation.check_options(suite.benchmarks)
-    assert {r.benchmark for r in suite.references} <= set(suite.benchmarks)
-    assert all(r.source and 0 <= r.value <= 100 for r in suite.references)
-    for title, benchmark in suite.benchmarks.items():
+    suite, references = evaluation.load_suite(name, [f"data={tmp_path}"])
+    evaluation.check_options(suite)
+    assert {r.benchmark for r in references} <= set(suite)
+    assert all(r.source and 0 <= r.value <= 100 for r in references)
+    for title, benchmark in suite.items():
         if benchmark.kind != "zeroshot":
             continue
         choices = (benchmark.options.get("classes"), benchmark.options["templates"])
@@ -153,8 +153,8 @@ def test_options_names_and_templates_of_every_shipped_suite(name: str, tmp_path:
 
 
 def test_the_suite_of_27_has_the_metrics_of_the_paper() -> None:
-    suite = evaluation.load_suite("zero_shot_27", ["data=/data"])
-    metrics = {name: one.options.get("metric") for name, one in suite.benchmarks.items()}
+    suite, references = evaluation.load_suite("zero_shot_27", ["data=/data"])
+    metrics = {name: one.options.get("metric") for name, one in suite.items()}
     assert len(metrics) == 27
     assert {name: metric for name, metric in metrics.items() if metric} == {
         "fgvc_aircraft": "mean_per_class", "pets": "mean_per_class",
@@ -162,9 +162,9 @@ def test_the_suite_of_27_has_the_metrics_of_the_paper() -> None:
         "voc2007": "map_11_point", "kinetics700": "mean_of_top1_and_top5",
         "hateful_memes": "roc_auc",
     }  # fmt: skip
-    assert len(suite.benchmarks["ucf101"].options["templates"]) == 48
-    assert len(suite.benchmarks["kinetics700"].options["templates"]) == 28
-    for reference in suite.references:  # a published figure stands under the metric of its data set
+    assert len(suite["ucf101"].options["templates"]) == 48
+    assert len(suite["kinetics700"].options["templates"]) == 28
+    for reference in references:  # a published figure stands under the metric of its data set
         assert reference.metric == (metrics[reference.benchmark] or "top1")
 
 
@@ -186,33 +186,33 @@ rendered_sst2 2 7,792 1,821 accuracy
 
 
 def test_the_linear_probes_of_the_26_sets_have_their_metrics_and_sizes() -> None:
-    suite = evaluation.load_suite("linear_probe_26", ["data=/data"])
+    suite, references = evaluation.load_suite("linear_probe_26", ["data=/data"])
     published = [row.split() for row in TABLE_10.replace("|", "\n").strip().splitlines()]
     for name, classes, train, test, metric in published:
-        benchmark = suite.benchmarks[name]
+        benchmark = suite[name]
         size = f"; {classes} classes, {train} images to learn from, {test} to test"
         assert benchmark.source.endswith(size), name
         assert benchmark.options.get("metric", "accuracy") == metric, name
         assert (benchmark.kind, benchmark.options["feature"]) == ("linear_probe", "pooled")
-    assert {row[0] for row in published} | {"fer2013"} == suite.benchmarks.keys()
-    assert len(suite.benchmarks) == 26 and suite.benchmarks["voc2007"].options["labels"]
-    for reference in suite.references:  # a published figure stands under the metric of its data set
-        metric = suite.benchmarks[reference.benchmark].options.get("metric", "accuracy")
+    assert {row[0] for row in published} | {"fer2013"} == suite.keys()
+    assert len(suite) == 26 and suite["voc2007"].options["labels"]
+    for reference in references:  # a published figure stands under the metric of its data set
+        metric = suite[reference.benchmark].options.get("metric", "accuracy")
         assert reference.metric == metric
-    assert sum(r.value for r in suite.references) / 26 == pytest.approx(84.6, abs=0.05)
+    assert sum(r.value for r in references) / 26 == pytest.approx(84.6, abs=0.05)
 
 
 def test_missing_data_sets_say_what_they_hold_and_where_to_get_them(tmp_path: Path) -> None:
-    suite = evaluation.load_suite("robustness", [f"data={tmp_path}"])
+    suite, _ = evaluation.load_suite("robustness", [f"data={tmp_path}"])
     with pytest.raises(FileNotFoundError) as caught:
-        evaluation.check(suite.benchmarks)
+        evaluation.check(suite)
     line = str(caught.value)
     assert "'imagenet': no folder" in line and "it wants the validation images" in line
     assert "image-net.org" in line and "nothing is downloaded" in line and "\n" not in line
     assert "imagenet_v2, imagenet_a, imagenet_r, imagenet_sketch, objectnet have none" in line
     (tmp_path / "objectnet").mkdir()
     with pytest.raises(FileNotFoundError, match="for the others: --only objectnet$"):
-        evaluation.check(suite.benchmarks)
+        evaluation.check(suite)
 
 
 def test_suite_files(tmp_path: Path) -> None:

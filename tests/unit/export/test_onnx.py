@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -65,10 +66,7 @@ def test_a_graph_of_other_weights_is_refused(
 def test_without_the_package_it_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find = util.find_spec
-    monkeypatch.setattr(
-        target.util, "find_spec", lambda name: None if name == "onnx" else find(name)
-    )
+    monkeypatch.setitem(sys.modules, "onnx", None)
     source = exported(tmp_path / "own")
     with pytest.raises(ValueError, match=r"--to onnx needs the package onnx.*mclclip\[export\]"):
         convert.run("onnx", source, tmp_path / "out")

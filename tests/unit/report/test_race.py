@@ -80,13 +80,13 @@ def test_p_values_are_corrected_over_all_comparisons(tmp_path: Path) -> None:
     corrected = outcomes.holm([c.difference.p_value for c in every])
     assert [c.corrected for c in every] == corrected and len(every) == 5
     for against in ("base", "control"):
-        own = [part.comparison for part in found.parts[against]]  # type: ignore[index]
+        own = [c for _, c in found.parts[against]]  # type: ignore[index]
         assert [c.corrected for c in own] == outcomes.holm([c.difference.p_value for c in own])
 
 
 def test_parts_are_types_and_their_values_means_over_seeds(tmp_path: Path) -> None:
     found, html = race_of(tmp_path, {"good": 0.8}, 3)
-    parts = {part.name: part.comparison for part in found.parts["control"]}
+    parts = dict(found.parts["control"])
     assert [*parts] == ["colour", "<count>"]
     for number, c in enumerate(parts.values()):
         values = [
