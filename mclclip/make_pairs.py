@@ -110,21 +110,16 @@ def _items(
             for n in range(len(texts[row]))
             if (edits := false_edits(rule, texts[row], n))
         ]
-        if not fitting or not _is_picture(images[row]):
+        if not fitting:
+            continue
+        try:  # arrays are no pictures
+            decode_image(images[row].read_bytes(), MAX_IMAGE_PIXELS)
+        except DecodeError:
             continue
         draw = int(mix(int(key), _CAPTION, row))
         number, edits = fitting[draw % len(fitting)]
         found[row] = (texts[row][number], edits[(draw >> 32) % len(edits)])
     return dict(sorted(found.items()))
-
-
-def _is_picture(image: Any) -> bool:
-    """Whether the bytes can be decoded; arrays are no pictures."""
-    try:
-        decode_image(image.read_bytes(), MAX_IMAGE_PIXELS)
-    except DecodeError:
-        return False
-    return True
 
 
 def _write(out: Path, items: dict[str, dict[int, tuple[str, Edit]]], images: Sequence[Any]) -> None:

@@ -250,9 +250,7 @@ def write_trunk(
     size = len(index) * int(np.prod(shape)) * np.dtype(dtype).itemsize
     advice = "name another disk in trunk_cache.folder, or remove older rows (.old-1 and so on)"
     rows = folder.glob("*.npy")
-    collectives.on_main(
-        lambda: files.check_room(folder, size, rows, "the cache of the trunk", advice)
-    )
+    collectives.on_main(lambda: files.check_room(folder, size, rows, "the trunk's cache", advice))
     model.to(context.device)
 
     def encode(pixels: Tensor) -> np.ndarray:

@@ -21,6 +21,7 @@ import torch
 from mclclip import embed, plan
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.trunk_rows import TrunkRows
+from mclclip.models.model import unit
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Layout
 from tests.benchmarks import timing
@@ -70,7 +71,8 @@ def embedded(setting: Setting, run_dir: Path, *more: str) -> float:
     source = embed.TarDataset(index, config.data, model.preprocess_val, trunk=rows)
 
     def encode(pixels: torch.Tensor) -> np.ndarray:
-        return embed._unit(embed.forward(config, SINGLE, partial(model.encode_image, pixels)))
+        features = embed.forward(config, SINGLE, partial(model.encode_image, pixels))
+        return unit(features).cpu().numpy()
 
     start = time.perf_counter()
     passes = embed.image_batches(config, SINGLE, source, model, index.shards, encode)
