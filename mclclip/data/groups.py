@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from io import BufferedRandom
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,6 @@ from mclclip.data.labels import check_labels, label_space
 from mclclip.data.sample_weights import SampleWeights, drawn_rows
 from mclclip.files import (
     Record,
-    digest_array,
-    digest_json,
-    digest_parts,
     naming,
     read_json,
     records_of,
@@ -311,14 +308,6 @@ class GroupedIndex(GroupSizes):
         ranges = np.stack([starts, self.group_starts[group + 1]], axis=1)
         return drawn_rows(self.weight_sums, ranges, self.draws[group], number, keys)
 
-    @cached_property
-    def digest(self) -> str:
-        """Digest of the contents; read from disk when the index was opened from there."""
-        if self.directory is not None:
-            return str(_read_header(self.directory)["digest"])
-        arrays = [getattr(self, name) for name in (*_ARRAYS, *_WEIGHTED)]
-        return digest_json([self.radices, *(digest_array(a) for a in arrays if a is not None)])
-
     def position(self, sample_id: int, start: int, stop: int) -> int:
         """Where a sample lies in sample_ids, in [start, stop), which are whole groups.
 
@@ -358,8 +347,12 @@ class GroupedIndex(GroupSizes):
         process that the index is handed to maps the files without it.
         """
         directory = Path(directory)
-        header = _read_header(directory, verb)
-        records = header.get("records", {}) if compare else {}
+        if not (directory / _HEADER).exists():
+            raise FileNotFoundError(
+                f"{directory / _HEADER} not found: no finished grouped index in that directory"
+            )
+        header = _read_sealed(directory / _HEADER, "radices", verb)
+        records = header["records"] if compare else {}
         known = {name: Record(**entry) for name, entry in records.items()}
         names = [f"{n}.npy" for n in _ARRAYS + (_WEIGHTED if header.get("weighted") else ())]
         arrays = [open_npy(directory / name, verb, known.get(name)) for name in names]
@@ -380,13 +373,6 @@ class GroupedIndex(GroupSizes):
             return partial(GroupedIndex.open, compare=False), (self.directory,)
         weighted = partial(GroupedIndex, weight_sums=self.weight_sums, draws=self.draws)
         return weighted, (self.group_starts, self.group_labels, self.radices, self.sample_ids)
-
-
-def _read_header(directory: Path, verb: str = "train") -> dict[str, Any]:
-    path = directory / _HEADER
-    if not path.exists():
-        raise FileNotFoundError(f"{path} not found: no finished grouped index in that directory")
-    return _read_sealed(path, "radices", verb)
 
 
 def _read_sealed(path: Path, wanted: str, verb: str = "train") -> dict[str, Any]:
@@ -415,7 +401,7 @@ class StageGroups:
     @property
     def written(self) -> bool:
         """True where the grouped index is whole on disk."""
-        return (self.directory / _KNOWN_BAD).exists()
+        return (self.directory / _HEADER).exists()
 
     def damage(self) -> str | None:
         """Why the grouped index cannot be read; None where it can, or is not written yet."""
@@ -427,63 +413,47 @@ class StageGroups:
         return None
 
     def write(self, labels: LabelBlocks, sizes: GroupSizes, bad_ids: np.ndarray) -> None:
-        """Groups the samples, whose groups have ``sizes``, on disk; and saves the undecodable
-        ``bad_ids`` that were left out."""
+        """Groups the samples, whose groups have ``sizes``, on disk, and saves the undecodable
+        ``bad_ids`` that were left out. The header, written last, marks the grouped index as whole.
+        """
         self.directory.mkdir(parents=True, exist_ok=True)
         with naming(self.directory):
-            self._write(labels, sizes)
-        # Last: marks the grouped index as whole.
-        known_bad = sealed({"known_bad": [int(i) for i in bad_ids]})
-        write_json(self.directory / _KNOWN_BAD, known_bad)
+            (self.directory / _HEADER).unlink(missing_ok=True)
+            header = self._write_arrays(labels, sizes)
+            known_bad = sealed({"known_bad": [int(i) for i in bad_ids]})
+            write_json(self.directory / _KNOWN_BAD, known_bad)
+            write_json(self.directory / _HEADER, sealed(header))
 
-    def _write(self, labels: LabelBlocks, sizes: GroupSizes) -> None:
-        """Writes .npy files, then grouped_index.json, without which none counts. Ids are written,
-        and added to the digest, as they come."""
-        directory = self.directory
-        (directory / _HEADER).unlink(missing_ok=True)
-        shape, weights = (sizes.num_samples,), labels.weights
+    def _write_arrays(self, labels: LabelBlocks, sizes: GroupSizes) -> dict[str, Any]:
+        """Writes the .npy files, ids and their weights as they come; returns the header."""
+        directory, weights = self.directory, labels.weights
+        small = {"group_starts": sizes.group_starts, "group_labels": sizes.group_labels}
+        small |= {} if sizes.draws is None else {"draws": sizes.draws}
+        names, total = ["sample_ids", *small], 0
         with tempfile.TemporaryFile(dir=directory) as runs, ExitStack() as stack:
-            opened = partial(write_npy_parts, shape=shape, dtype=np.int64)
+            opened = partial(write_npy_parts, shape=(sizes.num_samples,), dtype=np.int64)
             append = stack.enter_context(opened(directory / "sample_ids.npy"))
-            append_sums = None
             if weights is not None:
                 append_sums = stack.enter_context(opened(directory / "weight_sums.npy"))
-
-            def written() -> Iterator[Integers]:
-                total = 0
-                for ids in labels.sorted_ids(sizes, runs):
-                    append(ids)
-                    if weights is not None and append_sums is not None and len(ids):
-                        sums = total + np.cumsum(weights.units(ids))
-                        append_sums(sums)
-                        total = int(sums[-1])
-                    yield ids
-
-            ids_digest = digest_parts(np.dtype(np.int64), shape, written())
-        others = {"group_starts": sizes.group_starts, "group_labels": sizes.group_labels}
-        others |= {} if sizes.draws is None else {"draws": sizes.draws}
-        for name, array in others.items():
+                names.append("weight_sums")
+            for ids in labels.sorted_ids(sizes, runs):
+                append(ids)
+                if weights is not None and len(ids):
+                    sums = total + np.cumsum(weights.units(ids))
+                    append_sums(sums)
+                    total = int(sums[-1])
+        for name, array in small.items():
             save_npy(directory / f"{name}.npy", array)
-        if weights is not None:
-            others["weight_sums"] = open_npy(directory / "weight_sums.npy", "train")
-        digests = [ids_digest, *map(digest_array, others.values())]
-        records = records_of(directory, "sample_ids.npy", *(f"{name}.npy" for name in others))
-        header: dict[str, Any] = {
+        records = records_of(directory, *(f"{name}.npy" for name in names))
+        return {
             "radices": list(sizes.radices),
-            "digest": digest_json([sizes.radices, *digests]),
             "num_samples": sizes.num_samples,
             "num_groups": sizes.num_groups,
             **({} if weights is None else {"weighted": True}),
             "records": {name: asdict(record) for name, record in records.items()},
         }
-        write_json(directory / _HEADER, sealed(header))
 
     def read(self) -> tuple[GroupedIndex, np.ndarray]:
         """The grouped index (memory-mapped) and the ids that were left out of it."""
-        path = self.directory / _KNOWN_BAD
-        content = read_json(path)
-        # Older versions wrote the list alone.
-        known_bad = (
-            content if isinstance(content, list) else _read_sealed(path, "known_bad")["known_bad"]
-        )
+        known_bad = _read_sealed(self.directory / _KNOWN_BAD, "known_bad")["known_bad"]
         return GroupedIndex.open(self.directory), np.asarray(known_bad, dtype=np.int64)

@@ -182,9 +182,8 @@ def test_on_disk_in_any_blocks_the_same(tmp_path: Path, radices: tuple[int, ...]
         groups.write(blocks, blocks.sizes(), np.zeros(0, np.int64))
         opened, _ = groups.read()
         for found in (opened, pickle.loads(pickle.dumps(opened))):
-            for name in ("sample_ids", "weight_sums", "draws", "group_starts"):
+            for name in ("sample_ids", "weight_sums", "draws", "group_starts", "group_labels"):
                 np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name))
-        assert opened.digest == wanted.digest
     again = pickle.loads(pickle.dumps(wanted))
     np.testing.assert_array_equal(plan_of(again, "drop").batch(0).ids,
                                   plan_of(opened, "drop").batch(0).ids)  # fmt: skip
