@@ -103,7 +103,7 @@ def _read_rows(config: Config, layout: Layout, stage: int, index: SampleIndex) -
     """The rows to cluster, of all shards in index order, after a check of their number."""
 
     def rows_of(directory: Path, kind: str) -> RowStore:
-        return RowStore.open(directory, index.manifest_of(directory, kind), len(index.shards))
+        return RowStore.open(directory, index.manifest_of(directory, kind))
 
     images = rows_of(layout.embeddings(stage), "embeddings")
     if images.num_rows != [shard.stop - shard.start for shard in index.shards]:

@@ -339,7 +339,7 @@ class Stage:
                 "first"
             )
         manifest = index.manifest_of(directory, "text_embeddings")
-        rows = RowStore.open(directory, manifest, len(index.shards))
+        rows = RowStore.open(directory, manifest)
         if len(rows) != (wanted := int(index.num_captions.sum())):
             raise RuntimeError(
                 f"text embeddings at {directory} has {len(rows):,} rows, the index has {wanted:,} "

@@ -174,8 +174,7 @@ def _evaluation_images(text: str, images: RowStore) -> EvaluationImages:
         index = SampleIndex.open(beside) if beside and is_finished(beside) else None
         if index is not None and index.digest != manifest.inputs.get("index"):
             index = None
-        shards = 0 if index is None else len(index.shards)
-        rows = RowStore.open(path, manifest, shards)
+        rows = RowStore.open(path, manifest)
         evaluation = EvaluationImages(name, rows, manifest.digest, index)
     dim, wanted = rows[:1].shape[1], images[:1].shape[1]
     if dim != wanted:

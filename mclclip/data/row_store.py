@@ -251,13 +251,10 @@ class RowStore:
         self.starts: Integers = np.cumsum([0, *self.num_rows])
 
     @classmethod
-    def open(cls, directory: Path, manifest: Manifest, num_shards: int) -> RowStore:
-        """Those of a finished artifact, which has a file for each of its shards.
-
-        Older manifests leave the number of shards to the index: ``num_shards``. Raises
-        FileNotFoundError for a missing file, RuntimeError where files have different widths.
-        """
-        numbers = range(int(manifest.counts.get("shards", num_shards)))
+    def open(cls, directory: Path, manifest: Manifest) -> RowStore:
+        """Those of a finished artifact, which has a file for each of its shards. Raises
+        FileNotFoundError for a missing file, RuntimeError where files have different widths."""
+        numbers = range(int(manifest.counts["shards"]))
         paths, verb = [rows_path(directory, n) for n in numbers], verb_of(manifest.kind)
         if missing := next((path for path in paths if not path.exists()), None):
             raise FileNotFoundError(f"no {missing}: run 'mclclip {verb} --force' to make it again")
@@ -280,7 +277,7 @@ class RowStore:
         Keys are those of the index (an equal digest), but shards may be cut otherwise. Raises
         RuntimeError for another number of rows.
         """
-        store = cls.open(directory, manifest, len(index.shards))
+        store = cls.open(directory, manifest)
         store.name = name
         if len(store) != len(index):
             raise RuntimeError(

@@ -114,47 +114,40 @@ def to_device(tensor: Tensor, device: torch.device, memory: Memory | None = None
     return tensor.to(device, non_blocking=True)
 
 
-def init(
-    device: str = "auto",
-    *,
-    deterministic: bool = False,
-    rank: int | None = None,
-    world_size: int | None = None,
-    init_method: str | None = None,
-    timeout_s: float = TIMEOUT.total_seconds(),
-) -> Context:
-    """Joins the process group and returns this process's Context once all ranks have joined.
-
-    Without arguments the ranks come from torchrun's environment; without torchrun there is one
-    process and no group. Explicit ``rank``, ``world_size`` and ``init_method`` (such as
-    ``file:///tmp/x``) serve tests and other launchers. ``timeout_s`` is the timeout of a
-    collective; it is long, since ranks may wait for hours while the first one indexes
-    (``peer_watch`` finds dead ranks). ``device`` and ``deterministic`` are those of
-    ``pick_device``, and so are the errors.
-    """
-    if rank is None and not under_torchrun():
+def init(device: str = "auto", *, deterministic: bool = False) -> Context:
+    """Joins torchrun's process group and returns this process's Context once all ranks have joined;
+    without torchrun there is one process and no group. Arguments and errors are those of
+    ``pick_device``."""
+    if not under_torchrun():
         return Context(device=pick_device(device, deterministic=deterministic))
-    if rank is None:
-        die_with_parent()
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    die_with_parent()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     where = pick_device(device, local_rank, deterministic=deterministic)
-    # Objects and barriers go over gloo: a rank that waits there sees a peer's death at once.
-    backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
-    timeout = datetime.timedelta(seconds=timeout_s)
-    _join(backend, init_method=init_method, rank=rank, world_size=world_size or 1, timeout=timeout)
-    return Context(rank, world_size or 1, local_rank, where)
+    join(where, rank, world_size)
+    return Context(rank, world_size, local_rank, where)
 
 
-def _join(backend: str, **options: Any) -> None:
+def join(
+    device: torch.device,
+    rank: int,
+    world_size: int,
+    timeout: datetime.timedelta = TIMEOUT,
+    **options: Any,
+) -> None:
     """Opens the default group; returns once all ranks have opened it.
 
-    Runs in a thread: torch does not react to signals while it waits for the addresses of its
-    peers, so a rank that waits for a killed one could only be ended by SIGKILL.
+    ``timeout`` is that of a collective; it is long, since ranks may wait for hours while the first
+    one indexes (``peer_watch`` finds dead ranks). Further options are torch's. Runs in a thread:
+    torch does not react to signals while it waits for the addresses of its peers, so a rank that
+    waits for a killed one could only be ended by SIGKILL.
     """
+    # Objects and barriers go over gloo: a rank that waits there sees a peer's death at once.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    options |= {"rank": rank, "world_size": world_size, "timeout": timeout}
     joined: Future[None] = Future()
 
-    def join() -> None:
+    def open_group() -> None:
         try:
             dist.init_process_group(backend, **options)
             # A peer may not be connected yet when this rank is. If this rank left now, the peer
@@ -164,7 +157,7 @@ def _join(backend: str, **options: Any) -> None:
         except BaseException as error:
             joined.set_exception(error)
 
-    threading.Thread(target=join, name="join", daemon=True).start()
+    threading.Thread(target=open_group, name="join", daemon=True).start()
     joined.result()
 
 

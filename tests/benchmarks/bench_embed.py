@@ -9,6 +9,7 @@ verb also runs on two processes, to be compared with one of them.
 
 from __future__ import annotations
 
+import datetime
 import multiprocessing
 import tempfile
 import time
@@ -63,9 +64,9 @@ def verb(config: Config, rank: int = 0, world_size: int = 1, store: str = "") ->
     _settle()
     context: Context = SINGLE
     if world_size > 1:
-        context = process_group.init(
-            "cpu", rank=rank, world_size=world_size, init_method=store, timeout_s=600
-        )
+        context = Context(rank, world_size)
+        timeout = datetime.timedelta(seconds=600)
+        process_group.join(context.device, rank, world_size, timeout, init_method=store)
     started = []
     original = embed._embed
 

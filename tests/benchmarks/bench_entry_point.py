@@ -87,7 +87,7 @@ def prepare(setting: Setting, run_dir: Path) -> None:
         rows = np.random.default_rng(number).normal(size=(captions, dim))
         rows /= np.linalg.norm(rows, axis=1, keepdims=True)
         np.save(texts.directory / f"{number:05d}.npy", rows.astype(np.float16))
-    texts.finish({"samples": len(samples)})
+    texts.finish({"samples": len(samples), "shards": len(samples.shards)})
 
 
 def ours(setting: Setting, run_dir: Path, *more: str) -> float:

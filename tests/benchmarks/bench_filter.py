@@ -56,8 +56,8 @@ def write(root: Path, num_rows: int, dim: int, num_clusters: int) -> None:
 
 def stored(folder: Path, num_rows: int) -> RowStore:
     """The rows of a folder that ``write`` has written."""
-    manifest = Manifest("embeddings", {}, {}, {}, "")
-    return RowStore.open(folder, manifest, -(-num_rows // ROWS_PER_FILE))
+    counts = {"shards": -(-num_rows // ROWS_PER_FILE)}
+    return RowStore.open(folder, Manifest("embeddings", {}, {}, counts, ""))
 
 
 def reading(root: Path, num_rows: int) -> None:

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, BrokenExecutor, Future, ProcessPoolExecutor, wait
+from datetime import timedelta
 from multiprocessing import active_children
 from typing import Any
 
@@ -44,9 +45,8 @@ def _call(call: bytes, rank: int, world_size: int, store: str, timeout_s: float)
     Arguments and results are pickled here, since a queue would send tensors as handles of shared
     memory that end with their process.
     """
-    process_group.init(
-        "cpu", rank=rank, world_size=world_size, init_method=store, timeout_s=timeout_s
-    )
+    timeout = timedelta(seconds=timeout_s)
+    process_group.join(torch.device("cpu"), rank, world_size, timeout, init_method=store)
     try:
         function, args = pickle.loads(call)
         return pickle.dumps(function(*args))

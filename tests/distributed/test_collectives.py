@@ -72,7 +72,7 @@ def join_late(store: str, late: int) -> tuple[float, float]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "init_process_group", slowly)
-        process_group.init("cpu", rank=rank, world_size=world_size, init_method=store)
+        process_group.join(torch.device("cpu"), rank, world_size, init_method=store)
     return joined, time.monotonic()
 
 

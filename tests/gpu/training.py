@@ -58,7 +58,8 @@ def batch_of(step: int, device: torch.device, image_size: int = 32, context: int
 def one_rank(where: Where) -> Iterator[None]:
     """A process group of one: NCCL for the GPU's tensors, gloo for the CPU's."""
     store = where.folder.resolve() / "store"
-    process_group.init(where.device.type, rank=0, world_size=1, init_method=f"file://{store}")
+    device = process_group.pick_device(where.device.type)
+    process_group.join(device, 0, 1, init_method=f"file://{store}")
     try:
         yield
     finally:

@@ -62,7 +62,7 @@ def write_embeddings(config: Config, stage: int) -> None:
     for number, shard in enumerate(samples.shards):
         part = rows[shard.start : shard.stop].astype(np.float16)
         np.save(artifact.directory / f"{number:05d}.npy", part)
-    artifact.finish({"samples": len(samples)})
+    artifact.finish({"samples": len(samples), "shards": len(samples.shards)})
 
 
 def make_run(run_dir: Path, folder: Path, stages: int = 1, **options: Any) -> dict[str, Any]:
@@ -284,7 +284,7 @@ def write_texts(config: Config, texts: np.ndarray) -> None:
     )
     for number, shard in enumerate(samples.shards):
         np.save(artifact.directory / f"{number:05d}.npy", texts[shard.start : shard.stop])
-    artifact.finish({"samples": len(samples)})
+    artifact.finish({"samples": len(samples), "shards": len(samples.shards)})
 
 
 def test_the_mean_of_image_and_text(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def save(folder: Path, rows: np.ndarray, sizes: Any = SIZES) -> Manifest:
         np.save(path, part)
     records = records_of(folder, *(path.name for path in paths))
     plain = {name: vars(record) for name, record in records.items()}
-    return Manifest("embeddings", {}, {}, {}, "", records=plain)
+    return Manifest("embeddings", {}, {}, {"shards": len(sizes)}, "", records=plain)
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_they_are_cut_and_chosen_like_the_array(
     tmp_path: Path, rows: np.ndarray, gap: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mclclip.data.row_store._GAP", gap)
-    stored = RowStore.open(tmp_path, save(tmp_path, rows), len(SIZES))
+    stored = RowStore.open(tmp_path, save(tmp_path, rows))
     assert len(stored) == 15
     for start in range(16):
         for stop in range(start, 18):
@@ -134,7 +134,7 @@ def test_what_was_changed_is_refused_when_it_is_read(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(bytes(data))
-    stored = RowStore.open(tmp_path, manifest, len(SIZES))
+    stored = RowStore.open(tmp_path, manifest)
     assert np.array_equal(stored[5:8], rows[5:8])
     for wanted in (slice(9, 12), np.array([0, 11])):
         with pytest.raises(RuntimeError, match="00003.npy is damaged.*mclclip embed --force"):
@@ -142,7 +142,7 @@ def test_what_was_changed_is_refused_when_it_is_read(tmp_path: Path) -> None:
     data[data.index(b"(7,") + 1] -= 1  # the header, at the same size of the file
     path.write_bytes(bytes(data))
     with pytest.raises(RuntimeError, match="00003.npy is damaged.*header has changed"):
-        RowStore.open(tmp_path, manifest, len(SIZES))
+        RowStore.open(tmp_path, manifest)
     for old, new in (
         (b"<f4", b"<i4"),
         (b"\x93NUMPY", b"PK\x03\x04PY"),
@@ -150,10 +150,10 @@ def test_what_was_changed_is_refused_when_it_is_read(tmp_path: Path) -> None:
     ):
         path.write_bytes(bytes(data).replace(old, new))
         with pytest.raises(RuntimeError, match="00003.npy is damaged.*mclclip embed --force"):
-            RowStore.open(tmp_path, manifest, len(SIZES))
+            RowStore.open(tmp_path, manifest)
     path.unlink()
     with pytest.raises(FileNotFoundError, match="no .*00003.npy: run 'mclclip embed --force'"):
-        RowStore.open(tmp_path, manifest, len(SIZES))
+        RowStore.open(tmp_path, manifest)
 
 
 def test_an_error_of_the_system_is_no_damage(
@@ -167,22 +167,22 @@ def test_an_error_of_the_system_is_no_damage(
 
     monkeypatch.setattr(np, "load", refuse)
     with pytest.raises(PermissionError, match="00000.npy"):
-        RowStore.open(tmp_path, manifest, len(SIZES))
+        RowStore.open(tmp_path, manifest)
 
 
 def test_files_of_other_widths_are_refused(tmp_path: Path, rows: np.ndarray) -> None:
     save(tmp_path, rows)
     np.save(rows_path(tmp_path, 2), np.zeros((1, 5), np.float16))
-    bare = Manifest("embeddings", {}, {}, {}, "")
+    bare = Manifest("embeddings", {}, {}, {"shards": len(SIZES)}, "")
     with pytest.raises(RuntimeError, match=r"rows of the shapes \[\(3,\), \(5,\)\], wanted one"):
-        RowStore.open(tmp_path, bare, len(SIZES))
+        RowStore.open(tmp_path, bare)
 
 
 # --- blocks --------------------------------------------------------------------------------------
 
 
 def test_blocks_never_cross_two_files_and_hold_none(tmp_path: Path, rows: np.ndarray) -> None:
-    blocks = RowBlocks(RowStore.open(tmp_path, save(tmp_path, rows), len(SIZES)), 2)
+    blocks = RowBlocks(RowStore.open(tmp_path, save(tmp_path, rows)), 2)
     assert [len(block) for block in blocks] == [2, 2, 1, 2, 2, 2, 1, 2, 1]
     assert np.array_equal(np.concatenate(list(blocks)), rows)
     assert blocks.layouts() == [(block.shape, block.dtype) for block in blocks]
