@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from mclclip.clustering import kmeans
 from mclclip.clustering.arithmetic import Arithmetic, Products, Rounding, Scores, Tile
-from mclclip.clustering.centroids import Assignment, assign_blocks
+from mclclip.clustering.centroids import Assignment, WholeCentroids, assign_blocks
 from mclclip.clustering.nearest import NOTHING, Search, unpack
 from mclclip.clustering.options import Algorithm
 from mclclip.data.arrays import Floats
@@ -40,6 +42,19 @@ def assign(blocks: Sequence[Floats], centroids: Tensor, **options: Any) -> Assig
     return Assignment(
         torch.cat([near.labels for near in every]), torch.cat([near.distances for near in every])
     )
+
+
+def fit(
+    blocks: Sequence[Floats], num_clusters: int, *, initial: Tensor | None = None, **options: Any
+) -> kmeans.KMeans:
+    """``kmeans.fit``, which begins with the centroids ``initial`` [K, D] (None: those it draws)."""
+
+    def starts(holder: WholeCentroids, *_: object) -> Iterator[Tensor]:
+        assert initial is not None
+        yield holder.rows.prepare(initial[holder.held.start : holder.held.stop])
+
+    with mock.patch.object(kmeans, "_starts", kmeans._starts if initial is None else starts):
+        return kmeans.fit(blocks, num_clusters, **options)
 
 
 def check_nearest(

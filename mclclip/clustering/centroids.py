@@ -172,10 +172,6 @@ class WholeCentroids:
 
     # --- over centroids ---
 
-    def prepare(self, initial: Tensor) -> Tensor:
-        """The centroids that this rank holds of ``initial`` [K, D], prepared like rows."""
-        return self.rows.prepare(initial[self.held.start : self.held.stop])
-
     def take(self, ids: Integers) -> Tensor:
         """The first centroids [k, D] that this rank holds: the rows with the ascending numbers
         ``ids`` [K] are the first centroids of all clusters.

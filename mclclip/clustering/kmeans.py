@@ -82,7 +82,6 @@ def fit(
     tolerance: float = 1e-5,
     init: Init = "auto",
     init_samples: int = 100_000,
-    initial: Tensor | None = None,
     keep_empty: bool = False,
     valid: Mask | None = None,
     context: Context = SINGLE,
@@ -95,7 +94,7 @@ def fit(
     Each of ``restarts`` starts is drawn by ``seed``: ``init`` ``random`` takes K distinct usable
     rows; ``plus_plus`` draws K by k-means++ from max(init_samples, 256 K) rows, at a cost that
     grows with the square of K; ``auto`` does the latter up to 1,000 clusters. The lowest inertia
-    wins, the first of equals. ``initial`` [K, D] replaces the drawn start (one start then).
+    wins, the first of equals.
     Iteration ends when an update lowers inertia by at most ``tolerance`` of itself, or after
     ``max_iterations`` updates. An empty cluster restarts at the farthest row of the largest
     cluster. Rows where ``valid`` [N] is false take no part. The ranks of ``context`` share the
@@ -111,19 +110,14 @@ def fit(
     rows = Rows(blocks, valid, algorithm, context, cache_bytes, arithmetic)
     if not 1 <= num_clusters <= rows.num_valid:
         raise ValueError(too_many(num_clusters, f"{rows.num_valid:,} usable rows"))
-    if initial is not None and tuple(initial.shape) != (num_clusters, rows.dim):
-        raise ValueError(f"initial is {list(initial.shape)}: wanted {[num_clusters, rows.dim]}")
     holder = hold(rows, num_clusters, sharded)
     words = [seed] if isinstance(seed, int) else list(seed)
     samples = init_samples if is_plus_plus(init, num_clusters) else None
     with rows.torch_settings():
         rows.survey()
-        starts = _starts(holder, words, restarts, samples)
-        if initial is not None:
-            starts = iter([holder.prepare(initial)])
         every = (
             _lloyd(holder, start, number, max_iterations, tolerance, keep_empty)
-            for number, start in enumerate(starts)
+            for number, start in enumerate(_starts(holder, words, restarts, samples))
         )
         return min(every, key=lambda result: result.inertia)
 

@@ -32,6 +32,7 @@ from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from tests.benchmarks import memory, timing
 from tests.distributed.conftest import RankPool, here
+from tests.nearest_checks import fit
 
 Floats = npt.NDArray[np.float32]
 SIZES = {10: (200_000, 10), 100: (200_000, 10), 1000: (50_000, 5), 20_000: (40_000, 2)}
@@ -69,7 +70,7 @@ def inertia(paths: Sequence[Path], centroids: Floats) -> float:
 
 def ours(paths: Sequence[Path], start: Floats, updates: int, context: Context) -> Floats:
     """Our centroids after so many updates."""
-    found = kmeans.fit(
+    found = fit(
         RowBlocks(RowStore(paths)),
         len(start),
         initial=torch.from_numpy(start),

@@ -22,7 +22,7 @@ from mclclip.data.row_store import RowBlocks, RowStore
 from mclclip.ranks import collectives
 from tests.distributed.conftest import RankPool, here
 from tests.matrix import SOAK, fuller_in_soak, in_soak, kept
-from tests.nearest_checks import assign
+from tests.nearest_checks import assign, fit
 from tests.unit.clustering.test_centroids import LIMIT_MIB, growth_mib
 from tests.unit.test_cluster import BAD, contents, make_run
 from tests.unit.test_cluster import SIZES as SAMPLES
@@ -58,7 +58,7 @@ def cluster(shards: list[Path], options: dict[str, Any]) -> dict[str, Any]:
     algorithm = options["algorithm"]
     common: dict[str, Any] = {"valid": mask(), "context": here()}
     common["arithmetic"] = options.get("arithmetic", CHOSEN)
-    found = kmeans.fit(blocks, seed=3, init_samples=200, **common | options)
+    found = fit(blocks, seed=3, init_samples=200, **common | options)
     return everything(found, blocks, {"algorithm": algorithm, "labels_per_sample": 3, **common})
 
 

@@ -10,7 +10,7 @@ from sklearn.metrics import adjusted_mutual_info_score
 
 from mclclip.clustering import kmeans
 from mclclip.data.arrays import cut_blocks
-from tests.nearest_checks import assign
+from tests.nearest_checks import assign, fit
 
 NUM_CLUSTERS, DIM, UPDATES = 12, 24, 15
 
@@ -32,7 +32,7 @@ def test_equal_to_faiss_with_the_same_start(algorithm: Any, spread: float) -> No
         DIM, NUM_CLUSTERS, niter=UPDATES, spherical=spherical, max_points_per_centroid=10**6
     )
     reference.train(rows, init_centroids=start)
-    found = kmeans.fit(
+    found = fit(
         cut_blocks([rows], 300),
         NUM_CLUSTERS,
         algorithm=algorithm,

@@ -22,7 +22,7 @@ from mclclip.ranks.process_group import Context
 from mclclip.search import Pairs, choose_index, near_rows, nearest, nearest_to_few
 from tests.gpu import Skip
 from tests.gpu.checks import Where, check, close, no_faiss, random, same_bits, unit
-from tests.nearest_checks import assign, check_nearest, every_arithmetic
+from tests.nearest_checks import assign, check_nearest, every_arithmetic, fit
 
 CPU = torch.device("cpu")
 ALGORITHMS: tuple[Algorithm, ...] = ("spherical", "euclidean")
@@ -115,7 +115,7 @@ def arithmetics(where: Where) -> str:
 
 def _fit(device: torch.device, rows: Floats, **options: Any) -> kmeans.KMeans:
     context = Context(device=device)
-    return kmeans.fit(cut_blocks([rows], 500), context=context, seed=3, **options)
+    return fit(cut_blocks([rows], 500), context=context, seed=3, **options)
 
 
 @check("k-means: what the CPU finds", limit_s=150.0)

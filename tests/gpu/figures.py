@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from mclclip.clustering import kmeans
 from mclclip.clustering.arithmetic import Arithmetic, sums_in_float32
 from mclclip.data.arrays import cut_blocks
 from mclclip.engines.engine import Engine
@@ -36,6 +35,7 @@ from tests import tiny
 from tests.benchmarks import synthetic
 from tests.gpu import Skip
 from tests.gpu.checks import Check, Where, Work, no_faiss
+from tests.nearest_checks import fit
 
 PEAKS = {
     "H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "A10": 125.0,
@@ -217,7 +217,7 @@ def _kmeans(where: Where, num_rows: int, num_clusters: int, dim: int) -> Iterato
     inertia: dict[str, float] = {}
 
     def ours(name: str, arithmetic: Arithmetic, updates: int) -> None:
-        found = kmeans.fit(
+        found = fit(
             cut_blocks([rows]),
             num_clusters,
             initial=torch.from_numpy(start),
