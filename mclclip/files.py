@@ -122,10 +122,8 @@ def own(path: Path, again: str) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, OSError) as error:
-        what = " ".join(str(error).split())[:300]
-        raise RuntimeError(
-            f"{path} is damaged ({type(error).__name__}: {what}): {again}"
-        ) from error
+        what = f"{type(error).__name__}: {message_of(error, 300)}"
+        raise RuntimeError(f"{path} is damaged ({what}): {again}") from error
 
 
 def as_json(value: Any) -> Any:
@@ -317,6 +315,11 @@ def _without_query(url: re.Match[str]) -> str:
     before, _, query = re.sub("#", "?", url[0], count=1).partition("?")
     secret = query.rstrip(_CLOSING)
     return f"{before}?...{query[len(secret) :]}" if secret else url[0]
+
+
+def message_of(error: BaseException, most: int = 200) -> str:
+    """The message of an error on one line, of which it returns the first ``most`` characters."""
+    return " ".join(str(error).split())[:most]
 
 
 def clean_lines(text: str) -> str:

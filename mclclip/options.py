@@ -1,4 +1,5 @@
-"""Types of options: strict dataclasses, number ranges that several rooms use, and their errors."""
+"""Types of options: strict dataclasses, number ranges that several rooms use, dotted names, and
+errors."""
 
 from __future__ import annotations
 
@@ -6,10 +7,11 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, Field, ValidationError
 
+Value = TypeVar("Value")
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -41,6 +43,11 @@ def farthest(problems: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 def dotted(path: Sequence[str]) -> str:
     """The dotted name of an option, without the members of unions that pydantic adds to a path."""
     return ".".join(part for part in path if part not in _UNION_MEMBERS and "[" not in part)
+
+
+def with_prefix(entries: Mapping[str, Value], prefix: str) -> dict[str, Value]:
+    """The entries whose dotted names begin with ``prefix``, under the rest of their names."""
+    return {n.removeprefix(prefix): v for n, v in entries.items() if n.startswith(prefix)}
 
 
 def first_problem(error: ValidationError) -> tuple[str, str]:

@@ -56,10 +56,9 @@ class Mirror:
 
     def _warn(self, what: str, error: Exception) -> None:
         self.failures += 1
-        text = " ".join(str(error).split())[:200]
         log.warning(
             "the mirror %s cannot %s (%s: %s), failure %d: training does not depend on it",
-            self.url, what, type(error).__name__, text, self.failures,
+            self.url, what, type(error).__name__, files.message_of(error), self.failures,
         )  # fmt: skip
 
     def _copy_new(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mclclip.files import Checked, Record, whole_file
+from mclclip.files import Checked, Record, message_of, whole_file
 
 Floats = npt.NDArray[np.floating[Any]]
 BlockLayout = tuple[tuple[int, ...], np.dtype[Any]]
@@ -44,8 +44,7 @@ def open_npy(path: Path, verb: str, record: Record | None = None) -> np.memmap[A
     except (OSError, *_UNREADABLE) as error:
         if isinstance(error, OSError) and error.errno:  # such as a permission that is missing
             raise
-        what = " ".join(str(error).split())[:200]
-        raise RuntimeError(f"{path} is damaged ({what}): {again}") from error
+        raise RuntimeError(f"{path} is damaged ({message_of(error)}): {again}") from error
     return array
 
 
@@ -59,7 +58,7 @@ def open_given_npy(path: Path, what: str) -> np.ndarray:
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no file at {path}") from None
     except (OSError, *_UNREADABLE) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = message_of(error)
         raise ValueError(f"{path} is no .npy file of {what} that can be read ({reason})") from None
     if not isinstance(array, np.ndarray):
         raise ValueError(f"{path} is no .npy file of {what}: it holds several arrays")

@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 
 from mclclip.data.arrays import open_given_npy
 from mclclip.data.remote import Remote, RemoteOptions, StoredFile, open_whole, protocol_of
-from mclclip.files import clean, digest_parts, parse_json
+from mclclip.files import clean, digest_parts, message_of, parse_json
 
 log = logging.getLogger("mclclip")
 
@@ -95,7 +95,7 @@ class Condition:
         except pa.ArrowInvalid as error:  # integers beyond those that the other type holds
             raise ValueError(
                 f"{self}: column {self.column} holds {kind}, with numbers that cannot be compared "
-                f"exactly ({' '.join(str(error).split())[:100]}): leave it out"
+                f"exactly ({message_of(error, 100)}): leave it out"
             ) from None
 
 
@@ -253,9 +253,8 @@ def read_metadata(
             table = parquet.read(columns=wanted, use_threads=False)
             table.validate(full=True)  # text that is no UTF-8, too
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            told = " ".join(str(error).split())[:200]
             raise ValueError(
-                f"{where} cannot be read as parquet ({told}): fetch it again"
+                f"{where} cannot be read as parquet ({message_of(error)}): fetch it again"
             ) from error
     if not _is_text(table["key"].type):
         raise ValueError(f"{where} has keys of type {table['key'].type}, wanted text")

@@ -32,7 +32,7 @@ from mclclip.data.shard_scan import (
     parse_captions,
     read_member,
 )
-from mclclip.files import Roots, parse_json, read_bounded, read_json
+from mclclip.files import Roots, message_of, parse_json, read_bounded, read_json
 
 CAPTION_COLUMNS = ("title", "caption", "captions", "text")
 DELIMITERS = {".csv": ",", ".tsv": "\t", ".tab": "\t"}
@@ -214,8 +214,8 @@ def _one_line(path: Path) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        told = " ".join(str(error).split())[:200]
-        raise ValueError(f"{path} cannot be read ({told}): fetch or write it again") from error
+        cause = message_of(error)
+        raise ValueError(f"{path} cannot be read ({cause}): fetch or write it again") from error
 
 
 def _examples(schema: pa.Schema) -> Fields:

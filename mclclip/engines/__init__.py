@@ -43,14 +43,12 @@ class EngineConfig:
 
 
 def build_engine(
-    name: str,
+    how: EngineConfig,
     module: nn.Module,
     make_optimizer: MakeOptimizer,
     context: Context,
     *,
     blocks: Sequence[nn.Module] = (),
-    shard_ranks: int | None = None,
-    zero_stage: int = 2,
     elementwise: bool = True,
     **options: Any,
 ) -> Engine:
@@ -60,14 +58,14 @@ def build_engine(
     update of an element depends on that element alone. ``options`` are arguments of ``Engine``.
     Raises ValueError for combinations that an engine does not support, and for a missing package.
     """
-    given = module, make_optimizer, context
-    if name == "ddp" or context.world_size == 1:
+    given, options = (module, make_optimizer, context), options | {"micro_batch": how.micro_batch}
+    if how.name == "ddp" or context.world_size == 1:
         return Engine(*given, **options)
-    if name == "fsdp":
-        return FsdpEngine(*given, blocks=blocks, shard_ranks=shard_ranks, **options)
+    if how.name == "fsdp":
+        return FsdpEngine(*given, blocks=blocks, shard_ranks=how.shard_ranks, **options)
     if importlib.util.find_spec("deepspeed") is None:
         raise ValueError("engine.name=deepspeed needs deepspeed: pip install 'mclclip[deepspeed]'")
-    return DeepspeedEngine(*given, zero_stage=zero_stage, elementwise=elementwise, **options)
+    return DeepspeedEngine(*given, zero_stage=how.zero_stage, elementwise=elementwise, **options)
 
 
 @dataclass(frozen=True)
@@ -84,18 +82,10 @@ class Sizes:
 
 
 def per_rank(
-    sizes: Sizes,
-    name: str,
-    world_size: int,
-    *,
-    shard_ranks: int | None = None,
-    zero_stage: int = 2,
-    half: bool = False,
-    caching: bool = False,
+    sizes: Sizes, how: EngineConfig, world_size: int, *, half: bool = False, caching: bool = False
 ) -> dict[str, int]:
     """Bytes of one rank: parameters, gradients, optimizer, ema, engine (buffers of its own).
 
-    name, shard_ranks, zero_stage   as for ``build_engine``
     half      blocks are gathered in half precision (fsdp)
     caching   gradient caching in several micro-batches: fsdp keeps whole gradients until the last
     """
@@ -103,10 +93,10 @@ def per_rank(
     whole |= {"optimizer": sizes.moments + sizes.start, "ema": sizes.average}
     if world_size == 1:
         return whole | {"engine": 0}
-    if name == "ddp":  # its buckets are copies of the gradients
+    if how.name == "ddp":  # its buckets are copies of the gradients
         return whole | {"engine": sizes.trained}
-    if name == "fsdp":
-        ranks = shard_ranks or world_size
+    if how.name == "fsdp":
+        ranks = how.shard_ranks or world_size
         parts = {part: -(-size // ranks) for part, size in whole.items()}
         if caching:
             parts["gradients"] = sizes.trained
@@ -116,9 +106,9 @@ def per_rank(
     bucket = min(4 * BUCKET, sizes.trained)
     # At every stage the optimizer works on a copy of this rank's part of the weights.
     parts = whole | {"optimizer": (whole["optimizer"] + sizes.trained) // world_size}
-    if zero_stage >= 2:
+    if how.zero_stage >= 2:
         parts["gradients"] = sizes.trained // world_size + bucket
-    if zero_stage < 3:
+    if how.zero_stage < 3:
         return parts | {"engine": bucket}
     parts |= {part: whole[part] // world_size for part in ("parameters", "ema")}
     return parts | {"engine": bucket + min(sizes.parameters, 4 * _ZERO_3_LIVE)}

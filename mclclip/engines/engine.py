@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from mclclip.engines import gradient_cache
+from mclclip.options import with_prefix
 from mclclip.ranks import collectives
 from mclclip.ranks.collectives import OutsideParameters
 from mclclip.ranks.process_group import Context
@@ -168,9 +169,11 @@ class Engine:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Loads a state with the names of ``state_dict`` (a collective)."""
-        self.module.load_state_dict(_part(state, "model"))
+        self.module.load_state_dict(with_prefix(state, "model."))
         moments = get_optimizer_state_dict(self.module, self.optimizer, options=_FLAT)
-        loaded = {f"state.{name}": value for name, value in _part(state, "optimizer").items()}
+        loaded = {
+            f"state.{name}": value for name, value in with_prefix(state, "optimizer.").items()
+        }
         values: Any = moments | loaded
         set_optimizer_state_dict(
             self.module, self.optimizer, optim_state_dict=values, options=_FLAT
@@ -333,12 +336,6 @@ class Engine:
 def _local(tensor: Tensor) -> Tensor:
     """This rank's values, without a graph."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def _part(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The entries whose names begin with ``prefix`` and a dot, by the rest of their names."""
-    start = f"{prefix}."
-    return {n.removeprefix(start): value for n, value in state.items() if n.startswith(start)}
 
 
 # --- FSDP2 -------------------------------------------------------------------------------------

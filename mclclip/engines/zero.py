@@ -53,8 +53,6 @@ class DeepspeedEngine(Engine):
         elementwise: bool = True,
         **options: Any,
     ) -> None:
-        if zero_stage not in (1, 2, 3):
-            raise ValueError(f"engine.zero_stage is {zero_stage}: wanted 1, 2 or 3")
         if not elementwise:
             raise ValueError(
                 "engine.name=deepspeed does not run optimizers that look at whole parameters, "

@@ -31,6 +31,7 @@ from mclclip.models.lora import add_lora, merge_lora
 from mclclip.models.model import Model
 from mclclip.models.options import Variant
 from mclclip.models.stage_weights import StageWeights
+from mclclip.options import with_prefix
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import artifacts
@@ -182,8 +183,8 @@ def _filled(config: Config, layout: Layout, stage: int, state: dict[str, Tensor]
     An export holds one part of a checkpoint's model: neither projector nor objective.
     """
     model, options = _base(config, layout, stage), _options(config, stage)
-    directory, prefix = layout.train(stage) / "checkpoints", f"{MODEL}.{model.part}."
-    own = {n.removeprefix(prefix): tensor for n, tensor in state.items() if n.startswith(prefix)}
+    directory = layout.train(stage) / "checkpoints"
+    own = with_prefix(state, f"{MODEL}.{model.part}.")
     if not own:
         raise RuntimeError(f"the checkpoint in {directory} holds no part {model.part!r} of a model")
     if options.lora is not None:
@@ -192,10 +193,9 @@ def _filled(config: Config, layout: Layout, stage: int, state: dict[str, Tensor]
     try:
         model.exported.load_state_dict(own, strict=True)
     except RuntimeError as error:
-        cause = " ".join(str(error).split())[:200]
         raise RuntimeError(
-            f"the checkpoint in {directory} does not fit the model ({cause}): was the model "
-            "configuration changed after training?"
+            f"the checkpoint in {directory} does not fit the model ({files.message_of(error)}): "
+            "was the model configuration changed after training?"
         ) from error
     if options.lora is not None:
         merge_lora(model)

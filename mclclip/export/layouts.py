@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mclclip.models.encoder import Encoder
 from mclclip.models.model import Model
+from mclclip.options import with_prefix
 
 STAGES = "transformers_stages"
 """Module of a joined encoder: `mclclip.models.transformers_stages`, and a copy beside weights."""
@@ -339,13 +340,11 @@ def stages_tower(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The image tower of what `stages` returned, as a `StagesVisionModel`."""
-    prefix = "vision_model."
-    tower = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
     return config["vision_config"] | {
         "architectures": ["StagesVisionModel"],
         "auto_map": _auto_map("StagesVisionConfig", "StagesVisionModel"),
         "torch_dtype": "float32",
-    }, tower
+    }, with_prefix(tensors, "vision_model.")
 
 
 def _auto_map(config: str, model: str) -> dict[str, str]:

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from mclclip import checkpoint
 from mclclip.config import Config, TrainConfig
 from mclclip.models.model import Model
-from mclclip.objectives.base import with_prefix
 from mclclip.objectives.gated_pairs import LabelFilter, normed
 from mclclip.opened_run import Clusters, Run, Stage
+from mclclip.options import with_prefix
 
 log = logging.getLogger("mclclip")
 

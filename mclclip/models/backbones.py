@@ -37,6 +37,7 @@ from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 from torchvision import models as torchvision_models
 
+from mclclip import files
 from mclclip.models import config_check, transforms
 from mclclip.models.towers import (
     ImageLayout,
@@ -132,7 +133,7 @@ class BackboneTower(nn.Module):
         try:
             self.trunk: Any = _library_model(config)
         except Exception as error:  # the libraries raise any kind for options that they do not know
-            cause = " ".join(str(error).split())[:200]
+            cause = files.message_of(error)
             raise ValueError(f"{config.backbone} of {where} cannot be built ({cause})") from error
         self.embed_dim: int = self.trunk.num_features
         if config.stem == "cifar":
@@ -358,7 +359,7 @@ def _chain_of_modules(tower: Any) -> tuple[Names, tuple[Names, ...], Names]:
         if not chain:
             raise ValueError("its modules do not follow one another")
     except Exception as error:  # a pass of any of timm's towers may fail in any way
-        cause = " ".join(str(error).split())[:120]
+        cause = files.message_of(error, 120)
         raise ValueError(
             f"the image tower is a timm {type(trunk).__name__}, which is no chain of blocks that "
             f"can be split or locked ({cause}): use another model"

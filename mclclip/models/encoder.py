@@ -32,7 +32,7 @@ from mclclip.models.loading import common_config, load_towers, refuse_without_we
 from mclclip.models.model import Model, unit
 from mclclip.models.options import Variant
 from mclclip.models.stage_weights import StageWeights, check_weights
-from mclclip.options import brief, first_problem
+from mclclip.options import brief, first_problem, with_prefix
 
 RANDOM = "random"
 """Stands for random weights in the place of open_clip's tag."""
@@ -400,11 +400,7 @@ def _filled_stages(
     directory: Path, tensors: Mapping[str, Tensor], number: int, record: Mapping[str, Any]
 ) -> list[Model]:
     """The models of so many stages; ValueError where the record describes other weights."""
-
-    def below(prefix: str) -> dict[str, Tensor]:
-        return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-
-    shared = below("shared.")
+    shared = with_prefix(tensors, "shared.")
     own = {name.partition(".")[2] for name in tensors if not name.startswith("shared.")}
     images = {name.removeprefix("visual.") for name in own if name.startswith("visual.")}
     shared_text = all(name.startswith(("visual.", "logit_")) for name in own)
@@ -422,7 +418,9 @@ def _filled_stages(
     # Copies that keep these very objects instead of copying them.
     others = [copy.deepcopy(first, {id(item): item for item in kept}) for _ in range(number - 1)]
     for n, stage in enumerate((first, *others)):
-        weights.fill(stage.exported, shared | below(f"stage_{n}."), f"of {directory}")
+        weights.fill(
+            stage.exported, shared | with_prefix(tensors, f"stage_{n}."), f"of {directory}"
+        )
     return [first, *others]
 
 

@@ -258,7 +258,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         _try(Path(argv[0]), int(argv[1]), argv[2])
     except BaseException as error:  # a panic of the library is no Exception
-        print(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        print(f"{type(error).__name__}: {files.message_of(error, 300)}")
         return 1
     return 0
 

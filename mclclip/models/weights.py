@@ -353,8 +353,7 @@ def _offline_where_unreachable() -> Iterator[None]:
 
 def one_line(error: Exception) -> str:
     """The kind and the beginning of an error's message."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}"
+    return f"{type(error).__name__}: {files.message_of(error)}"
 
 
 @contextmanager

@@ -315,12 +315,6 @@ class ObjectiveOptions:
         return Cost(step=4 * sizes.local_batch * sizes.num_ranks * sizes.dim * sizes.dtype.itemsize)
 
 
-def with_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors of a state whose names begin with ``prefix``, under the rest of their names."""
-    entries = ((n, tensor) for n, tensor in state.items() if n.startswith(prefix))
-    return {name.removeprefix(prefix): tensor for name, tensor in entries}
-
-
 # --- kinds -------------------------------------------------------------------------------------
 
 

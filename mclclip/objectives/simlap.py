@@ -43,7 +43,6 @@ from mclclip.objectives.base import (
     Reads,
     Setting,
     Sizes,
-    with_prefix,
 )
 from mclclip.objectives.contrast import AnyTemperature, Temperature
 from mclclip.objectives.gated_pairs import (
@@ -61,7 +60,7 @@ from mclclip.objectives.gated_pairs import (
 )
 from mclclip.objectives.moco import MomentumCopy, check_engine
 from mclclip.objectives.row_losses import wide
-from mclclip.options import STRICT, Share
+from mclclip.options import STRICT, Share, with_prefix
 from mclclip.randomness import Integers, mix
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import to_device

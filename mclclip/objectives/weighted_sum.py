@@ -21,10 +21,9 @@ from mclclip.objectives.base import (
     Reads,
     Setting,
     Sizes,
-    with_prefix,
 )
 from mclclip.objectives.gated_pairs import LabelFilter
-from mclclip.options import STRICT
+from mclclip.options import STRICT, with_prefix
 from mclclip.ranks.collectives import OutsideParameters
 
 

@@ -68,15 +68,8 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
         cost = _cost(config, options, model, machine.ranks, sizes)
         gradients = _allocate_gradients(trainee)  # they are there before a micro-batch runs
         existing = [*trainee.parameters(), *trainee.buffers(), *gradients, *batch.tensors()]
-        parts = per_rank(
-            sizes,
-            how.name,
-            machine.ranks,
-            shard_ranks=how.shard_ranks,
-            zero_stage=how.zero_stage,
-            half=options.precision in HALF,
-            caching=micro < local,
-        ) | {
+        half, caching = options.precision in HALF, micro < local
+        parts = per_rank(sizes, how, machine.ranks, half=half, caching=caching) | {
             "activations": memory.peak_bytes(
                 partial(_step, trainee, batch.rows(0, micro)), existing
             ),

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from mclclip.files import message_of
 from mclclip.ranks import collectives, data_wait, signals
 from mclclip.ranks.failures import Lost, is_lost_peer
 from mclclip.ranks.process_group import Context
@@ -132,7 +133,7 @@ class PeerWatch:
                 return
             word = {"reason": error.reason, "requeue": error.requeue}
         else:
-            word = {"failed": " ".join(str(error).split())[:_MAX_ERROR_CHARS]}
+            word = {"failed": message_of(error, _MAX_ERROR_CHARS)}
         self._last_word = _LAST_WORD + json.dumps(word)
         self._wake.set()
         self._reported.wait(_REPORT_S)

@@ -244,19 +244,16 @@ def trainee_of(job: Job, opened: Opened, model: Model, objective: Objective) -> 
 
 def engine_of(job: Job, trainee: Trainee) -> Engine:
     """The engine around model and objective, with the optimizer the options name."""
-    options, how = job.options, job.options.engine
+    options = job.options
     return build_engine(
-        how.name,
+        options.engine,
         trainee,
         partial(build_optimizer, **options.optimizer_arguments()),
         job.context,
         blocks=trainee.model.blocks(),
-        shard_ranks=how.shard_ranks,
-        zero_stage=how.zero_stage,
         elementwise=is_elementwise(options.optimizer),
         precision=options.precision,
         clip_grad_norm=options.clip_grad_norm,
-        micro_batch=how.micro_batch,
         ema_decay=options.ema_decay,
         outside=trainee.objective.outside(),
     )

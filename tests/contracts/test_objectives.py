@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mclclip.data.batches import Batch
-from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
 from mclclip.models.loading import load_towers, prepare_model
 from mclclip.models.memory import faked, peak_bytes
@@ -34,6 +33,7 @@ from tests import tiny
 from tests.contracts.objective_loops import CASES, NUM_CLASSES, SEED, Case, Step
 from tests.distributed.conftest import here
 from tests.distributed.test_engines import assert_close, whole
+from tests.engines import build_engine
 from tests.matrix import in_soak, kept
 
 Ranks = Callable[..., list[Any]]

@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from mclclip.engines import build_engine
 from mclclip.engines import zero as deepspeed_engine
 from mclclip.engines.engine import Engine
 from mclclip.models.loading import load_towers
@@ -27,6 +26,7 @@ from tests import tiny
 from tests.distributed import test_engines
 from tests.distributed.conftest import here
 from tests.distributed.test_engines import assert_close, batch_of, make_engine, run, train, whole
+from tests.engines import build_engine
 from tests.matrix import in_soak, kept
 
 pytestmark = pytest.mark.skipif(

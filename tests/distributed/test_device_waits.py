@@ -20,7 +20,6 @@ import torch
 
 from mclclip.checkpoint import CheckpointConfig, Checkpoints
 from mclclip.data.batches import Batch
-from mclclip.engines import build_engine
 from mclclip.models.loading import load_towers, prepare_model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives import base
@@ -33,6 +32,7 @@ from mclclip.train.loop import Trainee, Trainer
 from mclclip.train.symptoms import Symptoms
 from tests import device_waits, tiny
 from tests.device_waits import DEVICE, DeviceWaits, following
+from tests.engines import build_engine
 from tests.matrix import kept
 
 Ranks = Callable[..., list[Any]]

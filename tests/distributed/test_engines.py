@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from mclclip.data.batches import Batch
-from mclclip.engines import build_engine, gradient_cache
+from mclclip.engines import gradient_cache
 from mclclip.engines.engine import Engine
 from mclclip.models.loading import load_towers
 from mclclip.models.optimizer import build_optimizer
@@ -20,6 +20,7 @@ from mclclip.ranks import collectives
 from mclclip.train.loop import Trainee
 from tests import tiny
 from tests.distributed.conftest import here
+from tests.engines import build_engine
 from tests.matrix import kept
 
 Ranks = Callable[..., list[Any]]

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from mclclip.engines import build_engine
 from mclclip.models.loading import load_towers
 from mclclip.models.optimizer import build_optimizer
 from mclclip.models.towers import MemoryFormat
@@ -19,6 +18,7 @@ from mclclip.train.loop import Trainee
 from tests import tiny
 from tests.distributed.conftest import here
 from tests.distributed.test_engines import assert_close, train, whole
+from tests.engines import build_engine
 from tests.matrix import kept
 
 Ranks = Callable[..., list[Any]]

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
 from mclclip.models.loading import load_towers
 from mclclip.models.optimizer import build_optimizer
@@ -21,6 +20,7 @@ from tests import tiny
 from tests.distributed.conftest import here
 from tests.distributed.test_deepspeed import assert_same, zero
 from tests.distributed.test_engines import assert_close, batch_of, train, whole
+from tests.engines import build_engine
 from tests.matrix import in_soak, kept
 
 Ranks = Callable[..., list[Any]]

@@ -144,7 +144,7 @@ def _export(
                 dynamo=False,
             )
     except Exception as error:  # of any kind: the model has an operation that ONNX has not
-        cause = " ".join(str(error).split())[:200]
+        cause = files.message_of(error)
         raise ValueError(f"torch cannot write {path.name} of this model ({cause})") from error
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)

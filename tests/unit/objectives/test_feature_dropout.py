@@ -12,7 +12,6 @@ from torch.nn import functional
 
 from mclclip import config
 from mclclip.data.batches import Batch
-from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
 from mclclip.models.transforms import PixelFormat
 from mclclip.objectives.base import Facts, Objective, Setting, parse
@@ -21,6 +20,7 @@ from mclclip.ranks.process_group import SINGLE
 from mclclip.train.loop import Trainee
 from tests import viewmaker_loops as loops
 from tests import views
+from tests.engines import build_engine
 from tests.matrix import in_soak
 
 SEED, STEP, EPSILON, TEMPERATURE = 7, 3, 0.05, 0.4
