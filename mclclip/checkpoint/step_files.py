@@ -83,27 +83,20 @@ def describe(paths: Iterable[Path]) -> Entries:
 def read_entries(path: Path, step: int) -> Entries:
     """The files listed in the state.json of ``step``, checked for presence and size.
 
-    Raises Damaged where they do not match, and RuntimeError where a newer mclclip wrote the step,
-    or one before any release.
+    Raises Damaged where they do not match, and RuntimeError where a newer mclclip wrote the step.
     """
     try:
         state = files.read_json(path / STATE)
         if not isinstance(state, dict) or state["step"] != step:
             raise Damaged(f"its {STATE} is not of step {step}")
         schema = int(state["schema_version"])
-        is_older = schema < SCHEMA_VERSION and files.SEAL not in state
-        if schema <= SCHEMA_VERSION and not is_older:
+        if schema <= SCHEMA_VERSION:
             files.unsealed(state, path / STATE)
         entries = {name: Entry(**entry) for name, entry in state.get("files", {}).items()}
     except FileNotFoundError as error:
         raise Damaged(f"it has no {STATE}") from error
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise Damaged(f"its {STATE} cannot be read") from error
-    if is_older:
-        raise RuntimeError(
-            f"the checkpoint {path} has schema {schema}, which no release wrote, and this mclclip "
-            f"reads {SCHEMA_VERSION}: run 'mclclip train --force' to train again"
-        )
     if schema > SCHEMA_VERSION:
         raise RuntimeError(
             f"the checkpoint {path} has schema {schema}, this mclclip {__version__} reads up to "

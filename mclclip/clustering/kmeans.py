@@ -143,9 +143,7 @@ def _starts(
 
 
 def is_plus_plus(init: Init, num_clusters: int) -> bool:
-    """Whether ``init`` means k-means++ for K clusters. Raises ValueError for an unknown word."""
-    if init not in ("auto", "plus_plus", "random"):
-        raise ValueError(f"init is {init!r}: wanted 'auto', 'plus_plus' or 'random'")
+    """Whether ``init`` means k-means++ for K clusters."""
     return init == "plus_plus" or (init == "auto" and num_clusters <= PLUS_PLUS_UP_TO)
 
 

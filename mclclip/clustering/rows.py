@@ -65,8 +65,6 @@ class Rows:
         cache_bytes: int | None,
         arithmetic: Arithmetic = CHOSEN,
     ) -> None:
-        if algorithm not in ("spherical", "euclidean"):
-            raise ValueError(f"algorithm is {algorithm!r}: wanted 'spherical' or 'euclidean'")
         self.blocks, self.valid, self.algorithm = blocks, valid, algorithm
         self.context, self.arithmetic = context, arithmetic
         layouts: list[BlockLayout] = (

@@ -200,8 +200,6 @@ class TrainingBatches(Dataset[Batch]):
     sample's occurrence in the epoch too.
     The head of this module says how undecodable samples are replaced. Where captions are read, a
     sample without one counts as undecodable.
-    Raises ValueError where world_size does not divide global_batch, rank is outside the world, or
-    num_views is below 1.
     """
 
     def __init__(
@@ -218,15 +216,6 @@ class TrainingBatches(Dataset[Batch]):
     ) -> None:
         self.dataset, self._plan, self._sentences = dataset, plan, sentences
         self.grouped, self.global_batch = plan.grouped, plan.global_batch
-        if world_size < 1 or self.global_batch % world_size != 0:
-            raise ValueError(
-                f"global_batch is {self.global_batch} and world_size {world_size}: wanted a "
-                "multiple, change the global batch or start another number of processes"
-            )
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank is {rank}, wanted 0 <= rank < world_size = {world_size}")
-        if num_views < 1:
-            raise ValueError(f"num_views is {num_views}: wanted at least 1")
         self.num_views, self.rank, self._class_labels = num_views, rank, class_labels
         self.local_batch = self.global_batch // world_size
         self.steps_per_epoch = plan.steps_per_epoch
@@ -243,12 +232,8 @@ class TrainingBatches(Dataset[Batch]):
         return self._plan
 
     def __getitem__(self, step: int) -> Batch:
-        """This rank's batch of a global step of the stage.
-
-        Raises IndexError for a negative step, RuntimeError where a sample cannot be replaced.
-        """
-        if step < 0:
-            raise IndexError(f"step is {step}, wanted at least 0")
+        """This rank's batch of a global step of the stage. Raises RuntimeError where a sample
+        cannot be replaced."""
         epoch, epoch_step = divmod(step, self.steps_per_epoch)
         planned = self.plan(epoch).batch(epoch_step)
         in_batch = frozenset(planned.ids.tolist())

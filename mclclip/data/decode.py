@@ -87,8 +87,7 @@ def decode_image(data: bytes, max_image_pixels: int) -> Image.Image:
     (179 million pixels unless the program changed it) is a ``bomb`` too. Deterministic: the same
     bytes give the same pixels or the same reason.
 
-    Raises `DecodeError` for everything that is wrong with the data, whatever PIL raised for it,
-    and ValueError if ``max_image_pixels`` is below 1.
+    Raises `DecodeError` for everything that is wrong with the data, whatever PIL raised for it.
     """
     with _opened(data, max_image_pixels) as image:
         return _decoded(image)
@@ -173,7 +172,6 @@ def decode_array(data: bytes, max_image_pixels: int) -> npt.NDArray[np.uint8]:
     read; nothing is ever unpickled. Raises as `decode_image` does; another type or number of
     dimensions is ``unsupported``.
     """
-    _check_arguments(data, max_image_pixels)
     with _quiet_warnings(), _as_decode_error():
         file = io.BytesIO(data)
         version = np.lib.format.read_magic(file)
@@ -199,7 +197,8 @@ def decode_array(data: bytes, max_image_pixels: int) -> npt.NDArray[np.uint8]:
 @contextmanager
 def _opened(data: bytes, max_image_pixels: int) -> Iterator[Image.Image]:
     """The picture with its header read and its size checked; what is wrong is a `DecodeError`."""
-    _check_arguments(data, max_image_pixels)
+    if not data:
+        raise DecodeError("empty", "zero bytes")
     with _quiet_warnings(), _as_decode_error():
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
@@ -216,13 +215,6 @@ def _decoded(image: Image.Image) -> Image.Image:
     """8-bit RGB and upright, by PIL."""
     image.load()
     return _upright(_to_rgb(image), _orientation(image))
-
-
-def _check_arguments(data: bytes, max_image_pixels: int) -> None:
-    if max_image_pixels < 1:
-        raise ValueError(f"max_image_pixels is {max_image_pixels}, wanted at least 1")
-    if not data:
-        raise DecodeError("empty", "zero bytes")
 
 
 def _check_pixels(width: int, height: int, max_image_pixels: int) -> None:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -54,10 +53,6 @@ class Level:
 
 def build_levels(grouped: GroupSizes, global_batch: int, policy: Policy) -> list[Level]:
     """The tree, leaves first; nothing in it depends on the epoch."""
-    if policy not in get_args(Policy):
-        raise ValueError(f"policy is {policy!r}: wanted one of {', '.join(get_args(Policy))}")
-    if global_batch < 1:
-        raise ValueError(f"global_batch is {global_batch}: wanted at least 1")
     length, labels = len(grouped.radices), np.asarray(grouped.group_labels)
     sizes = grouped.sizes
     level = _level(length, labels, sizes, global_batch, np.asarray(grouped.group_starts[:-1]))
@@ -186,10 +181,6 @@ class EpochPlan:
         epoch: int,
         block: int = 1,
     ) -> None:
-        if order not in get_args(Order):
-            raise ValueError(f"order is {order!r}: wanted one of {', '.join(get_args(Order))}")
-        if block < 1:
-            raise ValueError(f"block is {block}: wanted at least 1")
         self.grouped, self.global_batch, self.seed, self.stage = grouped, global_batch, seed, stage
         self._policy, self._order, self._block = policy, order, block
         self.levels = build_levels(grouped, global_batch, policy)

@@ -77,8 +77,6 @@ def combine_stages(
             f"got {len(cluster_labels)} arrays of cluster labels for {len(radices)} radices: "
             "wanted one radix per stage and at least one stage"
         )
-    if mode not in ("prefix", "last"):
-        raise ValueError(f"label_mode is {mode!r}: wanted 'prefix' or 'last'")
     used = tuple(int(radix) for radix in radices)
     label_space(used[-1:] if mode == "last" else used)
     stages = [np.asarray(labels) for labels in cluster_labels]

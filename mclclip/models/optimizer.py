@@ -222,21 +222,15 @@ def learning_rate(
     warmup_steps: int,
     lr: float,
     schedule: Schedule = "cosine",
-    final: float = 0.0,
 ) -> float:
     """Learning rate of the update `step` (from 0) out of `total_steps`.
 
     It rises linearly over `warmup_steps` updates, of which the last has the full `lr`, then stays
-    (`constant`) or falls along half a cosine towards `final`. Raises ValueError for a step outside
-    the run and for a warm-up longer than the run.
+    (`constant`) or falls along half a cosine towards 0.
     """
-    if not 0 <= step < total_steps:
-        raise ValueError(f"step is {step}, outside the {total_steps} steps of the run")
-    if not 0 <= warmup_steps <= total_steps:
-        raise ValueError(f"warmup_steps is {warmup_steps}, the run has {total_steps} steps")
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps
     if schedule == "constant":
         return lr
     progress = (step - warmup_steps) / (total_steps - warmup_steps)
-    return final + (lr - final) * 0.5 * (1.0 + math.cos(math.pi * progress))
+    return lr * 0.5 * (1.0 + math.cos(math.pi * progress))

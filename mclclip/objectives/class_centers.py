@@ -65,8 +65,7 @@ class ShardedClassCenters:
     tenth of the classes drawn a row then moves ten times as often.
 
     Gradients are kept for the touched rows only: ``touched`` int64 [t], ascending and in main
-    memory, and ``grad`` [t, D]. Raises ValueError for fewer than one class and for initial rows of
-    another width.
+    memory, and ``grad`` [t, D]. Raises ValueError for initial rows of another width.
     """
 
     def __init__(
@@ -85,8 +84,6 @@ class ShardedClassCenters:
         lazy: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        if num_classes < 1:
-            raise ValueError(f"num_classes is {num_classes}: wanted at least 1")
         self.num_classes, self.dim, self.context = num_classes, dim, context
         self.rule, self.lr_scale, self.weight_decay = rule, lr_scale, weight_decay
         self.betas, self.eps, self.lazy = betas, eps, lazy
@@ -228,16 +225,12 @@ class Margin:
     phi goes on falling with the angle (ArcFace, Deng et al., 2019); ``cos``: c - size (CosFace,
     Wang et al., 2018); ``none``: c. MLCD says "m = 0.3 for the positive classes, following ArcFace"
     and no more. ``gradient``: ``straight_through`` takes the derivative as 1, as PartialFC's code
-    does. Arc's cosines are clamped to 1 - 1e-4. Raises ValueError for a size outside [0, pi / 2].
+    does. Arc's cosines are clamped to 1 - 1e-4.
     """
 
     kind: Literal["arc", "cos", "none"] = "arc"
     size: float = 0.3
     gradient: Literal["exact", "straight_through"] = "exact"
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.size <= math.pi / 2:
-            raise ValueError(f"margin is {self.size}: wanted 0 to {math.pi / 2:.3f}, such as 0.3")
 
     def __call__(self, cosine: Tensor) -> Tensor:
         """phi of each cosine."""

@@ -61,7 +61,7 @@ class Options(ObjectiveOptions):
     ``centers: normal``); null: their clusters at the stage before."""
     threshold: Cosine | None = None
     """Only clusters of at least this similarity are positives, and the nearest in any case."""
-    scale: Annotated[float, Field(gt=0.0, le=256.0)] = 64.0
+    scale: Annotated[float, Field(gt=0.0, le=_LARGEST_SCALE)] = 64.0
     """Multiplier of cosines in the loss, at most 256."""
     margin: Literal["arc", "cos", "none"] = "arc"
     """Margin of positives: on the angle (ArcFace), on the cosine (CosFace), or none."""
@@ -214,8 +214,7 @@ class ClassCenterLoss(Objective):
         single_label   mlc of the first label alone: softmax cross-entropy
 
     The class centers are not parameters of this module: they have an optimizer of their own and
-    lie outside of what engines wrap. ``tile`` bounds the scores that exist at a time. Raises
-    ValueError for a scale outside (0, 256].
+    lie outside of what engines wrap. ``tile`` bounds the scores that exist at a time.
     """
 
     def __init__(
@@ -228,8 +227,6 @@ class ClassCenterLoss(Objective):
         tile: int | None = None,
     ) -> None:
         super().__init__()
-        if not 0.0 < scale <= _LARGEST_SCALE:
-            raise ValueError(f"scale is {scale}: wanted above 0 and at most 256, such as 64")
         self.centers, self.kind, self.scale, self.tile = centers, kind, scale, tile
         self.margin = margin or Margin()
 

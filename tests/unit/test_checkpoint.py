@@ -423,17 +423,12 @@ def test_an_intact_one_of_another_model_is_no_damage(
     assert files(tmp_path) == ["step_00000004", "step_00000008"] and target.loads == 0
 
 
-@pytest.mark.parametrize(
-    ("schema", "message"),
-    [(4, "schema 4, this mclclip .* update mclclip"), (2, "schema 2, .* 'mclclip train --force'")],
-)
-def test_one_of_another_schema_is_no_damage(tmp_path: Path, schema: int, message: str) -> None:
+def test_one_of_a_newer_schema_is_no_damage(tmp_path: Path) -> None:
     saved(tmp_path, 4)
     path = tmp_path / "step_00000004" / "state.json"
-    state = json.loads(path.read_text()) | {"schema_version": schema}
-    del state["checksum"]  # schema 2 had none
+    state = json.loads(path.read_text()) | {"schema_version": 4}
     path.write_text(json.dumps(state))
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match=r"schema 4, this mclclip .* update mclclip"):
         Checkpoints(tmp_path, CheckpointConfig()).resume(Source(1))
     assert files(tmp_path) == ["step_00000004"]
 

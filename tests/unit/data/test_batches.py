@@ -618,12 +618,3 @@ def test_no_sample_left_is_a_clear_error(tmp_path: Path) -> None:
                 outcomes.add(None)
         assert None in outcomes
         assert global_batch == 240 or True in outcomes
-
-
-def test_wrong_arithmetic_is_refused(index: SampleIndex) -> None:
-    with pytest.raises(ValueError, match="global_batch is 16 and world_size 3"):
-        make(index, world_size=3)
-    with pytest.raises(ValueError, match="rank is 2, wanted 0 <= rank < world_size = 2"):
-        make(index, rank=2, world_size=2)
-    with pytest.raises(IndexError, match="step is -1"):
-        make(index)[-1]

@@ -63,7 +63,6 @@ def header(text: str, version: bytes = b"\x01\x00") -> bytes:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"", "empty"),
         (b"\x93NUMPY", "broken"),
         (npy(np.array([{"a": print}]), allow_pickle=True), "unsupported"),
         (npy(pixels(4, 4, 4).astype(np.float32)), "unsupported"),

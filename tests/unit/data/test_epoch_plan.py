@@ -315,11 +315,6 @@ def test_neighbours_of_a_group_stay_together(policy, block) -> None:
     assert set(seen) == {*range(len(labels))} or policy == "carry"
 
 
-def test_a_block_is_at_least_one_sample() -> None:
-    with pytest.raises(ValueError, match="block is 0: wanted at least 1"):
-        EpochPlan(GroupedIndex.build(np.zeros(9, int), ()), 2, "drop", "proportional", 0, 1, 0, 0)
-
-
 def test_memory_does_not_grow_with_the_samples(tmp_path: Path) -> None:
     """The file of sample ids is read at the rows of a batch only."""
     samples, groups, size = 3_000_000, 300, 4096
@@ -430,9 +425,6 @@ def test_one_group_is_an_ordinary_epoch_shuffle() -> None:
         (np.zeros(5, int), 8, "mask", "round_robin", "wanted at most 5"),
         (np.arange(5), 2, "drop", "round_robin", "wanted at most 1"),
         (np.full(5, -1), 2, "wrap", "round_robin", "no sample has a pseudo label"),
-        (np.zeros(5, int), 0, "drop", "round_robin", "global_batch is 0: wanted at least 1"),
-        (np.zeros(5, int), 2, "pad", "round_robin", "policy is 'pad': wanted one of drop, backoff"),
-        (np.zeros(5, int), 2, "drop", "random", "order is 'random': wanted one of round_robin"),
     ],
 )
 def test_what_makes_no_plan_is_refused(labels, size, policy, order, message: str) -> None:

@@ -81,7 +81,6 @@ def test_last_labels_are_those_of_the_last_stage(case) -> None:
         ([[0, 1], [0]], [2, 2], "prefix", r"\[2, 1\] rows"),
         ([[0, 2]], [2], "prefix", "stage 0 run from 0 to 2"),
         ([[0, -2]], [2], "prefix", "run from -2"),
-        ([[0, 1]], [2], "first", "label_mode is 'first'"),
         ([[0.0, 1.0]], [2], "prefix", "float64: wanted integers"),
         ([[[0], [1]]], [2], "prefix", r"shape \(2, 1\)"),
         ([[0]], [0], "prefix", "at least 1 cluster"),

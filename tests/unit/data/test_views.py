@@ -79,11 +79,6 @@ def test_every_view_is_cut_and_moved(index: SampleIndex, monkeypatch: pytest.Mon
     assert set(pinned) == {tensor.data_ptr() for tensor in batch.tensors()} and len(pinned) == 4
 
 
-def test_no_view_is_refused(index: SampleIndex) -> None:
-    with pytest.raises(ValueError, match="num_views is 0: wanted at least 1"):
-        make(index, num_views=0)
-
-
 # --- samples without captions --------------------------------------------------------------------
 
 
