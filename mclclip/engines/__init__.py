@@ -39,7 +39,8 @@ class EngineConfig:
     """Recompute the blocks' activations in the backward pass instead of keeping them."""
     compile: Literal["off", "model", "step"] = "off"
     """torch.compile: ``model`` compiles each block, ``step`` the whole forward pass with the
-    objective."""
+    objective. ``model`` takes about a minute at the start, and a step of a ViT-L-14 then 0.76 of
+    its time (one H200)."""
 
 
 def build_engine(

@@ -15,7 +15,7 @@ from tests.matrix import in_soak, kept
 from tests.nearest_checks import assign
 from tests.unit.clustering.test_kmeans import ALGORITHMS, noise
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+CPU, CUDA, META = torch.device("cpu"), torch.device("cuda", 0), torch.device("meta")
 
 
 @pytest.mark.parametrize(
@@ -33,9 +33,20 @@ def test_products_by_processor_and_number_of_centroids(
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     assert arithmetic.choose_products(CPU, 64, CHOSEN) == wanted
     assert arithmetic.choose_products(CPU, 63, CHOSEN) == "float32"
-    assert arithmetic.choose_products(CUDA, 1000, CHOSEN) == "float32"
+    assert arithmetic.choose_products(META, 10**6, CHOSEN) == "float32"
     for products, device in itertools.product(get_args(arithmetic.Products), (CPU, CUDA)):
         assert arithmetic.choose_products(device, 2, Arithmetic(products=products)) == products
+
+
+@pytest.mark.parametrize(
+    ("capability", "wanted"), [((7, 5), "float32"), ((8, 0), "bfloat16"), ((9, 0), "bfloat16")]
+)
+def test_products_by_gpu(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], wanted: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert arithmetic.choose_products(CUDA, 1000, CHOSEN) == wanted
+    assert arithmetic.choose_products(CUDA, 999, CHOSEN) == "float32"
 
 
 def test_an_old_torch_that_knows_no_capabilities(monkeypatch: pytest.MonkeyPatch) -> None:
