@@ -255,6 +255,7 @@ def _add_make_pairs(verbs: Any) -> None:
     add("--captions", default="txt", help="of the shards: txt (default) or json:FIELD")
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder of the benchmark")
     add("--rules", nargs="+", default=[], metavar="RULE", help="such as colour (default: all)")
+    add("--confused", type=Path, metavar="FOLDER", help="blind spots of a run on these shards")
     add("--per-rule", type=int, default=200, metavar="N", help="items of a rule at most")
     add("--seed", type=int, default=0, help="of what is drawn")
     add("--force", action="store_true", help=_FORCE)

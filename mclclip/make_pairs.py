@@ -1,8 +1,9 @@
 """Verb: captioned shards that no training reads -> minimal pairs, a compositional benchmark.
 
 An item is a picture, a caption of it and an edit of that caption by a rule of ``caption_rules``,
-which no other caption of the picture speaks for. The folder has SugarCrepe's layout, a file per
-rule, and is evaluated as the layout ``pairs``:
+which no other caption of the picture speaks for; or, where blind spots are given, a caption of a
+picture that an encoder confuses with it. The folder has SugarCrepe's layout, a file per rule, and
+is evaluated as the layout ``pairs``:
 
     OUT/data/RULE.json   {id: {filename, caption, negative_caption, key}}
     OUT/images/          the pictures, byte for byte, so that ones that are trained on are noticed
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import logging
 import re
 from collections.abc import Sequence
@@ -26,17 +28,22 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from mclclip import files
-from mclclip.caption_rules import RULES, Edit, check_rules, false_edits
+from mclclip.caption_rules import RULES, check_rules, false_edits
 from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode_image
 from mclclip.data.shard_writer import image_extension
 from mclclip.eval.captions import read_captions_of_shards
 from mclclip.randomness import mix, permute
-from mclclip.run.artifacts import Artifact, Force, Manifest
+from mclclip.run.artifacts import Artifact, Force, Manifest, read_manifest
 from mclclip.run.runlog import progress
 
 log = logging.getLogger("mclclip")
 KIND = "pairs"
+PAIRS = "pairs.jsonl"  # of the blind spots
+CONFUSED = "confused"
+"""The file of pictures that an encoder confuses, beside those of the rules."""
+
 _RULE, _CAPTION = 1, 2  # purposes of draws
+Items = dict[int, tuple[str, str]]  # row of a picture -> a caption of it, and a false one
 
 
 def run(
@@ -45,6 +52,7 @@ def run(
     *,
     captions: str = "txt",
     rules: Sequence[str] = (),
+    confused: Path | None = None,
     per_rule: int = 200,
     seed: int = 0,
     force: Force = False,
@@ -52,9 +60,10 @@ def run(
     """Writes minimal pairs of the pictures of ``shards/*.tar``; returns the manifest.
 
     ``captions``: ``txt`` or ``json:FIELD``. ``rules``: some of ``caption_rules.RULES`` (default:
-    all). ``per_rule``: items of a rule at most, each of another picture; the average of the
-    benchmark weighs all rules the same. ``seed`` decides which pictures, captions and edits. A
-    finished ``out`` of the same shards and settings is skipped.
+    all). ``confused``: what ``mclclip blindspots`` wrote for a run whose data source is these
+    shards; its pairs make items of their own. ``per_rule``: items of a rule at most, each of
+    another picture; the average of the benchmark weighs all rules the same. ``seed`` decides which
+    pictures, captions and edits. A finished ``out`` of the same shards and settings is skipped.
 
     Raises ValueError for wrong values, where no rule fits any caption, and the errors of
     ``read_captions_of_shards`` and ``Artifact.open``.
@@ -73,12 +82,18 @@ def run(
         "config": {"rules": chosen, "per_rule": per_rule, "seed": seed},
         "inputs": {"shards": files.digest_json(known | {"captions": texts})},
     }
+    spots: list[list[int]] = []
+    if confused is not None:
+        manifest, spots = _read_spots(Path(confused), known["keys"])
+        opened["inputs"]["confused"] = manifest.digest
     # Nothing is written before there is an item: captions that fit no rule leave nothing behind.
     done = Artifact.open(Path(out), **opened, force=force, write=False).manifest
     if done is not None:
         log.info("make-pairs: %s is finished, nothing to do", out)
         return done
     items = {rule: _items(rule, images, texts, per_rule, seed) for rule in chosen}
+    if confused is not None:
+        items[CONFUSED] = _confused_items(spots, texts, per_rule, seed)
     fitting = {rule: own for rule, own in items.items() if own}
     if not fitting:
         raise ValueError(
@@ -97,10 +112,10 @@ def run(
 
 def _items(
     rule: str, images: Sequence[Any], texts: Sequence[Sequence[str]], per_rule: int, seed: int
-) -> dict[int, tuple[str, Edit]]:
-    """Row of a picture -> a caption of it, and its edit; at most ``per_rule``."""
+) -> Items:
+    """A caption of a picture and its edit, for ``per_rule`` pictures at most."""
     key = mix(seed, [*RULES].index(rule))
-    found: dict[int, tuple[str, Edit]] = {}
+    found: Items = {}
     order = permute(np.arange(len(images)), len(images), mix(int(key), _RULE)).tolist()
     for row in progress(order, total=len(order), description=rule):
         if len(found) == per_rule:
@@ -118,11 +133,49 @@ def _items(
             continue
         draw = int(mix(int(key), _CAPTION, row))
         number, edits = fitting[draw % len(fitting)]
-        found[row] = (texts[row][number], edits[(draw >> 32) % len(edits)])
+        found[row] = (texts[row][number], edits[(draw >> 32) % len(edits)].text)
     return dict(sorted(found.items()))
 
 
-def _write(out: Path, items: dict[str, dict[int, tuple[str, Edit]]], images: Sequence[Any]) -> None:
+def _read_spots(folder: Path, keys: Sequence[str]) -> tuple[Manifest, list[list[int]]]:
+    """The manifest of blind spots, and the rows of the two pictures of each pair, in their order.
+
+    Raises the errors of ``read_manifest``, and ValueError where they are of other pictures.
+    """
+    manifest = read_manifest(folder, "blindspots")
+    lines = (folder / PAIRS).read_text().splitlines()
+    # A key is SOURCE/KEY in an index, and KEY in its shard.
+    names = [[key.partition("/")[2] for key in json.loads(line)["keys"]] for line in lines]
+    rows = {key: row for row, key in enumerate(keys)}
+    lost = next((name for pair in names for name in pair if name not in rows), None)
+    if manifest.counts["samples"] != len(keys) or lost is not None:
+        why = "" if lost is None else f", and no {lost!r} is among the latter"
+        raise ValueError(
+            f"--confused: {folder} is of {manifest.counts['samples']:,} pictures, --shards has "
+            f"{len(keys):,}{why}: wanted the blind spots of a run whose data source is --shards"
+        )
+    return manifest, [[rows[name] for name in pair] for pair in names]
+
+
+def _confused_items(
+    spots: Sequence[Sequence[int]], texts: Sequence[Sequence[str]], per_rule: int, seed: int
+) -> Items:
+    """A caption of a picture, and one of the picture that it is confused with, which none of its
+    own equals; the pairs of the largest differences first, both pictures of a pair or none."""
+    found: Items = {}
+    for pair in spots:
+        first, second = sorted(pair)
+        if len(found) + 2 > per_rule or first in found or second in found:
+            continue
+        one, other = (
+            texts[row][int(mix(seed, _CAPTION, row)) % len(texts[row])] for row in (first, second)
+        )
+        if other not in texts[first] and one not in texts[second]:
+            found |= {first: (one, other), second: (other, one)}
+    return dict(sorted(found.items()))
+
+
+def _write(out: Path, items: dict[str, Items], images: Sequence[Any]) -> None:
     for name in ("data", "images"):
         (out / name).mkdir(exist_ok=True)
     names: dict[int, str] = {}
@@ -135,10 +188,10 @@ def _write(out: Path, items: dict[str, dict[int, tuple[str, Edit]]], images: Seq
             str(row): {
                 "filename": names[row],
                 "caption": caption,
-                "negative_caption": edit.text,
+                "negative_caption": false,
                 "key": images[row].key,
             }
-            for row, (caption, edit) in own.items()
+            for row, (caption, false) in own.items()
         }
         for rule, own in items.items()
     }

@@ -19,6 +19,7 @@ from mclclip.eval.features import Extractor
 from mclclip.eval.items import read_items
 from mclclip.eval.protocols import compositional
 from mclclip.eval.run import load_suite
+from mclclip.run.artifacts import Artifact
 from tests.planted import planted
 
 CAPTIONS = [
@@ -157,6 +158,55 @@ def test_wrong_input_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no_caption"):
         make_pairs.run(source, out, captions="json:titles")
     assert not out.exists()
+
+
+# --- pictures that an encoder confuses ---
+
+
+def spots(folder: Path, *pairs: tuple[str, str], samples: int = len(CAPTIONS)) -> Path:
+    """Blind spots as ``mclclip blindspots`` writes them."""
+    artifact = Artifact.open(folder, kind="blindspots", config={}, inputs={})
+    lines = [json.dumps({"keys": [f"src/{key}" for key in pair]}) for pair in pairs]
+    (artifact.directory / "pairs.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    artifact.finish({"samples": samples})
+    return folder
+
+
+def test_confused_pictures_have_each_other_s_caption(tmp_path: Path) -> None:
+    """Each picture is in one item, the first of its pairs; equal captions make none."""
+    source = shards(tmp_path / "shards", [["a"], ["b", "c"], ["d"], ["e"], ["e"], ["f"]])
+    found = spots(tmp_path / "spots", ("s2", "s0"), ("s0", "s1"), ("s3", "s4"), samples=6)
+    options: dict[str, Any] = {"captions": "json:captions", "confused": found}
+    make_pairs.run(source, tmp_path / "out", **options)
+    items = written(tmp_path / "out")
+    assert [*items] == ["confused"]
+    texts = {
+        n: (item["caption"], item["negative_caption"]) for n, item in items["confused"].items()
+    }
+    assert texts == {"0": ("a", "d"), "2": ("d", "a")}
+    many = spots(tmp_path / "many", ("s0", "s1"), ("s2", "s3"), samples=6)
+    options["confused"] = many
+    make_pairs.run(source, tmp_path / "few", **options, per_rule=3)
+    assert [*written(tmp_path / "few")["confused"]] == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("samples", "pair", "message"),
+    [
+        (3, ("s0", "s1"), r"is of 3 pictures, --shards has 4: wanted the blind spots of a run"),
+        (4, ("s0", "s9"), r"--shards has 4, and no 's9' is among the latter"),
+    ],
+)
+def test_blind_spots_of_other_pictures_are_refused(
+    tmp_path: Path, samples: int, pair: tuple[str, str], message: str
+) -> None:
+    source = shards(tmp_path / "shards", CAPTIONS)
+    other = spots(tmp_path / "spots", pair, samples=samples)
+    with pytest.raises(ValueError, match=message):
+        make_pairs.run(source, tmp_path / "out", captions="json:captions", confused=other)
+    with pytest.raises(FileNotFoundError, match="run 'mclclip blindspots' first"):
+        make_pairs.run(source, tmp_path / "out", captions="json:captions", confused=tmp_path)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_picture_that_cannot_be_decoded_is_no_item(tmp_path: Path) -> None:
