@@ -32,6 +32,9 @@ LayoutName = Literal[
 MAX_LINES_BYTES = 1 << 26
 """Bytes that a file with an item per line may have."""
 
+CONFUSED = "confused"
+"""The part of ``pairs`` whose false captions are those of pictures that an encoder confuses."""
+
 STRUCK = "struck.txt"
 """File beside made pairs that names the items which a person has struck out."""
 
@@ -337,7 +340,7 @@ LAYOUTS: Mapping[str, Layout] = {
         },
     ),
     "pairs": Layout(
-        {rule: f"{rule}.json" for rule in RULES},
+        {part: f"{part}.json" for part in (*RULES, CONFUSED)},
         {},
         _sugarcrepe,
         "minimal pairs, which 'mclclip make-pairs' writes: data/*.json, images/ (of its shards, "

@@ -32,6 +32,7 @@ from mclclip.caption_rules import RULES, check_rules, false_edits
 from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode_image
 from mclclip.data.shard_writer import image_extension
 from mclclip.eval.captions import read_captions_of_shards
+from mclclip.eval.items import CONFUSED
 from mclclip.randomness import mix, permute
 from mclclip.run.artifacts import Artifact, Force, Manifest, read_manifest
 from mclclip.run.runlog import progress
@@ -39,9 +40,6 @@ from mclclip.run.runlog import progress
 log = logging.getLogger("mclclip")
 KIND = "pairs"
 PAIRS = "pairs.jsonl"  # of the blind spots
-CONFUSED = "confused"
-"""The file of pictures that an encoder confuses, beside those of the rules."""
-
 _RULE, _CAPTION = 1, 2  # purposes of draws
 Items = dict[int, tuple[str, str]]  # row of a picture -> a caption of it, and a false one
 

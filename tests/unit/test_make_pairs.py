@@ -184,6 +184,7 @@ def test_confused_pictures_have_each_other_s_caption(tmp_path: Path) -> None:
         n: (item["caption"], item["negative_caption"]) for n, item in items["confused"].items()
     }
     assert texts == {"0": ("a", "d"), "2": ("d", "a")}
+    assert {item.part for item in read_items(tmp_path / "out", "pairs").items} == {"confused"}
     many = spots(tmp_path / "many", ("s0", "s1"), ("s2", "s3"), samples=6)
     options["confused"] = many
     make_pairs.run(source, tmp_path / "few", **options, per_rule=3)
