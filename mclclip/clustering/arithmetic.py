@@ -19,7 +19,7 @@ Products = Literal["float32", "bfloat16"]
 """Type of the numbers in the matrix product of all rows and all centroids."""
 
 Rounding = Literal["none", "inputs", "output", "partial_sums"]
-"""What that product rounds, besides its sums in float32.
+"""Rounding of that product, besides that of its sums in float32.
 
 For float32 products: ``none``, or ``inputs``, where the numbers to multiply may be rounded to as
 few as 8 significant bits (TF32 keeps 11). For bfloat16 products: ``output``, where each sum is

@@ -1,4 +1,4 @@
-"""Which rank holds which centroids, how all rows are compared with all centroids, and assigned.
+"""The centroids that each rank holds; how all rows are compared with all of them, and assigned.
 
 ``WholeCentroids``: every rank holds all centroids and compares them with its own rows, and sums
 [K, D] are added up over the ranks. ``ShardedCentroids``: each rank holds a contiguous range of the

@@ -31,7 +31,7 @@ class ClusterConfig:
     """First centroids: greedy k-means++ (``plus_plus``), whose cost grows with the square of K;
     ``random`` rows; or ``auto``: k-means++ up to 1,000 clusters, else random."""
     feature: Literal["image", "mean"] = "image"
-    """What is clustered: image embeddings, or the mean of a sample's image and text embedding."""
+    """Clustered rows: image embeddings, or the mean of a sample's image and text embedding."""
     labels_per_sample: PositiveInt = 1
     """L: number of nearest centroids stored for every sample, with their similarities."""
     restarts: PositiveInt = 3

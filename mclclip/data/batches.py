@@ -275,13 +275,13 @@ class TrainingBatches(Dataset[Batch]):
     def caption_numbers(
         self, sample_ids: Ids, epoch: int, occurrence: Integers | None = None
     ) -> Integers:
-        """Which caption of each sample an epoch draws: int64 [n], keyed by (seed, stage, epoch,
-        sample_id), and by the occurrence of the sample where samples have weights."""
+        """Numbers of the captions that an epoch draws of the samples: int64 [n], keyed by (seed,
+        stage, epoch, sample_id), and by the occurrence of the sample where samples have weights."""
         keys = self._keys(_CAPTION, epoch, sample_ids, occurrence)
         return self.dataset.index.drawn_captions(np.asarray(sample_ids, dtype=np.int64), keys)
 
     def sentence_draws(self, sample_ids: Ids, epoch: int, occurrence: Integers | None) -> Drawers:
-        """What draws sentences of each sample's caption, keyed as ``caption_numbers``."""
+        """Draws of sentences of each sample's caption, keyed as ``caption_numbers``."""
         return drawers(self._keys(_SENTENCES, epoch, sample_ids, occurrence), self._sentences)
 
     def _keys(
@@ -448,7 +448,7 @@ class Loader(Generic[T]):
         return place
 
     def _what_is_read(self, source: object, number: int) -> str:
-        """Which process was to read item ``number``, and where it is."""
+        """Names the process that was to read item ``number``, and its place."""
         worker = number % max(self.num_workers, 1)
         what = self.describe(self.items[number], int(self._place(number)[0]))
         if not self.num_workers:

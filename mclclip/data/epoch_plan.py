@@ -1,4 +1,4 @@
-"""Which samples form the batch of which step: a pure function of the step (MCL, Algorithm 1).
+"""The samples of the batch of each step: a pure function of the step (MCL, Algorithm 1).
 
 `EpochPlan` turns (grouped index, global batch, policy, order, seed, stage, epoch) and a step into
 sample ids and their labels. It holds no sampler state, sees neither rank nor world size (a rank

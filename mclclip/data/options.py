@@ -14,7 +14,7 @@ from mclclip.data.remote import RemoteOptions, check_protocol, protocol_of
 from mclclip.options import STRICT, Share
 
 Policy = Literal["drop", "backoff", "mask", "wrap", "carry"]
-"""What happens to samples that fill no batch of their own group (see ``data.epoch_plan``)."""
+"""Use of the samples that fill no batch of their own group (see ``data.epoch_plan``)."""
 Order = Literal["round_robin", "proportional"]
 """In which order the batches of groups come (see ``data.epoch_plan``)."""
 LabelMode = Literal["prefix", "last"]
@@ -71,19 +71,19 @@ class DataConfig:
     max_open_files: PositiveInt = 64
     """Shards that one process keeps open at once."""
     verify: Literal["captions", "full"] = "captions"
-    """What of a shard is compared with the index. ``captions``: its size, and the caption of every
-    sample that is read; a shard with another time of change is scanned again first. ``full``: every
-    image that is read too; indexing then reads all images once, for their checksums."""
+    """Parts of a shard that are compared with the index. ``captions``: its size, and the caption of
+    every sample that is read; a shard with another time of change is scanned again first. ``full``:
+    every image that is read too; indexing then reads all images once, for their checksums."""
     remote: RemoteOptions = field(default_factory=RemoteOptions)
     """How shards behind urls are read."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)
 class PlanConfig:
-    """Which samples form a batch, and how often each is drawn."""
+    """The plan of an epoch: how samples form batches, and how often each is drawn."""
 
     policy: Policy = "backoff"
-    """What happens to samples that do not fill a batch of their group (see ``data.epoch_plan``)."""
+    """Use of the samples that do not fill a batch of their group (see ``data.epoch_plan``)."""
     order: Order = "proportional"
     """``round_robin``: Algorithm 1 of MCL; ``proportional``: a seeded shuffle of all batches."""
     weights: str | None = None

@@ -259,7 +259,11 @@ class TarDataset(Dataset["Sample | BadSample"]):
                 if begin is not None:
                     begin()
                 try:
-                    views.append(self._view(raw, image))
+                    if self.trunk is not None:
+                        views.append(self.trunk.decoded(raw.image))
+                    else:
+                        assert self.transform is not None, "the image was decoded for it"
+                        views.append(self.transform(image))
                 except ValueError as error:
                     return self._unfit(raw.sample_id, error)
                 if len(views) > 1:
@@ -295,13 +299,6 @@ class TarDataset(Dataset["Sample | BadSample"]):
                 return decode(stored, most, arrays, pixels)
             except DecodeError:
                 raise error from None
-
-    def _view(self, raw: RawSample, image: Any) -> Tensor:
-        """A view [C, H, W] of the image, or the row that stands for it."""
-        if self.trunk is not None:
-            return self.trunk.decoded(raw.image)
-        assert self.transform is not None, "the image was decoded for it"
-        return self.transform(image)
 
     def _unfit(self, sample_id: int, error: ValueError) -> BadSample:
         detail = f"sample {self.index.keys([sample_id])[0]}: {error}"

@@ -285,7 +285,7 @@ def _check_columns(metadata: Any, names: Sequence[str], wanted: Sequence[str], w
 
 @dataclass(frozen=True)
 class ShardFilter:
-    """Which samples of a shard are taken.
+    """Conditions on which samples of a shard are taken.
 
     subset    a file of uids; None: all
     digest    of its uids

@@ -129,7 +129,7 @@ class ShardReader:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def read_in_store(self, shard: int, offset: int, size: int) -> bytes | None:
-        """What ``read`` gives of a shard behind a url, from its store alone; None for a file."""
+        """The bytes of a shard behind a url, read from its store alone; None for a file."""
         if shard not in self._urls:
             return None
         return self._remote.read_ranges(self._of_urls([(shard, offset, size)]))[0]

@@ -84,11 +84,17 @@ def write_shards(
     directory.mkdir(parents=True, exist_ok=True)
     remove_leftovers(directory)
     paths: list[Path] = []
+    seen: dict[str, int] = {}  # the number of the sample with each key
     counts: Counter[str] = Counter()
     writers: dict[str, TarWriter] = {}
     shards: dict[str, ExitStack] = {}  # closed: the shard is whole; left by an error: it is removed
     with ExitStack() as every:
-        for sample in _with_unique_keys(samples):
+        for own, sample in enumerate(samples):
+            if (earlier := seen.setdefault(sample.key, own)) != own:
+                raise ValueError(
+                    f"samples {earlier} and {own} (counted from 0) have the same key "
+                    f"{sample.key!r}: keys must be unique"
+                )
             folder = sample.folder
             number, place = divmod(counts[folder], samples_per_shard)
             if place == 0:
@@ -124,18 +130,6 @@ def check_foreign(out: Path, verb: str, *folders: str) -> None:
             f"{found.parent} holds shards that 'mclclip {verb}' did not write, such as "
             f"{found.name}: use another folder"
         )
-
-
-def _with_unique_keys(samples: Iterable[PackedSample]) -> Iterator[PackedSample]:
-    seen: dict[str, int] = {}
-    for number, sample in enumerate(samples):
-        earlier = seen.setdefault(sample.key, number)
-        if earlier != number:
-            raise ValueError(
-                f"samples {earlier} and {number} (counted from 0) have the same key "
-                f"{sample.key!r}: keys must be unique"
-            )
-        yield sample
 
 
 @contextmanager

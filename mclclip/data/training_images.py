@@ -1,4 +1,4 @@
-"""Which images a run is trained on, of images that something is measured or chosen on.
+"""The images that a run is trained on, among those that something is measured or chosen on.
 
 An image is known where its bytes are those of a sample that a training of the run draws. The index
 has the size of every image, so that only training images of an equal size are read, from the rarest
@@ -46,7 +46,7 @@ class Readable(Protocol):
 
 
 class Trained(HasRunDir, Protocol):
-    """What is read of a configuration."""
+    """The parts of a configuration that are read here."""
 
     @property
     def data(self) -> DataConfig:

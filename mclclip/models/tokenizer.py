@@ -34,7 +34,7 @@ PROBES = (
     + " ".join(map(chr, range(33, 127)))
     + " the quick brown fox jumps over the lazy dog" * 200,
 )
-"""What is tokenised for proof: nothing, and more than fits into any context."""
+"""Texts that are tokenised for proof: an empty one, and one that is longer than any context."""
 
 _MEMORY_BYTES = 4 << 30
 _CPU_S, _WALL_S = 60, 180

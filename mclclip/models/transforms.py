@@ -253,7 +253,7 @@ class FastTransform:
 
 
 def choose_rows_first(pillow: str) -> RowsFirst:
-    """Which crops a version of Pillow resizes in their height before their width.
+    """The rule by which a version of Pillow resizes crops in their height before their width.
 
     Between its two passes it cuts pixels to 0 .. 255, so that the order shows where colours are
     extreme, by up to 28 of 255. Version 13 begins with the height where that shrinks much more.

@@ -190,7 +190,7 @@ class ContrastOptions(ObjectiveOptions):
     between: ClassVar[Between]
     """``captions``: images against captions; ``views``: two views of every image."""
     equal_captions: ClassVar[EqualCaptions] = "negatives"
-    """What rows with equal captions or pictures are to each other; a field of losses that read
+    """Role of rows with equal captions or pictures for each other; a field of losses that read
     captions."""
     controls: ClassVar[tuple[str, ...]] = ("ungrouped", "random_groups")
 
@@ -331,7 +331,7 @@ class Contrast(Objective):
         return {
             "loss": torch.stack(means).mean(),
             **counted,
-            **self.count(directions[0][2]),
+            **(count_equal(directions[0][2]) if self.equal_captions != "negatives" else {}),
             "logit_scale": scale,
             "temperature": 1.0 / scale.detach(),
         }
@@ -343,10 +343,6 @@ class Contrast(Objective):
         directions = self._directions(alike, given, scale)
         means = [self.rows(*direction, scale)[0].mean() for direction in directions]
         return torch.stack(means).mean()
-
-    def count(self, pairs: Pairs) -> dict[str, Tensor]:
-        """How many pairs of the global batch are equal, where digests are read; a collective."""
-        return count_equal(pairs) if self.equal_captions != "negatives" else {}
 
     def _directions(
         self, own: Sequence[Tensor], given: Mapping[str, Any], scale: Tensor

@@ -274,7 +274,7 @@ class FeatureDropout(Objective):
         return parts
 
     def chance(self, given: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor | None:
-        """That of the loss of the features."""
+        """The chance of the loss of the features."""
         return self.loss.chance(given, parts)
 
 

@@ -90,7 +90,7 @@ def closest_classes(vectors: Tensor, classes: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ClassPairs:
-    """Which candidates are positives and negatives of a row of class ``labels``.
+    """Positives and negatives, among the candidates, of rows of the classes ``labels``.
 
     A candidate counts where its group is the row's. It is a positive where its class is the row's
     ``partners`` and its sample another one, a negative where its class is neither the row's nor the

@@ -63,7 +63,7 @@ class Options(ContrastOptions):
     kind: Literal["info_nce"] = "info_nce"
     """Which objective."""
     equal_captions: EqualCaptions = "negatives"  # type: ignore[misc]
-    """What rows with an equal caption (after open_clip's cleaning) or the same picture are to each
+    """Role of rows with an equal caption (after open_clip's cleaning) or the same picture for each
     other: ``negatives`` as in open_clip; ``masked``: left out of each other's negatives; or
     ``positives``: the loss is the mean over all positives of a row, which changes nothing where
     the features of equal captions are equal."""

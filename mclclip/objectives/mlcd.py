@@ -257,7 +257,7 @@ class ClassCenterLoss(Objective):
         """
         if self.kind == "single_label":
             classes = classes[:, :1]
-        sums: tuple[Tensor, Tensor, Tensor, dict[str, Tensor]] = class_sums(
+        log_p, log_n, has_label, figures = class_sums(
             wide(image_features),
             classes,
             self.centers,
@@ -265,7 +265,6 @@ class ClassCenterLoss(Objective):
             margin=self.margin,
             tile=self.tile,
         )
-        log_p, log_n, has_label, figures = sums
         num_rows = has_label.to(log_p.dtype).sum().clamp_min(1.0)
 
         def mean(terms: Tensor) -> Tensor:

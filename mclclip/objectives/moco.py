@@ -109,8 +109,12 @@ class Options(ObjectiveOptions):
         """Raises ValueError for a queue that is smaller than a batch, and for ZeRO-3."""
         super().check(facts)
         check_engine(facts)
-        if self.version == "v2" and facts.global_batch is not None:
-            _check_queue(self.num_queued, facts.global_batch)
+        batch = facts.global_batch or 0
+        if self.version == "v2" and self.num_queued < batch:
+            raise ValueError(
+                f"objective.queue_size={self.num_queued:,} is less than global_batch={batch:,}, "
+                f"whose keys it has to hold: raise it to {batch:,} or more"
+            )
 
     def build(self, setting: Setting) -> Objective:
         """The loss with a momentum copy of the model."""
@@ -118,10 +122,9 @@ class Options(ObjectiveOptions):
         v2 = self.version == "v2"
         base = (0.999 if v2 else 0.99) if self.momentum is None else self.momentum
         schedule = self.momentum_schedule or ("constant" if v2 else "cosine")
-        temperature = self.temperature or (0.2 if v2 else 1.0)
         loss: dict[str, Any] = {
             "copy": MomentumCopy(model, base, schedule),
-            "temperature": temperature,
+            "temperature": self.temperature or (0.2 if v2 else 1.0),
             "epsilon": self.epsilon,
             "term": self.term,
         }
@@ -162,14 +165,6 @@ def predictor_of(dim: int, widths: Sequence[int], seed: int) -> nn.Sequential:
         for before, after in itertools.pairwise([dim, *widths]):
             layers += [nn.Linear(before, after, bias=False), nn.BatchNorm1d(after), nn.ReLU()]
     return nn.Sequential(*layers[:-2], nn.BatchNorm1d(dim, affine=False))
-
-
-def _check_queue(size: int, global_batch: int) -> None:
-    if size < global_batch:
-        raise ValueError(
-            f"objective.queue_size={size:,} is less than global_batch={global_batch:,}, whose keys "
-            f"it has to hold: raise it to {global_batch:,} or more"
-        )
 
 
 def check_engine(facts: Facts) -> None:
@@ -332,11 +327,9 @@ class QueuedKeys(_WithCopy):
         Returns:
             `loss`: mean over this rank's rows of the cross-entropy of the own key among it and the
             negatives in the queue. `rows_without_negatives`: of the global batch, with loss 0 and
-            gradient 0; before the queue has keys these are all. Raises ValueError where the queue
-            is smaller than the global batch.
+            gradient 0; before the queue has keys these are all.
         """
         keys, groups = keys.detach(), labels[:, 0]
-        _check_queue(len(self.queue), len(keys) * collectives.world_size())
         self._new = keys, groups, sample_id, prefix_length
         known = self.queue_prefix_lengths == prefix_length
         queued = torch.where(known, self.queue_groups, _NO_GROUP)

@@ -88,8 +88,8 @@ class Options(ObjectiveOptions):
     num_closest: NonNegativeInt = 5
     """N of ``n_closest``; 0: the sample's own class alone."""
     closest_by: Literal["class_means", "label_embeddings"] = "class_means"
-    """What ``n_closest`` takes the cosine of: the classes' means, or the label filter's embeddings
-    as they are at the step."""
+    """Vectors of which ``n_closest`` takes the cosine: the classes' means, or the label filter's
+    embeddings as they are at the step."""
     class_means: str | None = None
     """An .npy file [num_classes, E] with the classes' means (null: the clusters' centroids)."""
     gates: Gates = "labels"
@@ -171,23 +171,22 @@ class Options(ObjectiveOptions):
         """The loss with a new label filter, alike on all ranks."""
         assert setting.classes is not None
         num_classes, dim = setting.classes.num_classes, setting.model.feature_dim
-        wide = setting.dtype
-        label_filter = self._filter(num_classes, dim, wide, setting.seed)
+        dtype = setting.dtype
+        label_filter = self._filter(num_classes, dim, dtype, setting.seed)
         options: dict[str, Any] = {
             "seed": setting.seed,
             "pairs": self.pairs,
             "num_closest": self.num_closest,
             "class_means": self._means(setting),
             "score": self.score,
-            "temperature": Temperature(self.temperature, wide),
-            "norm": nn.LayerNorm(dim, dtype=wide) if self.norm == "layer" else None,
+            "temperature": Temperature(self.temperature, dtype),
+            "norm": nn.LayerNorm(dim, dtype=dtype) if self.norm == "layer" else None,
             "penalty": self.penalty,
             "penalty_weight": self.penalty_weight,
         }
         if self.momentum is None:
             return SimLAP(label_filter, **options)
-        model: Any = setting.model
-        copy = MomentumCopy(model, self.momentum, "cosine")
+        copy = MomentumCopy(setting.model, self.momentum, "cosine")
         return MomentumSimLAP(copy, label_filter, **options)
 
     def _filter(

@@ -32,7 +32,7 @@ class Term:
     """One objective of a sum."""
 
     objective: AnyObjective
-    """What is added, by its ``kind``."""
+    """The objective that is added, by its ``kind``."""
     weight: PositiveFloat = 1.0
     """Factor of its loss."""
 
@@ -193,7 +193,7 @@ class WeightedSum(Objective):
         return features
 
     def added_features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """What any of the terms adds."""
+        """The features that any of the terms adds."""
         added: dict[str, Tensor] = {}
         for term in self.terms:
             added |= term.added_features(model, batch)

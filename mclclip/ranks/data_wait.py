@@ -32,8 +32,8 @@ from mclclip.ranks.signals import Preempted
 T = TypeVar("T")
 Request = Callable[[], Preempted | None]
 Place = npt.NDArray[np.int64]
-"""What a process is reading, int64 [3]: the file (-1: none), the sample that it decodes (-1: none),
-and since when, in nanoseconds of ``time.monotonic_ns``."""
+"""The place at which a process reads, int64 [3]: the file (-1: none), the sample that it decodes
+(-1: none), and since when, in nanoseconds of ``time.monotonic_ns``."""
 log = logging.getLogger("mclclip")
 
 PATIENCE_S = 5.0  # data may just be slow: a request that is obeyed between steps loses nothing

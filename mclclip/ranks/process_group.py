@@ -88,7 +88,7 @@ def pick_device(name: str, local_rank: int = 0, *, deterministic: bool = False) 
 
 
 def choose_memory(device: torch.device) -> Memory:
-    """Which main memory copies to this device begin in; ``pinned`` is page-locked."""
+    """The kind of main memory that copies to this device begin in; ``pinned`` is page-locked."""
     return "pinned" if device.type == "cuda" else "pageable"
 
 

@@ -1,4 +1,4 @@
-"""Which rank holds which rows of a table (cut as DTensor cuts), or which items (dealt by cost).
+"""Shares of the ranks: rows of a table (cut as DTensor cuts), or items (dealt by cost).
 
 A table cut like this is saved as one tensor, which any other number of ranks can load.
 """

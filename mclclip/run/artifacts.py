@@ -203,7 +203,7 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
 
 
 Force = bool | Literal["unfit"]
-"""What a verb does with an artifact that is there: False goes on with it or skips it, and refuses
+"""How a verb treats an artifact that is there: False goes on with it or skips it, and refuses
 one of other settings; ``unfit`` makes one of other settings again, and a finished one that is
 damaged; True makes every finished one again. One that was begun with these settings is resumed."""
 

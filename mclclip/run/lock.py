@@ -252,13 +252,11 @@ def _write_over(path: Path, line: bytes) -> None:
     """Replaces the file, or its content where there is no room for a second file."""
     try:
         write_bytes(path, line)
-    except OSError:
+    except OSError as error:
         try:
             file = os.open(path, os.O_WRONLY)
         except OSError:
-            file = None
-        if file is None:
-            raise
+            raise error from None
         try:
             with naming(path):
                 os.pwrite(file, line, 0)

@@ -1,4 +1,4 @@
-"""What is measured of training steps: speed, peak memory, traces, and NaN and infinity.
+"""Measures of training steps: speed, peak memory, traces, and NaN and infinity.
 
 A diverging training raises no error by itself: NaN spreads, and the run would go on to its end
 with useless weights. Bad steps are counted on the device, so that no step waits for it; the counts

@@ -184,11 +184,10 @@ class JsonLines:
                     step = json.loads(line)["step"] if line.endswith(b"\n") else None
                 except (ValueError, TypeError, LookupError, RecursionError):
                     step = None
-                if not isinstance(step, int):
-                    step = None
-                if step is None:  # the row being written when the run was killed
+                if not isinstance(step, int):  # the row being written when the run was killed
                     log.info("%s: dropped a half-written row", self.path)
-                if step is None or step > resume_step:
+                    break
+                if step > resume_step:
                     break
                 length += len(line)
         return length

@@ -110,12 +110,6 @@ def test_defaults_are_those_of_the_papers() -> None:
     assert (v2.copy.schedule, v3.copy.schedule) == ("constant", "cosine")
 
 
-def test_a_queue_smaller_than_the_batches_that_come_is_refused() -> None:
-    model, objective = built({"queue_size": BATCH - 1})
-    with pytest.raises(ValueError, match="queue_size=3 is less than global_batch=4"):
-        step_of(model, objective, batch_of(0), 0)
-
-
 def test_zero_3_is_refused() -> None:
     tree: dict[str, Any] = {"run_dir": "x", "train": {"objective": {"kind": "moco"}}}
     for stage in (1, 2):
