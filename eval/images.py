@@ -90,7 +90,7 @@ def read_rows(path: Path, columns: Sequence[str], what: str) -> list[tuple[str, 
             f"name them, such as '{delimiter.join(columns)}'"
         )
     rows = table.rows(Findings())
-    return [(str(path.with_name(line)), [str(row[name]) for name in columns]) for line, row in rows]
+    return [(str(path.parent / line), [str(row[name]) for name in columns]) for line, row in rows]
 
 
 def read_lines(

@@ -195,6 +195,11 @@ def _sugarcrepe(record: _Record) -> Item:
     return record.item([image], texts)
 
 
+def _made_pair(record: _Record) -> Item:
+    """As SugarCrepe's; items of two pictures that are confused with each other name one unit."""
+    return replace(_sugarcrepe(record), unit=str(record.value.get("unit", "")))
+
+
 def _sugarcrepe_pp(record: _Record) -> Item:
     number, image, *texts = record.take("id", "filename", "caption", "caption2", "negative_caption")
     return record.item([image], texts, id=record.whole("id", number), right=2)
@@ -342,7 +347,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "pairs": Layout(
         {part: f"{part}.json" for part in (*RULES, CONFUSED)},
         {},
-        _sugarcrepe,
+        _made_pair,
         "minimal pairs, which 'mclclip make-pairs' writes: data/*.json, images/ (of its shards, "
         "under their terms)",
         captions="data",

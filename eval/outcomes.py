@@ -78,8 +78,8 @@ NATS = Unit("nats", "nats", smaller_is_better=True)
 # --- outcomes ----------------------------------------------------------------------------------
 
 Statistic = Literal["mean", "mean_loss", "roc_auc", "roc_auc_half_ties", "precision_11_point"]
-"""The number of the items of a stratum; all but the means rank values by ``truth``. Of a mean
-of losses the smaller one is better. A tied pair is wrong for ``roc_auc``, and half right for
+"""The statistic of a stratum; all but the means rank the values of items by ``truth``. Of a mean of
+losses the smaller one is better. A tied pair is wrong for ``roc_auc``, and half right for
 ``roc_auc_half_ties``, as in scikit-learn."""
 _MEANS = ("mean", "mean_loss")
 

@@ -33,7 +33,7 @@ from mclclip.opened_run import Run
 from mclclip.options import first_problem
 from mclclip.ranks.collectives import on_main, together
 from mclclip.ranks.process_group import SINGLE, Context, pick_device
-from mclclip.run.artifacts import Layout, run_above
+from mclclip.run.artifacts import Layout, is_finished, run_above
 
 log = logging.getLogger("mclclip")
 
@@ -298,6 +298,8 @@ def _trained_on(models: Sequence[str | Path], config: Config | None = None) -> l
     paths = [Path(str(model).removeprefix("local-dir:")) for model in models]
     runs = dict.fromkeys(run for path in paths if path.exists() and (run := run_above(path)))
     for run_dir in runs:
+        if not is_finished(Layout(run_dir).index):  # an export that was copied with its folders
+            continue
         if config is not None and run_dir == Path(config.run_dir).resolve():
             continue
         try:

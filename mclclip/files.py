@@ -150,8 +150,10 @@ def needed(module: str, what: str, install: str) -> Any:
     how to ``install`` it, where it is not there."""
     try:
         return import_module(module)
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
         package = module.partition(".")[0]
+        if (error.name or "").partition(".")[0] != package:
+            raise  # the package is there, and something that it needs is not
         raise ValueError(
             f"{what} needs the package {package}, which is not installed: {install}"
         ) from None
@@ -163,10 +165,10 @@ def existing(path: Path) -> Path:
     return next(above for above in (path, *path.parents) if above.exists())
 
 
-def check_room(folder: Path, needed: int, done: Iterable[Path], what: str, advice: str) -> None:
-    """Raises ValueError where the disk of ``folder`` has no room for ``needed`` bytes, of which the
+def check_room(folder: Path, num_bytes: int, done: Iterable[Path], what: str, advice: str) -> None:
+    """Raises ValueError where the disk of ``folder`` has no room for so many bytes, of which the
     files ``done`` are there."""
-    gib = (needed - sum(path.stat().st_size for path in done)) / 2**30
+    gib = (num_bytes - sum(path.stat().st_size for path in done)) / 2**30
     free = shutil.disk_usage(existing(folder)).free / 2**30
     if gib > free:
         raise ValueError(

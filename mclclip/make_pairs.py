@@ -6,6 +6,7 @@ picture that an encoder confuses with it. The folder has SugarCrepe's layout, a 
 is evaluated as the layout ``pairs``:
 
     OUT/data/RULE.json   {id: {filename, caption, negative_caption, key}}
+    OUT/data/confused.json   the same, and the unit that the two pictures of a pair share
     OUT/images/          the pictures, byte for byte, so that ones that are trained on are noticed
     OUT/gallery.html     all items; a person marks the bad ones there, and saves them as
     OUT/struck.txt       their names, one per line: evaluation leaves these out
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import logging
 import re
 from collections.abc import Sequence
@@ -28,20 +28,22 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from mclclip import files
-from mclclip.caption_rules import RULES, check_rules, false_edits
+from mclclip.caption_rules import RULES, check_rules, false_edits, spoken
 from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode_image
+from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_writer import image_extension
 from mclclip.eval.captions import read_captions_of_shards
 from mclclip.eval.items import CONFUSED
 from mclclip.randomness import mix, permute
-from mclclip.run.artifacts import Artifact, Force, Manifest, read_manifest
+from mclclip.run.artifacts import Artifact, Force, Layout, Manifest, run_above
 from mclclip.run.runlog import progress
 
 log = logging.getLogger("mclclip")
 KIND = "pairs"
 PAIRS = "pairs.jsonl"  # of the blind spots
 _RULE, _CAPTION = 1, 2  # purposes of draws
-Items = dict[int, tuple[str, str]]  # row of a picture -> a caption of it, and a false one
+# Row of a picture -> a caption of it, a false one, and the row that names its unit.
+Items = dict[int, tuple[str, str, int]]
 
 
 def run(
@@ -63,35 +65,33 @@ def run(
     another picture; the average of the benchmark weighs all rules the same. ``seed`` decides which
     pictures, captions and edits. A finished ``out`` of the same shards and settings is skipped.
 
-    Raises ValueError for wrong values, where no rule fits any caption, and the errors of
-    ``read_captions_of_shards`` and ``Artifact.open``.
+    Raises ValueError for wrong values and where there is no item, and the errors of what it reads.
     """
     chosen = check_rules(rules or [*RULES])
-    if per_rule < 1 or seed < 0:
-        name, value, least = ("per_rule", per_rule, 1) if per_rule < 1 else ("seed", seed, 0)
-        raise ValueError(f"--{name.replace('_', '-')} is {value}: wanted {least} or more")
+    for flag, value, least in (("--per-rule", per_rule, 1), ("--seed", seed, 0)):
+        if value < least:
+            raise ValueError(f"{flag} is {value}: wanted {least} or more")
     read = read_captions_of_shards(Path(shards), captions)
     images, texts = read.images, [list[str]() for _ in read.images]
     for row, text in zip(read.caption_image, read.captions, strict=True):
         texts[row].append(text)
-    known = {"sizes": [image.size for image in images], "keys": [image.key for image in images]}
+    sizes = [image.size for image in images]
+    known = {"sizes": sizes, "keys": [image.key for image in images], "captions": texts}
     opened: dict[str, Any] = {
         "kind": KIND,
         "config": {"rules": chosen, "per_rule": per_rule, "seed": seed},
-        "inputs": {"shards": files.digest_json(known | {"captions": texts})},
+        "inputs": {"shards": files.digest_json(known)},
     }
-    spots: list[list[int]] = []
     if confused is not None:
-        manifest, spots = _read_spots(Path(confused), known["keys"])
-        opened["inputs"]["confused"] = manifest.digest
+        blind, spots = _read_spots(Path(confused), sizes)
+        opened["inputs"]["confused"] = blind.digest
     # Nothing is written before there is an item: captions that fit no rule leave nothing behind.
-    done = Artifact.open(Path(out), **opened, force=force, write=False).manifest
-    if done is not None:
+    if (done := Artifact.open(Path(out), **opened, force=force, write=False).manifest) is not None:
         log.info("make-pairs: %s is finished, nothing to do", out)
         return done
     items = {rule: _items(rule, images, texts, per_rule, seed) for rule in chosen}
     if confused is not None:
-        items[CONFUSED] = _confused_items(spots, texts, per_rule, seed)
+        items[CONFUSED] = _confused_items(spots, images, texts, per_rule, seed)
     fitting = {rule: own for rule, own in items.items() if own}
     if not fitting:
         raise ValueError(
@@ -103,9 +103,8 @@ def run(
         log.info("make-pairs: %s: %d items%s", rule, len(own), note)
     artifact = Artifact.open(Path(out), **opened, force=force)
     _write(artifact.directory, fitting, images)
-    counts = {"images": len(images), "items": {rule: len(own) for rule, own in items.items()}}
     log.info("make-pairs: look through %s, and mark what is wrong", Path(out) / "gallery.html")
-    return artifact.finish(counts)
+    return artifact.finish({"images": len(images), "items": {r: len(i) for r, i in items.items()}})
 
 
 def _items(
@@ -125,51 +124,70 @@ def _items(
         ]
         if not fitting:
             continue
-        try:  # arrays are no pictures
-            decode_image(images[row].read_bytes(), MAX_IMAGE_PIXELS)
-        except DecodeError:
+        if not _is_picture(images[row]):
             continue
         draw = int(mix(int(key), _CAPTION, row))
         number, edits = fitting[draw % len(fitting)]
-        found[row] = (texts[row][number], edits[(draw >> 32) % len(edits)].text)
+        found[row] = (texts[row][number], edits[(draw >> 32) % len(edits)].text, row)
     return dict(sorted(found.items()))
 
 
-def _read_spots(folder: Path, keys: Sequence[str]) -> tuple[Manifest, list[list[int]]]:
+def _is_picture(image: Any) -> bool:
+    """Whether the image can be decoded; arrays are no pictures."""
+    try:
+        decode_image(image.read_bytes(), MAX_IMAGE_PIXELS)
+    except DecodeError:
+        return False
+    return True
+
+
+def _read_spots(folder: Path, sizes: Sequence[int]) -> tuple[Manifest, list[list[int]]]:
     """The manifest of blind spots, and the rows of the two pictures of each pair, in their order.
 
-    Raises the errors of ``read_manifest``, and ValueError where they are of other pictures.
+    Raises the errors of ``SampleIndex.manifest_of``, RuntimeError where they are damaged, and
+    ValueError where they are of other pictures than those with ``sizes`` in bytes.
     """
-    manifest = read_manifest(folder, "blindspots")
-    lines = (folder / PAIRS).read_text().splitlines()
-    # A key is SOURCE/KEY in an index, and KEY in its shard.
-    names = [[key.partition("/")[2] for key in json.loads(line)["keys"]] for line in lines]
-    rows = {key: row for row, key in enumerate(keys)}
-    lost = next((name for pair in names for name in pair if name not in rows), None)
-    if manifest.counts["samples"] != len(keys) or lost is not None:
-        why = "" if lost is None else f", and no {lost!r} is among the latter"
+    run_dir = run_above(folder / PAIRS)
+    if run_dir is None:
+        raise ValueError(f"--confused: {folder} is no folder that 'mclclip blindspots' has written")
+    index = SampleIndex.open(Layout(run_dir).index)
+    manifest = index.manifest_of(folder, "blindspots")
+    if index.image_size.tolist() != [*sizes]:
         raise ValueError(
-            f"--confused: {folder} is of {manifest.counts['samples']:,} pictures, --shards has "
-            f"{len(keys):,}{why}: wanted the blind spots of a run whose data source is --shards"
+            f"--confused: {folder} is of the {len(index):,} pictures of {run_dir}, and not of the "
+            f"{len(sizes):,} in --shards: wanted the blind spots of a run whose only data source "
+            "is --shards"
         )
-    return manifest, [[rows[name] for name in pair] for pair in names]
+    manifest.check(folder, PAIRS)
+    with files.own(folder / PAIRS, "run 'mclclip blindspots --force' to make it again"):
+        lines = (folder / PAIRS).read_bytes().splitlines()
+        rows = [files.parse_json(line, PAIRS)["sample_ids"] for line in lines]
+    return manifest, rows
 
 
 def _confused_items(
-    spots: Sequence[Sequence[int]], texts: Sequence[Sequence[str]], per_rule: int, seed: int
+    spots: Sequence[Sequence[int]],
+    images: Sequence[Any],
+    texts: Sequence[Sequence[str]],
+    per_rule: int,
+    seed: int,
 ) -> Items:
-    """A caption of a picture, and one of the picture that it is confused with, which none of its
-    own equals; the pairs of the largest differences first, both pictures of a pair or none."""
+    """A caption of a picture, and one of the picture that it is confused with, which says something
+    else than its own; pairs of the largest differences first, both pictures of a pair or none."""
+    said = [{*map(spoken, captions)} for captions in texts]
     found: Items = {}
     for pair in spots:
         first, second = sorted(pair)
-        if len(found) + 2 > per_rule or first in found or second in found:
+        if len(found) + 2 > per_rule:
+            break
+        if first in found or second in found:
             continue
         one, other = (
             texts[row][int(mix(seed, _CAPTION, row)) % len(texts[row])] for row in (first, second)
         )
-        if other not in texts[first] and one not in texts[second]:
-            found |= {first: (one, other), second: (other, one)}
+        told_apart = spoken(other) not in said[first] and spoken(one) not in said[second]
+        if told_apart and _is_picture(images[first]) and _is_picture(images[second]):
+            found |= {first: (one, other, first), second: (other, one, first)}
     return dict(sorted(found.items()))
 
 
@@ -189,7 +207,8 @@ def _write(out: Path, items: dict[str, Items], images: Sequence[Any]) -> None:
                 "negative_caption": false,
                 "key": images[row].key,
             }
-            for row, (caption, false) in own.items()
+            | ({"unit": names[unit]} if rule == CONFUSED else {})
+            for row, (caption, false, unit) in own.items()
         }
         for rule, own in items.items()
     }

@@ -215,7 +215,9 @@ def _check(
     if sum(held_out.values()) >= 1:
         raise ValueError(f"held_out is {dict(held_out)}: nothing is left for {_REST!r}")
     check_foreign(out, "pack", *held_out, *([_REST] if held_out else []))
-    if read.is_dir() and out.resolve().is_relative_to(read.resolve()):  # read by a later call
+    if read.is_dir() and out.resolve().is_relative_to(
+        read.resolve()
+    ):  # a later call would pack it too
         raise ValueError(
             f"{out} lies in {read}, whose files are packed: write to a folder outside of it"
         )

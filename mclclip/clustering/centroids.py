@@ -30,6 +30,7 @@ from mclclip.clustering.nearest import (
     Search,
     pack,
     squared_distance,
+    sums_by_halves,
     unpack,
 )
 from mclclip.clustering.options import Algorithm
@@ -405,4 +406,4 @@ def _distances(block: Tensor, scores: Tensor, algorithm: Algorithm) -> Tensor:
     """Distances [n, L] from scores: 1 - x.c, or |x|^2 - 2 (x.c - |c|^2 / 2)."""
     if algorithm == "spherical":
         return 1.0 - scores
-    return (block.square().sum(dim=1, keepdim=True) - 2.0 * scores).clamp_min(0.0)
+    return (sums_by_halves(block.square())[:, None] - 2.0 * scores).clamp_min(0.0)

@@ -252,8 +252,8 @@ def squared_distance(centroids: Tensor, rows: Tensor) -> Tensor:
     They are computed from differences, because the rounding of products would give equal rows a
     distance; a distance that float32's rounding alone could make is set to zero.
     """
-    squared = (rows - centroids).square().sum(dim=1)
-    same = squared <= SAME_ROW * rows.square().sum(dim=1)
+    squared = sums_by_halves((rows - centroids).square())
+    same = squared <= SAME_ROW * sums_by_halves(rows.square())
     return squared.masked_fill(same, 0.0).double().cpu()
 
 

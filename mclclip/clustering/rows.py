@@ -118,7 +118,7 @@ class Rows:
         room = 0
         for number in numbers:
             here = self.starts[number + 1] - self.starts[number]
-            if here > room:
+            if not groups or here > room:
                 groups.append([])
                 room = num_rows
             groups[-1].append(number)

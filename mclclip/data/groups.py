@@ -401,7 +401,7 @@ class StageGroups:
     @property
     def written(self) -> bool:
         """True where the grouped index is whole on disk."""
-        return (self.directory / _HEADER).exists()
+        return all((self.directory / name).exists() for name in (_HEADER, _KNOWN_BAD))
 
     def damage(self) -> str | None:
         """Why the grouped index cannot be read; None where it can, or is not written yet."""

@@ -64,6 +64,10 @@ def render(run: Run) -> str:
     return environment().get_template("page.html").render(_content(run))
 
 
+def _printable(value: Any) -> Any:
+    return files.clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
 def environment() -> Environment:
     """The renderer of the pages of this folder: all text is escaped, without characters that do not
     print, and what is missing is an error."""
@@ -73,7 +77,7 @@ def environment() -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=lambda value: files.clean(value) if type(value) is str else value,
+        finalize=_printable,
     )
     made.filters["duration"] = story.duration
     # A line may break behind an underscore or a slash of a name.

@@ -12,13 +12,16 @@ import pytest
 import yaml
 from PIL import Image
 
-from mclclip import make_pairs
+from mclclip import index, make_pairs
 from mclclip.caption_rules import RULES
+from mclclip.config import from_tree
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.eval.features import Extractor
 from mclclip.eval.items import read_items
 from mclclip.eval.protocols import compositional
 from mclclip.eval.run import load_suite
+from mclclip.files import records_of
+from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact
 from tests.planted import planted
 
@@ -163,51 +166,54 @@ def test_wrong_input_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
 # --- pictures that an encoder confuses ---
 
 
-def spots(folder: Path, *pairs: tuple[str, str], samples: int = len(CAPTIONS)) -> Path:
-    """Blind spots as ``mclclip blindspots`` writes them."""
-    artifact = Artifact.open(folder, kind="blindspots", config={}, inputs={})
-    lines = [json.dumps({"keys": [f"src/{key}" for key in pair]}) for pair in pairs]
-    (artifact.directory / "pairs.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    artifact.finish({"samples": samples})
+def spots(source: Path, run_dir: Path, *pairs: tuple[int, int]) -> Path:
+    """Blind spots of a run on these shards, as ``mclclip blindspots`` writes them."""
+    sources = {"own": {"shards": f"{source}/*.tar", "captions": "json:captions"}}
+    config = from_tree({"run_dir": str(run_dir), "device": "cpu", "data": {"sources": sources}})
+    samples = index.run(config, SINGLE)
+    folder = run_dir / "blindspots" / "stage_0-stage_1"
+    inputs = {"index": samples.digest}
+    artifact = Artifact.open(folder, kind="blindspots", config={}, inputs=inputs)
+    lines = [json.dumps({"sample_ids": pair}) for pair in pairs]
+    (folder / "pairs.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    artifact.finish({"samples": len(samples)}, records=records_of(folder, "pairs.jsonl"))
     return folder
 
 
 def test_confused_pictures_have_each_other_s_caption(tmp_path: Path) -> None:
-    """Each picture is in one item, the first of its pairs; equal captions make none."""
-    source = shards(tmp_path / "shards", [["a"], ["b", "c"], ["d"], ["e"], ["e"], ["f"]])
-    found = spots(tmp_path / "spots", ("s2", "s0"), ("s0", "s1"), ("s3", "s4"), samples=6)
-    options: dict[str, Any] = {"captions": "json:captions", "confused": found}
-    make_pairs.run(source, tmp_path / "out", **options)
+    """Each picture is in one item, the first of its pairs; captions that say the same make none."""
+    source = shards(tmp_path / "shards", [["a"], ["b", "c"], ["d"], ["E."], ["e"], ["f"]])
+    found = spots(source, tmp_path / "run", (0, 2), (0, 1), (3, 4))
+    options: dict[str, Any] = {"captions": "json:captions"}
+    make_pairs.run(source, tmp_path / "out", confused=found, **options)
     items = written(tmp_path / "out")
     assert [*items] == ["confused"]
     texts = {
         n: (item["caption"], item["negative_caption"]) for n, item in items["confused"].items()
     }
     assert texts == {"0": ("a", "d"), "2": ("d", "a")}
-    assert {item.part for item in read_items(tmp_path / "out", "pairs").items} == {"confused"}
-    many = spots(tmp_path / "many", ("s0", "s1"), ("s2", "s3"), samples=6)
-    options["confused"] = many
-    make_pairs.run(source, tmp_path / "few", **options, per_rule=3)
+    read = read_items(tmp_path / "out", "pairs").items
+    assert {item.part for item in read} == {"confused"} and len({item.unit for item in read}) == 1
+    many = spots(source, tmp_path / "other", (0, 1), (2, 3))
+    make_pairs.run(source, tmp_path / "few", confused=many, per_rule=3, **options)
     assert [*written(tmp_path / "few")["confused"]] == ["0", "1"]
 
 
-@pytest.mark.parametrize(
-    ("samples", "pair", "message"),
-    [
-        (3, ("s0", "s1"), r"is of 3 pictures, --shards has 4: wanted the blind spots of a run"),
-        (4, ("s0", "s9"), r"--shards has 4, and no 's9' is among the latter"),
-    ],
-)
-def test_blind_spots_of_other_pictures_are_refused(
-    tmp_path: Path, samples: int, pair: tuple[str, str], message: str
-) -> None:
-    source = shards(tmp_path / "shards", CAPTIONS)
-    other = spots(tmp_path / "spots", pair, samples=samples)
-    with pytest.raises(ValueError, match=message):
-        make_pairs.run(source, tmp_path / "out", captions="json:captions", confused=other)
-    with pytest.raises(FileNotFoundError, match="run 'mclclip blindspots' first"):
-        make_pairs.run(source, tmp_path / "out", captions="json:captions", confused=tmp_path)
-    assert not (tmp_path / "out").exists()
+def test_blind_spots_of_other_pictures_are_refused(tmp_path: Path) -> None:
+    source, out = shards(tmp_path / "shards", CAPTIONS), tmp_path / "out"
+    other = shards(tmp_path / "other", CAPTIONS, lambda number: png(number) + b" " * number)
+    of_other = spots(other, tmp_path / "run", (0, 1))
+    own = spots(source, tmp_path / "own", (0, 1))
+    (own / "pairs.jsonl").write_text("{}\n")
+    cases: list[tuple[Path, type[Exception], str]] = [
+        (of_other, ValueError, r"4 pictures of .*run, and not of the 4 in --shards"),
+        (tmp_path, ValueError, r"is no folder that 'mclclip blindspots' has written"),
+        (own, RuntimeError, r"pairs.jsonl"),
+    ]
+    for confused, kind, message in cases:
+        with pytest.raises(kind, match=message):
+            make_pairs.run(source, out, captions="json:captions", confused=confused)
+    assert not out.exists()
 
 
 def test_a_picture_that_cannot_be_decoded_is_no_item(tmp_path: Path) -> None:
