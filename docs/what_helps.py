@@ -31,7 +31,7 @@ from mclclip.opened_run import Run
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "pages" / "evidence" / "what-helps.md"
 RESULTS = ROOT / "tests" / "benchmarks" / "results"
-_TABLE = re.compile(r"(<!-- table (\S+) -->\n\n)(.*?)(\n\n<!-- end -->)", re.DOTALL)
+_TABLE = re.compile(r"(<!-- table (\S+) -->\n\n)((?:(?!<!--).)*?)(\n\n<!-- end -->)", re.DOTALL)
 _KEPT = ("benchmark", "metric", "part", "model", "value", "against", "against_value", "difference",
          "ci_low", "ci_high", "p_corrected", "verdict")  # fmt: skip
 _MARKDOWN: dict[str, Any] = {"tablefmt": "github", "disable_numparse": True}
