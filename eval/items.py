@@ -16,6 +16,7 @@ from mclclip.caption_rules import RULES
 from mclclip.data.training_images import path_of
 from mclclip.eval.images import SUFFIXES, Region, check_inside, read_lines
 from mclclip.files import below, read_bounded, read_json
+from mclclip.run.artifacts import INTENT
 
 LayoutName = Literal[
     "sugarcrepe",
@@ -381,6 +382,10 @@ def read_items(
     """
     root, layout = Path(root), LAYOUTS[name]
     chosen = list(layout.files) if parts is None else list(parts)
+    if layout.made and (root / INTENT).exists():
+        raise ValueError(
+            f"{root} is not finished: call 'mclclip make-pairs' again as it was called"
+        )
     if layout.made and parts is None:
         there = root / (layout.captions if captions is None else captions)
         chosen = [part for part in chosen if (there / layout.files[part]).is_file()] or chosen

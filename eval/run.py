@@ -22,6 +22,7 @@ from mclclip.data.options import PlanConfig
 from mclclip.data.training_images import Readable, TrainingImages, path_of
 from mclclip.eval import results
 from mclclip.eval.features import Extractor
+from mclclip.eval.items import STRUCK
 from mclclip.eval.prompts import naming_benchmark
 from mclclip.eval.protocols import BenchmarkConfig, evaluator
 from mclclip.eval.results import Reference, Result
@@ -33,7 +34,7 @@ from mclclip.opened_run import Run
 from mclclip.options import first_problem
 from mclclip.ranks.collectives import on_main, together
 from mclclip.ranks.process_group import SINGLE, Context, pick_device
-from mclclip.run.artifacts import Layout, is_finished, run_above
+from mclclip.run.artifacts import MANIFEST, Layout, is_finished, run_above
 
 log = logging.getLogger("mclclip")
 
@@ -320,8 +321,15 @@ def _some_of(
 
 
 def evaluation_digest(benchmark: BenchmarkConfig, identity: str, precision: str) -> str:
-    """Digest of everything that a row depends on; with an equal digest it is not made again."""
+    """Digest of everything that a row depends on; with an equal digest it is not made again.
+
+    Of a benchmark's files those count that change where they are: made pairs, by their manifest,
+    and the list of items that a person has struck out.
+    """
     parts = [benchmark.kind, benchmark.path, dict(benchmark.options), precision, identity]
+    if benchmark.options.get("layout") == "pairs":
+        changing = [Path(benchmark.path) / name for name in (MANIFEST, STRUCK)]
+        parts += [digest_file(path) if path.is_file() else "" for path in changing]
     return digest_json(parts)[:16]
 
 

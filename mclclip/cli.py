@@ -222,7 +222,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         args.overrides += [word for word in words if "=" in word]
         setattr(args, name, [word for word in words if "=" not in word])
     if seeds := getattr(args, "seeds", []):
-        if not all(seed.isdigit() for seed in seeds):
+        if not all(seed.isdecimal() for seed in seeds):
             raise ValueError(f"--seeds got {' '.join(seeds)}: wanted numbers from 0 on")
         args.seeds = [*map(int, seeds)]
     if args.verb == "export":

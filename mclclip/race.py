@@ -162,7 +162,7 @@ class Race:
     def _only(self) -> str:
         """The name of the remedy that runs alone, or ``base``."""
         name, trained = str(self.only), [one.name for one in self.trained]
-        if name.isdigit() and 1 <= int(name) <= len(trained):
+        if name.isdecimal() and 1 <= int(name) <= len(trained):
             return trained[int(name) - 1]
         if name in (BASE, *trained):
             return name

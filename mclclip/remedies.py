@@ -97,7 +97,7 @@ def named(words: Sequence[str]) -> list[Remedy]:
     for word in (word for word in words if word.endswith(".sweep")):
         if not Path(word).is_file():
             raise FileNotFoundError(f"--remedies {word}: there is no such file")
-        own = read_remedies(Path(word).read_text(), word)
+        own = read_remedies(Path(word).read_text(errors="replace"), word)
         if fixed := [name for name in own if name in FIXED]:
             raise ValueError(
                 f"{word}: a remedy is named {fixed[0]!r}, which others are compared with or "
@@ -106,7 +106,7 @@ def named(words: Sequence[str]) -> list[Remedy]:
         known |= own
     for word in words:
         if word.endswith(".sweep"):
-            chosen += read_remedies(Path(word).read_text(), word)
+            chosen += read_remedies(Path(word).read_text(errors="replace"), word)
         elif word in known:
             chosen.append(word)
         else:

@@ -19,10 +19,10 @@ from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.eval.features import Extractor
 from mclclip.eval.items import read_items
 from mclclip.eval.protocols import compositional
-from mclclip.eval.run import load_suite
+from mclclip.eval.run import evaluation_digest, load_suite
 from mclclip.files import records_of
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import Artifact
+from mclclip.run.artifacts import INTENT, Artifact
 from tests.planted import planted
 
 CAPTIONS = [
@@ -106,13 +106,22 @@ def test_struck_items_are_left_out_and_counted(made: Path, tmp_path: Path) -> No
     kept = read_items(made, "pairs")
     assert [i.name for i in kept.items] == [i.name for i in every.items][2:]
     assert (kept.struck, kept.left_out) == (2, 0)
+    benchmark = load_suite(str(made / "suite.yaml"))[0]["pairs"]
+    digest = evaluation_digest(benchmark, "a model", "fp32")
     (made / "struck.txt").write_text("\n".join(i.name for i in every.items if i.part == "size"))
+    assert evaluation_digest(benchmark, "a model", "fp32") != digest, "it would not be made again"
     assert {i.part for i in read_items(made, "pairs").items} == {*written(made)} - {"size"}
     (made / "struck.txt").write_text("\n".join(i.name for i in every.items))
     with pytest.raises(ValueError, match="struck.txt names all items of pairs: take some out"):
         read_items(made, "pairs")
     (made / "struck.txt").write_text(f"{first.partition('/')[0]}/999\n")
     with pytest.raises(ValueError, match=r"struck.txt line 1: there is no item '.*/999'; wanted"):
+        read_items(made, "pairs")
+
+
+def test_an_unfinished_folder_is_not_evaluated(made: Path) -> None:
+    (made / INTENT).write_text("{}")
+    with pytest.raises(ValueError, match="is not finished: call 'mclclip make-pairs' again"):
         read_items(made, "pairs")
 
 
