@@ -1,4 +1,4 @@
-"""What mkdocs asks of this project while it builds the pages: see ``hooks`` in mkdocs.yml.
+"""Hooks that mkdocs calls while it builds the pages: see ``hooks`` in mkdocs.yml.
 
 ``generate`` writes the parts of pages that the program knows best: its verbs with their flags, its
 options with their docstrings. They are made at each build and never committed. Pages that stand
