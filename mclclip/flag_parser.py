@@ -31,7 +31,8 @@ class Parser(argparse.ArgumentParser):
     """A parser that also records its errors for the launcher; sub-parsers have this class too."""
 
     def __init__(self, **given: Any) -> None:
-        super().__init__(formatter_class=_Help, **given)
+        # A flag is written out: a shortened one may be another flag's name to its user.
+        super().__init__(formatter_class=_Help, allow_abbrev=False, **given)
 
     def error(self, message: str) -> NoReturn:
         process.record_early(ValueError(message), process.EXIT_USER)
