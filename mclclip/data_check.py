@@ -194,9 +194,9 @@ def _copies(keys: Sequence[str], hashes: npt.NDArray[np.uint64], contents: list[
 def _captions(config: Config, read: TarDataset, random: np.random.Generator) -> Iterator[Finding]:
     numbers = read.index.num_captions
     bare = float((numbers == 0).mean())
-    needed = any(each.objective.reads.captions for each in config.trainings.values())
     text = f"{int(numbers.sum()):,}, {bare:.1%} of the samples have none"
-    advice = "name the field in data.sources.NAME.captions" if needed and bare == 1 else ""
+    missed = config.reads_captions and bare == 1
+    advice = "name the field in data.sources.NAME.captions" if missed else ""
     yield finding("captions", text, advice)
     ids = random.permutation(np.flatnonzero(numbers))[:CAPTIONS]
     every = read.captions_of(np.sort(ids).tolist())

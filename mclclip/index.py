@@ -147,7 +147,7 @@ def _index(config: Config, directory: Path, force: Force) -> None:
             )
     manifest = _write(directory, table, [*known[:num_known], *scanned], findings, left_out)
     note_times(directory, times)
-    _log_summary(manifest, findings, len(to_scan))
+    _log_summary(manifest, findings, len(to_scan), config.reads_captions or not config.trainings)
 
 
 def _known_and_new(
@@ -231,7 +231,9 @@ def _count_sources(
     return counts
 
 
-def _log_summary(manifest: Manifest, findings: Findings, num_scanned: int) -> None:
+def _log_summary(
+    manifest: Manifest, findings: Findings, num_scanned: int, wants_captions: bool
+) -> None:
     counts = manifest.counts
     log.info(
         "index: %d samples with %d captions in %d shards (%d scanned now)",
@@ -250,13 +252,13 @@ def _log_summary(manifest: Manifest, findings: Findings, num_scanned: int) -> No
             )
         if not entry["samples"]:
             log.warning("index: no usable sample in source %s", source)
-        elif entry["samples"] == entry["without_caption"]:
+        elif wants_captions and entry["samples"] == entry["without_caption"]:
             log.warning(
                 "index: no sample of source %s has a caption in %s", source, entry["captions"]
             )
-    # What a filter is there to leave out has been told above.
-    unasked = [reason for reason in REASONS if reason not in ("subset", "where")]
-    for line in findings.only(unasked).lines(REASONS):
+    # What a filter is there to leave out stands above; captions that nothing reads are not missed.
+    untold = {"subset", "where"} if wants_captions else {"subset", "where", "no_caption"}
+    for line in findings.only([*REASONS.keys() - untold]).lines(REASONS):
         log.warning("index: %s", line)
 
 

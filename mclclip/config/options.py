@@ -276,6 +276,11 @@ class Config:
         return self.data.pixels
 
     @property
+    def reads_captions(self) -> bool:
+        """Whether the objective of any training reads captions."""
+        return any(each.objective.reads.captions for each in self.trainings.values())
+
+    @property
     def needs_text_embeddings(self) -> bool:
         """Whether ``embed`` writes embeddings of the captions at stage 0."""
         base = self.train.objective.reads.base if self.has_stages else ()

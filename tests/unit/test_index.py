@@ -287,6 +287,19 @@ def test_samples_without_captions_are_kept_and_counted(
     assert all_keys(more)[-2:] == ["t/xa", "s/9a"] and more.num_captions.tolist()[-2:] == [0, 1]
 
 
+@pytest.mark.parametrize(("kind", "lines"), [("nt_xent", 0), ("info_nce", 2)])
+def test_captions_that_no_training_reads_are_not_missed(
+    tmp_path: Path, kind: str, lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_shard(tmp_path / "x.tar", "xa")
+    sources = {"s": {"shards": str(tmp_path / "x.tar"), "captions": "json:other"}}
+    options = {"run_dir": str(tmp_path / "run"), "data": {"sources": sources}}
+    config_of = config.from_tree(options | {"train": {"objective": {"kind": kind}}})
+    index.run(config_of, SINGLE)
+    told = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == lines and all("caption" in line for line in told)
+
+
 def test_which_samples_lack_captions_is_part_of_the_digest(tmp_path: Path, shards: Path) -> None:
     digests = set()
     for name, captions in (("txt", "txt"), ("none", "json:caption")):
