@@ -214,8 +214,13 @@ class Symptoms:
 
     def before(self, batch: Any) -> None:
         """Before the update of the first step: finds the loss that the base has on its batch,
-        where the model computes in training something else than in evaluation."""
-        if batch.step == 0 and any(map(_has_two_modes, self.trainee.model.modules())):
+        where the model computes in training something else than in evaluation.
+
+        Not of a batch from one group, whose statistics take out of the features what all of its
+        samples share: batch norms are meant to do that in a stage of MCL.
+        """
+        differs = any(map(_has_two_modes, self.trainee.model.modules()))
+        if batch.step == 0 and batch.prefix_length == 0 and differs:
             self.trainee.model.eval()
             self._base = self.engine.measure(batch)["loss"]
             self.trainee.model.train()

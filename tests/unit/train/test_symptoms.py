@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from mclclip import config, export, index
 from mclclip.config import Config
@@ -18,7 +21,7 @@ from mclclip.objectives.info_nce import InfoNCE
 from mclclip.objectives.sigmoid import Sigmoid
 from mclclip.ranks.process_group import Context
 from mclclip.train import verb as train
-from mclclip.train.symptoms import FAILURES, ROWS, Course, Failure
+from mclclip.train.symptoms import FAILURES, ROWS, Course, Failure, Symptoms
 from tests import tiny
 from tests.distributed.conftest import here
 
@@ -109,6 +112,17 @@ def test_a_first_step_far_from_the_base_it_was_given(
 ) -> None:
     options = f"lock.image_norm={image_norm}", "steps=2", "lr=1e-6"
     assert warnings(trained(tmp_path, data, *options, model=f"local-dir:{folded}")) == found
+
+
+@pytest.mark.parametrize(("prefix_length", "count"), [(0, 1), (1, 0)])
+def test_batch_norms_that_see_one_group_are_no_fault(prefix_length: int, count: int) -> None:
+    """The base is compared on batches without groups alone."""
+    trainee, recorder = SimpleNamespace(model=nn.BatchNorm1d(2)), MagicMock(total=9)
+    trainee.modules = trainee.model.modules
+    engine = MagicMock(measure=MagicMock(return_value={"loss": torch.zeros(())}))
+    batch = SimpleNamespace(step=0, prefix_length=prefix_length)
+    Symptoms(trainee, engine, recorder).before(batch)
+    assert engine.measure.call_count == count and trainee.model.training
 
 
 @pytest.fixture(scope="module")
