@@ -33,7 +33,7 @@ from torch.nn import functional
 import mclclip.torchvision_fix  # noqa: F401
 
 # isort: split
-from torchvision.transforms.v2 import InterpolationMode, RandomResizedCrop
+from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as ops
 
 from mclclip.options import STRICT, Share, first_problem
@@ -137,16 +137,15 @@ class SimCLRTransform:
     format: PixelFormat
     options: SimCLROptions
     reads_arrays: ClassVar[bool] = True
+    draws_from_torch_alone: ClassVar[bool] = True
 
     def __call__(self, image: Any) -> Tensor:
         """Image -> [C, H, W]; draws from torch's global generator."""
         options, pixels = self.options, self.format.pixels(image)
-        top, left, height, width = RandomResizedCrop.get_params(
-            pixels, list(options.scale), [3 / 4, 4 / 3]
-        )
+        box = crop_box(*pixels.shape[1:], options.scale, (3 / 4, 4 / 3))
         size = list(self.format.size)
         pixels = ops.resized_crop(
-            pixels, top, left, height, width, size, InterpolationMode.BICUBIC, antialias=True
+            pixels, *box, size, InterpolationMode.BICUBIC, antialias=True
         ).clamp(0.0, 1.0)
         if torch.rand(()) < options.flip:
             pixels = ops.horizontal_flip(pixels)
