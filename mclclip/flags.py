@@ -399,8 +399,8 @@ def _add_conversion(export: argparse.ArgumentParser) -> None:
     title = "another library's layout; needs no configuration"
     add = export.add_argument_group(title).add_argument
     targets = sorted(p.stem for p in Path(__file__).parent.glob("export/targets/[a-z]*.py"))
-    to = "hf: transformers; llava: a vision tower for LLaVA; clip_retrieval: embeddings"
-    add("--to", choices=targets, help=to)
+    to = f"one of {', '.join(targets)}: models, but for clip_retrieval, which takes embeddings"
+    add("--to", choices=targets, metavar="LAYOUT", help=to)
     source = "an exported stage, soup or concat; for clip_retrieval a stage's embeddings, or a "
     source += "concat of embedded stages"
     add("--model", type=_existing, metavar="FOLDER", help=source)

@@ -34,7 +34,7 @@ CEILINGS = {
     "dataclasses": 167,
     "options": 287,
     "arrows between rooms": 308,
-    "lines of tests": 50_646,
+    "lines of tests": 50_657,
 }
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 SILENT |= {tokenize.ENCODING, tokenize.ENDMARKER}
@@ -117,7 +117,10 @@ def main() -> int:
     for name, ceiling in CEILINGS.items():
         note = " <- too many" if counts[name] > ceiling else ""
         print(f"{counts[name]:7,} {name} (at most {ceiling:,}){note}")
-    return int(any(counts[name] > ceiling for name, ceiling in CEILINGS.items()))
+    if above := [name for name, ceiling in CEILINGS.items() if counts[name] > ceiling]:
+        print(f"above the ceiling: {', '.join(above)}. See first what can go; where nothing can,")
+        print("raise CEILINGS in tests/house.py, and say in the commit message for what.")
+    return int(bool(above))
 
 
 if __name__ == "__main__":

@@ -261,7 +261,8 @@ class Figure:
     """One figure, which is drawn at a path and whose data are returned.
 
     draw     the data, or None where the run has nothing for it; may raise MissingInput
-    needs    the artifacts that the run must have for it, for messages
+    needs    the artifacts that the run must have for it, to end the message "NAME needs ...": what
+             they are, and the command that makes them, as in ``EMBEDDINGS``
     encoder  whether an encoder runs; such a figure is drawn only where it is named
     """
 

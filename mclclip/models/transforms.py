@@ -142,7 +142,8 @@ class SimCLRTransform:
     def __call__(self, image: Any) -> Tensor:
         """Image -> [C, H, W]; draws from torch's global generator."""
         options, pixels = self.options, self.format.pixels(image)
-        box = crop_box(*pixels.shape[1:], options.scale, (3 / 4, 4 / 3))
+        _, high, wide = pixels.shape
+        box = crop_box(high, wide, options.scale, (3 / 4, 4 / 3))
         size = list(self.format.size)
         pixels = ops.resized_crop(
             pixels, *box, size, InterpolationMode.BICUBIC, antialias=True

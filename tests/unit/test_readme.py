@@ -11,15 +11,16 @@ import json
 import re
 import runpy
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mclclip import cli, config, demo, process
+from mclclip import cli, config, demo, figures, process
 from mclclip.eval.protocols import KINDS, evaluator
+from mclclip.export import targets
 from mclclip.objectives.base import kinds
 from mclclip.train import symptoms
 
@@ -84,9 +85,9 @@ def items_of_the_ledger() -> set[tuple[str, str, int]]:
 
 def test_the_ledger_has_every_table_and_figure() -> None:
     wanted = {("IFM", "Fig", 13)}
-    for paper, (tables, figures) in LAST.items():
+    for paper, (tables, drawn) in LAST.items():
         wanted |= {(paper, "Table", number) for number in range(1, tables + 1)}
-        wanted |= {(paper, "Fig", number) for number in range(1, figures + 1)}
+        wanted |= {(paper, "Fig", number) for number in range(1, drawn + 1)}
     assert items_of_the_ledger() == wanted
     assert "75 / 138 / 82 ms" in TEXT[LEDGER]
 
@@ -202,9 +203,16 @@ def complaint(option: str) -> str:
     return ""
 
 
-def test_every_objective_has_a_row() -> None:
-    named = set(re.findall(r"`(\w+)`", " ".join(column(OBJECTIVES, "kind"))))
-    assert named == set(kinds())
+@pytest.mark.parametrize(
+    ("page", "title", "known"),
+    [
+        (OBJECTIVES, "kind", kinds()),
+        (f"{SITE}/how-to/look-inside.md", "figure", figures.figures()),
+        (f"{SITE}/how-to/transformers-and-llava.md", "`--to`", targets.names()),
+    ],
+)
+def test_each_of_them_has_a_row_in_its_page(page: str, title: str, known: Iterable[str]) -> None:
+    assert set(re.findall(r"`(\w+)`", " ".join(column(page, title)))) == set(known), page
 
 
 def test_every_option_in_the_tables_is_there() -> None:
