@@ -381,14 +381,13 @@ def read_items(
     image that leads by a link out of ``root``, and out of ``images`` where it is given.
     """
     root, layout = Path(root), LAYOUTS[name]
-    chosen = list(layout.files) if parts is None else list(parts)
+    there = root / (layout.captions if captions is None else captions)
+    written = _written(layout, there) if layout.made else []
+    chosen = list(parts if parts is not None else written or layout.files)
     if layout.made and (root / INTENT).exists():
         raise ValueError(
             f"{root} is not finished: call 'mclclip make-pairs' again as it was called"
         )
-    if layout.made and parts is None:
-        there = root / (layout.captions if captions is None else captions)
-        chosen = [part for part in chosen if (there / layout.files[part]).is_file()] or chosen
     if not chosen or (strange := [part for part in chosen if part not in layout.files]):
         got = repr(strange[0]) if chosen else "empty"
         raise ValueError(f"parts is {got}: the parts of {name} are {', '.join(layout.files)}")
@@ -396,9 +395,8 @@ def read_items(
     items: list[Item] = []
     read: dict[str, int] = {}
     for part in dict.fromkeys(chosen):
-        path = root / (layout.captions if captions is None else captions)
-        if not (len(chosen) == 1 and path.is_file()):
-            path /= layout.files[part]
+        one_file = len(chosen) == 1 and there.is_file()
+        path = there if one_file else there / layout.files[part]
         own = _read_part(path, layout, part, folder)
         items += own
         read[part] = len(own)
@@ -411,7 +409,8 @@ def read_items(
             f"{len(absent)} images of {name} are not in {folder}, such as {such}: get them, or set "
             f"missing: leave_out; {layout.source}"
         )
-    struck = _struck(root / STRUCK, {item.name for item in items}) if layout.made else set()
+    others = {*written} - {*read}
+    struck = _struck(root / STRUCK, {i.name for i in items}, others) if layout.made else set()
     left = [item for item in items if item.name not in struck]
     kept = [item for item in left if not absent & {*map(path_of, item.images)}]
     if not left:
@@ -425,16 +424,22 @@ def read_items(
     return ItemSet(_with_units(kept, folder), read, len(absent), len(items) - len(left))
 
 
-def _struck(path: Path, names: set[str]) -> set[str]:
-    """The items that a file names, one per line (# begins a remark); of another part than those
-    that are read they do not count. ValueError for a line that names no item."""
+def _written(layout: Layout, captions: Path) -> list[str]:
+    """The parts whose files are there, in the folder ``captions`` or beside this one file."""
+    folder = captions.parent if captions.is_file() else captions
+    return [part for part, file in layout.files.items() if (folder / file).is_file()]
+
+
+def _struck(path: Path, names: set[str], not_read: set[str]) -> set[str]:
+    """The items that a file names, one per line (# begins a remark); those of the parts that are
+    ``not_read`` do not count. ValueError for a line that names no item."""
     if not path.exists():
         return set()
-    parts, struck = {name.partition("/")[0] for name in names}, set()
+    struck = set()
     text = read_bounded(path, MAX_LINES_BYTES).decode("utf-8-sig", "replace")
     for number, line in enumerate(text.splitlines(), 1):
         name = line.partition("#")[0].strip()
-        if name and name.partition("/")[0] in parts and name not in names:
+        if name and name not in names and name.partition("/")[0] not in not_read:
             raise ValueError(
                 f"{path} line {number}: there is no item {name!r:.80}; wanted a name such as "
                 f"{min(names)}: the list may be of pairs that were made with other settings"

@@ -48,8 +48,9 @@ Suite = tuple[dict[str, BenchmarkConfig], list[Reference]]
 def load_suite(where: str, variables: Sequence[str] = ()) -> Suite:
     """A suite that is shipped (by name, such as ``mcl``) or a YAML file.
 
-    ``variables``, NAME=VALUE, replace ``${NAME}`` in it. FileNotFoundError for an unknown suite;
-    ValueError for a variable without a value or a file that is no suite.
+    ``variables``, NAME=VALUE, replace ``${NAME}`` in it; ``${folder}`` is the file's own folder.
+    FileNotFoundError for an unknown suite; ValueError for a variable without a value or a file that
+    is no suite.
     """
     path = Path(where) if where.endswith((".yaml", ".yml")) else SUITES / f"{where}.yaml"
     if not path.is_file():
@@ -58,7 +59,8 @@ def load_suite(where: str, variables: Sequence[str] = ()) -> Suite:
             f"no suite {where!r}: give a YAML file, such as own.yaml, or one of {shipped}"
         )
     try:
-        named = dict(item.partition("=")[::2] for item in variables)
+        named = {"folder": str(path.absolute().parent)}
+        named |= dict(item.partition("=")[::2] for item in variables)
         tree = _substitute(read_yaml(path), named)
         benchmarks = TypeAdapter(dict[str, BenchmarkConfig]).validate_python(tree["benchmarks"])
         references = results.published(tree)

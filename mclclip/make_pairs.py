@@ -68,9 +68,10 @@ def run(
     Raises ValueError for wrong values and where there is no item, and the errors of what it reads.
     """
     chosen = check_rules(rules or [*RULES])
-    for flag, value, least in (("--per-rule", per_rule, 1), ("--seed", seed, 0)):
+    fewest, why = (1, "") if confused is None else (2, ", since --confused makes items by fewests")
+    for flag, value, least, end in (("--per-rule", per_rule, fewest, why), ("--seed", seed, 0, "")):
         if value < least:
-            raise ValueError(f"{flag} is {value}: wanted {least} or more")
+            raise ValueError(f"{flag} is {value}: wanted {least} or more{end}")
     read = read_captions_of_shards(Path(shards), captions)
     images, texts = read.images, [list[str]() for _ in read.images]
     for row, text in zip(read.caption_image, read.captions, strict=True):
@@ -214,7 +215,7 @@ def _write(out: Path, items: dict[str, Items], images: Sequence[Any]) -> None:
     }
     for rule, own in records.items():
         files.write_json(out / "data" / f"{rule}.json", own)
-    suite = {"kind": "compositional", "path": str(out.absolute()), "options": {"layout": "pairs"}}
+    suite = {"kind": "compositional", "path": "${folder}", "options": {"layout": "pairs"}}
     text = yaml.safe_dump({"name": "pairs", "benchmarks": {"pairs": suite}}, sort_keys=False)
     files.write_bytes(out / "suite.yaml", text.encode())
     files.write_bytes(out / "gallery.html", _gallery(records).encode())

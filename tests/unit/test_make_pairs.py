@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from PIL import Image
 
 from mclclip import index, make_pairs
@@ -114,9 +113,14 @@ def test_struck_items_are_left_out_and_counted(made: Path, tmp_path: Path) -> No
     (made / "struck.txt").write_text("\n".join(i.name for i in every.items))
     with pytest.raises(ValueError, match="struck.txt names all items of pairs: take some out"):
         read_items(made, "pairs")
-    (made / "struck.txt").write_text(f"{first.partition('/')[0]}/999\n")
-    with pytest.raises(ValueError, match=r"struck.txt line 1: there is no item '.*/999'; wanted"):
-        read_items(made, "pairs")
+    for name in (f"{first.partition('/')[0]}/999", "color/0", "colour", "swap/0"):
+        (made / "struck.txt").write_text(f"{name}\n")
+        with pytest.raises(ValueError, match=f"struck.txt line 1: there is no item '{name}'; want"):
+            read_items(made, "pairs")
+    (made / "struck.txt").write_text("size/1\ncolour/0\n")
+    for captions in (None, "data/colour.json"):
+        found = read_items(made, "pairs", parts=["colour"], captions=captions)
+        assert [item.name for item in found.items] == ["colour/2"], "size is there and is not read"
 
 
 def test_an_unfinished_folder_is_not_evaluated(made: Path) -> None:
@@ -127,8 +131,11 @@ def test_an_unfinished_folder_is_not_evaluated(made: Path) -> None:
 
 def test_they_are_evaluated_by_rule(made: Path) -> None:
     suite, _ = load_suite(str(made / "suite.yaml"))
-    entry = yaml.safe_load((made / "suite.yaml").read_text())["benchmarks"]["pairs"]
-    assert [*suite] == ["pairs"] and Path(entry["path"]) == made.absolute()
+    assert [*suite] == ["pairs"] and Path(suite["pairs"].path) == made.absolute()
+    moved = made.rename(made.with_name("moved"))
+    suite, _ = load_suite(str(moved / "suite.yaml"))
+    assert Path(suite["pairs"].path) == moved.absolute()
+    moved.rename(made)
     names = written(made)
     for own in names.values():  # texts end in the number that their picture spells, or another
         for number, item in own.items():
@@ -165,6 +172,8 @@ def test_wrong_input_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
         make_pairs.run(source, out, rules=["color"])
     with pytest.raises(ValueError, match="--per-rule is 0: wanted 1 or more"):
         make_pairs.run(source, out, per_rule=0)
+    with pytest.raises(ValueError, match="--per-rule is 1: wanted 2 or more, since --confused"):
+        make_pairs.run(source, out, per_rule=1, confused=tmp_path)
     with pytest.raises(FileNotFoundError, match="no shard in"):
         make_pairs.run(tmp_path, out)
     with pytest.raises(ValueError, match="no_caption"):
