@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 _KEPT, _RATIO = 20, 4
+_LONGEST = 248  # of 77 tokens: a context that was stretched already is none to be stretched
 _DEFAULT = 77  # open_clip's context where a config names none
 
 
@@ -23,7 +24,8 @@ def longer_config(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
     """Model config whose text tower has a context of 20 + 4 (L - 20) tokens in the place of L.
 
     Raises ValueError for a model without a text tower, for a text tower of Hugging Face or with a
-    class token (``embed_cls``), and for a context of 20 tokens or less.
+    class token (``embed_cls``), and for a context of 20 tokens or less or of more than 77, which a
+    stretched one has.
     """
     text = dict(model_cfg.get("text_cfg") or {})
     length, reason = text.get("context_length", _DEFAULT), ""
@@ -35,6 +37,11 @@ def longer_config(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
         reason = "the text tower has a class token after the text (embed_cls)"
     elif length <= _KEPT:
         reason = f"the text tower has a context of {length} tokens, wanted more than {_KEPT}"
+    elif (longer := _KEPT + _RATIO * (length - _KEPT)) > _LONGEST:
+        reason = (
+            f"the context of {length} tokens would become {longer}, wanted {_LONGEST} at most (it "
+            "may have been stretched before)"
+        )
     if reason:
         raise ValueError(
             f"long_context=true stretches the positions after the first {_KEPT} of open_clip's own "

@@ -48,7 +48,7 @@ class ModelConfig:
     long_context: bool = False
     """Stretch the positions of open_clip's own text towers after the first 20 to four times as many
     (Long-CLIP): a context of 77 tokens becomes 248. A text of up to 20 tokens keeps its features
-    where the tower is causal, as CLIP's is."""
+    where the tower is causal, as CLIP's is. 248 tokens are the most."""
     projector: list[PositiveInt] = field(default_factory=list)
     """Widths of the projector's layers, on top of an image tower alone; trained, not exported."""
     augmentation: dict[str, Any] = field(default_factory=dict)
