@@ -293,6 +293,9 @@ def _wanted_shards(
         try:
             captions = captions_text(source.captions)
             caption_fields(captions)
+            shares = [1.0] if isinstance(source.captions, str) else source.captions.values()
+            if abs(sum(shares) - 1.0) > 1e-6:
+                raise ValueError(f"the probabilities sum to {sum(shares):g}, wanted 1: change some")
         except ValueError as error:
             raise ValueError(f"{option}.captions: {error}") from None
         try:

@@ -33,7 +33,7 @@ class SourceConfig:
     captions: str | dict[str, PositiveFloat] = "txt"
     """``txt`` (one caption per sample), ``json:FIELD`` (a string or a list of strings), or several
     fields by the probability that an epoch draws from each, such as ``{json:long: 0.3, json:short:
-    0.7}``. A sample that lacks one is drawn from the others."""
+    0.7}``; they sum to 1. A sample that lacks one is drawn from the others."""
     attributes: list[str] = field(default_factory=list)
     """Fields of each sample's ``.json`` that the index keeps as attributes: strings or integers."""
     subset: str | None = None

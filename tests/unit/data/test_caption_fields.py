@@ -123,7 +123,7 @@ def test_missing_fields_are_counted_and_digests_follow(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="it has none: name it"):
         first.attribute("colour")
     digests = [first.digest]
-    for captions in ({**FIELDS, "json:tags": 0.2}, "json:long"):
+    for captions in ({**FIELDS, "json:short": 0.5, "json:tags": 0.2}, "json:long"):
         other = settled(tmp_path, captions)
         with pytest.raises(ValueError, match="was indexed with captions="):
             indexed(other)
@@ -169,6 +169,8 @@ def test_old_forms_are_read_to_the_letter() -> None:
         ({"json:": 0.5, "json:a": 0.5}, "captions is 'json:', expected 'json:FIELD'"),
         ({"a": 0.5}, "captions is 'a', expected 'txt' or 'json:FIELD'"),
         ({"json:a": 0.0, "json:b": 1.0}, "greater than 0"),
+        ({"json:a": 0.3, "json:b": 0.9}, "the probabilities sum to 1.2, wanted 1"),
+        ({"json:a": 0.3}, "the probabilities sum to 0.3, wanted 1"),
         ({"json:a": float("inf"), "json:b": 1.0}, "finite"),
         (["json:a"], "data.sources.patterns.captions"),
         ("csv", "captions is 'csv', expected 'txt' or 'json:FIELD'"),
