@@ -395,6 +395,8 @@ class HardCaptions:
     def __post_init__(self) -> None:
         if self.field is not None and self.rules is not None:
             raise ValueError("rules and field are given: hard captions come from one of them")
+        if self.field is not None and (not self.field or self.field.startswith("json:")):
+            raise ValueError(f"field is {self.field!r}: wanted the name of the field alone")
         if self.rules is not None:
             check_rules(self.rules)
 

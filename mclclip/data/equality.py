@@ -35,12 +35,8 @@ class EqualityDigests:
     reads_text: bool = True
 
     def __post_init__(self) -> None:
-        if self.index is not None and self.index.image_crc32 is None:
-            raise ValueError(
-                "train.objective.equal_captions tells equal pictures by their checksums where the "
-                f"trunk's cache is read, and {self.index.directory} has none: run 'mclclip index' "
-                "with data.verify=full, which adds them"
-            )
+        if self.index is not None:
+            check_checksums(self.index)
 
     def __call__(
         self, raw: RawSample, captions: Sequence[str], caption_number: int, key: int
@@ -55,6 +51,16 @@ class EqualityDigests:
             "caption_digest": torch.tensor(caption),
             "picture_digest": torch.tensor(picture),
         }
+
+
+def check_checksums(index: SampleIndex) -> None:
+    """Raises ValueError where the index does not tell equal pictures."""
+    if index.image_crc32 is None:
+        raise ValueError(
+            "train.objective.equal_captions tells equal pictures by their checksums where the "
+            f"trunk's cache is read, and {index.directory} has none: run 'mclclip index' with "
+            "data.verify=full, which adds them"
+        )
 
 
 def caption_digest(caption: str, clean: Callable[[str], str]) -> int:
@@ -80,12 +86,14 @@ def _picture_marks(index: SampleIndex, sample_ids: Integers) -> Integers:
 @dataclass(frozen=True)
 class EqualRows:
     """Equal rows of global batches, within groups: the means over ``num_batches`` of the number of
-    pairs and of the share of rows that have an equal one, of ``num_rows`` rows of each."""
+    pairs and of the share of rows that have an equal one, of ``num_rows`` rows of each; and
+    ``all_pairs``, equal or not."""
 
     num_batches: int
     num_rows: int
     pairs: float
     share: float
+    all_pairs: float
 
 
 def equal_rows(
@@ -118,10 +126,14 @@ def equal_rows(
     return of_captions, of_pictures[0] if of_pictures else None
 
 
-def _counted(labels: Integers, marks: Integers) -> tuple[float, float]:
-    """Pairs of rows with one label and one mark, and the share of the rows that are in one."""
+def _counted(labels: Integers, marks: Integers) -> tuple[float, float, float]:
+    """Pairs of rows with one label and one mark, the share of the rows that are in one, and pairs
+    of rows with one label."""
     counts = np.unique(np.stack([labels, marks]), axis=1, return_counts=True)[1]
-    return float((counts * (counts - 1)).sum() / 2), float(counts[counts > 1].sum() / len(labels))
+    pairs, all_pairs = (
+        float((n * (n - 1)).sum() / 2) for n in (counts, np.unique(labels, return_counts=True)[1])
+    )
+    return pairs, float(counts[counts > 1].sum() / len(labels)), all_pairs
 
 
 def report_equal(batches: TrainingBatches, clean: Callable[[str], str]) -> None:
@@ -141,3 +153,9 @@ def report_equal(batches: TrainingBatches, clean: Callable[[str], str]) -> None:
             name, f"{found.num_rows:,}", found.pairs, 100 * found.share,
             f"{found.num_batches:,}", f"{batches.steps_per_epoch:,}",
         )  # fmt: skip
+        if 0 < found.pairs == found.all_pairs:
+            log.warning(
+                "all rows of a batch have equal %s, so that nothing tells their pairs apart and "
+                "nothing is learned: see data.sources.NAME.captions and the data (mclclip doctor "
+                "--data)", name,
+            )  # fmt: skip

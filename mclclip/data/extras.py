@@ -114,12 +114,16 @@ def drawn(
 
 
 def _of_field(field: str, member: bytes, captions: Sequence[str]) -> list[str]:
+    true = {*map(spoken, captions)}
+    return [text for text in dict.fromkeys(_texts_of(field, member)) if spoken(text) not in true]
+
+
+def _texts_of(field: str, member: bytes) -> list[str]:
+    """The texts of a field, none where it is missing or of another type."""
     try:
-        texts = parse_captions(member, f"json:{field}")
+        return parse_captions(member, f"json:{field}")
     except ValueError:
         return []
-    true = {*map(spoken, captions)}
-    return [text for text in dict.fromkeys(texts) if spoken(text) not in true]
 
 
 def survey(wanted: HardCaptions, index: SampleIndex, options: DataConfig, option: str) -> None:
@@ -138,7 +142,7 @@ def survey(wanted: HardCaptions, index: SampleIndex, options: DataConfig, option
     step = max(len(with_captions) // SURVEYED, 1)
     extra = EditedCaptions(wanted, lambda texts: torch.zeros(len(texts), 1, dtype=torch.int64))
     dataset = TarDataset(index, options, extras=[extra])
-    fitting, counts, num_captions, example = 0, Counter[str](), 0, None
+    fitting, counts, num_captions, with_field, example = 0, Counter[str](), 0, 0, None
     raws = dataset.read_many(with_captions[::step][:SURVEYED])
     for raw in raws:
         if not isinstance(raw, RawSample):
@@ -146,6 +150,7 @@ def survey(wanted: HardCaptions, index: SampleIndex, options: DataConfig, option
         captions = parse_captions(
             raw.text, index.shards[int(index.shard_of[raw.sample_id])].captions
         )
+        with_field += wanted.field is not None and bool(_texts_of(wanted.field, raw.text))
         for number, caption in enumerate(captions):
             num_captions += 1
             fits = [r for r in wanted.chosen_rules if false_edits(r, captions, number)]
@@ -153,22 +158,26 @@ def survey(wanted: HardCaptions, index: SampleIndex, options: DataConfig, option
             edits = drawn(wanted, raw.text, captions, number, raw.sample_id)
             fitting += bool(edits)
             example = example or (edits and (caption, edits[0])) or None
-    what = (
-        f"rules {', '.join(wanted.chosen_rules)}"
-        if wanted.field is None
-        else f"field {wanted.field}"
-    )
+    what = f"rules {', '.join(wanted.chosen_rules)}"
+    advice = "the rules are for English sentences; name others"
+    if wanted.field is not None:
+        what = (
+            f"field {wanted.field!r}, in which {with_field:,} of {len(raws):,} samples have a text,"
+        )
+        advice = (
+            "wanted the name of a field of the samples' .json that has a string or a list of "
+            "strings, other ones than the captions"
+        )
     if example is None:
         raise ValueError(
             f"{named}: {what} gave no wrong caption for any of {num_captions:,} captions, of "
-            f"{len(raws):,} samples that were looked at: the rules are for English sentences; name "
-            "others, or leave hard_captions out"
+            f"{len(raws):,} samples that were looked at: {advice}, or leave hard_captions out"
         )
     shares = [f"{rule} {counts[rule] / num_captions:.1%}" for rule in wanted.chosen_rules]
     log.info(
         "%s: of %s captions, of %s samples that were looked at, %.1f %% have a wrong one%s, such "
         "as %r for %r",
         named, f"{num_captions:,}", f"{len(raws):,}", 100 * fitting / num_captions,
-        f" ({', '.join(shares)})" if shares else f" in the {what}",
+        f" ({', '.join(shares)})" if shares else f" in the {what.rstrip(',')}",
         clean(example[1]), clean(example[0]),
     )  # fmt: skip

@@ -198,6 +198,20 @@ def counted_as_in_the_batches(batches: TrainingBatches) -> tuple[EqualRows, Equa
     return found
 
 
+@pytest.mark.parametrize("texts", [["The same"] * 12, ["The same"] * 11 + ["Another"]])
+def test_captions_that_are_all_equal_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, texts: list[str]
+) -> None:
+    samples = [PackedSample(f"{n:03d}", png(n), "png", [text]) for n, text in enumerate(texts)]
+    paths = write_shards(samples, tmp_path / "shards", 12)
+    index = build_index(tmp_path / "index", paths, "json:captions", pixels=True)
+    caplog.set_level("WARNING", "mclclip")
+    report_equal(batches_of(index, global_batch=6), clean_caption)
+    warnings = [message for message in caplog.messages if "all rows of a batch have" in message]
+    assert len(warnings) == (texts[-1] == "The same")
+    assert not warnings or "equal captions, so that nothing tells their pairs" in warnings[0]
+
+
 def test_what_is_read_before_a_training_is_bounded(
     index: SampleIndex, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -86,14 +86,23 @@ def test_the_shares_are_shown_before_a_training(tmp_path: Path, caplog: Any) -> 
     by_rules, by_field = caplog.messages
     assert "of 3 captions, of 3 samples that were looked at, 33.3 %" in by_rules
     assert "(colour 33.3%, size 0.0%)" in by_rules and "for 'a red mat'" in by_rules
-    assert "33.3 % have a wrong one in the field wrong, such as 'a blue mat'" in by_field
+    assert "33.3 % have a wrong one in the field 'wrong', in which 1 of 3 samples have" in by_field
+    assert "such as 'a blue mat' for 'a red mat'" in by_field
 
 
 def test_what_fits_nothing_is_refused_in_one_line(tmp_path: Path) -> None:
     index, text = made(tmp_path / "a"), made(tmp_path / "b", "txt")
     with pytest.raises(ValueError, match="hard_captions: rules swap gave no wrong caption for any"):
         survey(HardCaptions(rules=["swap"]), index, DataConfig(), "train")
-    with pytest.raises(ValueError, match="hard_captions: field nowhere gave no wrong caption"):
-        survey(HardCaptions(field="nowhere"), index, DataConfig(), "base")
+    for field, count in (("nowhere", 0), ("captions", 3)):
+        with pytest.raises(
+            ValueError,
+            match=rf"field '{field}', in which {count} of 3 samples have a text, gave no wrong "
+            r"caption .* wanted the name of a field .* a string or a list of strings",
+        ):
+            survey(HardCaptions(field=field), index, DataConfig(), "base")
+    for field in ("", "json:wrong"):
+        with pytest.raises(ValueError, match=f"field is '{field}': wanted the name of the field"):
+            HardCaptions(field=field)
     with pytest.raises(ValueError, match=r"captions=txt reads their .txt: set it to json:FIELD"):
         survey(HardCaptions(field="wrong"), text, DataConfig(), "train")
