@@ -116,7 +116,7 @@ def _race(args: argparse.Namespace) -> object:
 
     chosen, overrides, force = args.remedies, args.overrides, args.force
     own = race.Race(args.config, chosen, args.seeds, args.only, overrides, force=force)
-    return process.run(own.job, "race", own.run)
+    return process.run(own.job, "race", own.run, check=own.check)
 
 
 def _report(args: argparse.Namespace) -> object:

@@ -11,7 +11,7 @@ Finished artifacts are skipped, so the same command resumes a run that was kille
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from pathlib import Path
 from mclclip import cluster, embed, export, files, index, pilot, reshard
 from mclclip import config as configuration
 from mclclip.config import Config, TrainConfig
+from mclclip.data import equality, extras
 from mclclip.data.epoch_plan import check_ranks, check_samples
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.sample_weights import SampleWeights
@@ -69,16 +70,23 @@ def run(config: Config, context: Context, *, force: bool = False, only: str | No
 
 
 def prepare(
-    config: Config, context: Context, *, readers: Sequence[Config] = (), force: bool = False
+    config: Config, context: Context, *, readers: Mapping[str, Config], force: bool = False
 ) -> None:
     """Makes what every training of stage 1 starts from: the index, stage 0, its figures and its
-    embeddings (of texts too where the configuration or a ``reader`` of stage 0 reads them),
-    clusters and pseudo labels. Options are checked as by ``run``."""
+    embeddings (of texts too where the configuration or one of the ``readers`` of stage 0 reads
+    them), clusters and pseudo labels. Options are checked as by ``run``, and the samples are for
+    ``readers`` too, by whose names their errors begin."""
     remake: Force = "unfit" if force else False
     collectives.on_main(lambda: check(config, context))
-    _check_data(config, index.run(config, context, force=remake))
+    samples = index.run(config, context, force=remake)
+    _check_data(config, samples)
+    for name, reader in readers.items():
+        try:
+            _check_data(reader, samples)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
     _stage(config, context, 0, "mcl", remake)
-    embed.run(config, context, stage=0, readers=readers, force=remake)
+    embed.run(config, context, stage=0, readers=[*readers.values()], force=remake)
     cluster.run(config, context, stage=0, force=remake)
 
 
@@ -235,6 +243,7 @@ def _check_data(config: Config, samples: SampleIndex) -> None:
     if config.has_stages and config.cluster.feature == "mean":
         samples.without_caption("cluster.feature=mean")
     most = max(config.clusters, default=1)
+    begun = collectives.on_main(lambda: is_finished(Layout.of(config).export(0)))
     for name, options in config.trainings.items():
         reads, reader = options.objective.reads, options.reader(name)
         lacking = samples.left_out(reader, captions=reads.captions, attribute=reads.attribute)
@@ -242,6 +251,11 @@ def _check_data(config: Config, samples: SampleIndex) -> None:
         draws = None if weights is None else weights.num_draws
         batch, policy = options.global_batch, options.plan.policy
         check_samples(name, batch, policy, most, len(samples), len(lacking), draws)
+        if reads.digests and config.trunk_cache.enabled and name == "train":
+            equality.check_checksums(samples)
+        if reads.edits and not begun:  # each training surveys them too
+            survey = partial(extras.survey, reads.edits, samples, config.data, name)
+            collectives.on_main(survey)
 
 
 def _stage(config: Config, context: Context, stage: int, variant: str, force: Force) -> None:

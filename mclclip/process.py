@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,8 +104,16 @@ def record_early(error: BaseException, code: int) -> None:
         write_state(None, state, verb="", exit_code=code, requeue=again, reason=reason)
 
 
-def run(config: Config, verb: str, work: Callable[[Context], object]) -> int:
-    """Runs a verb on a run directory: joins the ranks, takes the lock, records how it ends."""
+def run(
+    config: Config,
+    verb: str,
+    work: Callable[[Context], object],
+    check: Callable[[Context], None] | None = None,
+) -> int:
+    """Runs a verb on a run directory: joins the ranks, takes the lock, records how it ends.
+
+    The first rank calls ``check`` before anything is written, and all ranks raise its error.
+    """
     from mclclip import files
     from mclclip.ranks import collectives, process_group
     from mclclip.run.artifacts import Layout
@@ -123,6 +132,8 @@ def run(config: Config, verb: str, work: Callable[[Context], object]) -> int:
             raise
 
     context = process_group.init(config.device, deterministic=config.deterministic)
+    if check is not None:
+        collectives.on_main(partial(check, context))
     layout = Layout.of(config)
     lock = RunLock(layout.run_dir) if context.is_main else nullcontext()
     with process_group.num_threads(config.num_threads):

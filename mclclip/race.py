@@ -137,10 +137,10 @@ class Race:
                 each = steps // config.num_stages
                 config = replace(config, train=replace(config.train, steps=each))
         except ValueError as error:
-            raise ValueError(f"remedy {remedy.name!r}: {error}") from None
+            raise ValueError(f"{remedy.label}: {error}") from None
         if remedy.encoder is not None and remedy.encoder not in (made := config.encoders[1:]):
             raise ValueError(
-                f"remedy {remedy.name!r} is judged by {remedy.encoder}, which is not made: wanted "
+                f"{remedy.label} is judged by {remedy.encoder}, which is not made: wanted "
                 f"one of {', '.join(made)} (export.soup and export.concat say which)"
             )
         return config
@@ -190,7 +190,15 @@ class Race:
             try:
                 pipeline.check(config, context)
             except ValueError as error:
-                raise ValueError(f"remedy {remedy.name!r}: {error}") from None
+                raise ValueError(f"{remedy.label}: {error}") from None
+        if artifacts.is_finished(Layout.of(self.base).index):
+            raise ValueError(
+                f"{self.base.run_dir} holds a run, whose files a race would mix with its own: give "
+                "the race another run_dir"
+            )
+        self._check_record()
+
+    def _check_record(self) -> None:
         path = self.record_path
         if path.exists() and not self.force:
             before = files.read_json(path)
@@ -199,6 +207,12 @@ class Race:
                     f"{path.parent} is a race of another base configuration: {difference}. Give "
                     "another run_dir, or --force to make again what depends on it"
                 )
+
+    def _write_record(self) -> None:
+        """Writes ``record``, once there is a base that it tells of: a race that was refused or
+        killed before may go on with another one. A race that began beside this one wins."""
+        self._check_record()
+        files.write_json(self.record_path, self.record)
 
     @property
     def record_path(self) -> Path:
@@ -215,17 +229,16 @@ class Race:
         return files.as_json(tree)  # type: ignore[no-any-return]
 
     def run(self, context: Context) -> None:
-        """Runs the race, or one remedy of it; see the module for what it leaves."""
-        collectives.on_main(lambda: self.check(context))
-        collectives.on_main(lambda: files.write_json(self.record_path, self.record))
+        """Runs the race, or a remedy of it, after ``check``; see the module for what it leaves."""
         for seed in self.all_seeds:
             shared = self.base_of(seed)
             with self._locked(shared, context):
-                readers = [self.settings(remedy, seed) for remedy in self.trained]
+                readers = {one.label: self.settings(one, seed) for one in self.trained}
                 log.info("=== race, seed %d: base", seed)
                 path, text = Path(shared.run_dir) / "config.yaml", configuration.dump(shared)
                 collectives.on_main(partial(files.write_bytes, path, text.encode()))
                 pipeline.prepare(shared, context, readers=readers, force=self.force)
+                collectives.on_main(self._write_record)
             steps = collectives.on_main(partial(_steps_of, shared))
             for remedy in self.trained:
                 if self.only is None or remedy.name == self._only:

@@ -45,20 +45,28 @@ _EQUAL = ("train.steps=", "train.epochs=", "train.global_batch=")  # ... but for
 @dataclass(frozen=True)
 class Remedy:
     """A remedy: ``overrides`` on the base configuration, and the ``encoder`` that stands for it
-    (None: the one by which a run is judged); ``about`` it in a few words."""
+    (None: the one by which a run is judged); ``about`` it in a few words; the sweep ``file`` that
+    it is from (empty: it is a shipped one)."""
 
     name: str
     overrides: tuple[str, ...]
     encoder: str | None = None
     about: str = ""
+    file: str = ""
+
+    @property
+    def label(self) -> str:
+        """Names the remedy in messages, and the file that has to be corrected."""
+        return f"remedy {self.name!r}{self.file and f' of {self.file}'}"
 
 
-def read_remedies(text: str, where: str) -> dict[str, Remedy]:
+def read_remedies(text: str, file: str = "") -> dict[str, Remedy]:
     """The remedies of a text by name, a line each as in ``REMEDIES`` and in sweep files.
 
-    ``where`` names the text in errors: ValueError for a line that is no remedy, or one that sets
+    ``file`` names the text in errors: ValueError for a line that is no remedy, or one that sets
     what all remedies share.
     """
+    where = file or "the shipped remedies"
     found: dict[str, Remedy] = {}
     for line in text.splitlines():
         words, _, about = (part.strip() for part in re.sub(r"(^|\s)#", "\n", line).partition("\n"))
@@ -80,7 +88,7 @@ def read_remedies(text: str, where: str) -> dict[str, Remedy]:
                 )
         named = [o.removeprefix("encoder=") for o in options if o.startswith("encoder=")]
         overrides = tuple(o for o in options if not o.startswith("encoder="))
-        found[name] = Remedy(name, overrides, named[-1] if named else None, about)
+        found[name] = Remedy(name, overrides, named[-1] if named else None, about, file)
     if not found:
         raise ValueError(f"{where} has no remedies: wanted a line each, as in a sweep file")
     return found
@@ -90,11 +98,12 @@ def named(words: Sequence[str]) -> list[Remedy]:
     """The remedies of ``words``, each a name or a sweep file of remedies, whose lines win over
     names; mcl, of whose labels another may be made, and the control first, which is always there.
 
-    Raises ValueError for an unknown name, with the nearest ones, and for a line that gives another
-    meaning to mcl or the control, and FileNotFoundError for a file that is not there.
+    Raises ValueError for an unknown name, with the nearest ones, for a name that two files have,
+    and for a line that gives another meaning to mcl or the control, and FileNotFoundError for a
+    file that is not there.
     """
-    known, chosen = read_remedies(REMEDIES, "the shipped remedies"), list[str]()
-    for word in (word for word in words if word.endswith(".sweep")):
+    known, chosen = read_remedies(REMEDIES), list[str]()
+    for word in dict.fromkeys(word for word in words if word.endswith(".sweep")):
         if not Path(word).is_file():
             raise FileNotFoundError(f"--remedies {word}: there is no such file")
         own = read_remedies(Path(word).read_text(errors="replace"), word)
@@ -102,6 +111,11 @@ def named(words: Sequence[str]) -> list[Remedy]:
             raise ValueError(
                 f"{word}: a remedy is named {fixed[0]!r}, which others are compared with or "
                 "read the labels of: call it otherwise"
+            )
+        if twice := [name for name in own if known.get(name, own[name]).file not in ("", word)]:
+            raise ValueError(
+                f"{word}: a remedy is named {twice[0]!r}, as one of {known[twice[0]].file} is: "
+                "call one of them otherwise"
             )
         known |= own
     for word in words:

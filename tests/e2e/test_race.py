@@ -102,19 +102,33 @@ def test_a_changed_base_is_refused_in_one_line(
     assert unknown.code == 2 and "no remedy 'imf' (nearest: ifm" in unknown.complaints()[0]
 
 
-def test_a_race_killed_and_resumed_has_the_bits_of_jobs_of_one_remedy_each(
-    finished: Path, shell: Shell, data: Path, tmp_path: Path
-) -> None:
-    """Of one seed; the last call of the jobs trains nothing, and makes the table."""
+def test_a_race_that_is_refused_leaves_nothing(shell: Shell, data: Path, tmp_path: Path) -> None:
+    """Neither options nor ranks nor benchmarks that do not fit leave a folder or a state behind;
+    samples that a remedy cannot use are said before stage 0 is trained."""
     tiny.write_config(tmp_path / "config.yaml", tmp_path / "race", data, *OPTIONS)
-    command = ("race", "--config", tmp_path / "config.yaml", "--remedies", *REMEDIES)
-    for only in ("base", "ifm", "1", "ungrouped"):
-        shell.ok(*command, "--seeds", 3, "--only", only)
-        assert not (tmp_path / "race" / "race.html").exists()
-    last = shell.ok(*command, "--seeds", 3)
-    assert "samples/s" not in last.stderr and "=== race, seed 3: ifm" in last.stderr
-    assert (tmp_path / "race" / "race.html").exists()
-    own, jobs = (tiny.digests(folder / "race") for folder in (finished, tmp_path))
-    assert {name: digest for name, digest in own.items() if "seed_3" in name} == jobs
-    trained = [name for name in jobs if "stage_1/export" in name]
-    assert len(trained) == 3 and len({jobs[name] for name in trained}) == 3
+    (tmp_path / "own.sweep").write_text("slow train.lr=fast\n")
+    race = ("race", "--config", tmp_path / "config.yaml", "--remedies")
+    cases = {
+        ("mcl", "--seeds", 3, 3): "each may be given once",
+        (tmp_path / "own.sweep",): f"remedy 'slow' of {tmp_path}/own.sweep: option 'train.lr'",
+        (tmp_path / "own.sweep", "--only", "slow"): "got 'fast'",
+        ("mcl", "eval.suite.pairs.path=/nowhere"): "no folder /nowhere",
+    }
+    for more, words in cases.items():
+        refused = shell(*race, *more)
+        (line,) = refused.complaints()
+        assert refused.code == 2 and words in line
+        assert not (tmp_path / "race").exists()
+    (tmp_path / "own.sweep").write_text(
+        "hard controls=[ungrouped] train.objective.kind=info_nce "
+        "train.objective.hard_captions.field=nowhere\n"
+    )
+    of_samples: dict[tuple[object, ...], str] = {
+        (tmp_path / "own.sweep",): f"remedy 'hard' of {tmp_path}/own.sweep: train.objective.hard_",
+        ("equal_captions", "trunk_cache.enabled=true"): "remedy 'equal_captions': train.objective.",
+    }
+    for more, words in of_samples.items():
+        refused = shell(*race, *more)
+        (line,) = refused.complaints()
+        assert refused.code == 2 and words in line
+        assert not (tmp_path / "race/base/seed_0/stage_0").exists()

@@ -14,7 +14,7 @@ from mclclip.ranks.process_group import SINGLE
 from mclclip.remedies import REMEDIES, named, read_remedies
 from tests import damage, tiny
 
-KNOWN = read_remedies(REMEDIES, "here")
+KNOWN = read_remedies(REMEDIES)
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +73,17 @@ def test_a_sweep_file_has_remedies_of_ones_own(tmp_path: Path) -> None:
     assert found["low"].encoder == "stage_1"
     own = Race("demo", named([str(file)]))
     assert own.settings(found["low"], 0).train.lr == 1e-5
+
+
+def test_two_files_have_no_remedy_of_one_name(tmp_path: Path) -> None:
+    one, other = tmp_path / "one.sweep", tmp_path / "other.sweep"
+    one.write_text("low train.lr=1e-5\nifm train.lr=1e-6\n")
+    other.write_text("low train.lr=1e-6\n")
+    found = {each.name: each for each in named([str(one), "ifm", str(one)])}
+    assert found["ifm"].overrides == ("train.lr=1e-6",), "a file's lines win over shipped names"
+    assert found["ifm"].label == f"remedy 'ifm' of {one}" and KNOWN["ifm"].label == "remedy 'ifm'"
+    with pytest.raises(ValueError, match="other.sweep: a remedy is named 'low', as one of .*one.s"):
+        named([str(one), str(other)])
 
 
 def test_the_control_is_not_redefined(tmp_path: Path) -> None:
@@ -145,7 +156,33 @@ def test_steps_that_cannot_be_divided_are_refused(recipe: Path, tmp_path: Path) 
     file = tmp_path / "own.sweep"
     file.write_text("three num_stages=3\n")
     line = refused(recipe, "train.steps=5", remedies=(str(file),))
-    assert "'three': the 10 steps of all remedies cannot be divided" in line
+    assert line.startswith(f"remedy 'three' of {file}: the 10 steps of all remedies cannot be div")
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("train.lrr=1", "unknown option 'train.lrr': did you mean 'lr'?"),
+        ("train.lr=fast", "option 'train.lr', got 'fast'"),
+        ("train.objective.kind=nope", "there is no objective 'nope'"),
+        ("train.objective.terms=[{", "is not valid YAML"),
+        ("controls=[nothing]", "got 'nothing'"),
+        ("num_stages=0", "at least one stage"),
+        ("encoder=stage_9", "is judged by stage_9, which is not made"),
+    ],
+)
+def test_what_is_wrong_in_a_file_names_remedy_and_file(
+    recipe: Path, tmp_path: Path, option: str, words: str
+) -> None:
+    file = tmp_path / "own.sweep"
+    file.write_text(f"ok train.lr=1e-5\nbad {option}\n")
+    line = refused(recipe, remedies=(str(file),))
+    assert line.startswith(f"remedy 'bad' of {file}") and words in line
+
+
+def test_a_run_is_not_mixed_with_a_race(prepared_run: Path, recipe: Path) -> None:
+    line = refused(recipe, f"run_dir={prepared_run}")
+    assert line.startswith(f"{prepared_run} holds a run, whose files a race would mix")
 
 
 def test_one_remedy_alone_by_name_or_number(recipe: Path) -> None:
