@@ -191,7 +191,8 @@ class Race:
                 pipeline.check(config, context)
             except ValueError as error:
                 raise ValueError(f"{remedy.label}: {error}") from None
-        if artifacts.is_finished(Layout.of(self.base).index):
+        holds_run = artifacts.is_finished(Layout.of(self.base).index)
+        if holds_run and not self.record_path.exists():
             raise ValueError(
                 f"{self.base.run_dir} holds a run, whose files a race would mix with its own: give "
                 "the race another run_dir"

@@ -37,6 +37,7 @@ Remedies with the same overrides share their trainings."""
 
 BASE, CONTROL = "base", "ungrouped"
 FIXED = ("mcl", CONTROL)  # remedies that no file may redefine; they run first
+_TAKEN = ("race.json", "race.csv", "race.html", "run_state.json", "run.lock")  # beside remedies
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _OWN = ("train.", "num_stages=", "controls=", "encoder=")  # what a remedy may set
 _EQUAL = ("train.steps=", "train.epochs=", "train.global_batch=")  # ... but for the same cost
@@ -73,10 +74,10 @@ def read_remedies(text: str, file: str = "") -> dict[str, Remedy]:
         if not words:
             continue
         name, *options = words.split()
-        if not _NAME.fullmatch(name) or name in (BASE, *found):
+        if not _NAME.fullmatch(name) or name in (BASE, *_TAKEN, *found):
             raise ValueError(
                 f"{where}: a remedy is named {name!r}: wanted letters, digits and . _ - (no . "
-                f"first), each name once, and not {BASE!r}"
+                f"first), each name once, and neither {BASE!r} nor a race's own file"
             )
         for option in options:
             allowed = option.startswith(_OWN) and "=" in option

@@ -101,6 +101,7 @@ def test_the_control_is_not_redefined(tmp_path: Path) -> None:
         ("a train.global_batch=8", "neither steps, epochs nor global_batch"),
         ("a train.lr", "remedy 'a' has 'train.lr'"),
         ("base train.lr=1", "is named 'base'"),
+        ("race.csv train.lr=1", "is named 'race.csv'"),
         ("../a", "is named '../a'"),
         ("a\na train.lr=1", "is named 'a'"),
         ("# none", "has no remedies"),
@@ -183,6 +184,7 @@ def test_what_is_wrong_in_a_file_names_remedy_and_file(
 def test_a_run_is_not_mixed_with_a_race(prepared_run: Path, recipe: Path) -> None:
     line = refused(recipe, f"run_dir={prepared_run}")
     assert line.startswith(f"{prepared_run} holds a run, whose files a race would mix")
+    assert not (prepared_run / "race.json").exists()
 
 
 def test_one_remedy_alone_by_name_or_number(recipe: Path) -> None:
