@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -182,26 +181,3 @@ def supervised(row: Row, scale: Tensor) -> Tensor | None:
 
 def close(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
-
-
-def agree(
-    batch: Batch,
-    objective: Objective,
-    between: str,
-    of_row: Callable[[Row, Tensor], Tensor | None],
-    *,
-    temperature: float | None = None,
-    num_views: int = 2,
-) -> dict[str, Tensor]:
-    """Compares value and gradient with the loops; returns the parts."""
-    reference = batch.rows(slice(None))
-    scale = reference.scale if temperature is None else torch.tensor(1.0 / temperature)
-    expected = loss(rows_of(reference, between, num_views), lambda row: of_row(row, scale))
-    expected.backward()
-    second = "text_features" if between == "captions" else "image_features_1"
-    parts = batch.run(objective, second)
-    close(parts["loss"].detach(), expected.detach())
-    for mine, theirs in zip(batch.gradients(), reference.gradients(), strict=True):
-        close(mine, theirs, 1e-11)
-    assert math.isfinite(parts["loss"].item())
-    return parts

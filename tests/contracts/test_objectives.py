@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mclclip import config
 from mclclip.data.batches import Batch
 from mclclip.engines.engine import Engine
 from mclclip.models.loading import load_towers, prepare_model
@@ -256,6 +257,100 @@ def test_planned_memory_is_linear_in_the_batch(name: str) -> None:
         )
     assert three - two == pytest.approx(two - one, rel=0.02)
     assert three < 6144 * 6144 * 4  # the matrix
+
+
+def wrong(kind: str, message: str, **options: Any) -> Any:
+    return pytest.param({"kind": kind, **options}, message, id=f"{kind}: {message}"[:60])
+
+
+V3 = {"version": "v3"}
+CLOSEST = {"pairs": "n_closest", "num_closest": 1}
+WRONG = [
+    wrong("hcl", "tau_plus", tau_plus=1.0),
+    wrong("hcl", "beta", beta=-1.0),
+    wrong("ifm", "direction=images is for betw", between="views", direction="images"),
+    wrong("ifm", "epsilon", epsilon=-0.1),
+    wrong("supcon", "num_views", num_views=3),
+    wrong("sigmoid", "between", between="texts"),
+    wrong("ifm", "'negatives' or 'masked'", equal_captions="positives"),
+    wrong("hcl", "'negatives' or 'masked'", equal_captions="positives"),
+    wrong("nt_xent", "equal_captions", equal_captions="masked"),
+    *(
+        wrong(kind, f"equal_captions={how} is for between=captions, and views read none",
+              between="views", equal_captions=how)
+        for kind, how in (("hcl", "masked"), ("sigmoid", "positives"))
+    ),
+    wrong("info_nce", r"no rule 'color' for captions \(nearest: colour",
+          hard_captions={"rules": ["color"]}),
+    wrong("info_nce", "rules and field are given",
+          hard_captions={"rules": ["colour"], "field": "wrong"}),
+    wrong("info_nce", "each once", hard_captions={"rules": []}),
+    wrong("info_nce", "per_caption", hard_captions={"per_caption": 0}),
+    wrong("moco", "term=modified with epsilon=0 modifies nothing", term="modified"),
+    wrong("moco", "predictor belongs to version=v3", predictor=[4, 4]),
+    wrong("moco", "queue_size belongs to version=v2", **V3, queue_size=4),
+    wrong("simlap", "attribute=breed has no class means: give class_means=", **CLOSEST,
+          attribute="breed"),
+    wrong("simlap", "class_means is given, and is read only with pairs=", class_means="x.npy"),
+    wrong("simlap", "penalty_weight=0.1 is for the gates of a label filter", gates="open",
+          penalty_weight=0.1),
+    wrong("simlap", "gates=open has no label embeddings to say which classes", **CLOSEST,
+          gates="open", closest_by="label_embeddings"),
+    *(wrong("mlcd", "scale", scale=scale) for scale in (0.0, -1.0, 257.0, float("inf"))),
+    wrong("mlcd", "sample_rate", sample_rate=1.5),
+    wrong("mlcd", "margin_size", margin_size=3),
+    wrong("mlcd", "threshold", threshold=91),
+    wrong("mlc", "raise sample_rate", sample_rate=0),
+    wrong("mldc", r"there is no objective 'mldc' \(nearest: mlc, mlcd"),
+    wrong("mlcd", "kernel=triton was removed: leave it out", kernel="triton"),
+    wrong("single_label", "attribute=class have no centroids.*set centers=normal",
+          attribute="class"),
+    wrong("feature_dropout", "epsilon", epsilon=-0.1),
+    wrong("feature_dropout", "adversary_lr", adversary_lr=0.0),
+    wrong("feature_dropout", "width", width=0),
+    wrong("feature_dropout", "residual_blocks", residual_blocks=-1),
+    wrong("feature_dropout", "between", between="captions"),
+    wrong("preserve", "temperature belongs to what=similarities", what="features",
+          temperature=0.1),
+    wrong("preserve", "'features' or 'similarities'", what="weights"),
+    wrong("weighted_sum", r"terms want \[1, 2\] views",
+          terms=[{"objective": {"kind": kind}} for kind in ("feature_dropout", "info_nce")]),
+    wrong("weighted_sum", "terms want different hard_captions",
+          terms=[{"objective": {"kind": "info_nce", "hard_captions": {"rules": [rule]}}}
+                 for rule in ("colour", "size")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tree", "message"), WRONG)
+def test_wrong_options_are_one_line(tree: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        config.from_tree({"run_dir": "x", "train": {"objective": tree}})
+    assert "\n" not in str(caught.value)
+
+
+PLANNED = {"info_nce", "nt_xent", "ifm", "hcl", "supcon", "sigmoid"}
+"""Kinds whose plan is a step of their own, measured."""
+
+
+@pytest.mark.parametrize("name", [n for n in OWN if CASES[n].settings["kind"] in PLANNED])
+def test_planned_memory_is_that_of_a_step(name: str) -> None:
+    options, rows, dim = CASES[name].options(), 300, 64
+    _, seen = forward(*built(options), batch_of(options, 0, rows, 1), 0)
+    _, objective = built(options, precision="fp32")
+    given = {
+        n: v.detach().float() if v.is_floating_point() else v for n, v in seen.features.items()
+    }
+    sides = [n for n in given if n.startswith(("image_", "text_", "edited_features"))]
+    given |= {side: torch.randn(rows, dim).requires_grad_() for side in sides}
+    marks = {"labels": torch.zeros(rows, 1, dtype=torch.int64), "sample_id": torch.arange(rows)}
+    marks["classes"] = seen.classes
+    measured = peak_bytes(
+        lambda: objective(**given, **marks)["loss"].backward(), [*given.values(), *marks.values()]
+    )
+    with faked(nn.Linear(1, 1)):
+        planned = options.cost(Sizes(rows, 1, dim, NUM_CLASSES, torch.float32, peak_bytes)).step
+    # The plan counts the features themselves, and gathered ones beside them.
+    assert measured < planned < measured + 3.5 * len(sides) * rows * dim * 4
 
 
 GROUPED = [n for n, case in CASES.items() if case.options().reads.groups and not case.coupled]

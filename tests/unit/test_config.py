@@ -153,6 +153,8 @@ def test_an_unknown_option_is_named_with_the_nearest(
         ("train.lock.image_blocks=five", ["'train.lock.image_blocks'", "'five'", "integer"]),
         ("device=gpu", ["'device'", "'gpu'", "'auto', 'cpu' or 'cuda'"]),
         ("controls=[ungruped]", ["'controls.0'", "'ungruped'", "'ungrouped'"]),
+        ("train.engine.name=zero", ["'train.engine.name'", "'zero'", "'ddp'"]),
+        ("train.engine.micro_batch=0", ["'train.engine.micro_batch'", "0"]),
         ("train=5", ["'train'", "5", "dictionary"]),
         ("eval.suite.m.kind=mmvp", ["'eval.suite.m.path' is required"]),
         ("controls=[ungrouped, ungrouped]", ["controls names one twice"]),

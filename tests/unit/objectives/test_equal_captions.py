@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mclclip.models.memory import faked, peak_bytes
-from mclclip.objectives.base import Objective, Setting, Sizes, parse
+from mclclip.objectives.base import Objective, Setting, parse
 from mclclip.objectives.contrast import DIGESTS
 from mclclip.ranks.process_group import SINGLE
 from tests import contrast_loops as loops
@@ -148,52 +147,6 @@ def test_loss_of_features_that_are_alike_is_chance(kind: str, how: str) -> None:
     assert 0 < chance <= torch.stack(losses).min() + 1e-6 < of_one_row
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"kind": "ifm", "equal_captions": "positives"}, "'negatives' or 'masked'"),
-        ({"kind": "hcl", "equal_captions": "positives"}, "'negatives' or 'masked'"),
-        ({"kind": "nt_xent", "equal_captions": "masked"}, "equal_captions"),
-        (
-            {"kind": "hcl", "between": "views", "equal_captions": "masked"},
-            "equal_captions=masked is for between=captions, and views read none",
-        ),
-        (
-            {"kind": "sigmoid", "between": "views", "equal_captions": "positives"},
-            "equal_captions=positives is for between=captions, and views read none",
-        ),
-        (
-            {"kind": "ifm", "between": "views", "direction": "images"},
-            "direction=images is for between=captions",
-        ),
-    ],
-)
-def test_what_makes_no_sense_is_refused(settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        parse(settings)
-
-
 def test_a_batch_without_digests_is_refused() -> None:
     with pytest.raises(ValueError, match="the loss reads caption_digest, picture_digest, and was"):
         run(built("info_nce", "masked"), loops.draw(1, 3))
-
-
-@pytest.mark.parametrize(("kind", "how"), FIELDS)
-def test_planned_memory_is_that_of_a_step(kind: str, how: str) -> None:
-    batch = loops.draw(0, rows=300, dim=64, dtype=torch.float32)
-    batch.digests = torch.arange(300) // 2, torch.arange(300)
-    objective = built(kind, how, "fp32")
-    features = {"image_features": batch.first, "text_features": batch.second}
-    features |= {"logit_scale": batch.scale, "logit_bias": torch.zeros(())}
-    marks = {"labels": batch.labels[:, None], "sample_id": batch.sample_id}
-    marks |= dict(zip(DIGESTS, batch.digests, strict=True))
-    measured = peak_bytes(
-        lambda: objective(**features, **marks)["loss"].backward(),
-        [*features.values(), *marks.values()],
-    )
-    options = parse({"kind": kind, "equal_captions": how})
-    with faked(torch.nn.Linear(1, 1)):
-        planned = options.cost(Sizes(300, 1, 64, 10, torch.float32, peak_bytes)).step
-        plain = parse({"kind": kind}).cost(Sizes(300, 1, 64, 10, torch.float32, peak_bytes)).step
-    assert measured < planned < measured + 7 * 300 * 64 * 4
-    assert planned >= plain

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mclclip import config
 from mclclip.data.batches import Batch
 from mclclip.engines.engine import Engine
 from mclclip.models.transforms import PixelFormat
@@ -19,7 +17,6 @@ from mclclip.objectives.feature_dropout import Adversary, FeatureDropout, Option
 from mclclip.ranks.process_group import SINGLE
 from mclclip.train.loop import Trainee
 from tests import viewmaker_loops as loops
-from tests import views
 from tests.engines import build_engine
 from tests.matrix import in_soak
 
@@ -321,44 +318,11 @@ def test_the_seed_makes_the_network() -> None:
 # --- what is refused ---------------------------------------------------------------------------
 
 
-def refusal(objective: dict[str, Any], **training: Any) -> str:
-    tree = views.tree(Path("run"), Path("pictures"), objective, 2)
-    tree["base"] |= training
-    with pytest.raises(ValueError) as caught:
-        config.from_tree(tree)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("objective", "training", "message"),
-    [
-        ({"epsilon": -0.1}, {}, "epsilon"),
-        ({"adversary_lr": 0.0}, {}, "adversary_lr"),
-        ({"width": 0}, {}, "width"),
-        ({"residual_blocks": -1}, {}, "residual_blocks"),
-        ({"between": "captions"}, {}, "between"),
-        (
-            {},
-            {"precision": "fp16", "engine": {"micro_batch": 4}},
-            "engine.micro_batch=4 with precision=fp16",
-        ),
-    ],
-)
-def test_mistakes_are_one_line(
-    objective: dict[str, Any], training: dict[str, Any], message: str
-) -> None:
-    assert message in refusal({"kind": "feature_dropout"} | objective, **training)
-
-
-def test_captions_beside_it_have_no_second_view() -> None:
-    terms = [{"objective": {"kind": kind}} for kind in ("feature_dropout", "info_nce")]
-    assert "terms want [1, 2] views" in refusal({"kind": "weighted_sum", "terms": terms})
-
-
-def test_fp16_without_micro_batches_and_micro_batches_without_fp16_are_taken() -> None:
+def test_fp16_with_micro_batches_is_refused_and_either_alone_is_taken() -> None:
     for precision, micro in (("fp16", None), ("bf16", 4)):
         Options().check(Facts(2, 1, precision, "ddp", micro_batch=micro))
+    with pytest.raises(ValueError, match=r"^engine.micro_batch=4 with precision=fp16"):
+        Options().check(Facts(2, 1, "fp16", "ddp", micro_batch=4))
 
 
 def test_an_image_that_is_too_small_and_a_single_view_are_refused() -> None:

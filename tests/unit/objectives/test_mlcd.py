@@ -22,19 +22,19 @@ KINDS = ("mlcd", "mlc", "single_label")
 NONE = Margin("none")
 
 
-def rows_of(seed: int = 0, num_classes: int = K) -> Tensor:
-    random = torch.Generator().manual_seed(seed)
-    return torch.randn(num_classes, D, generator=random, dtype=torch.float64)
+def rows_of() -> Tensor:
+    random = torch.Generator().manual_seed(0)
+    return torch.randn(K, D, generator=random, dtype=torch.float64)
 
 
-def features_of(seed: int = 1, num_rows: int = B) -> Tensor:
-    random = torch.Generator().manual_seed(seed)
+def features_of(num_rows: int = B) -> Tensor:
+    random = torch.Generator().manual_seed(1)
     return torch.randn(num_rows, D, generator=random, dtype=torch.float64)
 
 
-def labels_of(seed: int = 2, padded: bool = True) -> Tensor:
+def labels_of(padded: bool = True) -> Tensor:
     """Distinct classes per row; with ``padded`` one row has one label and one has none."""
-    random = torch.Generator().manual_seed(seed)
+    random = torch.Generator().manual_seed(2)
     labels = torch.stack([torch.randperm(K, generator=random)[:L] for _ in range(B)])
     if padded:
         labels[3, 1:], labels[5] = -1, -1
@@ -48,7 +48,6 @@ def head(
     *,
     scale: float = 16.0,
     margin: Margin = NONE,
-    tile: int = 7,
     **options: Any,
 ) -> ClassCenterLoss:
     """An objective whose negatives are always these classes (None: all)."""
@@ -58,7 +57,7 @@ def head(
         len(rows), D, lambda start, stop: rows[start:stop], draw=draw, dtype=rows.dtype, **options
     )
     centers.begin(0)
-    return ClassCenterLoss(centers, kind, scale=scale, margin=margin, tile=tile)  # type: ignore[arg-type]
+    return ClassCenterLoss(centers, kind, scale=scale, margin=margin, tile=7)  # type: ignore[arg-type]
 
 
 def loss_and_gradients(
@@ -73,10 +72,6 @@ def loss_and_gradients(
     whole = torch.zeros_like(centers.rows)
     whole[centers.touched] = centers.grad
     return output, raw.grad, whole
-
-
-def loss_of(objective: ClassCenterLoss, features: Tensor, labels: Tensor) -> float:
-    return float(objective(functional.normalize(features, dim=1), labels)["loss"])
 
 
 # --- against the definition --------------------------------------------------------------------
@@ -147,14 +142,9 @@ def test_a_row_whose_positives_are_all_that_is_drawn(kind: str) -> None:
     torch.testing.assert_close(of_rows, other.grad, atol=1e-13, rtol=0)
 
 
-def test_rows_without_a_label_do_not_count() -> None:
-    features, labels = features_of(), labels_of()
-    kept = (labels >= 0).any(dim=1)
-    _, grad, _ = loss_and_gradients(head(), features, labels)
-    assert not grad[~kept].any()
-    alone = loss_of(head(), features[kept], labels[kept])
-    assert loss_of(head(), features, labels) == pytest.approx(alone, abs=1e-12)
-    assert loss_of(head(), features, torch.full_like(labels, -1)) == 0.0
+def test_a_batch_without_a_label_has_loss_0() -> None:
+    output, grad, _ = loss_and_gradients(head(), features_of(), torch.full((B, L), -1))
+    assert float(output["loss"]) == 0.0 and not grad.any()
 
 
 def test_the_loss_scale_is_taken_out_of_the_class_centers() -> None:
@@ -246,12 +236,6 @@ def test_pairs_are_drawn_equally_often() -> None:
     assert np.abs(of_pairs - share).max() < 4.5 * (share * (1 - share) / steps) ** 0.5
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, 257.0])
-def test_scales_are_checked(scale: float) -> None:
-    with pytest.raises(ValueError, match="scale"):
-        Options(scale=scale)
-
-
 @pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
 def test_centroids_that_are_no_start(bad: float) -> None:
     centroids = np.ones((K, D), np.float32)
@@ -263,10 +247,8 @@ def test_centroids_that_are_no_start(bad: float) -> None:
         options.build(Setting(model=model, context=SINGLE, seed=0, classes=classes))
 
 
-def test_the_removed_kernels_are_refused_and_their_default_is_read() -> None:
+def test_the_default_of_removed_kernels_is_read() -> None:
     assert Options(kernel="plain") == Options()
-    with pytest.raises(ValueError, match="kernel=triton was removed: leave it out"):
-        Options(kernel="triton")
 
 
 def test_a_rate_that_draws_nothing_is_refused() -> None:
@@ -278,5 +260,3 @@ def test_a_rate_that_draws_nothing_is_refused() -> None:
 def test_an_attribute_is_its_classes() -> None:
     options = Options(kind="single_label", attribute="class", centers="normal")
     assert options.reads == Reads(attribute="class") and options.reads.num_classes_per_sample == 1
-    with pytest.raises(ValueError, match="attribute=class have no centroids.*set centers=normal"):
-        Options(kind="single_label", attribute="class")

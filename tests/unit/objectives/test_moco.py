@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from mclclip.objectives.moco import BatchKeys, MomentumCopy, QueuedKeys, predict
 from mclclip.ranks.process_group import SINGLE
 from tests import tiny
 
-BATCH, DIM, STEPS = 4, 5, 7
+DIM = 5
 RESNET = Path(__file__).parents[2] / "configs" / "tiny_resnet.json"
 LOCK: dict[str, Any] = {"image_norm": True, "image_projection": True, "text": False}
 LOCK |= {"logit_scale": False}
@@ -42,49 +41,11 @@ class Model(nn.Module):
         return {"image_features": functional.normalize(image @ self.weight.T, dim=-1)}
 
 
-def batch_of(step: int, groups: int = 2, repeats: bool = True) -> Any:
-    """Two views of four samples; some batches are masked at another prefix length."""
-    generator = torch.Generator().manual_seed(step)
-    views = [torch.randn(BATCH, 6, generator=generator, dtype=torch.float64) for _ in range(2)]
-    ids = torch.randint(0, 12 if repeats else 10**9, (BATCH,), generator=generator)
-    return SimpleNamespace(
-        views=views,
-        labels=torch.randint(0, groups, (BATCH, 1), generator=generator),
-        sample_id=ids,
-        prefix_length=1 if step % 3 else 2,
-        text=None,
-        text_features=None,
-    )
-
-
 def built(tree: dict[str, Any]) -> tuple[Model, Any]:
     model = Model()
     options = parse({"kind": "moco", **tree})
     setting = Setting(model=model, context=SINGLE, seed=3, precision="float64")
     return model, options.build(setting)
-
-
-def step_of(
-    model: Model, objective: Any, batch: Any, step: int, lr: float = 0.3
-) -> dict[str, Tensor]:
-    """One step of SGD, as the loop makes it."""
-    objective.begin(step, STEPS, 0.0)
-    features = objective.features(model, batch)
-    parts: dict[str, Tensor] = objective(
-        **features, labels=batch.labels, sample_id=batch.sample_id, classes=None
-    )
-    trained = [model.weight, *(p for p in objective.parameters() if p.requires_grad)]
-    gradients = torch.autograd.grad(parts["loss"], trained)
-    with torch.no_grad():
-        for parameter, gradient in zip(trained, gradients, strict=True):
-            parameter.sub_(lr * gradient)
-    objective.stepped(model)
-    return parts | {"gradient": gradients[0]}
-
-
-def test_a_modified_term_alone_wants_an_epsilon() -> None:
-    with pytest.raises(ValueError, match="term=modified with epsilon=0 modifies nothing"):
-        parse({"kind": "moco", "term": "modified"})
 
 
 def test_the_predictor_is_drawn_by_the_seed() -> None:
@@ -127,11 +88,7 @@ def test_a_queue_smaller_than_a_batch_is_refused_before_the_run() -> None:
         config.from_tree(tree)
 
 
-def test_options_that_belong_to_the_other_version_are_refused() -> None:
-    with pytest.raises(ValueError, match="predictor belongs to version=v3"):
-        parse({"kind": "moco", "predictor": [4, 4]})
-    with pytest.raises(ValueError, match="queue_size belongs to version=v2"):
-        parse({"kind": "moco", "version": "v3", "queue_size": 4})
+def test_a_predictor_of_another_width_is_refused() -> None:
     with pytest.raises(ValueError, match="predictor ends in 4, but the model's features have 5"):
         built({"version": "v3", "predictor": [4, 4]})
 
@@ -149,8 +106,8 @@ def moved(model: nn.Module) -> None:
                 parameter.add_(noise.to(parameter), alpha=0.1)
 
 
-def pictures(number: int = 3) -> Tensor:
-    return torch.randn(number, 3, 32, 32, generator=torch.Generator().manual_seed(3))
+def pictures() -> Tensor:
+    return torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(3))
 
 
 @pytest.mark.parametrize("base", [0.0, 0.9, 0.99])
