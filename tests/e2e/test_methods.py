@@ -87,9 +87,6 @@ def test_stages_from_scratch_beside_an_ensemble(
     ("changes", "message"),
     [
         ("base.objective={kind: supcon, attribute: size}", "no attribute 'size'"),
-        ("base.objective={kind: info_nce}", "reads captions"),
-        ("base.objective={kind: moco, queue_size: 8}", "queue"),
-        ("base.objective={kind: feature_dropout, epsilon: -1}", "epsilon"),
         ("model.name.vision_cfg.channels=3", "has 4 channels, but the model takes 3"),
     ],
 )

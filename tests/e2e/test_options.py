@@ -130,29 +130,6 @@ def test_a_mirror_serves_the_same_training_only(shell: Shell, based: Any, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["train.optimizer=adamx"], "adamx"),
-        (["train.ema_decay=1.5"], "'train.ema_decay', got 1.5"),
-        (["train.engine.micro_batch=0"], "train.engine.micro_batch"),
-        (["train.engine.name=zero"], "train.engine.name"),
-        (["train.checkpoint.mirror=nosuch://x"], "nosuch"),
-        (["train.layer_decay=2.0"], "layer_decay"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_what_cannot_be_is_refused_in_a_line(
-    shell: Shell, based: Any, tmp_path: Path, options: list[str], words: str
-) -> None:
-    shutil.copytree(based[1], tmp_path / "run")
-    run = f"run_dir={tmp_path / 'run'}"
-    refused = shell("train", "--stage", 1, "--config", based[0], run, *options)
-    assert refused.code == 2, refused.stderr
-    (line,) = refused.complaints()
-    assert words in line and "Traceback" not in refused.stderr
-
-
-@pytest.mark.parametrize(
     "what, engine", [*product(["model", "step"], ["ddp", "fsdp", "deepspeed"])]
 )
 @in_soak
