@@ -40,6 +40,14 @@ def prepared_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two shards of rendered samples, and minimal pairs; read only."""
+    from tests import tiny
+
+    return tiny.make_data(tmp_path_factory.mktemp("data"), num_samples=96)
+
+
+@pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Folder of small real data sets beside the checkout (or at MCLCLIP_SHARED_DATA)."""
     folder = Path(os.environ.get("MCLCLIP_SHARED_DATA", ROOT.parent / "shared" / "data"))

@@ -56,6 +56,16 @@ _INDEXES = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_imp
 _COPIES = {_aten.copy_, _aten._to_copy}
 
 
+class Readings(TorchDispatchMode):
+    """Counts the numbers that are read of a tensor, each of which makes the host wait for a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
 class DeviceWaits(TorchDispatchMode):
     """Within the block, ``found`` holds "operation in module.function" where ``recording`` is set.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import tarfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from mclclip.eval.outcomes import Outcomes
 from mclclip.files import record_of
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, Layout
+from tests.tars import write_tar
 
 SCRIPT = "<script>alert(1)</script>"
 CONTROL = "\x1b[2J\u202e"
@@ -49,18 +49,16 @@ def is_red(sample: int) -> bool:
 
 def write_shards(folder: Path) -> None:
     """Two shards of red and blue pictures, two of them broken, with captions of strangers."""
-    folder.mkdir(parents=True)
     for number in range(2):
-        with tarfile.open(folder / f"{number:05d}.tar", "w") as archive:
-            for sample in range(number * NUM_SAMPLES // 2, (number + 1) * NUM_SAMPLES // 2):
-                colour = "scarlet" if is_red(sample) else "azure"
-                text = f"a {colour} thing {SCRIPT} {CONTROL}{'x' * LONG}".encode()
-                image = picture(is_red(sample))[: 400 if sample in BROKEN else None]
-                about = json.dumps({"colour": colour}).encode()
-                for suffix, data in ((".jpg", image), (".txt", text), (".json", about)):
-                    member = tarfile.TarInfo(f"{sample:05d}{suffix}")
-                    member.size = len(data)
-                    archive.addfile(member, io.BytesIO(data))
+        members = []
+        for sample in range(number * NUM_SAMPLES // 2, (number + 1) * NUM_SAMPLES // 2):
+            colour = "scarlet" if is_red(sample) else "azure"
+            text = f"a {colour} thing {SCRIPT} {CONTROL}{'x' * LONG}".encode()
+            image = picture(is_red(sample))[: 400 if sample in BROKEN else None]
+            about = json.dumps({"colour": colour}).encode()
+            parts = ((".jpg", image), (".txt", text), (".json", about))
+            members += [(f"{sample:05d}{suffix}", data) for suffix, data in parts]
+        write_tar(folder / f"{number:05d}.tar", members)
 
 
 def write_pairs(folder: Path) -> None:

@@ -217,9 +217,7 @@ def test_force_moves_one_of_other_settings_aside(folder: Path, verb: Verb) -> No
 def test_what_was_begun_is_resumed(folder: Path, verb: Verb) -> None:
     path = folder / "run" / verb.artifact
     fields = json.loads((path / MANIFEST).read_text())
-    intent = {name: fields[name] for name in ("kind", "config", "inputs")}
-    (path / INTENT).write_text(json.dumps(intent))
-    (path / MANIFEST).unlink()
+    (path / MANIFEST).rename(path / INTENT)
     (path / ".half.7.tmp").write_text("of a killed writer")
     verb.call(folder)
     again = json.loads((path / MANIFEST).read_text())

@@ -31,11 +31,6 @@ SUM = {
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make_data(tmp_path_factory.mktemp("data"), num_samples=96)
-
-
-@pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return toys.install(tmp_path_factory.mktemp("site"))
 

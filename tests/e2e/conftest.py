@@ -322,6 +322,19 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny data of most tests here (read only)."""
-    return tiny.make_data(
-        tmp_path_factory.mktemp("data"),
-    )
+    return tiny.make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def indexed(
+    shell: Shell,
+    data: Path,
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, Path]:
+    """A configuration with the module's OPTIONS, and a run directory that has its index."""
+    folder = tmp_path_factory.mktemp("indexed")
+    options = request.module.OPTIONS
+    config = tiny.write_config(folder / "config.yaml", folder / "run", data, *options)
+    shell.ok("index", "--config", config)
+    return config, folder / "run"

@@ -22,7 +22,6 @@ import pytest
 
 from mclclip import checkpoint
 from mclclip.data.sample_index import SampleIndex
-from tests import tiny
 from tests.e2e.conftest import Finished, RecordBatches, Shell, Touch, state_of
 from tests.matrix import in_soak, kept
 
@@ -94,17 +93,6 @@ class KillWorkers:
         me = os.getpid()
         for child in Path(f"/proc/{me}/task/{me}/children").read_text().split():
             os.kill(int(child), signal.SIGKILL)
-
-
-@pytest.fixture(scope="module")
-def indexed(
-    shell: Shell, data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, Path]:
-    """A configuration, and a run directory that has its index."""
-    folder = tmp_path_factory.mktemp("data_wait")
-    config = tiny.write_config(folder / "config.yaml", folder / "run", data, *OPTIONS)
-    shell.ok("index", "--config", config)
-    return config, folder / "run"
 
 
 def train(

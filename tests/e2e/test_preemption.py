@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from mclclip import checkpoint
-from tests import tiny
 from tests.e2e.conftest import Finished, Shell, Touch, state_of
 from tests.matrix import in_soak, kept
 
@@ -80,17 +79,6 @@ class SignalBeforeJoining:
 def sleep() -> None:
     """A rank that hangs."""
     time.sleep(600)
-
-
-@pytest.fixture(scope="module")
-def indexed(
-    shell: Shell, data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, Path]:
-    """A configuration, and a run directory that has its index."""
-    folder = tmp_path_factory.mktemp("preemption")
-    config = tiny.write_config(folder / "config.yaml", folder / "run", data, *OPTIONS)
-    shell.ok("index", "--config", config)
-    return config, folder / "run"
 
 
 @pytest.fixture(scope="module")

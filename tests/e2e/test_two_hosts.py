@@ -198,17 +198,6 @@ def state_in(path: Path) -> tuple[str, bool]:
 
 
 @pytest.fixture(scope="module")
-def indexed(
-    shell: Shell, data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, Path]:
-    """A configuration, and a run directory that has its index."""
-    folder = tmp_path_factory.mktemp("two_hosts")
-    config = tiny.write_config(folder / "config.yaml", folder / "run", data, *OPTIONS)
-    shell.ok("index", "--config", config)
-    return config, folder / "run"
-
-
-@pytest.fixture(scope="module")
 def one_host(shell: Shell, indexed: tuple[Path, Path]) -> dict[int, dict[str, Any]]:
     """What one host's training results in, by its number of ranks."""
     config, run_dir = indexed

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
-import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from mclclip.files import digest_array
 from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact, Layout, read_manifest
+from tests.tars import write_tar
 
 SIZES = (40, 25, 35)  # samples per shard
 BAD = (3, 77)
@@ -31,14 +30,10 @@ K = 4
 
 
 def make_shards(folder: Path) -> None:
-    folder.mkdir(exist_ok=True)
     for number, size in enumerate(SIZES):
-        with tarfile.open(folder / f"{number:02d}.tar", "w") as tar:
-            for sample in range(size):
-                for extension in ("jpg", "txt"):
-                    member = tarfile.TarInfo(f"{number}{sample:03d}.{extension}")
-                    member.size = 5
-                    tar.addfile(member, io.BytesIO(b"bytes"))
+        keys = [f"{number}{sample:03d}" for sample in range(size)]
+        members = [(f"{key}.{extension}", b"bytes") for key in keys for extension in ("jpg", "txt")]
+        write_tar(folder / f"{number:02d}.tar", members)
 
 
 def truth(stage: int) -> np.ndarray:
@@ -224,10 +219,7 @@ def test_what_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
     config = from_tree(make_run(tmp_path / "run", tmp_path / "shards"))
     directory = cluster.run(config, SINGLE, stage=0)
     wanted = contents(tmp_path / "run")
-    manifest = json.loads((directory / "manifest.json").read_text())
-    begun = {name: manifest[name] for name in ("kind", "config", "inputs")}
-    (directory / "in_progress.json").write_text(json.dumps(begun))
-    (directory / "manifest.json").unlink()
+    (directory / "manifest.json").rename(directory / "in_progress.json")
     (directory / "cluster_labels.npy").rename(directory / ".cluster_labels.npy.tmp")
     (directory / "similarities.npy").write_bytes(b"of another time")
     cluster.run(config, SINGLE, stage=0)
@@ -356,12 +348,7 @@ def test_too_many_clusters_leave_nothing_behind(tmp_path: Path) -> None:
 def test_embeddings_of_another_index(tmp_path: Path) -> None:
     tree = make_run(tmp_path / "run", tmp_path / "shards")
     config = from_tree(tree)
-    (tmp_path / "more").mkdir()
-    with tarfile.open(tmp_path / "more" / "x.tar", "w") as tar:
-        for extension in ("jpg", "txt"):
-            member = tarfile.TarInfo(f"new.{extension}")
-            member.size = 1
-            tar.addfile(member, io.BytesIO(b"x"))
+    write_tar(tmp_path / "more" / "x.tar", [("new.jpg", b"x"), ("new.txt", b"x")])
     sources = {"shards": [f"{tmp_path}/shards/*.tar", f"{tmp_path}/more/*.tar"]}
     tree["data"]["sources"]["s"] = sources
     index.run(from_tree(tree), SINGLE, force=True)

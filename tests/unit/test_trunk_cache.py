@@ -389,10 +389,8 @@ def test_temporary_files_of_killed_writers_are_removed(data: Path, tmp_path: Pat
     config = options(tmp_path / "run", data, ON, f"trunk_cache.folder={tmp_path}/rows")
     embedded(config)
     (folder,) = (tmp_path / "rows/run").iterdir()
-    (Layout.of(config).trunk_cache / "manifest.json").rename(tmp_path / "manifest.json")
-    made = json.loads((tmp_path / "manifest.json").read_text())
-    intent = {key: made[key] for key in ("kind", "config", "inputs")}
-    (Layout.of(config).trunk_cache / "in_progress.json").write_text(json.dumps(intent))
+    cache = Layout.of(config).trunk_cache
+    (cache / "manifest.json").rename(cache / "in_progress.json")
     (folder / ".00001.npy.host.1.tmp").write_bytes(bytes(1000))
     embed.run(config, SINGLE, stage=0)
     assert not [*folder.glob(".*")] and rows_of(config).folder == folder

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tarfile
 from collections.abc import Callable, Iterable, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -16,6 +15,7 @@ from mclclip import index, process
 from mclclip.config import Config, from_tree
 from mclclip.data.sample_index import SampleIndex
 from mclclip.ranks.process_group import SINGLE
+from tests.tars import write_tar
 
 
 def picture(number: int) -> bytes:
@@ -37,14 +37,12 @@ def indexed(
     folder, number = shards or root / "shards", 0
     folder.mkdir(parents=True, exist_ok=True)
     for shard, size in enumerate(sizes):
-        with tarfile.open(folder / f"{shard:02d}.tar", "w") as archive:
-            for _ in range(size):
-                text = json.dumps({"all": [*captions(number)]}).encode()
-                for suffix, data in ((".jpg", picture(number)), (".json", text)):
-                    member = tarfile.TarInfo(f"{prefix}{number:03d}{suffix}")
-                    member.size = len(data)
-                    archive.addfile(member, BytesIO(data))
-                number += 1
+        members = []
+        for _ in range(size):
+            key, text = f"{prefix}{number:03d}", json.dumps({"all": [*captions(number)]})
+            members += [(f"{key}.jpg", picture(number)), (f"{key}.json", text.encode())]
+            number += 1
+        write_tar(folder / f"{shard:02d}.tar", members)
     config = options(root / "run", folder)
     index.run(config, SINGLE)
     return config, SampleIndex.open(root / "run/index")

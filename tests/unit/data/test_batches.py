@@ -25,17 +25,15 @@ from torch.utils.data import DataLoader, Dataset
 from mclclip.data.batches import Batch, TrainingBatches, kept_rng, seed_generators
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.groups import GroupedIndex, LabelBlocks
-from mclclip.data.index_tables import Shard, join_rows, write_tables
 from mclclip.data.labels import truncate
-from mclclip.data.remote import StoredFile
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TextFeatures
-from mclclip.data.shard_scan import Findings, scan_shard
 from mclclip.data.shard_writer import PackedSample, write_shards
 from tests.batches import training_batches
 from tests.benchmarks import memory
 from tests.matrix import kept
 from tests.unit.data.test_groups import written
+from tests.unit.data.test_samples import build_index, write_text_features
 
 NUM_SAMPLES, RADICES = 240, (3, 2)
 LABELS = np.sort(np.random.default_rng(5).integers(0, 6, NUM_SAMPLES))[
@@ -61,15 +59,7 @@ def make_index(directory: Path, bad: set[int], bare: Container[int] = ()) -> Sam
         for number in range(NUM_SAMPLES)
     ]
     paths = write_shards(samples, directory / "shards", 50)
-    scans = [scan_shard(StoredFile(str(path)), "test", "json:captions").rows for path in paths]
-    stops = np.cumsum([len(rows) for rows in scans]).tolist()
-    shards = [
-        Shard(str(path), "test", "json:captions", stop - len(rows), stop, path.stat().st_size)
-        for path, rows, stop in zip(paths, scans, stops, strict=True)
-    ]
-    (directory / "index").mkdir()
-    digest = write_tables(directory / "index", join_rows(None, 0, list(scans), Findings()), shards)
-    return SampleIndex(directory / "index", digest)
+    return build_index(directory / "index", paths, "json:captions")
 
 
 def augment(image: Image.Image) -> torch.Tensor:
@@ -355,11 +345,7 @@ def test_every_caption_is_drawn_in_its_turn(index: SampleIndex) -> None:
 
 
 def test_text_features_are_those_of_the_caption_drawn(index: SampleIndex, tmp_path: Path) -> None:
-    (tmp_path / "text").mkdir()
-    for number, shard in enumerate(index.shards):
-        ids = range(shard.start, shard.stop)
-        rows = [(i, k) for i in ids for k in range(int(index.num_captions[i]))]
-        np.save(tmp_path / "text" / f"{number:05d}.npy", np.array(rows, dtype=np.float16))
+    write_text_features(tmp_path / "text", index, "float16")
     features = TextFeatures(tmp_path / "text", index)
     cached, live = make(index, text_features=features), make(index)
     for step in steps_of(live):

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from mclclip.data.decode import DecodeError, decode_array, is_array
 from mclclip.data.options import DataConfig
@@ -21,6 +20,7 @@ from mclclip.data.shard_scan import scan_shard
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.models.transforms import PixelFormat, PlainTransform
 from tests.tars import write_tar
+from tests.unit.data.datasets.fakes import png
 from tests.unit.data.test_samples import build_index
 
 LIMIT = 10_000
@@ -109,12 +109,6 @@ def test_every_damage_gives_pixels_or_a_reason() -> None:
 
 def make_index(root: Path, samples: list[PackedSample]) -> SampleIndex:
     return build_index(root / "index", write_shards(samples, root / "shards", 100), "txt")
-
-
-def png(array: np.ndarray) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(array).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def test_arrays_and_pictures_of_one_shard(tmp_path: Path) -> None:

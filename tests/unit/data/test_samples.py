@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import tarfile
 import threading
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from mclclip.data.samples import BadSample, RawSample, Sample, TarDataset, TextF
 from mclclip.data.shard_reader import ShardReader
 from mclclip.data.shard_scan import Findings, scan_shard
 from mclclip.data.shard_writer import PackedSample, write_shards
+from tests.tars import write_tar
 
 LIMIT = 1_000_000
 NUM_SAMPLES, PER_SHARD = 23, 5
@@ -176,11 +176,7 @@ def test_captions_from_json_list_json_string_and_txt(tmp_path: Path) -> None:
 
 def test_damaged_utf8_is_replaced_and_captions_are_stripped(tmp_path: Path) -> None:
     path = tmp_path / "00000.tar"
-    with tarfile.open(path, "w") as tar:
-        for name, data in (("a.png", png(1)), ("a.txt", b"  caf\xe9 \n")):
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
+    write_tar(path, [("a.png", png(1)), ("a.txt", b"  caf\xe9 \n")])
     dataset = TarDataset(build_index(tmp_path / "index", [path], "txt"), transform=None, **IMAGES)
     assert dataset.captions_of([0])[0] == ["caf\ufffd"]
 

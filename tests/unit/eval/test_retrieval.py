@@ -6,9 +6,7 @@ import mclclip.torchvision_fix  # noqa: F401
 
 # isort: split
 import csv
-import io
 import json
-import tarfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,6 +27,7 @@ from mclclip.eval.images import read_labelled
 from mclclip.eval.protocols import retrieval
 from mclclip.models.encoder import Encoder
 from mclclip.models.loading import load_towers
+from tests.tars import write_tar
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny_vit.json"
 
@@ -431,17 +430,16 @@ def write_sharegpt(root: Path) -> dict[str, Any]:
 
 
 def write_shards(root: Path, captions: str = "txt") -> dict[str, Any]:
-    (root / "shards").mkdir()
     for shard in range(2):
-        with tarfile.open(root / "shards" / f"{shard}.tar", "w") as tar:
-            for number in range(3 * shard, 3 * shard + 3):
-                texts = [f"of {number}", f"another of {number}"]
-                members = {"png": (root / "images" / f"{number}.png").read_bytes()}
-                members |= {"txt": texts[0].encode(), "json": json.dumps({"long": texts}).encode()}
-                for suffix, data in members.items():
-                    member = tarfile.TarInfo(f"{number}.{suffix}")
-                    member.size = len(data)
-                    tar.addfile(member, io.BytesIO(data))
+        members = []
+        for number in range(3 * shard, 3 * shard + 3):
+            texts = [f"of {number}", f"another of {number}"]
+            members += [
+                (f"{number}.png", (root / "images" / f"{number}.png").read_bytes()),
+                (f"{number}.txt", texts[0].encode()),
+                (f"{number}.json", json.dumps({"long": texts}).encode()),
+            ]
+        write_tar(root / "shards" / f"{shard}.tar", members)
     return {"captions": "shards", "shard_captions": captions}
 
 

@@ -1,6 +1,7 @@
 """Tiny models for the tests of models/."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from mclclip.models.loading import load_towers
 from mclclip.models.model import Model
+from tests.unit.models.stages import save_stages
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -20,6 +22,16 @@ def tiny_config(name: str = "tiny_vit", vision: Any = (), text: Any = (), **top:
     config["vision_cfg"] |= dict(vision)
     config["text_cfg"] |= dict(text)
     return config
+
+
+class RunsWhenOpened:
+    """A pickle of it makes a folder wherever it is opened."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
 
 
 @pytest.fixture
@@ -46,3 +58,9 @@ def images() -> Tensor:
 def tokens(vit: Model) -> Tensor:
     result: Tensor = vit.tokenizer(["a red square", "two blue dots", "nothing"])
     return result
+
+
+@pytest.fixture
+def stages(vit: Model, tmp_path: Path) -> list[Path]:
+    """Exports of a base and of two stages."""
+    return save_stages(vit, tmp_path, 3)

@@ -30,7 +30,6 @@ from mclclip.models.model import Model
 from mclclip.models.options import Variant
 from mclclip.models.weights import CONCAT_WEIGHTS
 from tests.unit.models.conftest import CONFIGS, tiny_config
-from tests.unit.models.stages import save_stages
 
 VARIANTS: tuple[Variant, ...] = ("raw", "stage_norm")
 
@@ -115,11 +114,6 @@ def test_raw_is_the_authors_similarity_for_a_shared_text_tower_alone(own_texts: 
 
 
 # --- the files -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def stages(vit: Model, tmp_path: Path) -> list[Path]:
-    return save_stages(vit, tmp_path, 3)
 
 
 def test_record_and_files(stages: list[Path], tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from mclclip.models.encoder import load_model, save_concat
 from mclclip.models.loading import load_towers, model_config
 from mclclip.models.model import Model
 from mclclip.ranks.process_group import SINGLE
-from tests.unit.models.conftest import tiny_config
+from tests.unit.models.conftest import RunsWhenOpened, tiny_config
 
 pytest.importorskip("transformers")
 
@@ -189,14 +188,6 @@ class _SetBadly:
         return torch.Tensor, (), (False, None, {})
 
 
-class _Runs:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
-
-
 @pytest.mark.parametrize("name", ["weights.bin", "weights.pt"])
 def test_code_in_pickled_weights_never_runs(
     stranger: Stranger, vit: Model, monkeypatch: pytest.MonkeyPatch, name: str
@@ -205,7 +196,8 @@ def test_code_in_pickled_weights_never_runs(
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     directory = stranger.model(vit, {})
     (directory / weights.WEIGHTS).unlink()
-    for state in ([_Runs(stranger.marker)], [_SetBadly(), _Runs(stranger.marker)]):
+    runs = RunsWhenOpened(stranger.marker)
+    for state in ([runs], [_SetBadly(), runs]):
         # Smaller files are refused before they are opened.
         torch.save({"state_dict": state, "pad": torch.zeros(2_000_000)}, directory / name)
         refused(lambda: load_towers(directory), f"{name} do not load")

@@ -227,11 +227,6 @@ def lit(run_dir: Path, data: Path, file: str, *options: str) -> Config:
     return tiny.make_config(run_dir, data, *words, *options)
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make_data(tmp_path_factory.mktemp("data"), num_samples=96)
-
-
 def test_stage_0_trains_the_text_tower_alone(data: Path, file: str, tmp_path: Path) -> None:
     config = lit(tmp_path / "run", data, file)
     pipeline.run(config, SINGLE)

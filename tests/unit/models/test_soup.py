@@ -1,7 +1,6 @@
 """Soups: averages of weights with equal shares and with others."""
 
 import json
-import os
 from pathlib import Path
 
 import mclclip.torchvision_fix  # noqa: F401
@@ -22,12 +21,8 @@ from mclclip.models.soup import (
     needs_statistics,
     save_uniform_soup,
 )
+from tests.unit.models.conftest import RunsWhenOpened
 from tests.unit.models.stages import save_stages, vary
-
-
-@pytest.fixture
-def stages(vit: Model, tmp_path: Path) -> list[Path]:
-    return save_stages(vit, tmp_path, 3)
 
 
 def files(directory: Path) -> list[bytes]:
@@ -185,20 +180,10 @@ def test_other_pixels_are_told(stages: list[Path], tmp_path: Path) -> None:
         check_ingredients([stages[0], other], any_base=True)
 
 
-class _Runs:
-    """A pickle of it runs a command wherever it is opened."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.mkdir, (str(self.path),)
-
-
 def test_pickles_are_not_opened(stages: list[Path], tmp_path: Path) -> None:
     other = as_of_others(stages[1], tmp_path / "other")
     (other / "model.safetensors").unlink()
-    torch.save({"x": _Runs(tmp_path / "ran")}, other / "open_clip_pytorch_model.bin")
+    torch.save({"x": RunsWhenOpened(tmp_path / "ran")}, other / "open_clip_pytorch_model.bin")
     for ingredients in ([stages[0], other], [other, stages[0]]):
         with pytest.raises(ValueError, match="open_clip_pytorch_model.bin, a pickle") as error:
             check_ingredients(ingredients, any_base=True)

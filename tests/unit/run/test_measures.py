@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mclclip.run import measures
 from mclclip.run.measures import NotFinite, PeakMemory, StepProfiler, StepWatch, not_finite
 from tests.benchmarks import memory
+from tests.device_waits import Readings
 
 BAD = (math.nan, math.inf, -math.inf)
 
@@ -99,17 +99,6 @@ def test_steps_left_out_are_a_warning_where_they_are_many(
 
 
 def test_no_step_waits_for_the_device() -> None:
-    """Reading a number of a tensor is what makes the host wait for a GPU."""
-
-    class Readings(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            self.count += func is torch.ops.aten._local_scalar_dense.default
-            return func(*args, **(kwargs or {}))
-
     one: Tensor = torch.tensor(1.0)
     with Readings() as readings:
         watch = StepWatch()

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mclclip.ranks.process_group import Context
 from mclclip.run import runlog
 from mclclip.run.measures import NotFinite, PeakMemory
 from mclclip.run.recorder import Recorder
 from tests import tiny
+from tests.device_waits import Readings
 
 CPU = torch.device("cpu")
 # What the page on conventions wants of every row.
@@ -128,18 +128,6 @@ def test_replaced_samples_are_shared_at_each_row(tmp_path: Path) -> None:
 
 
 def test_nothing_waits_for_the_device_between_rows(tmp_path: Path) -> None:
-    """Reading a number of a tensor is what makes the host wait for a GPU."""
-
-    class Readings(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if func is torch.ops.aten._local_scalar_dense.default:
-                self.count += 1
-            return func(*args, **(kwargs or {}))
-
     recorder = make(tmp_path)
     batches = recorder.reading([Batch()] * 5)
     with Readings() as readings:

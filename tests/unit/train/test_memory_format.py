@@ -65,9 +65,7 @@ def test_a_training_that_was_begun_goes_on_as_it_began(
     shutil.copytree(done[name].parents[1], tmp_path / "run")
     directory = tmp_path / "run/stage_0/train"
     made = read_manifest(directory, "train")
-    (directory / "manifest.json").unlink()
-    begun = {"kind": "train", "config": made.config, "inputs": made.inputs}
-    (directory / "in_progress.json").write_text(json.dumps(begun))
+    (directory / "manifest.json").rename(directory / "in_progress.json")
     shutil.rmtree(directory / "checkpoints/step_00000004")
     assert trained(tmp_path / "run", done["data"]) == directory
     assert read_manifest(directory, "train").config == made.config

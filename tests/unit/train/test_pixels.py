@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,6 @@ from mclclip.train import verb as train
 from mclclip.train.loop import Trainee
 from tests import tiny
 from tests.batches import training_batches
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make_data(tmp_path_factory.mktemp("data"), num_samples=96)
 
 
 def trained(run_dir: Path, data: Path, pixels: str, *overrides: str) -> Path:
@@ -158,10 +152,8 @@ def test_a_training_that_was_begun_goes_on_as_it_began(
         run_dir = tmp_path / name
         shutil.copytree(done[name].parents[1], run_dir)
         directory = run_dir / "stage_0" / "train"
-        (directory / "manifest.json").unlink()
         made = read_manifest(done[name], "train")
-        begun = {"kind": "train", "config": made.config, "inputs": made.inputs}
-        (directory / "in_progress.json").write_text(json.dumps(begun))
+        (directory / "manifest.json").rename(directory / "in_progress.json")
         shutil.rmtree(directory / "checkpoints" / "step_00000004")
         assert trained(run_dir, data, "auto") == directory
         assert read_manifest(directory, "train").config == made.config
