@@ -35,6 +35,7 @@ pytestmark = pytest.mark.skipif(
 
 Ranks = Callable[..., list[Any]]
 STAGES = (1, 2, 3)
+EVERYTHING = {"clip_grad_norm": 0.5, "ema_decay": 0.9, "start_decay": test_engines.DECAY}
 SCALE = "model.model.clip.logit_scale"
 
 
@@ -86,9 +87,7 @@ def single(ranks: Ranks) -> Callable[..., tuple[list[float], dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("stage", kept(STAGES, 2))
-@pytest.mark.parametrize(
-    "options", kept([{}, {"clip_grad_norm": 0.5, "ema_decay": 0.9}], 1), ids=str
-)
+@pytest.mark.parametrize("options", kept([{}, EVERYTHING], 1), ids=str)
 def test_two_ranks_equal_one(ranks: Ranks, single: Any, stage: int, options: Any) -> None:
     losses, state = single(**options)
     results = ranks(2, zero, run, "deepspeed", "fp32", {"zero_stage": stage, **options})

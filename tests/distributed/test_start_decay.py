@@ -1,4 +1,8 @@
-"""Decay towards the first weights: the definition, and N ranks equal to one under every engine."""
+"""Decay towards the first weights: the definition, and that it is resumed.
+
+That N ranks equal one under every engine, and that it is left out with its step, is in
+``test_engines`` and ``test_deepspeed``.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +22,9 @@ from mclclip.ranks.process_group import SINGLE
 from mclclip.train.loop import Trainee
 from tests import tiny
 from tests.distributed.conftest import here
-from tests.distributed.test_deepspeed import assert_same, zero
 from tests.distributed.test_engines import assert_close, batch_of, train, whole
 from tests.engines import build_engine
-from tests.matrix import in_soak, kept
+from tests.matrix import kept
 
 Ranks = Callable[..., list[Any]]
 DECAY, STEPS, LR = 40.0, 6, 1e-3
@@ -43,15 +46,7 @@ def make_engine(name: str, precision: str, decay: float = DECAY, **options: Any)
         precision=precision,
         **options,
     )
-    if engine.scaler.is_enabled():
-        engine.scaler.load_state_dict(engine.scaler.state_dict() | {"scale": 256.0})
     return engine
-
-
-def run(name: str, precision: str, options: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
-    engine = make_engine(name, precision, **options)
-    dtype = torch.float64 if precision == "float64" else torch.float32
-    return train(engine, range(STEPS), dtype), whole(engine.state_dict())
 
 
 def test_it_is_the_definition_and_leaves_the_objective_alone() -> None:
@@ -85,26 +80,6 @@ def test_it_keeps_weights_near_the_start() -> None:
     assert distances[1] < 0.5 * distances[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "options"), kept([("fsdp", {}), ("ddp", {}), ("fsdp", {"micro_batch": 6})], 0), ids=str
-)
-def test_two_ranks_equal_one(ranks: Ranks, name: str, options: dict[str, Any]) -> None:
-    losses, state = ranks(1, run, "ddp", "float64", {})[0]
-    got_losses, got = ranks(2, run, name, "float64", options)[0]
-    np.testing.assert_allclose(got_losses, losses, rtol=1e-9)
-    assert_close(state, got, 1e-9)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@in_soak
-def test_zero(ranks: Ranks, stage: int) -> None:
-    pytest.importorskip("deepspeed", reason="deepspeed cannot be installed here")
-    losses, state = ranks(1, run, "ddp", "fp32", {})[0]
-    got_losses, got = ranks(2, zero, run, "deepspeed", "fp32", {"zero_stage": stage})[0]
-    np.testing.assert_allclose(got_losses, losses, rtol=1e-4)
-    assert_same(state, got)
-
-
 def resumed(name: str) -> bool:
     """Whether a training that goes on from the state of two steps gives the same bits."""
     engine = make_engine(name, "fp32")
@@ -121,21 +96,6 @@ def resumed(name: str) -> bool:
 @pytest.mark.parametrize("name", kept(["fsdp", "ddp"], 0))
 def test_a_state_goes_on_bit_for_bit(ranks: Ranks, name: str) -> None:
     assert all(ranks(2, resumed, name))
-
-
-def test_a_step_that_overflows_is_left_out_with_its_decay() -> None:
-    engine = make_engine("ddp", "fp16")
-    train(engine, range(2))
-    before = whole(engine.local_parameters())
-    batch = batch_of(2)
-    batch.views[0][0] = float("inf")
-    engine.update(batch, LR)
-    after = whole(engine.local_parameters())
-    assert all(np.array_equal(before[n], after[n]) for n in before)
-    engine.update(batch_of(3), LR)
-    assert not all(
-        np.array_equal(before[n], v) for n, v in whole(engine.local_parameters()).items()
-    )
 
 
 def test_without_it_groups_have_no_such_field() -> None:
