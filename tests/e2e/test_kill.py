@@ -14,11 +14,9 @@ kept in ``.soak/kills.json``, so that an interrupted soak goes on with the remai
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import shutil
-import signal
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -32,7 +30,7 @@ from mclclip.run import artifacts
 from tests import tiny
 from tests.e2e.conftest import Launched
 from tests.e2e.soak import SEED, TARGETS, Record, hit
-from tests.matrix import SOAK, in_soak
+from tests.matrix import SOAK
 
 pytestmark = pytest.mark.slow
 
@@ -299,23 +297,3 @@ def test_killed_runs_end_as_the_undisturbed_one(tmp_path: Path) -> None:
     assert not killer.misses_a_verb(), report
     assert {kill.target for kill in killer.kills} == set(TARGETS)
     record.close()
-
-
-@pytest.mark.parametrize("after_s", [0.0, 0.3, 1.0])
-@in_soak
-def test_workers_end_with_a_launcher_that_dies_while_they_start(
-    tmp_path: Path, after_s: float
-) -> None:
-    """Before they know of the run directory, or of each other."""
-    data = tiny.make_data(tmp_path / "data")
-    config = tiny.write_config(tmp_path / "config.yaml", tmp_path / "run", data, *OPTIONS)
-    run = Launched(config, tmp_path / "run", tmp_path / "log")
-    try:
-        while len(run.workers()) < 2:
-            assert run.launcher.poll() is None, run.log.read_text()
-            time.sleep(0.005)
-        time.sleep(after_s)
-        os.kill(run.launcher.pid, signal.SIGKILL)
-        print(f"gone after {run.gone_after_s():.2f} s")
-    finally:
-        run.end()

@@ -255,16 +255,6 @@ def killed_at_every_step(shell: Shell, command: list[str | Path], ranks: int) ->
     shell.ok(*command, ranks=ranks)
 
 
-@in_soak
-def test_resumes_with_loader_workers(shell: Shell, done: Run, tmp_path: Path) -> None:
-    """Killed and resumed with two loader processes equals undisturbed with none."""
-    command = ["train", *copy_of(done, tmp_path, up_to_labels=True)]
-    killed_at_every_step(
-        shell, [*command, "train.checkpoint.every=1", "data.num_workers=2"], ranks=1
-    )
-    assert_same_training(done.run_dir, tmp_path)
-
-
 @pytest.mark.parametrize("ranks", kept([2, 3]))
 def test_ranks_resume_and_see_the_same_batches(
     shell: Shell, done: Run, tmp_path: Path, ranks: int

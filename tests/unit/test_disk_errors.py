@@ -80,7 +80,7 @@ def test_the_state_is_written_over_the_one_before(
     record = json.loads(path.read_text())
     assert (record["state"], record["verb"]) == ("failed", "train")
     assert path.stat().st_size == size
-    with pytest.raises(OSError):  # there is none to write over
+    with pytest.raises(OSError, match="No space left"):  # there is none to write over
         write_state(
             tmp_path / "none", "failed", verb="train", exit_code=2, requeue=False, reason=""
         )

@@ -150,7 +150,7 @@ def test_samples_are_the_same_in_either_form(config: Config) -> None:
     for found, number in zip(dataset.read_many(inside), inside, strict=True):
         wanted = before[number]
         assert isinstance(wanted, BadSample) or found.image == wanted.image
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match="is not on disk any more"):
         dataset.read_many(np.flatnonzero(LABELS < 0)[:1])
 
 

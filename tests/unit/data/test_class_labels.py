@@ -93,11 +93,7 @@ def test_files_that_do_not_fit(
 
 
 @pytest.mark.parametrize("name", ["centroids", "cluster_labels", "similarities"])
-def test_damaged_files_are_named(clusters: tuple[Path, Any], name: str) -> None:
-    path = clusters[0] / f"{name}.npy"
-    path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(RuntimeError, match=f"{name}.npy is damaged .*--force"):
-        ClassLabels(*clusters, labels_per_sample=1)
-    path.unlink()
+def test_a_missing_file_is_named(clusters: tuple[Path, Any], name: str) -> None:
+    (clusters[0] / f"{name}.npy").unlink()
     with pytest.raises(FileNotFoundError, match=f"{name}.npy: run 'mclclip cluster --force'"):
         ClassLabels(*clusters, labels_per_sample=1)

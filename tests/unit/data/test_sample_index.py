@@ -102,7 +102,7 @@ def test_unfinished_index_does_not_open(tmp_path: Path, index: SampleIndex) -> N
     (index.directory / "manifest.json").unlink()
     with pytest.raises(FileNotFoundError, match="index"):
         SampleIndex.open(index.directory)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match="no finished index at .*nowhere"):
         SampleIndex.open(tmp_path / "nowhere")
 
 

@@ -287,7 +287,7 @@ def test_the_least_recently_used_file_is_closed(tmp_path: Path) -> None:
     os.unlink(paths[1])
     assert reader.read(0, 8, 5) == b"\0\0"  # the end of the file
     assert reader.read(0, 10, 5) == b"" and reader.read(0, 0, 0) == b""
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match="/1 is not on disk any more"):
         reader.read(1, 0, 1)
 
 

@@ -214,7 +214,7 @@ def test_shards_without_samples(tmp_path: Path, data: bytes, reason: str) -> Non
 
 
 def test_missing_shard(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"none\.tar"):
         scan(tmp_path / "none.tar")
 
 

@@ -24,7 +24,7 @@ from mclclip.models.encoder import load_model, save_concat
 from mclclip.models.loading import load_towers, model_config
 from mclclip.models.model import Model
 from mclclip.ranks.process_group import SINGLE
-from tests.unit.models.conftest import RunsWhenOpened, tiny_config
+from tests.unit.models.conftest import CONFIGS, RunsWhenOpened, tiny_config
 
 pytest.importorskip("transformers")
 
@@ -201,6 +201,7 @@ def test_code_in_pickled_weights_never_runs(
         # Smaller files are refused before they are opened.
         torch.save({"state_dict": state, "pad": torch.zeros(2_000_000)}, directory / name)
         refused(lambda: load_towers(directory), f"{name} do not load")
+        refused(lambda: load_towers(CONFIGS / "tiny_vit.json", str(directory / name)), name)
 
 
 def test_code_is_not_copied_beside_joined_models(

@@ -129,18 +129,6 @@ def test_open_clip_name_with_a_weights_file(tmp_path: Path) -> None:
         assert equal(source, load_towers(TINY, str(tmp_path / name)))
 
 
-class _Code:
-    def __reduce__(self) -> Any:
-        return print, ("executed",)
-
-
-def test_pickled_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save({"state_dict": _Code(), "size": torch.zeros(2_000_000)}, tmp_path / "w.pt")
-    with pytest.raises(ValueError, match="neither safetensors nor a plain state dict"):
-        load_towers(TINY, str(tmp_path / "w.pt"))
-    assert "executed" not in capsys.readouterr().out
-
-
 def test_weights_of_another_model_are_refused(resnet: Model, tmp_path: Path) -> None:
     resnet.save(tmp_path)
     with pytest.raises(ValueError, match="do not load"):
