@@ -5,9 +5,7 @@ After every refusal the disk holds what it held before, so the corrected command
 
 from __future__ import annotations
 
-import io
 import shutil
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,16 +64,10 @@ def assert_refused(finished: Finished, *words: str) -> None:
 # --- before anything is there -------------------------------------------------------------------
 
 FRESH: dict[str, tuple[str, tuple[str, ...]]] = {
-    "unknown_key": (
-        "run train.learning_rate=1",
-        ("unknown option 'train.learning_rate'", "did you mean"),
-    ),
-    "no_config_file": ("run --config /nowhere.yaml", ("no configuration file at /nowhere.yaml",)),
     "missing_shard": (
         "run data.sources.patterns.shards=/nowhere/{00..03}.tar",
         ("data.sources.patterns.shards", "4 of the 4 paths", "/nowhere/00.tar"),
     ),
-    "no_sources": ("index data.sources={}", ("data.sources is empty",)),
     "missing_benchmark": ("run eval.suite.pairs.path=/nowhere", ("'pairs'", "/nowhere")),
     "benchmark_option": (
         "run eval.suite.pairs.options={topk:5}",
@@ -84,8 +76,6 @@ FRESH: dict[str, tuple[str, tuple[str, ...]]] = {
     "num_clusters_too_short": ("run cluster.num_clusters=[3]", ("num_clusters has 1 entries",)),
     "no_num_clusters": ("run cluster.num_clusters=[]", ("num_clusters has 0 entries",)),
     "base_null": ("train --stage 0 base=null", ("base is null", "nothing to train")),
-    "eval_without_exports": ("eval", ("mclclip export",)),
-    "model_to_evaluate": ("eval --model nowhere/export", ("nowhere/export",)),
 }
 
 
@@ -99,18 +89,6 @@ def test_refused_before_anything_is_written(
     finished = shell(*given, *where, f"run_dir={tmp_path / 'run'}")
     assert_refused(finished, *words)
     assert set(files(tmp_path / "run")) <= {"config.yaml"}
-
-
-def test_empty_data_set(shell: Shell, config: Path, tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "empty.tar", "w") as tar:
-        tar.addfile(tarfile.TarInfo("readme.md"), io.BytesIO())
-    finished = shell(
-        "run", "--config", config, f"run_dir={tmp_path / 'run'}",
-        f"data.sources.patterns.shards={tmp_path}/empty.tar",
-    )  # fmt: skip
-    assert_refused(finished, "no usable sample in 1 shard(s)")
-    assert set(files(tmp_path / "run")) <= {"config.yaml"}
-    shell.ok("index", "--config", config, f"run_dir={tmp_path / 'run'}")
 
 
 def test_run_dir_that_cannot_be(shell: Shell, config: Path, tmp_path: Path) -> None:
@@ -255,22 +233,6 @@ def test_shard_that_vanished(
         away.rename(shard)
     assert not (run_dir / "stage_1/train/manifest.json").exists()
     shell.ok("train", "--stage", "1", *where)
-
-
-def test_unreadable_checkpoint(shell: Shell, config: Path, prepared: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    shutil.copytree(prepared, run_dir)
-    command = ["train", "--stage", "1", "--config", config, f"run_dir={run_dir}"]
-    shell.ok(*command)
-    (run_dir / "stage_1/train/manifest.json").rename(run_dir / "stage_1/train/in_progress.json")
-    last = run_dir / "stage_1/train/checkpoints/step_00000006"
-    (part,) = last.glob("*.distcp")
-    part.write_bytes(part.read_bytes()[:1000])
-    resumed = shell.ok(*command)
-    (warning,) = [line for line in resumed.stderr.splitlines() if "damaged" in line]
-    assert f"step 6 ({part.name} has 1000 bytes" in warning and "using step 4" in warning
-    assert "resumed from" in resumed.stderr and "step_00000004" in resumed.stderr
-    assert (last.parent / ".damaged_step_00000006").is_dir()
 
 
 @in_soak

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from mclclip import config, index
 from mclclip.eval import results
@@ -72,34 +71,6 @@ def test_learned_weights_go_through_the_run(shell: Shell, folder: Path, tmp_path
     before = tiny.digests(run_dir / "exports", "**/*")
     shell.ok("export", "--config", config)
     assert tiny.digests(run_dir / "exports", "**/*") == before
-
-
-def test_what_soups_refuse(shell: Shell, folder: Path, tmp_path: Path) -> None:
-    other = load_towers({"model_cfg": tiny.MODEL | {"embed_dim": 16}})
-    other.save(tmp_path / "other")
-    load_towers({"model_cfg": tiny.MODEL}, text=False).save(tmp_path / "images")
-    pickled = tmp_path / "pickled"
-    pickled.mkdir()
-    config = (folder / "stage_0" / "export" / weights.CONFIG).read_bytes()
-    (pickled / weights.CONFIG).write_bytes(config)
-    torch.save({"logit_scale": torch.zeros(1)}, pickled / "open_clip_pytorch_model.bin")
-    held_out = ["--held-out", str(folder / "held_out" / "shards"), "--device", "cpu"]
-    first = str(folder / "stage_0" / "export")
-    cases = {
-        "model_cfg.embed_dim is 8 and not 16": ["uniform", "--model", first, tmp_path / "other"],
-        "open_clip_pytorch_model.bin, a pickle": ["uniform", "--model", first, pickled],
-        "without a text tower": [
-            "greedy", *held_out, "--model", tmp_path / "images", tmp_path / "images",
-        ],
-        "there is no shard in": ["greedy", "--held-out", tmp_path, "--model", first, first],
-    }  # fmt: skip
-    for words, (*given, last) in cases.items():
-        out = tmp_path / "soup"
-        finished = shell("soup", *given, "--model", last, "--out", out)
-        assert finished.code == 2 and "Traceback" not in finished.stderr, finished.stderr
-        (line,) = finished.complaints()
-        assert words in line
-        assert not out.exists()
 
 
 def test_a_soup_is_not_chosen_on_training_images(

@@ -62,6 +62,3 @@ def test_killed_or_on_two_ranks_it_draws_by_the_same_weights(
     refused = shell(*one)
     (line,) = refused.complaints()
     assert refused.code == 2 and "inputs.weights was" in line and "--force" in line
-    np.save(tmp_path / "w.npy", np.ones(5))
-    (line,) = shell(*one).complaints()
-    assert "train.plan.weights" in line and "the index has 96 samples" in line

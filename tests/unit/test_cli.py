@@ -111,6 +111,7 @@ def test_flags_are_the_arguments_of_the_function(words: str, function: str) -> N
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
+    """The parser of each verb of the command line."""
     (action,) = cli.build_parser()._subparsers._group_actions  # type: ignore[union-attr]
     return dict(action.choices)  # type: ignore[call-overload]
 

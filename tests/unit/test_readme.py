@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib
 import importlib.util
@@ -23,6 +22,7 @@ from mclclip.eval.protocols import KINDS, evaluator
 from mclclip.export import targets
 from mclclip.objectives.base import kinds
 from mclclip.train import symptoms
+from tests.unit.test_cli import parsers
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = "docs/pages"
@@ -154,15 +154,9 @@ def column(page: str, title: str) -> list[str]:
     return [line.split("|")[1].strip() for line in lines]
 
 
-def verbs() -> dict[str, argparse.ArgumentParser]:
-    """The parser of each verb of the command line."""
-    (action,) = cli.build_parser()._subparsers._group_actions  # type: ignore[union-attr]
-    return dict(action.choices)  # type: ignore[arg-type]
-
-
 def test_the_reference_has_every_verb_with_every_flag() -> None:
     text = reference().generate(TEXT[VERBS])
-    for name, parser in verbs().items():
+    for name, parser in parsers().items():
         section = text.split(f"### {name}\n")[1].split("\n### ")[0]
         own = {flag for flag in parser._option_string_actions if flag.startswith("--")}
         named = set(re.findall(r"`(--[\w-]+)`", section))
@@ -292,7 +286,7 @@ def test_every_command_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @every_page
 def test_verbs_in_its_sentences_are_there(page: str) -> None:
     named = set(re.findall(r"`mclclip ([a-z][\w-]*)", TEXT[page]))
-    assert named <= verbs().keys()
+    assert named <= parsers().keys()
 
 
 def test_the_launchers_it_names_are_there() -> None:
