@@ -53,6 +53,13 @@ class Finished:
         """mclclip's own last words on the first rank's stderr."""
         return [line for line in self.stderr.splitlines() if line.startswith("mclclip: ")]
 
+    def refusal(self) -> str:
+        """The one line in which every rank refused."""
+        assert self.code == 2, (self.codes, self.stderrs)
+        assert "Traceback" not in "".join(self.stderrs), self.stderrs
+        (line,) = self.complaints()
+        return line
+
 
 # --- what may happen inside a command -----------------------------------------------------------
 
@@ -218,6 +225,10 @@ class Shell:
         finished = self(*arguments, **options)
         assert finished.code == 0, "\n".join(finished.stderrs)
         return finished
+
+    def refused(self, *arguments: object, **options: Any) -> str:
+        """The same, for a command that must be refused: the one line in which it is."""
+        return self(*arguments, **options).refusal()
 
 
 def _environments(ranks: int) -> list[dict[str, str]]:

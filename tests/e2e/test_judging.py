@@ -180,7 +180,7 @@ def test_an_evaluation_changes_nothing_of_the_training(
 def test_a_benchmark_that_is_not_there_is_named(
     shell: Shell, indexed: Path, tmp_path: Path
 ) -> None:
-    refused = shell(*command(indexed, tmp_path / "run", *RECORDED, "base.evaluate.suite=[pets]"))
-    assert refused.code == 2
-    (line,) = refused.complaints()
+    line = shell.refused(
+        *command(indexed, tmp_path / "run", *RECORDED, "base.evaluate.suite=[pets]")
+    )
     assert "evaluate names the benchmark 'pets': wanted one of pairs" in line

@@ -122,8 +122,7 @@ def test_its_report_has_every_part(shell: Shell, done: Run, tmp_path: Path) -> N
     again = shell.ok("report", "--config", done.config, "--out", tmp_path / "again.html")
     assert (tmp_path / "again.html").read_text(encoding="utf-8") == page
     assert "wrote" in again.stderr
-    refused = shell("report", tmp_path)
-    assert refused.code == 2 and len(refused.complaints()) == 1
+    assert str(tmp_path) in shell.refused("report", tmp_path)
 
 
 @pytest.mark.parametrize("name", ["stage_0/export", "stage_2/export", "exports/soup_uniform"])
@@ -184,9 +183,7 @@ def grouped_index(run_dir: Path, variant: str, stage: int) -> GroupedIndex:
 def test_changed_option_is_refused_until_forced(shell: Shell, done: Run, tmp_path: Path) -> None:
     command = ["run", *copy_of(done, tmp_path / "run"), "train.lr=0.002"]
     before = files(tmp_path / "run")
-    refused = shell(*command)
-    assert refused.code == 2 and "Traceback" not in refused.stderr
-    (line,) = refused.complaints()
+    line = shell.refused(*command)
     assert "stage_1/train" in line and "train.lr was 0.001, now 0.002" in line
     assert files(tmp_path / "run") == before
 
