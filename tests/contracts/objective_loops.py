@@ -344,8 +344,9 @@ class Case:
 
     ``cached``: gradients can be computed in micro-batches, which trained batch norms forbid, and
     parameters outside whose gradient is autograd's alone.
-    ``zero``: DeepSpeed runs it; ``resnet``: its model has batch norms; ``coupled``: batch norms of
-    its own let any sample influence any other; ``frozen_text``: the text tower is locked.
+    ``zero``: DeepSpeed runs it; ``resnet``: its model has batch norms; ``coupled``: any sample
+    influences any other across groups, as by batch norms of its own or a mean over the batch;
+    ``frozen_text``: the text tower is locked.
     """
 
     settings: dict[str, Any]

@@ -25,7 +25,7 @@ from mclclip.engines.engine import Engine
 from mclclip.models.loading import load_towers, prepare_model
 from mclclip.models.memory import faked, peak_bytes
 from mclclip.models.optimizer import build_optimizer
-from mclclip.objectives.base import Facts, Objective, ObjectiveOptions, Setting, Sizes
+from mclclip.objectives.base import Facts, Objective, ObjectiveOptions, Setting, Sizes, kinds
 from mclclip.objectives.contrast import DIGESTS
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import SINGLE
@@ -161,6 +161,10 @@ def leaves_of(model: Towers, objective: Objective) -> dict[str, Tensor]:
             found |= dict(own.network.named_parameters())
         found |= {n: v for n, v in vars(own).items() if isinstance(v, Tensor) and v.requires_grad}
     return found
+
+
+def test_every_kind_has_a_case() -> None:
+    assert {case.settings["kind"] for case in CASES.values()} == {*kinds()}, "add it to CASES"
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -224,7 +224,9 @@ def test_steps_wait_for_the_device_only_where_the_table_says_so(
 
 
 def test_every_objective_is_among_them() -> None:
-    assert {str(options["kind"]) for options in OBJECTIVES.values()} == set(base.kinds())
+    assert {str(options["kind"]) for options in OBJECTIVES.values()} == set(base.kinds()), (
+        "give OBJECTIVES of this file an entry for every kind"
+    )
 
 
 def planted(device: torch.device) -> dict[str, Callable[[], Any]]:

@@ -89,10 +89,12 @@ LIBRARIES = {
     "timm": by_timm,
     "open_clip": by_open_clip,
 }
-CASES = [
+QUICK = [
     ("hf", "long"), ("hf", "vit"), ("hf", "siglip"), ("hf", "siglip_flat"),
     ("hf", "apart_weighted"), ("onnx", "vit"), ("onnx", "resnet"), ("onnx", "concat_weighted"),
     ("timm", "test_vit"), ("timm", "test_convnext"), ("timm", "quick_gelu"), ("open_clip", "vit"),
+]  # fmt: skip
+MORE = [
     ("onnx", "long"), ("open_clip", "long"), ("hf", "quick_gelu"),
     ("hf", "concat_raw"), ("hf", "apart_stage_norm"), ("onnx", "image_encoder"),
     ("onnx", "concat_raw"), ("onnx", "concat_stage_norm"), ("onnx", "test_convnext"),
@@ -100,8 +102,13 @@ CASES = [
 ]  # fmt: skip
 
 
+def test_every_model_target_has_a_case() -> None:
+    elsewhere = {"llava", "clip_retrieval"}  # in test_llava.py, test_clip_retrieval.py
+    assert {to for to, _ in QUICK} | elsewhere == {*targets.names()}, "add it to QUICK"
+
+
 @torch.no_grad()
-@pytest.mark.parametrize(("to", "kind"), kept(CASES, *range(12)))
+@pytest.mark.parametrize(("to", "kind"), kept([*QUICK, *MORE], *range(len(QUICK))))
 def test_the_library_gives_the_same_features(tmp_path: Path, to: Any, kind: str) -> None:
     source = source_of(kind, tmp_path)
     own, out = mclclip.load_model(source), convert.run(to, source, tmp_path / "out")
