@@ -164,7 +164,7 @@ def leaves_of(model: Towers, objective: Objective) -> dict[str, Tensor]:
 
 
 def test_every_kind_has_a_case() -> None:
-    assert {case.settings["kind"] for case in CASES.values()} == {*kinds()}, "add it to CASES"
+    assert {*kinds()} <= {case.settings["kind"] for case in CASES.values()}, "add it to CASES"
 
 
 @pytest.mark.parametrize("name", CASES)
