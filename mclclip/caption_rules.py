@@ -251,7 +251,7 @@ def _is_verb(words: _Words, number: int, form: int) -> bool:
 
 
 def _activities(words: _Words, number: int, verb: str) -> Sequence[str]:
-    """Other activities that fit the words after the verb."""
+    """Verbs that may stand in place of ``verb`` without making the rest of the sentence odd."""
     lists, after = _lists("action"), words.after(number)
     follows = {*words.words[number + 1 : number + 5]}
     if verb in lists["faces"] and after in ("", "and", "while", "as", "in", "on"):
@@ -407,5 +407,5 @@ class HardCaptions:
 
     @property
     def drawn_by(self) -> tuple[object, ...]:
-        """All that decides which captions a sample brings."""
+        """The options that decide which edits are drawn; equal ones share stored embeddings."""
         return self.chosen_rules, self.per_caption, self.field

@@ -30,8 +30,8 @@ _COMMON = {
     "function",
     "standalone",
     "trunk_cache",
+    "parser",
 }
-_COMMON |= {"parser"}
 # Verbs that answer without torch.
 _QUICK = {"recipes", "completion", "compare"}
 # Flags of export to another library's layout.

@@ -306,8 +306,7 @@ class Stage:
         """
         directory = self.directory(kind)
         if not self.has(kind):
-            # Clusters are numbered by the stage that was clustered, labels by the one they are for.
-            stage = self.number - (kind == "pseudo_labels")
+            stage = self.number - (kind == "pseudo_labels")  # the one that was clustered
             raise FileNotFoundError(
                 f"no finished {kind.replace('_', ' ')} at {directory}: run 'mclclip "
                 f"{artifacts.verb_of(kind)} --stage {stage}' first"

@@ -104,10 +104,11 @@ def named(words: Sequence[str]) -> list[Remedy]:
     file that is not there.
     """
     known, chosen = read_remedies(REMEDIES), list[str]()
+    by_file = dict[str, dict[str, Remedy]]()
     for word in dict.fromkeys(word for word in words if word.endswith(".sweep")):
         if not Path(word).is_file():
             raise FileNotFoundError(f"--remedies {word}: there is no such file")
-        own = read_remedies(Path(word).read_text(errors="replace"), word)
+        own = by_file[word] = read_remedies(Path(word).read_text(errors="replace"), word)
         if fixed := [name for name in own if name in FIXED]:
             raise ValueError(
                 f"{word}: a remedy is named {fixed[0]!r}, which others are compared with or "
@@ -120,8 +121,8 @@ def named(words: Sequence[str]) -> list[Remedy]:
             )
         known |= own
     for word in words:
-        if word.endswith(".sweep"):
-            chosen += read_remedies(Path(word).read_text(errors="replace"), word)
+        if word in by_file:
+            chosen += by_file[word]
         elif word in known:
             chosen.append(word)
         else:

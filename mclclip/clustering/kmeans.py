@@ -327,8 +327,8 @@ def fit_two_level(
 ) -> Clustering:
     """Clusters the rows of ``blocks`` into K in two levels; centroids are in the order of groups.
 
-    All rows are clustered into a few groups; the K clusters are divided among the groups in
-    proportion to their rows; each group is clustered by itself. During the iterations a row is
+    First all rows go into ``num_splits`` groups, among which the K clusters are divided in
+    proportion to their rows; then each group is clustered alone. During the iterations a row is
     compared with the centroids of its group alone: with sqrt(K) groups an iteration of both levels
     costs 2 / sqrt(K) of a flat one. UNICOM clusters LAION this way. One rank clusters a whole
     group, and reads the group's rows into its memory.

@@ -285,7 +285,7 @@ def _padded(num_centroids: int) -> int:
 
 
 def _top(top: Tensor, more: Tensor) -> Tensor:
-    """[n, count]: the largest numbers of each row of ``top`` and ``more``, descending."""
+    """Merges the best scores so far with a new tile's, and keeps as many, descending."""
     if top.shape[1] == 1:
         return torch.maximum(top, more.amax(dim=1, keepdim=True))
     return torch.cat([top, more], dim=1).topk(top.shape[1], dim=1).values

@@ -150,7 +150,8 @@ class Rows:
         return first + np.flatnonzero(self.valid[first:stop])
 
     def block(self, number: int) -> Tensor:
-        """The valid rows of a block, prepared."""
+        """Rows of block ``number`` that may be clustered: float32, on the device, unit length if
+        spherical."""
         if number in self._cache:
             return self._cache[number]
         array = self.blocks[number]

@@ -97,8 +97,8 @@ def _of_benchmarks(prefix: str) -> Iterator[Option]:
 
 
 def _begins(option: str, key: str, whole: bool = False) -> bool:
-    """Whether the parts of an option's key begin with those of ``key``, NAME being any; of the last
-    part the beginning is enough, unless ``whole``."""
+    """Whether ``key``, as a user types it for --explain, names this option or a group above it; of
+    the last part the beginning is enough, unless ``whole``."""
     own, given = option.split("."), key.split(".")
     pairs = list(zip(own, given, strict=False))
     if len(own) < len(given) or any(a not in (b, "NAME") for a, b in pairs[:-1]):

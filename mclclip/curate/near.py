@@ -269,8 +269,8 @@ class Components:
         return self._lowest(np.arange(len(self._above)))
 
     def best(self, scores: NDArray[np.floating] | None) -> Integers:
-        """[N]: the sample with the highest score (NaN: none) of the component of each sample, ties
-        by the lower sample; without scores the lowest sample."""
+        """[N]: for each sample the best-scored one of its component, itself if it is alone; NaN is
+        no score, ties go to the lower sample, and without scores it is the lowest."""
         lowest = self.lowest()
         if scores is None:
             return lowest

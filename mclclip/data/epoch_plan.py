@@ -108,8 +108,8 @@ def _lend_batch(levels: list[Level], global_batch: int) -> None:
 
 
 def num_scheduled(levels: list[Level], global_batch: int, policy: Policy) -> int:
-    """Number of distinct samples of an epoch (under "carry" an upper bound, see ``epoch_plan``), or
-    of draws where samples have weights."""
+    """Number of distinct samples of an epoch (under "carry" an upper bound, see the head of this
+    file), or of draws where samples have weights."""
     if policy == "wrap":
         return int(levels[0].sizes.sum())
     return global_batch * int(sum(level.batches.sum() for level in levels))

@@ -125,6 +125,20 @@ class SampleIndex:
     def __reduce__(self) -> tuple[Any, ...]:
         return SampleIndex, (self.directory, self.digest)
 
+    def manifest_of(self, directory: Path, kind: str) -> Manifest:
+        """The manifest of a finished artifact with one row per sample of this index.
+
+        Raises RuntimeError where it is of another index, and the errors of ``read_manifest``.
+        """
+        manifest = read_manifest(directory, kind)
+        if manifest.inputs["index"] != self.digest:
+            raise RuntimeError(
+                f"{kind} at {directory} has {manifest.counts['samples']:,} rows, the index has "
+                f"{len(self):,} (and other sample keys): run 'mclclip {verb_of(kind)} "
+                "--force' after 'mclclip index'"
+            )
+        return manifest
+
     @cached_property
     def caption_start(self) -> npt.NDArray[np.int64]:
         """int64 [N+1]: captions of sample i are numbers [caption_start[i], caption_start[i+1])."""
@@ -217,20 +231,6 @@ class SampleIndex:
         return np.union1d(bare, unknown)
 
     # --- attributes ---
-
-    def manifest_of(self, directory: Path, kind: str) -> Manifest:
-        """The manifest of a finished artifact with one row per sample of this index.
-
-        Raises RuntimeError where it is of another index, and the errors of ``read_manifest``.
-        """
-        manifest = read_manifest(directory, kind)
-        if manifest.inputs["index"] != self.digest:
-            raise RuntimeError(
-                f"{kind} at {directory} has {manifest.counts['samples']:,} rows, the index has "
-                f"{len(self):,} (and other sample keys): run 'mclclip {verb_of(kind)} "
-                "--force' after 'mclclip index'"
-            )
-        return manifest
 
     def attribute(self, name: str) -> tuple[npt.NDArray[np.int32], list[str]]:
         """Codes int32 [N] of the samples' values, memory-mapped (-1: none), and the values by code.

@@ -395,7 +395,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
 
 
 def _is_copy(image: bytes | None, text: bytes | None, crc32: tuple[int, int]) -> bool:
-    """Whether a copy has the checksums of what was written; captions that are not read have."""
+    """Whether image and captions have reshard's checksums; captions that were not read pass."""
     if image is None or text is None:
         return False
     return zlib.crc32(image) == crc32[0] and (not text or zlib.crc32(text) == crc32[1])

@@ -67,10 +67,6 @@ class ShardReader:
         """Whether some shards lie behind urls."""
         return bool(self._urls)
 
-    @property
-    def num_open_files(self) -> int:
-        return len(self._handles)
-
     def prefetch(self, ranges: Iterable[Range]) -> None:
         """Reads ranges of shards behind urls side by side, each for the next ``read`` of it.
 

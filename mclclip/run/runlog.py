@@ -208,7 +208,7 @@ class JsonLines:
             raise
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """The rows of the file."""
+        """The rows written so far, each a dictionary, in order."""
         with open(self.path, "rb") as lines:
             yield from map(json.loads, lines)
 

@@ -265,9 +265,9 @@ def test_open_files_are_bounded_and_closed(tmp_path: Path) -> None:
     for _ in range(3):
         for sample_id in range(0, NUM_SAMPLES, PER_SHARD):
             assert colour(dataset[sample_id]) == sample_id
-            assert open_tars() - before == dataset.reader.num_open_files <= 2
+            assert open_tars() - before == len(dataset.reader._handles) <= 2
     dataset.reader.close()
-    assert open_tars() == before and dataset.reader.num_open_files == 0
+    assert open_tars() == before and not dataset.reader._handles
     assert colour(dataset[1]) == 1
     del dataset
     assert open_tars() == before
@@ -299,7 +299,7 @@ def test_pickling_leaves_the_handles_behind(tmp_path: Path) -> None:
     )
     assert colour(dataset[3]) == 3
     copy = pickle.loads(pickle.dumps(dataset))
-    assert copy.reader.num_open_files == 0
+    assert not copy.reader._handles
     assert colour(copy[22]) == 22 and colour(dataset[4]) == 4
 
 
@@ -309,7 +309,7 @@ def test_a_forked_child_reads_with_handles_of_its_own(tmp_path: Path) -> None:
     with reader._lock:  # as another thread might hold it at the moment of the fork
         pid = os.fork()
         if pid == 0:
-            os._exit(0 if reader.read(0, 0, 512) == wanted and reader.num_open_files == 1 else 1)
+            os._exit(0 if reader.read(0, 0, 512) == wanted and len(reader._handles) == 1 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert reader.read(0, 0, 512) == wanted
 
