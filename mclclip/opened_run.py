@@ -199,9 +199,9 @@ class Run:
 
     # --- samples ---
 
-    def spread_ids(self, count: int, pieces: int = PIECES) -> Integers:
-        """Sorted ids of at most ``count`` samples, in ``pieces`` that lie evenly over the index."""
-        return spread(len(self.index), count, pieces)
+    def spread_ids(self, count: int) -> Integers:
+        """Sorted ids of at most ``count`` samples, in pieces that lie evenly over the index."""
+        return spread(len(self.index), count)
 
     def draw_ids(self, count: int, purpose: int) -> Integers:
         """Sorted ids of at most ``count`` samples that can be decoded and have a row in every
@@ -443,12 +443,12 @@ class Clusters:
         return open_npy(self.directory / name, "cluster", self.manifest.record(name))
 
 
-def spread(count: int, wanted: int, pieces: int = PIECES) -> Integers:
+def spread(count: int, wanted: int) -> Integers:
     """At most ``wanted`` numbers of ``range(count)``, sorted, in pieces that lie evenly over it."""
     if count <= wanted:
         return np.arange(count, dtype=np.int64)
-    size = max(wanted // pieces, 1)
-    starts = np.linspace(0, count - size, min(pieces, wanted)).astype(np.int64)
+    size = max(wanted // PIECES, 1)
+    starts = np.linspace(0, count - size, min(PIECES, wanted)).astype(np.int64)
     return (starts[:, None] + np.arange(size)).ravel()
 
 

@@ -168,16 +168,14 @@ class View:
         seen[part] += 1
 
 
-def draw_views(
-    image: Tensor, count: int, seed: int, scale: tuple[float, float] = (0.2, 1.0)
-) -> list[View]:
-    """Random views of an image [C, H, W]: crops of a share of its area within ``scale``, of its
-    proportions, half of them mirrored, with one of three brightnesses. They depend on the seed."""
+def draw_views(image: Tensor, count: int, seed: int) -> list[View]:
+    """Random views of an image [C, H, W]: crops of a fifth to all of its area, of its proportions,
+    half of them mirrored, with one of three brightnesses. They depend on the seed."""
     generator = torch.Generator().manual_seed(seed)
     height, width = image.shape[1:]
     views = []
     for area, down, across, flip, bright in torch.rand(count, 5, generator=generator).tolist():
-        side = math.sqrt(scale[0] + area * (scale[1] - scale[0]))
+        side = math.sqrt(0.2 + 0.8 * area)
         rows, columns = (max(1, round(side * size)) for size in (height, width))
         top, left = round(down * (height - rows)), round(across * (width - columns))
         brightness = _BRIGHTNESS[int(bright * len(_BRIGHTNESS))]

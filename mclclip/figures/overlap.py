@@ -22,6 +22,7 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 QUIET = 500 / 2048  # share of the dimensions that SimLAP's Fig. 1 takes
 _TILE = 1024
+_BINS = 100  # of cosines from -1 to 1
 
 
 def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
@@ -70,10 +71,7 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
 
 
 def class_overlap(
-    features: ArrayLike,
-    labels: ArrayLike,
-    pair: tuple[int, int] | None = None,
-    bins: int = 100,
+    features: ArrayLike, labels: ArrayLike, pair: tuple[int, int] | None = None
 ) -> tuple[Floats, dict[str, Any]]:
     """Distributions of the cosines of all pairs of rows of [N, D], within and between ``labels``:
     edges [n + 1] of the bins, from -1 to 1, and
@@ -88,7 +86,7 @@ def class_overlap(
     kinds.
     """
     rows, classes = unit_rows(features), np.asarray(labels)
-    edges, counts = np.linspace(-1.0, 1.0, bins + 1), np.zeros((2, bins), dtype=np.int64)
+    edges, counts = np.linspace(-1.0, 1.0, _BINS + 1), np.zeros((2, _BINS), dtype=np.int64)
     numbers, others = np.arange(len(rows)), ~np.isin(classes, pair or ())
     for start in range(0, len(rows), _TILE):
         block = slice(start, start + _TILE)

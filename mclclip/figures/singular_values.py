@@ -65,10 +65,10 @@ def effective_rank(values: ArrayLike) -> float:
     return float(np.exp(-(shares * np.log(shares)).sum()))
 
 
-def uniformity(features: ArrayLike, t: float = 2.0) -> float:
-    """Log of the mean of exp(-t |x - y|^2) over all pairs of different rows of [N, D].
+def uniformity(features: ArrayLike) -> float:
+    """Log of the mean of exp(-2 |x - y|^2) over all pairs of different rows of [N, D].
 
-    It lies in [-4 t, 0]; 0 is a collapse to one point, and lower is more uniform. The rows are
+    It lies in [-8, 0]; 0 is a collapse to one point, and lower is more uniform. The rows are
     brought to unit length. ValueError for fewer than two rows.
     """
     rows = unit_rows(features)
@@ -78,7 +78,7 @@ def uniformity(features: ArrayLike, t: float = 2.0) -> float:
     total = 0.0
     for first in range(0, count, _TILE):
         block = rows[first : first + _TILE]
-        kernel = np.exp(2.0 * t * (block @ rows.T - 1.0))  # |x - y|^2 = 2 - 2 x.y
+        kernel = np.exp(4.0 * (block @ rows.T - 1.0))  # |x - y|^2 = 2 - 2 x.y
         kernel[np.arange(len(block)), first + np.arange(len(block))] = 0.0
         total += float(kernel.sum())
     return math.log(total / (count * (count - 1)))

@@ -101,14 +101,14 @@ def test_pixels_that_no_view_sees_are_cold_and_others_have_the_mean() -> None:
 
 def test_views_are_those_of_the_paper() -> None:
     anchor = torch.zeros(3, 40, 60)
-    views = draw_views(anchor, 300, seed=1, scale=(0.25, 1.0))
-    assert draw_views(anchor, 300, seed=1, scale=(0.25, 1.0)) == views
+    views = draw_views(anchor, 300, seed=1)
+    assert draw_views(anchor, 300, seed=1) == views
     assert {view.brightness for view in views} == {1.0, 1.1, 0.9}
     assert 100 < sum(view.flipped for view in views) < 200
     for view in views:
         assert 0 <= view.top < view.bottom <= 40 and 0 <= view.left < view.right <= 60
         share = (view.bottom - view.top) * (view.right - view.left) / 2400
-        assert 0.24 < share <= 1.0
+        assert 0.19 < share <= 1.0
     assert views[0].of(anchor).shape == anchor.shape
 
 

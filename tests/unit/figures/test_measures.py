@@ -105,7 +105,7 @@ def test_no_features_are_refused() -> None:
 
 def test_uniformity_by_hand() -> None:
     assert uniformity([[1.0, 0.0], [-5.0, 0.0]]) == pytest.approx(-8.0)  # the lowest there is
-    assert uniformity([[1.0, 0.0], [0.0, 1.0]], t=3.0) == pytest.approx(-6.0)
+    assert uniformity([[1.0, 0.0], [0.0, 1.0]]) == pytest.approx(-4.0)
     assert uniformity(np.ones((5, 3))) == pytest.approx(0.0)
 
 
@@ -147,7 +147,7 @@ def test_histograms_are_those_of_all_pairs(monkeypatch: pytest.MonkeyPatch) -> N
     for i in range(60):
         for j in range(i):
             cosines[bool(labels[i] == labels[j])].append(float(unit[i] @ unit[j]))
-    edges, found = class_overlap(features, labels, bins=10)
+    edges, found = class_overlap(features, labels)
     for same, kind in ((True, "within"), (False, "between")):
         counts = np.histogram(cosines[same], edges)[0]
         np.testing.assert_allclose(found[kind], counts / counts.sum())
@@ -192,7 +192,7 @@ def test_two_classes_taken_for_alike_are_compared_with_all_others(
         numbers = [np.flatnonzero(labels == label) for label in range(3)]
         alike = [unit[i] @ unit[j] for i in numbers[0] for j in numbers[1]]
         unlike = [unit[i] @ unit[j] for i in [*numbers[0], *numbers[1]] for j in numbers[2]]
-        edges, found = class_overlap(rows, labels, (0, 1), bins=10)
+        edges, found = class_overlap(rows, labels, (0, 1))
         for kind, cosines in (("within", alike), ("between", unlike)):
             counts = np.histogram(np.clip(cosines, -1, 1), edges)[0]
             np.testing.assert_allclose(found[kind], counts / counts.sum())
