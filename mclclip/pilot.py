@@ -29,15 +29,13 @@ from mclclip.data.labels import outside_of_share
 from mclclip.eval import outcomes, results
 from mclclip.eval.outcomes import Outcomes
 from mclclip.files import clean, digest_json, parse_json, read_json, write_json
-from mclclip.opened_run import Run
+from mclclip.opened_run import JOINED, Run
 from mclclip.plan import steps
 from mclclip.run.artifacts import PILOTS, Layout
 
 log = logging.getLogger("mclclip")
 
 VERDICT = "verdict.json"
-# The first of these that the run makes.
-_JOINED = ("concat_stage_norm", "concat_raw", "concat_weighted", "soup_uniform")
 _MIXED = 0.05  # share of steps below the full label, beyond the full run's, that a sentence names
 _PREFIX = 12  # characters of a log line before its text
 _NAMED = 5  # strata that are named in a sentence
@@ -144,7 +142,7 @@ def encoder_of(config: Config) -> str:
     """The name of the encoder that a run is judged by: joined stages, or stage 1 without any."""
     made = {f"concat_{kind}" for kind in config.export.concat}
     made |= {"soup_uniform"} if config.export.soup else set()
-    return next((name for name in _JOINED if name in made), "stage_1")
+    return next((name for name in ("concat_stage_norm", *JOINED) if name in made), "stage_1")
 
 
 def _verdict(config: Config, rows: Sequence[Row]) -> dict[str, Any]:
