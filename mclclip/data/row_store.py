@@ -33,10 +33,11 @@ from mclclip.data.arrays import (
 from mclclip.data.sample_index import SampleIndex
 from mclclip.files import Checked, Record
 from mclclip.run.artifacts import Manifest, verb_of
+from mclclip.search import unit
 
 Integers = npt.NDArray[np.int64]
 _GAP = 1024  # rows that are not asked for, which are compared with those around them
-Batch = tuple[np.ndarray, Mapping[int, str]]
+RowBatch = tuple[np.ndarray, Mapping[int, str]]
 """Rows [b, ...] in index order, and why samples among them have none, by sample id."""
 
 
@@ -69,7 +70,7 @@ def _checksums_path(directory: Path, number: int) -> Path:
 def write_shard(
     directory: Path,
     number: int,
-    batches: Iterable[Batch],
+    batches: Iterable[RowBatch],
     index: SampleIndex,
     *,
     num_rows: int,
@@ -408,7 +409,7 @@ class MeanBlocks(RowBlocks):
 
     def read(self, file: int, cut: slice) -> Floats:
         """A block: the mean rows of the samples ``cut`` of a file."""
-        rows = _unit(super().read(file, cut))
+        rows = unit(super().read(file, cut))
         captions = self._num_captions[file]
         first = int(captions[: cut.start].sum())
         here = captions[cut]
@@ -416,13 +417,5 @@ class MeanBlocks(RowBlocks):
         if with_caption.any():
             texts = self._texts.read(file, slice(first, first + int(here.sum())))
             first_captions = np.cumsum(here) - here
-            rows[with_caption] += _unit(texts[first_captions[with_caption]])
-        return _unit(rows)
-
-
-def _unit(rows: Floats) -> npt.NDArray[np.float32]:
-    """float32 rows of length 1; zeros stay zeros."""
-    wide: npt.NDArray[np.float32] = np.asarray(rows, dtype=np.float32)
-    norms = np.linalg.norm(wide, axis=1, keepdims=True)
-    scaled: npt.NDArray[np.float32] = wide / np.maximum(norms, 1e-12)
-    return scaled
+            rows[with_caption] += unit(texts[first_captions[with_caption]])
+        return unit(rows)

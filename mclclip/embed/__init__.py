@@ -31,7 +31,7 @@ from mclclip.data.arrays import open_npy
 from mclclip.data.extras import drawn
 from mclclip.data.index_tables import Shard, check_shards
 from mclclip.data.row_store import (
-    Batch,
+    RowBatch,
     all_notes,
     is_damaged,
     join_checksums,
@@ -207,7 +207,7 @@ def _caption_batches(
             for n, caption in enumerate(captions)
         ]
 
-        def encoded(start: int, texts: list[list[str]] = texts) -> Batch:
+        def encoded(start: int, texts: list[list[str]] = texts) -> RowBatch:
             some = texts[start : start + size]
             rows = np.zeros((len(some), num, model.embed_dim), np.float32)
             if flat := [text for of_one in some for text in of_one]:

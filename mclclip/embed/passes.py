@@ -20,7 +20,7 @@ from mclclip import files
 from mclclip.config import Config
 from mclclip.data.batches import Loader
 from mclclip.data.index_tables import Shard
-from mclclip.data.row_store import Batch, Note, shards_done, write_shard
+from mclclip.data.row_store import Note, RowBatch, shards_done, write_shard
 from mclclip.data.sample_index import BadSamples, SampleIndex
 from mclclip.data.samples import BadSample, Sample, TarDataset
 from mclclip.models.model import Model
@@ -29,7 +29,7 @@ from mclclip.ranks.process_group import Context
 from mclclip.run import runlog
 from mclclip.run.artifacts import Artifact
 
-Passes = Generator[Iterator[Batch], None, None]
+Passes = Generator[Iterator[RowBatch], None, None]
 """For each of some shards its batches, which must be taken before the next shard is asked for."""
 
 
@@ -57,7 +57,7 @@ def image_batches(
         path = index.shards[int(index.shard_of[ids[0]])].path
         return f"the batch of samples {ids[0]} to {ids[-1]} of shard {files.clean(path)}"
 
-    def encoded(samples: Sequence[Sample | BadSample]) -> Batch:
+    def encoded(samples: Sequence[Sample | BadSample]) -> RowBatch:
         good = torch.tensor([isinstance(sample, Sample) for sample in samples])
         # Zeros replace bad samples: the batch keeps its shape, so the others keep their bits.
         images = torch.zeros(len(samples), *shape)
