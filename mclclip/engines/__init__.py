@@ -70,7 +70,7 @@ def build_engine(
 
 
 @dataclass(frozen=True)
-class Sizes:
+class TrainingBytes:
     """Bytes of a whole training, before an engine divides them among the ranks."""
 
     parameters: int
@@ -83,7 +83,12 @@ class Sizes:
 
 
 def per_rank(
-    sizes: Sizes, how: EngineConfig, world_size: int, *, half: bool = False, caching: bool = False
+    sizes: TrainingBytes,
+    how: EngineConfig,
+    world_size: int,
+    *,
+    half: bool = False,
+    caching: bool = False,
 ) -> dict[str, int]:
     """Bytes of one rank: parameters, gradients, optimizer, ema, engine (buffers of its own).
 

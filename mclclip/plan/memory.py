@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip.config import Config, TrainConfig
 from mclclip.data.batches import Batch
-from mclclip.engines import Sizes, gradient_cache, per_rank
+from mclclip.engines import TrainingBytes, gradient_cache, per_rank
 from mclclip.engines.engine import HALF
 from mclclip.models import memory
 from mclclip.models.loading import prepare_model
@@ -287,7 +287,7 @@ def _training_operations(trainee: Trainee, batch: Batch, *, twice: bool) -> dict
 
 
 def _cost(
-    config: Config, options: TrainConfig, model: Model, ranks: int, sizes: Sizes
+    config: Config, options: TrainConfig, model: Model, ranks: int, sizes: TrainingBytes
 ) -> objectives.Cost:
     """Cost of the objective, with as many classes as the largest of the stages has."""
     return options.objective.cost(
@@ -304,11 +304,11 @@ def _cost(
     )
 
 
-def _sizes(model: Model, options: TrainConfig) -> Sizes:
+def _sizes(model: Model, options: TrainConfig) -> TrainingBytes:
     trained = [p for p in model.parameters() if p.requires_grad]
     blocks = [memory.size_bytes(block.parameters()) for block in model.blocks()]
     whole = memory.size_bytes(model.parameters())
-    return Sizes(
+    return TrainingBytes(
         parameters=whole + memory.size_bytes(model.buffers()),
         trained=memory.size_bytes(trained),
         moments=_moments(model, options),
@@ -342,7 +342,7 @@ def _counts(model: Model) -> dict[str, dict[str, int]]:
 
 
 def _notes(
-    model: Model, name: str, options: TrainConfig, machine: Machine, sizes: Sizes
+    model: Model, name: str, options: TrainConfig, machine: Machine, sizes: TrainingBytes
 ) -> list[str]:
     """Lists where the estimate is coarser than elsewhere."""
     notes = []

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mclclip.engines import EngineConfig, Sizes, per_rank
+from mclclip.engines import EngineConfig, TrainingBytes, per_rank
 
-SIZES = Sizes(
+SIZES = TrainingBytes(
     parameters=1600, trained=800, moments=1600, average=800, outside=100, largest_block=120
 )
 
