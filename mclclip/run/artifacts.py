@@ -404,8 +404,7 @@ class Layout:
         return self.run_dir / "stage_0" / "edited_texts" / files.digest_json([*drawn_by])[:12]
 
     def clusters(self, stage: int) -> Path:
-        """k-means of the embeddings of ``stage``. It has the number of the stage that was clustered,
-        ``pseudo_labels`` that of the stage they are for."""
+        """k-means of ``stage``'s embeddings; ``pseudo_labels(stage)`` are what it is trained on."""
         return self.stage(stage) / "clusters"
 
     def pseudo_labels(self, stage: int) -> Path:
