@@ -140,9 +140,8 @@ def gain(rows: Sequence[Row], joined: str) -> tuple[bool, list[Comparison], list
 
 def encoder_of(config: Config) -> str:
     """The name of the encoder that a run is judged by: joined stages, or stage 1 without any."""
-    made = {f"concat_{kind}" for kind in config.export.concat}
-    made |= {"soup_uniform"} if config.export.soup else set()
-    return next((name for name in ("concat_stage_norm", *JOINED) if name in made), "stage_1")
+    preferred = ("concat_stage_norm", *JOINED)
+    return next((name for name in preferred if name in config.encoders), "stage_1")
 
 
 def _verdict(config: Config, rows: Sequence[Row]) -> dict[str, Any]:
