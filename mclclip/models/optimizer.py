@@ -1,6 +1,6 @@
 """Parameter groups, the optimizer by name, and the learning rate as a function of the step.
 
-Parameter groups have two fields besides those that the optimizer reads:
+Parameter groups have three fields besides those that the optimizer reads:
 
     lr_scale     with layer-wise decay: the code that sets the learning rate sets `lr * lr_scale`
     max_value    upper bound of the parameters, which are set back to it after every step

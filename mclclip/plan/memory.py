@@ -228,7 +228,7 @@ def encoder_operations(model: Model) -> dict[str, int | None]:
 
 
 def _shapes(named: ModelConfig, projector: Sequence[int] = ()) -> Model:
-    """The model without values, with this projector."""
+    """The model on tensors that have shapes but no memory, with a projector of these widths."""
     how: dict[str, Any] = {"text": named.text, "long_context": named.long_context}
     return memory.load_shapes(named.name, projector=projector, **how)
 
