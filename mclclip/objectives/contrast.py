@@ -39,7 +39,7 @@ from mclclip.objectives.base import (
     Sizes,
     Stepping,
 )
-from mclclip.objectives.row_losses import TILE, Pairs, count_negatives, wide
+from mclclip.objectives.row_losses import TILE, Pairs, count_kept, wide
 from mclclip.options import STRICT
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import not_compiled, to_device
@@ -393,7 +393,7 @@ class Contrast(Objective):
 def count_equal(pairs: Pairs) -> dict[str, Tensor]:
     """`equal_captions`: pairs of rows of the global batch, within groups, that have an equal
     caption or picture, or are one sample. A collective."""
-    rows = count_negatives(replace(pairs, wanted="equal")).sum()
+    rows = count_kept(replace(pairs, kept="equal")).sum()
     return {"equal_captions": collectives.all_reduce_sum(rows) // 2}
 
 

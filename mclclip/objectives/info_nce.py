@@ -43,11 +43,11 @@ from mclclip.objectives.contrast import (
 )
 from mclclip.objectives.row_losses import (
     Pairs,
-    count_negatives,
+    count_kept,
     excess,
     log_sums,
     row_losses,
-    sum_negatives,
+    sum_kept,
 )
 from mclclip.options import STRICT, BelowOne
 from mclclip.ranks import collectives
@@ -180,7 +180,7 @@ class InfoNCE(Contrast):
         cross-entropies among all pairs of the group (SupCon's ``L_out``, `SupervisedContrast`).
         """
         num, has_positives = len(pairs.all_groups), self.equal_captions == "positives"
-        own, met = keys[:num], replace(pairs, wanted="others") if has_positives else pairs
+        own, met = keys[:num], replace(pairs, kept="others") if has_positives else pairs
         losses, alone = row_losses(queries, own, met)
         counted = {"rows_without_negatives": alone}
         if len(keys) > num:
@@ -189,11 +189,11 @@ class InfoNCE(Contrast):
             losses = torch.logaddexp(losses, further - pairs.own_logits(queries, own))
             counted = {"rows_without_negatives": alone & none, "rows_with_edits": ~none}
         if has_positives:
-            equal = replace(pairs, wanted="equal")
-            count = count_negatives(equal).to(queries.dtype)[:, None]
+            equal = replace(pairs, kept="equal")
+            count = count_kept(equal).to(queries.dtype)[:, None]
             # The positives' mean key minus the own one; exactly 0, as its gradient, for no equal
             # pair.
-            mean = (sum_negatives(own, equal) - count * pairs.own(own)) / (count + 1.0)
+            mean = (sum_kept(own, equal) - count * pairs.own(own)) / (count + 1.0)
             losses = losses - (queries * mean).sum(dim=1)
         return losses, counted
 
@@ -365,7 +365,7 @@ class HardNegatives(Contrast):
         self, queries: Tensor, keys: Tensor, pairs: Pairs, scale: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """-log(e+ / (e+ + N_g)) of every row; 0 where it has no negatives."""
-        count, positives = count_negatives(pairs), pairs.own_logits(queries, keys)
+        count, positives = count_kept(pairs), pairs.own_logits(queries, keys)
         alone = count == 0
         log_count = count.clamp_min(1).to(positives.dtype).log()
         # Logs of the sums of e^beta and of e^(1 + beta) over each row's negatives.
@@ -454,8 +454,8 @@ class SupervisedContrast(Contrast):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of every row; with one view 0, and more for the others, where it is left out."""
         same = pairs.same_class()
-        count = count_negatives(same).to(queries.dtype)
-        others = sum_negatives(keys, same)
+        count = count_kept(same).to(queries.dtype)
+        others = sum_kept(keys, same)
         if len(self.names) == 2:
             losses, alone = row_losses(queries, keys, pairs)
             own = pairs.own(keys)

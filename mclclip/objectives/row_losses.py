@@ -10,9 +10,9 @@ it is one of equal ids and masked like every repeated sample. A row without nega
 loss 0 and gradient 0 exactly.
 
 Losses that weigh their negatives otherwise are made of the negatives' log-sum-exp alone
-(``log_sums``), of their number (``count_negatives``) and of sums of keys (``sum_negatives``). The
-same three give sums over other columns than negatives, by ``Pairs.wanted``. ``divergences``
-compares the rows' softmaxes with those of another matrix.
+(``log_sums``), of their number (``count_kept``) and of sums of keys (``sum_kept``). The same three
+are over other columns than negatives where ``Pairs.kept`` says so. ``divergences`` compares the
+rows' softmaxes with those of another matrix.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def choose_no_autocast(device: torch.device) -> torch.autocast:
 
 
 TILE = 2048
-Wanted = Literal["negatives", "equal", "others"]
+Kept = Literal["negatives", "equal", "others"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Pairs:
     each of ``digests`` and ``all_digests``. ``tile`` is how many rows and columns are computed at a
     time.
 
-    ``wanted`` has other columns of the row's group, its own pair excepted, take the place of the
+    ``kept`` has other columns of the row's group, its own pair excepted, take the place of the
     negatives: those that are ``equal`` to it, by their sample or by a digest, or all ``others``.
     """
 
@@ -61,7 +61,7 @@ class Pairs:
     all_classes: Tensor | None = None
     digests: tuple[Tensor, ...] = ()
     all_digests: tuple[Tensor, ...] = ()
-    wanted: Wanted = "negatives"
+    kept: Kept = "negatives"
 
     def own(self, keys: Tensor) -> Tensor:
         """[b, D]: of the columns' keys [B, D], those of the rows' own pairs."""
@@ -82,14 +82,14 @@ class Pairs:
         return replace(self, groups=groups, all_groups=all_groups)
 
     def masked(self, rows: slice, columns: slice) -> Tensor:
-        """Bool [r, c]: the column is no negative of the row, or not what is ``wanted``."""
+        """Bool [r, c]: True where the column must be left out of the row's sum."""
         excluded = self.groups[rows, None] != self.all_groups[columns]
-        if self.wanted != "others":
+        if self.kept != "others":
             equal = self.sample_id[rows, None] == self.all_sample_ids[columns]
             for own, every in zip(self.digests, self.all_digests, strict=True):
                 equal |= own[rows, None] == every[columns]
-            excluded |= equal if self.wanted == "negatives" else equal.logical_not_()
-        if self.wanted != "negatives":  # there the own pair is one of equal samples
+            excluded |= equal if self.kept == "negatives" else equal.logical_not_()
+        if self.kept != "negatives":  # there the own pair is one of equal samples
             excluded.diagonal(rows.start + self.first - columns.start).fill_(True)
         return excluded
 
@@ -132,15 +132,15 @@ def log_sums(
 
 
 @not_compiled
-def sum_negatives(keys: Tensor, pairs: Pairs) -> Tensor:
-    """The sum of the keys of each row's negatives, [b, D], differentiable once in ``keys``."""
+def sum_kept(keys: Tensor, pairs: Pairs) -> Tensor:
+    """The sum of the keys that each row keeps, [b, D], differentiable once in ``keys``."""
     sums: Tensor = _Sums.apply(keys, pairs)  # type: ignore[no-untyped-call]
     return sums
 
 
 @not_compiled
-def count_negatives(pairs: Pairs) -> Tensor:
-    """How many negatives each row has, int64 [b]."""
+def count_kept(pairs: Pairs) -> Tensor:
+    """How many columns each row keeps: negatives, or those of ``pairs.kept``; int64 [b]."""
     counts = torch.zeros_like(pairs.sample_id)
     for rows, columns in pairs.tiles():
         counts[rows] += (~pairs.masked(rows, columns)).sum(dim=1)
@@ -178,7 +178,7 @@ class Tiles:
         self._memory = queries.new_empty(min(tile, len(queries)) * min(tile, len(keys)))
 
     def logits(self, rows: slice, columns: slice) -> Tensor:
-        """[r, c], -inf where the pair is no negative; valid until the next call."""
+        """[r, c] scores of one tile, -inf where left out; the next call overwrites them."""
         queries, keys = self.queries[rows], self.keys[columns]
         shape = (len(queries), len(keys))
         out = torch.mm(queries, keys.T, out=self._memory[: shape[0] * shape[1]].view(shape))
@@ -342,7 +342,7 @@ class _LogSums(torch.autograd.Function):
 
 
 class _Sums(torch.autograd.Function):
-    """See ``sum_negatives``."""
+    """See ``sum_kept``."""
 
     @staticmethod
     def forward(ctx: Any, keys: Tensor, pairs: Pairs) -> Tensor:

@@ -41,7 +41,7 @@ from mclclip.objectives.row_losses import (
     Pairs,
     Tiles,
     choose_no_autocast,
-    count_negatives,
+    count_kept,
     refuse_second_derivative,
 )
 from mclclip.options import STRICT
@@ -187,9 +187,9 @@ class Sigmoid(Objective):
         """The least loss of one logit for all pairs: that of a probability of k in n, for the n
         texts that an image is compared with, of which k belong to it (1 but for equal captions)."""
         pairs = self._pairs(given["labels"], given["sample_id"], given)
-        negatives, own = count_negatives(pairs).double(), torch.ones((), dtype=torch.float64)
+        negatives, own = count_kept(pairs).double(), torch.ones((), dtype=torch.float64)
         if self.equal_captions == "positives":
-            own = own + count_negatives(replace(pairs, wanted="equal"))
+            own = own + count_kept(replace(pairs, kept="equal"))
         num = negatives + own
         losses: Tensor = torch.xlogy(num, num) - torch.xlogy(negatives, negatives)
         return (losses - torch.xlogy(own, own)).mean()
@@ -297,7 +297,7 @@ def _around_the_ring(
         )
         sums.add_pairs(*here, chunk)
         if positives:
-            sums.add_pairs(*here, replace(chunk, wanted="equal"), z=1.0)
+            sums.add_pairs(*here, replace(chunk, kept="equal"), z=1.0)
         if need_grad or hop < world - 1:
             travelling = collectives.shift(travelling)
     return travelling[1] if need_grad else None
