@@ -80,7 +80,7 @@ class Engine:
         if context.world_size > 1:
             synchronize_batch_norms(module)
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=precision == "fp16")
-        self.optimizer, self.run = self._set_up(make_optimizer)
+        self.optimizer, self.wrapped = self._set_up(make_optimizer)
         self._hold_near_start()
         self.average: dict[str, Tensor] = {}
         if ema_decay:
@@ -91,7 +91,7 @@ class Engine:
     # --- what engines differ in ----------------------------------------------------------------
 
     def _set_up(self, make_optimizer: MakeOptimizer) -> tuple[Any, Any]:
-        """Wraps the module; returns the optimizer and the callable that runs a forward pass."""
+        """Returns the optimizer, and the module wrapped so that a call is a forward pass."""
         optimizer = make_optimizer(self.module)
         if self.context.world_size == 1:
             return optimizer, self.module
@@ -108,8 +108,8 @@ class Engine:
 
     def reducing(self, last: bool) -> AbstractContextManager[Any]:
         """Context of one of a step's backward passes; only the last reduces over the ranks."""
-        if isinstance(self.run, DistributedDataParallel) and not last:
-            return self.run.no_sync()
+        if isinstance(self.wrapped, DistributedDataParallel) and not last:
+            return self.wrapped.no_sync()
         return contextlib.nullcontext()
 
     def backward(self, loss: Tensor) -> None:
@@ -210,7 +210,7 @@ class Engine:
 
         optimizer.register_step_pre_hook(pull)
 
-    def settle(self, batch: Any) -> None:
+    def fix_reduction_order(self, batch: Any) -> None:
         """Fixes the order of DDP's sums before the first step, and after every resume.
 
         DDP rebuilds its buckets after the first backward pass, which changes the order in which
@@ -218,7 +218,7 @@ class Engine:
         order no longer changes, so a resumed run repeats an uninterrupted one bit for bit. Buffers
         and the state of random generators (dropout draws from them) are restored.
         """
-        if not isinstance(self.run, DistributedDataParallel):
+        if not isinstance(self.wrapped, DistributedDataParallel):
             return
         if self.micro_batch is not None:
             batch = batch.rows(0, self.micro_batch)
@@ -226,7 +226,7 @@ class Engine:
             part.begin(batch.step)
         with self._unchanged():
             for _ in range(2):
-                loss: Tensor = self.run(batch)["loss"]
+                loss: Tensor = self.wrapped(batch)["loss"]
                 (loss * 0.0).backward()  # type: ignore[no-untyped-call]
                 self.zero_grad()
 
@@ -237,7 +237,7 @@ class Engine:
             part.begin(batch.step)
         with torch.no_grad(), self._unchanged():
             if self.micro_batch is None or len(batch) <= self.micro_batch:
-                found: dict[str, Tensor] = self.run(batch)
+                found: dict[str, Tensor] = self.wrapped(batch)
                 return found
             features, *_ = gradient_cache.all_features(self, batch, self.micro_batch)
             module: Any = self.module
@@ -272,7 +272,7 @@ class Engine:
             assert self.micro_batch is not None
             parts = gradient_cache.backward(self, batch, self.micro_batch)
         else:
-            parts = self.run(batch)
+            parts = self.wrapped(batch)
             self.phase_ended("forward")
             self.backward(parts["loss"])
         self.phase_ended("backward")

@@ -46,7 +46,7 @@ def all_features(
     with torch.no_grad():
         for piece in pieces:
             states.append((torch.get_rng_state(), on_gpu and on_gpu.get_rng_state(device)))
-            passes.append(engine.run(piece, dict))  # the features themselves
+            passes.append(engine.wrapped(piece, dict))  # the features themselves
         features = {
             name: torch.cat([each[name] for each in passes]) if value.ndim else value.clone()
             for name, value in passes[0].items()
@@ -79,7 +79,7 @@ def backward(engine: Any, batch: Any, micro_batch: int) -> dict[str, Tensor]:
             if on_gpu is not None:
                 on_gpu.set_rng_state(of_gpu, device)
             with engine.reducing(last):
-                engine.backward(engine.run(pieces[number], pull_back)["loss"])
+                engine.backward(engine.wrapped(pieces[number], pull_back)["loss"])
     return parts
 
 

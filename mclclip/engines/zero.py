@@ -116,7 +116,7 @@ class DeepspeedEngine(Engine):
 
     def reducing(self, last: bool) -> AbstractContextManager[Any]:
         """Tells ZeRO whether more backward passes follow before the step."""
-        self.run.set_gradient_accumulation_boundary(last)
+        self.wrapped.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
     def zero_grad(self) -> None:
@@ -131,17 +131,17 @@ class DeepspeedEngine(Engine):
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradient of ``loss`` (this rank's mean), times the loss scale of fp16."""
-        self.run.backward(loss)
+        self.wrapped.backward(loss)
 
     def step(self) -> Tensor:
         """One optimizer step with the reduced gradients; returns their norm before clipping.
 
         ZeRO divides by the loss scale, and skips the step where gradients overflow.
         """
-        self.run.step()
+        self.wrapped.step()
         if self.scaler.is_enabled():
             self._move_scale(self.optimizer.overflow)
-        return torch.as_tensor(self.run.get_global_grad_norm(), device=self.context.device)
+        return torch.as_tensor(self.wrapped.get_global_grad_norm(), device=self.context.device)
 
     def local_parameters(self) -> dict[str, Tensor]:
         """This rank's part of each trained parameter by name: at stage 3 a flat, padded shard."""

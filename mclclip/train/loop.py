@@ -92,7 +92,8 @@ class Trainee(nn.Module):
         return parts
 
     def on_device(self, batch: Batch, device: torch.device) -> Batch:
-        """The batch on ``device``, in this precision's number format; views of uint8 normalised."""
+        """A copy of the batch on ``device``, in this precision's number format, with views of uint8
+        normalised; leaves the given batch as it is."""
         if self._normalization is None:
             mean, deviation = self.model.normalization
             self._normalization = mean.to(device), deviation.to(device)
@@ -248,7 +249,7 @@ class Trainer:
             for batch in () if ended else batches:
                 if batch.step == start:
                     device = self.engine.context.device
-                    self.engine.settle(self.trainee.on_device(batch, device))
+                    self.engine.fix_reduction_order(self.trainee.on_device(batch, device))
                 self._step(batch, total)
                 done = batch.step + 1
                 if self._evaluate(done):

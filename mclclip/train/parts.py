@@ -54,7 +54,7 @@ class Job:
 
     name          its option, ``base`` or ``train``
     directory     of its artifact
-    method        name in log lines: the variant if it has groups or is their control, else the kind
+    title         name in log lines: the variant if it has groups or is their control, else the kind
                   of the objective
     share         share of the samples that a pilot draws from; None for other trainings
     reads_groups  whether batches are made of groups of pseudo labels
@@ -70,7 +70,7 @@ class Job:
     index: SampleIndex
     name: str
     directory: Path
-    method: str
+    title: str
     share: float | None
     reads_groups: bool
     reads_trunk: bool
@@ -93,7 +93,7 @@ class Job:
             config, options, context, layout, stage, index,
             name="train" if stage else "base",
             directory=layout.train(stage),
-            method=layout.variant if groups else objective.kind,
+            title=layout.variant if groups else objective.kind,
             share=config.pilot.share if layout.is_pilot else None,
             reads_groups=groups and layout.method != "ungrouped",
             reads_trunk=stage > 0 and config.trunk_cache.enabled,
@@ -131,7 +131,8 @@ class Job:
     @cached_property
     def classes(self) -> ClassLabels | AttributeClasses | None:
         """Clusters of the stage before, or values of an attribute, by sample, for objectives that
-        read them; else None. Reads and compares their files."""
+        read them; else None. Reads and compares their files: rank 0 alone asks for it, and all
+        ranks are given what it read in ``Opened``."""
         reads = self.options.objective.reads
         if reads.attribute is not None:
             return AttributeClasses(self.index, reads.attribute)

@@ -337,7 +337,7 @@ def _train(
     log.info(
         "stage %d (%s): %d steps from %d, %d per epoch (%d of %d samples), %d groups, "
         "global batch %d over %d rank(s)",
-        job.stage, job.method, total, start, plan.steps_per_epoch, plan.scheduled,
+        job.stage, job.title, total, start, plan.steps_per_epoch, plan.scheduled,
         plan.scheduled + plan.remainder, grouped.num_groups, options.global_batch,
         job.context.world_size,
     )  # fmt: skip

@@ -237,13 +237,13 @@ def engine_for(seed: int) -> Engine:
 
 
 def train(engine: Engine, steps: range, *, settled: bool = False) -> None:
-    """The loop of training, as far as its order goes: seed, settle once, update."""
+    """The loop of training, as far as its order goes: seed, fix the order of sums once, update."""
     for step in steps:
         batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
         batch = batch + engine.context.rank
         seed_everything(7, step, engine.context.rank)
         if not settled:
-            engine.settle(batch)
+            engine.fix_reduction_order(batch)
             settled = True
         engine.update(batch, lr=0.01)
 
@@ -288,7 +288,7 @@ def settle_only() -> tuple[State, State, bool]:
     before = {name: value.clone() for name, value in engine.state_dict().items()}
     seed_everything(1)
     drawn_before = torch.get_rng_state()
-    engine.settle(torch.ones(4, 6))
+    engine.fix_reduction_order(torch.ones(4, 6))
     same_draws = torch.equal(drawn_before, torch.get_rng_state())
     assert not [p.grad for p in engine.module.parameters() if p.grad is not None]
     return before, engine.state_dict(), same_draws

@@ -183,7 +183,7 @@ def waits_of(options: dict[str, Any], how: dict[str, Any], folder: Path) -> dict
     parsed = base.parse(options)
     with following() as waits:
         trainer = trainer_of(options, how, folder)
-        trainer.engine.settle(trainer.trainee.on_device(batch_of(0, parsed), DEVICE))
+        trainer.engine.fix_reduction_order(trainer.trainee.on_device(batch_of(0, parsed), DEVICE))
         batches = trainer.recorder.reading(batch_of(n, parsed) for n in range(WARM_UP + STEPS))
         for batch in batches:
             trainer._step(batch, 100)

@@ -74,7 +74,7 @@ def train(engine: Engine, steps: range, dtype: torch.dtype = torch.float32) -> l
     losses = []
     for step in steps:
         if step == steps.start:
-            engine.settle(batch_of(step, dtype))
+            engine.fix_reduction_order(batch_of(step, dtype))
         loss = engine.update(batch_of(step, dtype), lr=1e-3)["loss"]
         losses.append(float(collectives.all_reduce_sum(loss)) / collectives.world_size())
     return losses

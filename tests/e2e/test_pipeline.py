@@ -256,7 +256,7 @@ def killed_at_every_step(shell: Shell, command: list[str | Path], ranks: int) ->
 def test_ranks_resume_and_see_the_same_batches(
     shell: Shell, done: Run, tmp_path: Path, ranks: int
 ) -> None:
-    """At three ranks this needs ``Engine.settle``: DDP reorders its sums after the first step."""
+    """At three ranks this needs ``Engine.fix_reduction_order``."""
     batches = RecordBatches(tmp_path / "batches")
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     shell.ok("train", *copy_of(done, whole, up_to_labels=True), ranks=ranks, inside=batches)

@@ -116,7 +116,7 @@ def train(engine: Engine, steps: range = range(STEPS), **sizes: int) -> Tensor:
     for step in steps:
         batch = batch_of(step, engine.context.device, **sizes)
         if step == steps.start:
-            engine.settle(batch)
+            engine.fix_reduction_order(batch)
         process_group.seed_everything(step)
         losses.append(engine.update(batch, lr=LR)["loss"])
     return torch.stack(losses).double().cpu()

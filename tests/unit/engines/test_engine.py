@@ -298,5 +298,5 @@ def test_frozen_parameters_stay() -> None:
 
 def test_one_process_has_nothing_to_settle() -> None:
     model = Model()
-    engine_of(model).settle(BATCH)
+    engine_of(model).fix_reduction_order(BATCH)
     assert model.dtype is None  # it was not run

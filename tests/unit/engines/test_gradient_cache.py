@@ -59,7 +59,7 @@ def gradient(engine: Engine) -> dict[str, Tensor]:
 def plain() -> dict[str, Tensor]:
     """The gradient of the whole batch at once."""
     engine = make_engine(WithParameters())
-    engine.backward(engine.run(batch())["loss"])
+    engine.backward(engine.wrapped(batch())["loss"])
     found = gradient(engine)
     assert "objective.weight" in found and len(found) > 40
     return found

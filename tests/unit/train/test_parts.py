@@ -31,7 +31,7 @@ def test_stage_0_is_named_by_its_objective(
     options = config.load(None, [f"run_dir={tmp_path}", f"train.objective.kind={kind}"])
     unread: Any = None  # the index
     job = Job.of(options, options.train, SINGLE, Layout(tmp_path, variant), stage, unread)
-    assert job.method == expected
+    assert job.title == expected
 
 
 def test_an_option_that_came_later_counts_where_it_is_set(tmp_path: Path) -> None:
