@@ -356,15 +356,14 @@ def checkpoints_of(job: Job, identity: str) -> Checkpoints:
     return Checkpoints(folder, options, identity=digest)
 
 
-def build_model(
-    config: Config, layout: Layout, stage: int, options: TrainConfig, context: Context
-) -> Model:
+def build_model(job: Job) -> Model:
     """The model a stage starts from, with its locks and adapters, on its device.
 
     Raises ValueError where the objective reads captions and the model has no text tower, and where
     batch norms are trained that were folded into weights.
     """
-    named = config.model_of("train" if stage else "base")
+    config, options, layout, stage = job.config, job.options, job.layout, job.stage
+    named = config.model_of(job.name)
     same: dict[str, Any] = {"projector": named.projector, "augmentation": named.augmentation}
     if stage == 0 or config.trained_model is not None:
         same |= {"text": named.text, "image_weights": named.image_weights}
@@ -383,7 +382,7 @@ def build_model(
         )
     prepare_model(model, **options.model_arguments(), seed=config.seed)
     refuse_folded_norms(model)
-    model.to(context.device)
+    model.to(job.context.device)
     if options.engine.compile == "model":
         model.compile_blocks()
     return model

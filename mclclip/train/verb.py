@@ -70,11 +70,11 @@ def run(
     """
     layout = Layout.of(config, variant)
     options = _options(config, layout, stage)
-    # Rank 0 verifies the file; the others memory-map the path.
+    # Rank 0 reads and checks files (on_main); those that every rank maps, all open (together).
     index = collectives.on_main(lambda: SampleIndex.open(layout.index))
-    check_ranks("train" if stage else "base", options.global_batch, context.world_size)
-    peaks = PeakMemory(context.device)
     job = Job.of(config, options, context, layout, stage, index)
+    check_ranks(job.name, options.global_batch, context.world_size)
+    peaks = PeakMemory(context.device)
     artifact = collectives.on_main(lambda: _on_disk(job, force))
     if artifact.finished:
         log.info("%s is finished: skipped", job.directory)
@@ -90,7 +90,7 @@ def run(
         trunk = TrunkRows.open_together(layout, config.trunk_cache.folder, index)
     opened = Opened(classes, resharded, trunk)
     collectives.on_main(lambda: check_shards(index.directory, index.shards, config.data))
-    model = parts.build_model(config, layout, stage, options, context)
+    model = parts.build_model(job)
     model.memory_format = how = job.memory_format or model.memory_format
     artifact.config |= {} if how == "contiguous" else {"memory_format": how}
     collectives.together(lambda: parts.start_from_trunk(model, trunk))
@@ -243,7 +243,7 @@ def _controlled_steps(job: Job) -> int:
     options = job.options
     mcl = Job.of(job.config, options, job.context, job.layout.controlled, job.stage, job.index)
     # Raises where the controlled training was made with other options or labels than those of now.
-    _on_disk(mcl, force=False)
+    _on_disk(mcl, force=False)  # it is no control, so that its settings do not come here again
     controlled = StageGroups(mcl.directory / _GROUPS)
     if not controlled.written:
         raise RuntimeError(

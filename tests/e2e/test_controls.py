@@ -103,7 +103,7 @@ def first_epoch(options: Config, variant: str) -> dict[int, tuple[Tensor, Tensor
     layout = Layout.of(options, variant)
     job = Job.of(options, options.train, SINGLE, layout, 1, SampleIndex.open(layout.index))
     grouped, bad = StageGroups(layout.train(1) / "grouped_index").read()
-    model = parts.build_model(options, layout, 1, options.train, SINGLE)
+    model = parts.build_model(job)
     num_steps = grouped.num_samples // options.train.global_batch
     opened, plan = Opened(job.classes, None, None), job.plan(grouped)
     loader = parts.loader_of(job, opened, plan, bad, model, range(num_steps))
