@@ -54,10 +54,10 @@ class Engine:
     ema_decay       keeps ``average``, a moving average in fp32 of this rank's part of each trained
                     parameter: average <- decay * average + (1 - decay) * parameter (None: none)
     outside         parameters that the engine trains but does not wrap (``ranks.collectives``)
+    phase_ended     called with "forward", "backward" and "optimizer" when an update has ended it
 
     Groups of the optimizer may carry ``lr_scale``, a factor of the learning rate, and
-    ``start_decay``, the decay towards the weights that they begin with. An update calls
-    ``phase_ended`` with "forward", "backward" and "optimizer" when it has ended that phase.
+    ``start_decay``, the decay towards the weights that they begin with.
     """
 
     def __init__(
@@ -71,10 +71,11 @@ class Engine:
         micro_batch: int | None = None,
         ema_decay: float | None = None,
         outside: Sequence[OutsideParameters] = (),
+        phase_ended: Callable[[str], None] = lambda phase: None,
     ) -> None:
         self.module, self.context, self.outside = module, context, tuple(outside)
-        self.phase_ended: Callable[[str], None] = lambda phase: None
         self.clip_grad_norm, self.micro_batch = clip_grad_norm, micro_batch
+        self.phase_ended = phase_ended
         if micro_batch is not None:
             gradient_cache.check(module)
         if context.world_size > 1:

@@ -30,12 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mclclip.objectives.base import Cost, Objective, ObjectiveOptions, Reads, Setting, Sizes
-from mclclip.objectives.contrast import (
-    DIGESTS,
-    EqualCaptions,
-    check_equal_captions,
-    count_equal,
-)
+from mclclip.objectives.contrast import DIGESTS, EqualCaptions, check_equal_captions, count_equal
 from mclclip.objectives.row_losses import (
     TILE,
     Pairs,

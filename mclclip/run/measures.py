@@ -55,8 +55,8 @@ class StepWatch:
     maximum of each of the ``counts`` over the ranks.
     """
 
-    def __init__(self) -> None:
-        self.leaves_out = False
+    def __init__(self, leaves_out: bool = False) -> None:
+        self.leaves_out = leaves_out
         # Steps from the first bad one on (0: none yet), and bad ones up to the last step.
         self.counts: dict[str, Tensor | int] = {"max_since": 0, "max_in_a_row": 0}
 

@@ -59,6 +59,7 @@ class Recorder:
     track, config    names of the sinks, and the configuration that they store with the run
     peaks            this rank's peak memory, in its phase "start"; rows hold the ranks' maximum
     evaluates        whether there will be evaluations, whose rows go to evaluations.jsonl
+    leaves_out       whether the engine skips steps that are not finite (``StepWatch``)
 
     ``watch`` counts the steps that are not finite, and every row judges them. Raises ValueError on
     all ranks where the package of a sink is not installed.
@@ -78,6 +79,7 @@ class Recorder:
     config: Mapping[str, Any]
     peaks: PeakMemory
     evaluates: bool = False
+    leaves_out: bool = False
 
     def __post_init__(self) -> None:
         self.row = Meter(self.global_batch, self.context.world_size)
@@ -85,7 +87,7 @@ class Recorder:
         self.replaced: dict[int, str] = {}
         self.group_size = 0
         self.loss_sum: Tensor | float = 0.0
-        self.watch = StepWatch()
+        self.watch = StepWatch(self.leaves_out)
         self.metrics = collectives.together(self._open_log)
 
     def _open_log(self) -> runlog.MetricsLog | None:

@@ -230,8 +230,6 @@ class Trainer:
         RuntimeError, one line and on all ranks, where the training has diverged; then the state
         that is not finite is not saved.
         """
-        self.engine.phase_ended = self.recorder.peaks.ended
-        self.recorder.watch.leaves_out = self.engine.leaves_out
         reading = self.recorder.reading(batches)
         progress = runlog.progress(reading, total=total - start, description=description)
         # The recorder is closed after the peer watch: slow sinks must not count as a hanging rank.

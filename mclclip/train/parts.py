@@ -243,8 +243,9 @@ def trainee_of(job: Job, opened: Opened, model: Model, objective: Objective) -> 
     return trainee
 
 
-def engine_of(job: Job, trainee: Trainee) -> Engine:
-    """The engine around model and objective, with the optimizer the options name."""
+def engine_of(job: Job, trainee: Trainee, peaks: PeakMemory) -> Engine:
+    """The engine around model and objective, with the optimizer the options name; its phases go
+    to ``peaks``."""
     options = job.options
     return build_engine(
         options.engine,
@@ -257,6 +258,7 @@ def engine_of(job: Job, trainee: Trainee) -> Engine:
         clip_grad_norm=options.clip_grad_norm,
         ema_decay=options.ema_decay,
         outside=trainee.objective.outside(),
+        phase_ended=peaks.ended,
     )
 
 
@@ -315,6 +317,7 @@ def trainer_of(
         config=to_tree(job.config),
         peaks=peaks,
         evaluates=judging is not None,
+        leaves_out=engine.leaves_out,
     )
     limit = job.config.wall_time_s
     deadline = None if limit is None else STARTED + limit

@@ -319,7 +319,7 @@ def _train(
     options = job.options
     groups = StageGroups(job.directory / _GROUPS)
     grouped, known_bad = collectives.on_main(groups.read)
-    engine = parts.engine_of(job, trainee)
+    engine = parts.engine_of(job, trainee, peaks)
     plan = job.plan(grouped)
     total = artifact.config.get("steps") or total_steps(
         options.steps, options.epochs, plan.steps_per_epoch

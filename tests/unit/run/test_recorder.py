@@ -178,8 +178,7 @@ def test_a_training_that_has_diverged_ends_at_the_row_that_tells(tmp_path: Path)
 
 
 def test_steps_that_are_left_out_do_not_end_it(tmp_path: Path) -> None:
-    recorder = make(tmp_path)
-    recorder.watch.leaves_out = True
+    recorder = make(tmp_path, leaves_out=True)
     for done in range(1, 11):
         recorder.take(done, parts_of(done) | {"loss": torch.tensor(float("inf"))}, lr=0.1)
     recorder.judge(10)
