@@ -92,8 +92,8 @@ class Trainee(nn.Module):
         return parts
 
     def on_device(self, batch: Batch, device: torch.device) -> Batch:
-        """A copy of the batch on ``device``, in this precision's number format, with views of uint8
-        normalised; leaves the given batch as it is."""
+        """The batch on ``device``, in this precision's number format, views of uint8 normalised;
+        the given one is left as it is."""
         if self._normalization is None:
             mean, deviation = self.model.normalization
             self._normalization = mean.to(device), deviation.to(device)
