@@ -37,7 +37,7 @@ from mclclip.plan.machine import GIB, Machine
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import runlog
-from mclclip.run.artifacts import Artifact
+from mclclip.run.artifacts import Artifact, is_finished
 
 __all__ = ["Encoder", "Run", "finetune", "load_model"]
 
@@ -185,24 +185,22 @@ def run(
 
     def settle() -> str:
         choices.architecture(base)  # refused before hours of packing
-        if not 0 < held_out < 0.5:
-            raise ValueError(
-                f"held_out is {held_out:g}: wanted the share of the pictures that each of two "
-                "shares gets, above 0 and below 0.5"
-            )
+        _check_held_out(held_out)
         columns = {n: packing[n] for n in ("path_column", "caption_column") if n in packing}
         given = ["--captions", str(captions)] if captions else []
         command = ["mclclip", "finetune", str(images), *given, "--base", base, "--out", str(out)]
         table = None if captions is None else Path(captions)
         _table(images, table, command=command, **columns)
+        # Until settings are chosen nothing depends on what a mistaken call may have packed.
+        renew = force or not is_finished(out / "finetune")
         packed = pack.pack(
-            images, out / "data", captions=table, command=command, force=force and "unfit",
+            images, out / "data", captions=table, command=command, force=renew and "unfit",
             held_out={"choose": held_out, "report": held_out}, **packing,
         )  # fmt: skip
         wanted = {"base": base, "seed": seed, "given": list(overrides)}
         folder, inputs = out / "finetune", {"shards": packed.digest}
         made = Artifact.open(
-            folder, kind="finetune", config=wanted, inputs=inputs, force=force and "unfit"
+            folder, kind="finetune", config=wanted, inputs=inputs, force=renew and "unfit"
         )
         if not made.finished:
             shares = packed.counts["shares"]
@@ -227,6 +225,14 @@ def run(
     settings = collectives.on_main(settle)
     pipeline.run(configuration.load(settings), context, force=force)
     return Run.open(out)
+
+
+def _check_held_out(share: float) -> None:
+    if not 0 < share < 0.5:
+        raise ValueError(
+            f"held_out is {share:g}: wanted the share of the pictures that each of two shares "
+            "gets, above 0 and below 0.5"
+        )
 
 
 def _table(
@@ -265,6 +271,7 @@ def dry_run(
 ) -> str:
     """The settings that ``run`` would choose on a GPU of so many GiB, or on this machine's
     processors; reads no weights and writes nothing. ``samples`` None: they are counted."""
+    _check_held_out(held_out)
     if samples is None:
         table = _table(images, captions, path_column=path_column, caption_column=caption_column)
         rows = table.rows(Findings())
@@ -304,7 +311,9 @@ def run_verb(args: Mapping[str, Any]) -> None:
         done = run(context, **given)
         if context.is_main:
             print(results.table(done.result_rows))
-            print("", *done.verdict(), f"Report, to open in a browser: {done.report()}", sep="\n")
+            print("", *done.verdict(), sep="\n")
+            print(f"The best encoder: {done.exports()[done.best()]}")
+            print(f"Report, to open in a browser: {done.report()}")
 
     process.run(_first(given["out"], given["overrides"]), "finetune", work)
 

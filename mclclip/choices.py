@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip import config as configuration
 from mclclip.config import Config
+from mclclip.models.clip import check_tag
 from mclclip.models.encoder import RANDOM, split_name
 from mclclip.models.loading import model_config, refuse_without_weights
 from mclclip.models.memory import load_shapes
@@ -159,7 +160,8 @@ def _trainings(
 
 def architecture(base: str) -> tuple[str, str | None]:
     """The name or path of a base's architecture, such as that of ``tiny_clip``, which is shipped
-    beside the recipes, and its tag. Raises ValueError where the base names no weights."""
+    beside the recipes, and its tag. Raises ValueError where it names no weights, or unknown ones.
+    """
     name, tag = split_name(base)
     path = RECIPES / f"{name}.json"
     name = str(path) if Path(name).name == str(name) and path.is_file() else str(name)
@@ -167,6 +169,7 @@ def architecture(base: str) -> tuple[str, str | None]:
         refuse_without_weights(name)
     elif tag != RANDOM:
         model_config(name)
+        check_tag(name, tag)
     return name, tag
 
 

@@ -213,6 +213,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         how = ", and options of the configuration are key.path=value, such as train.lr=1e-5"
         how = how if hasattr(args, "overrides") else ""
         see = f"'mclclip {args.verb} --help' lists the flags"
+        if wrong.startswith("-"):
+            from mclclip.options import nearest
+
+            flags = [flag for action in args.parser._actions for flag in action.option_strings]
+            see = f"nearest: {', '.join(nearest(wrong.split()[0].partition('=')[0], flags))}; {see}"
         parser.error(f"unrecognized arguments: {wrong} ({see}{how})")
     if more:
         args.overrides += more

@@ -128,6 +128,12 @@ def _refuse_pretrained(name: str, pretrained: str | None) -> None:
         )
 
 
+def check_tag(name: str, tag: str) -> None:
+    """Raises ValueError for what is neither a tag of open_clip's weights of ``name`` nor a file."""
+    if not open_clip.get_pretrained_cfg(name.replace("/", "-"), tag):
+        _weights_file(tag, name)
+
+
 def _weights_file(pretrained: str | None, name: str) -> Path | None:
     if not pretrained:
         return None

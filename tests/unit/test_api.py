@@ -162,6 +162,41 @@ def test_called_again_it_is_finished_and_other_arguments_are_refused(
     assert tiny.digests(folder / "run", "**/manifest.json") == before
 
 
+def test_a_mistaken_call_does_not_stand_in_the_way_of_the_right_one(
+    tuned: tuple[Path, mclclip.Run], tmp_path: Path
+) -> None:
+    folder, _ = tuned
+    (tmp_path / "all").mkdir()
+    for number, color in enumerate(["red", "blue"] * 80):
+        Image.new("RGB", (8, 8 + number), color).save(tmp_path / "all" / f"{number}.png")
+    rows = ["image,caption", *(f"{number}.png,a picture" for number in range(160))]
+    (tmp_path / "captions.csv").write_text("\n".join(rows))
+    given: dict[str, Any] = {"base": photos.base(folder), "out": tmp_path / "run"}
+    with pytest.raises(ValueError, match="has no picture with a caption"):
+        mclclip.finetune(tmp_path / "all", **given)
+    given |= {"captions": tmp_path / "captions.csv", "options": ["train.lr=-1"]}
+    with pytest.raises(ValueError, match=r"train\.lr"):  # behind packing
+        mclclip.finetune(tmp_path / "all", **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"base": "tiny_clip@randon"}, "'randon', which is neither a file nor a tag of "),
+        ({"base": "ViT-B-32@opnai"}, r"'opnai', which is .* \(tags: openai, "),
+        ({"held_out": 0.6}, "held_out is 0.6: wanted "),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would(
+    given: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    asked = {"base": "tiny_clip@random", "gpu_gib": None, "samples": 2000, "captions": None}
+    asked |= {"out": tmp_path / "run", "overrides": [], "held_out": 0.1, "seed": 0}
+    columns = {"path_column": None, "caption_column": None}
+    with pytest.raises(ValueError, match=message):
+        api.dry_run(tmp_path, **asked | columns | given)  # type: ignore[arg-type]
+
+
 def test_the_reference_has_every_public_name_with_an_example_that_runs(
     tuned: tuple[Path, mclclip.Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -271,7 +271,8 @@ def test_no_verb_is_a_usage_error(main: Any) -> None:
     ("words", "near"),
     [
         ("trian --stage 1", "nearest: train, "),
-        ("make-dataset patterns --out x --samples 1", "unrecognized arguments: --samples ("),
+        ("make-dataset patterns --out x --samples 1", "--samples (nearest: --samples-per-shard, "),
+        ("finetune photos --base x --out y --caption c.csv", "--caption (nearest: --captions, "),
         ("make-datset cifar10", "nearest: make-dataset, "),
         ("make-dataset cifar-10 --out x", "nearest: cifar10, "),
     ],
