@@ -68,7 +68,7 @@ def run(
     Raises ValueError for wrong values and where there is no item, and the errors of what it reads.
     """
     chosen = check_rules(rules or [*RULES])
-    fewest, why = (1, "") if confused is None else (2, ", since --confused makes items by fewests")
+    fewest, why = (1, "") if confused is None else (2, ", since --confused makes two items at once")
     for flag, value, least, end in (("--per-rule", per_rule, fewest, why), ("--seed", seed, 0, "")):
         if value < least:
             raise ValueError(f"{flag} is {value}: wanted {least} or more{end}")
