@@ -59,7 +59,7 @@ def test_it_is_the_definition_and_leaves_the_objective_alone() -> None:
         batch = batch_of(step, torch.float64)
         engine.update(batch, LR)
         other.zero_grad()
-        other.backward(other.run(batch)["loss"])
+        other.backward(other.wrapped(batch)["loss"])
         with torch.no_grad():
             for name, parameter in other.module.named_parameters():
                 if name.startswith("model."):
