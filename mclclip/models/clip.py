@@ -146,7 +146,8 @@ def _weights_file(pretrained: str | None, name: str) -> Path | None:
 
 
 def tags(name: str) -> str:
-    """Some of open_clip's tags of weights for an architecture, in words."""
+    """The first eight of open_clip's tags of weights for an architecture with commas between them,
+    and how many more there are; ``none`` where there are none."""
     tags = open_clip.list_pretrained_tags_by_model(name.replace("/", "-"))
     more = [f"and {len(tags) - 8} more"] if len(tags) > 8 else []
     return ", ".join([*tags[:8], *more]) or "none"
