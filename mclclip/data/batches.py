@@ -185,7 +185,8 @@ class TrainingBatches(Dataset[Batch]):
     A resumed run uses another ``start``; with another world size a rank takes another slice of the
     same global batches.
 
-    dataset       the samples; its transform is that of training
+    dataset       the samples; its transform is that of training. One with ``draw`` and ``finish``
+                  (`models.transforms.SimCLRTransform`) makes the views of a batch together
     plan          the plan of any epoch of the stage; its seed and stage also key augmentation and
                   captions
     num_views     how many times each image is transformed, each time with other random draws
@@ -221,8 +222,11 @@ class TrainingBatches(Dataset[Batch]):
         self.steps_per_epoch = plan.steps_per_epoch
         # A tokenizer of open_clip's with a ``reduction_mask`` draws words from Python's generator.
         masks = getattr(dataset.tokenizer, "reduction_fn", None) is not None
-        of_torch = bool(getattr(dataset.transform, "draws_from_torch_alone", False))
-        self._only_torch = of_torch and not masks
+        transform = dataset.transform if dataset.trunk is None else None
+        self._only_torch = bool(getattr(transform, "draws_from_torch_alone", False)) and not masks
+        self._draw = getattr(transform, "draw", transform)
+        # In a loader's worker the result of default_collate lies in shared memory from the start.
+        self._finish = getattr(transform, "finish", default_collate)
         self._bad_ids = frozenset(int(sample_id) for sample_id in bad_ids)
 
     def plan(self, epoch: int) -> EpochPlan:
@@ -258,8 +262,7 @@ class TrainingBatches(Dataset[Batch]):
         sample_id = np.array([sample.sample_id for sample in samples], dtype=np.int64)
         classes = self._class_labels
         return Batch(
-            # In a loader's worker these lie in shared memory from the start.
-            views=[default_collate([*v]) for v in zip(*(s.views for s in samples), strict=True)],
+            views=[self._finish([*view]) for view in zip(*(s.views for s in samples), strict=True)],
             labels=torch.from_numpy(labels[:, None]),
             classes=None if classes is None else torch.from_numpy(classes[sample_id]),
             sample_id=torch.from_numpy(sample_id),
@@ -320,15 +323,16 @@ class TrainingBatches(Dataset[Batch]):
         for view in range(self.num_views):  # without occurrences the first view has no number
             further = ([view] if view else []) if occurrence is None else [view, occurrence]
             keys.append(self._keys(_AUGMENTATION, epoch, sample_ids, *further).tolist())
-        seeds = [
-            [partial(seed_generators, key, self._only_torch) for key in of_sample]
-            for of_sample in zip(*keys, strict=True)
-        ]
+        views = [[partial(self._view, key) for key in own] for own in zip(*keys, strict=True)]
         with kept_rng():
             return [
                 self.dataset.decoded(*of_sample)
-                for of_sample in zip(raws, numbers, seeds, parts, draws, strict=True)
+                for of_sample in zip(raws, numbers, views, parts, draws, strict=True)
             ]
+
+    def _view(self, key: int, image: Any) -> Any:
+        seed_generators(key, self._only_torch)
+        return image if self._draw is None else self._draw(image)
 
     def _replacement(
         self,

@@ -44,6 +44,8 @@ from mclclip.run.artifacts import is_finished, read_manifest
 Integers = npt.NDArray[np.int64]
 Transform = Callable[[Any], Tensor]
 """From an upright RGB PIL image, or an array of pixels, to a tensor [C, H, W]."""
+View = Callable[[Any], Any]
+"""From what a transform takes, or a row of the trunk's cache, to a view of it."""
 Tokenizer = Callable[[list[str]], Tensor]
 log = logging.getLogger("mclclip")
 _AT_ONCE = 4096  # captions that are asked for together
@@ -78,11 +80,11 @@ class RawSample:
 
 @dataclass(frozen=True)
 class Sample:
-    """Views [C, H, W] each; text int64 [context] or None; text_features float32 [D] or None;
-    extras: what `Extra`s have added, by name."""
+    """Views [C, H, W] each, or what `TrainingBatches` makes them of; text int64 [context] or None;
+    text_features float32 [D] or None; extras: what `Extra`s have added, by name."""
 
     sample_id: int
-    views: list[Tensor]
+    views: list[Any]
     caption_number: int
     text: Tensor | None = None
     text_features: Tensor | None = None
@@ -226,15 +228,15 @@ class TarDataset(Dataset["Sample | BadSample"]):
         self,
         raw: RawSample | BadSample,
         caption_number: int = 0,
-        before_views: Sequence[Callable[[], object] | None] = (None,),
+        views: Sequence[View] | None = None,
         part_of: Callable[[str], str] | None = None,
         key: int = 0,
     ) -> Sample | BadSample:
-        """Decodes once, transforms once per view, tokenizes, and adds the extras.
+        """Decodes once, makes every view, tokenizes, and adds the extras.
 
-        ``before_views`` has one entry per view: what is called before it is transformed, so that
-        the caller settles the random state (None: nothing). The tokenizer runs after the first
-        view. Of the drawn caption all that follows sees what ``part_of`` gives (None: all of it).
+        ``views`` make the sample's views of its image (None: one, by the transform); who needs a
+        random state settles it there. The tokenizer runs after the first view. Of the drawn caption
+        all that follows sees what ``part_of`` gives (None: all of it).
         ``key`` is what extras draw by. A BadSample passes through; what the transform does not
         take, such as an array where it reads pictures only, gives one with the reason "unfit".
         Raises RuntimeError for a data set without a transform.
@@ -242,7 +244,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
         if isinstance(raw, BadSample):
             return raw
         text = text_features = None
-        views: list[Tensor] = []
+        made: list[Any] = []
         captions = self._parse(raw.sample_id, raw.text) if self.reads_text else []
         if self.reads_text and caption_number >= len(captions):
             return BadSample(raw.sample_id, "no_caption")
@@ -250,23 +252,18 @@ class TarDataset(Dataset["Sample | BadSample"]):
             captions[caption_number] = part_of(captions[caption_number])
         with data_wait.decoding(raw.sample_id):
             try:
-                image = None if self.trunk is not None else self._image(raw)
+                row = None if self.trunk is None else self.trunk.decoded(raw.image)
+                image = self._image(raw) if row is None else row
             except DecodeError as error:
                 return BadSample(raw.sample_id, error.reason)
             except ValueError as error:
                 return self._unfit(raw.sample_id, error)
-            for begin in before_views:
-                if begin is not None:
-                    begin()
+            for view in views or (self._view,):
                 try:
-                    if self.trunk is not None:
-                        views.append(self.trunk.decoded(raw.image))
-                    else:
-                        assert self.transform is not None, "the image was decoded for it"
-                        views.append(self.transform(image))
+                    made.append(view(image))
                 except ValueError as error:
                     return self._unfit(raw.sample_id, error)
-                if len(views) > 1:
+                if len(made) > 1:
                     continue
                 if self.text_features is not None:
                     text_features = self.text_features.get(raw.sample_id, caption_number)
@@ -275,7 +272,10 @@ class TarDataset(Dataset["Sample | BadSample"]):
         extras: dict[str, Tensor] = {}
         for extra in self.extras:
             extras |= extra(raw, captions, caption_number, key)
-        return Sample(raw.sample_id, views, caption_number, text, text_features, extras)
+        return Sample(raw.sample_id, made, caption_number, text, text_features, extras)
+
+    def _view(self, image: Any) -> Any:
+        return self.transform(image) if self.transform and self.trunk is None else image
 
     def _image(self, raw: RawSample) -> Any:
         """The decoded image of a sample, as the transform reads it.

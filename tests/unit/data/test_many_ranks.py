@@ -27,13 +27,13 @@ class Numbers:
     def __init__(self) -> None:
         self.index = SimpleNamespace(drawn_captions=lambda ids, keys: np.zeros(len(ids), np.int64))
         self.reader, self.transform, self.tokenizer = SimpleNamespace(has_urls=False), None, None
-        self.extras = ()
+        self.extras, self.trunk = (), None
 
     def read_many(self, sample_ids: np.ndarray) -> list[int]:
         return [int(i) for i in sample_ids]
 
-    def decoded(self, raw: int, number: int, before_views: list[Any], *_: Any) -> Sample:
-        return Sample(raw, [torch.tensor([raw]) for _ in before_views], number)
+    def decoded(self, raw: int, number: int, views: list[Any], *_: Any) -> Sample:
+        return Sample(raw, [torch.tensor([raw]) for _ in views], number)
 
 
 def of_ranks(world_size: int, policy: Any, order: Any) -> list[TrainingBatches]:

@@ -15,6 +15,7 @@ from mclclip.data.decode import decode_image
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TextFeatures
+from mclclip.models.transforms import PixelFormat, SimCLROptions, SimCLRTransform
 from mclclip.randomness import mix
 from tests.unit.data.test_batches import (
     LABELS,
@@ -58,14 +59,27 @@ def test_the_first_view_is_the_only_one_and_others_are_drawn_anew(index: SampleI
     assert any(batch.replaced for batch in batches_of(three))
 
 
-def expected(batches: TrainingBatches, batch: Batch, row: int, view: int) -> torch.Tensor:
+def test_views_that_are_finished_together_are_those_that_are_made_alone(index: SampleIndex) -> None:
+    look = PixelFormat((6, 6), [0.5], [0.25], 3)
+    augment = SimCLRTransform(look, SimCLROptions(strength=1.0, blur=0.3, plain_channels=[2]))
+    batches = make(index, tokenizer=None, num_views=2, transform=augment)
+    for batch in batches_of(batches):
+        for row in range(len(batch.sample_id)):
+            wanted = expected(batches, batch, row, 1, augment)
+            assert torch.equal(batch.views[1][row], wanted)
+    assert any(batch.replaced for batch in batches_of(batches))
+
+
+def expected(
+    batches: TrainingBatches, batch: Batch, row: int, view: int, augment: Any = augment
+) -> torch.Tensor:
     """A view written out: the image transformed under the key that names the view."""
     sample_id, epoch = int(batch.sample_id[row]), batch.step // batches.steps_per_epoch
     raw = batches.dataset.read_many([sample_id])[0]
     assert isinstance(raw, samples_module.RawSample)
     with kept_rng():
         seed_generators(int(mix(3, 1, epoch, _AUGMENTATION, sample_id, view)))
-        return augment(decode_image(raw.image, 10_000))
+        return augment(decode_image(raw.image, 10_000))  # type: ignore[no-any-return]
 
 
 def test_every_view_is_cut_and_moved(index: SampleIndex, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,17 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.transforms.v2 import functional as ops
 
 from mclclip.models.transforms import (
     PixelFormat,
     PlainTransform,
     SimCLROptions,
     SimCLRTransform,
+    _brightness,
+    _contrast,
+    _hue,
+    _saturation,
     training,
 )
 
@@ -57,6 +62,41 @@ def test_geometry_acts_on_all_channels_alike() -> None:
         torch.manual_seed(seed)
         found = transform(4, jitter=0.0, grayscale=0.0)(four)
         assert all(torch.equal(found[0], channel) for channel in found[1:])
+
+
+@pytest.mark.parametrize(("channels", "side"), [(1, 16), (3, 16), (4, 24), (6, 9)])
+def test_a_view_has_the_same_bits_in_any_batch(channels: int, side: int) -> None:
+    plain = [3] if channels > 3 else []
+    made = transform(channels, blur=0.3, strength=1.0, plain_channels=plain)
+    torch.manual_seed(0)
+    crops = [made.draw(picture(channels, side)) for _ in range(67)]
+    alone = torch.cat([made.finish([crop]) for crop in crops])
+    for size in (2, 3, 5, 8, 13, 32, 67):
+        parts = [made.finish(crops[start : start + size]) for start in range(0, 67, size)]
+        assert torch.equal(torch.cat(parts), alone), size
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_colours_change_as_torchvision_changes_them(channels: int) -> None:
+    made = transform(channels, strength=1.0, jitter=1.0)
+    adjust = {
+        _brightness: ops.adjust_brightness,
+        _contrast: ops.adjust_contrast,
+        _saturation: ops.adjust_saturation,
+        _hue: ops.adjust_hue,
+    }
+    image = picture(channels)
+    image[:8] = image[:8, :, :1]  # grey, without a hue
+    for seed in range(40):
+        torch.manual_seed(seed)
+        crop = made.draw(image)
+        wanted = crop.pixels
+        for change, factor in crop.changes:
+            wanted = adjust[change](wanted, factor)
+        if crop.is_grey:
+            wanted = ops.rgb_to_grayscale(wanted, num_output_channels=3)
+        assert len(crop.changes) == (4 if channels == 3 else 2)
+        torch.testing.assert_close(made.finish([crop])[0], wanted, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("plain", [[3], [0, 2]])
