@@ -135,6 +135,7 @@ class _Running:
                 env={
                     "HF_HUB_OFFLINE": "1",
                     "OMP_NUM_THREADS": "2",
+                    "PYTHONFAULTHANDLER": "1",
                     **os.environ,
                     "PYTHONPATH": path,
                 },
@@ -145,6 +146,9 @@ class _Running:
             return True
         self.late = time.monotonic() > self.deadline
         if self.late:
+            self.process.send_signal(signal.SIGABRT)  # it writes where it was into its log
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(5.0)
             self.end()
         return self.late
 

@@ -357,8 +357,8 @@ def states(where: Where) -> str:
     make_repeatable()
     names = [n for n in ENGINES if not n.startswith("zero") or find_spec("deepspeed")]
     given: dict[str, Tensor] | None = None
-    for name in names:
-        with one_rank(where):
+    with one_rank(where):
+        for name in names:
             engine = make_engine(name, where.device, "fp16", ema_decay=0.9)
             if given is None:
                 train(engine, range(2))
@@ -372,6 +372,7 @@ def states(where: Where) -> str:
             for key, value in whole(engine.state_dict()).items():
                 same_bits(f"{name}: {key}", value, given[key].to(value.dtype))
             del engine
+            print(name, flush=True)  # in the log of a check that does not end
     return f"{len(names)} engines"
 
 
