@@ -34,7 +34,7 @@ CEILINGS = {
     "dataclasses": 168,
     "options": 287,
     "arrows between rooms": 310,
-    "lines of tests": 50_274,
+    "lines of tests": 50_284,
 }
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 SILENT |= {tokenize.ENCODING, tokenize.ENDMARKER}

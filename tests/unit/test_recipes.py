@@ -265,19 +265,19 @@ def test_the_unimodal_recipe_is_the_papers() -> None:
     assert (train.plan.order, options.export.concat) == ("round_robin", ["raw"])
 
 
+IN_FOUR_CHANNELS = {"channels": 4, "image_size": 32, "stem": "cifar"}
+PLAIN_DIGIT = {"augmentation": {"kind": "simclr", "plain_channels": [3]}}
+
+
 @pytest.mark.parametrize(
-    ("name", "attributes", "vision"),
+    ("name", "attributes", "vision", "model"),
     [
-        (
-            "cifar_mnist_paper",
-            ["cifar", "mnist"],
-            {"channels": 4, "image_size": 32, "stem": "cifar"},
-        ),
-        ("celeba", ["black_hair", "smiling", "male"], {"image_size": 128}),
+        ("cifar_mnist_paper", ["cifar", "mnist"], IN_FOUR_CHANNELS, PLAIN_DIGIT),
+        ("celeba", ["black_hair", "smiling", "male"], {"image_size": 128}, {}),
     ],
 )
 def test_the_unimodal_recipes_differ_by_data_and_tower(
-    name: str, attributes: list[str], vision: dict[str, Any]
+    name: str, attributes: list[str], vision: dict[str, Any], model: dict[str, Any]
 ) -> None:
     paper, other = (config.load(FOLDER / f"{n}.yaml") for n in ("trifeature_paper", name))
     data = f"data/{name.removesuffix('_paper')}"
@@ -292,7 +292,7 @@ def test_the_unimodal_recipes_differ_by_data_and_tower(
         paper,
         run_dir=other.run_dir,
         data=dataclasses.replace(paper.data, sources={"pictures": source}),
-        model=dataclasses.replace(paper.model, name=tower),
+        model=dataclasses.replace(paper.model, name=tower, **model),
         eval=dataclasses.replace(paper.eval, suite={"features": probe}),
     )
 
