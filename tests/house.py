@@ -27,8 +27,8 @@ from tests.unit.test_architecture import edges
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
     "files": 228,
-    "lines": 36_526,
-    "functions": 2_921,
+    "lines": 36_531,
+    "functions": 2_923,
     "functions of two lines or fewer": 762,
     "classes": 340,
     "dataclasses": 168,

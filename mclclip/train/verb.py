@@ -70,7 +70,6 @@ def run(
     """
     layout = Layout.of(config, variant)
     options = _options(config, layout, stage)
-    # Rank 0 reads and checks files (on_main); those that every rank maps, all open (together).
     index = collectives.on_main(lambda: SampleIndex.open(layout.index))
     job = Job.of(config, options, context, layout, stage, index)
     check_ranks(job.name, options.global_batch, context.world_size)
@@ -79,22 +78,12 @@ def run(
     if artifact.finished:
         log.info("%s is finished: skipped", job.directory)
         return job.directory
-    collectives.together(lambda: job.extras)
-    if edits := options.objective.reads.edits:
-        collectives.on_main(lambda: survey(edits, index, config.data, job.name))
-    classes = collectives.on_main(lambda: job.classes)
-    copies = collectives.on_main(lambda: (found := parts.resharded_of(job)) and found.arguments)
-    resharded = collectives.together(lambda: copies and Resharded.mapped(*copies))
-    trunk = None
-    if job.reads_trunk:
-        trunk = TrunkRows.open_together(layout, config.trunk_cache.folder, index)
-    opened = Opened(classes, resharded, trunk)
-    collectives.on_main(lambda: check_shards(index.directory, index.shards, config.data))
+    opened = _opened(job)
     model = parts.build_model(job)
     model.memory_format = how = job.memory_format or model.memory_format
     artifact.config |= {} if how == "contiguous" else {"memory_format": how}
-    collectives.together(lambda: parts.start_from_trunk(model, trunk))
-    objective = parts.objective_of(job, model, classes)
+    collectives.together(lambda: parts.start_from_trunk(model, opened.trunk))
+    objective = parts.objective_of(job, model, opened.classes)
     artifact = collectives.on_main(lambda: _begin(job, opened, artifact, force))
     trainee = parts.trainee_of(job, opened, model, objective)
     steps, exported = _train(job, opened, trainee, artifact, evaluate, peaks)
@@ -142,6 +131,27 @@ def _on_disk(job: Job, force: Force) -> Artifact:
         force=force,
         write=False,
     )
+
+
+def _opened(job: Job) -> Opened:
+    """The files that a training reads beside its index: rank 0 reads and checks them (on_main), and
+    all ranks map those that they read from (together)."""
+    config, index = job.config, job.index
+
+    def checked() -> tuple[Any, Any]:
+        if edits := job.options.objective.reads.edits:
+            survey(edits, index, config.data, job.name)
+        classes, copies = job.classes, parts.resharded_of(job)
+        check_shards(index.directory, index.shards, config.data)
+        return classes, copies and copies.arguments
+
+    collectives.together(lambda: job.extras)
+    classes, copies = collectives.on_main(checked)
+    resharded = collectives.together(lambda: copies and Resharded.mapped(*copies))
+    trunk = None
+    if job.reads_trunk:
+        trunk = TrunkRows.open_together(job.layout, config.trunk_cache.folder, index)
+    return Opened(classes, resharded, trunk)
 
 
 def _settings(job: Job) -> dict[str, Any]:
