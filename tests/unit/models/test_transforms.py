@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,17 @@ def test_colours_change_as_torchvision_changes_them(channels: int) -> None:
             wanted = ops.rgb_to_grayscale(wanted, num_output_channels=3)
         assert len(crop.changes) == (4 if channels == 3 else 2)
         torch.testing.assert_close(made.finish([crop])[0], wanted, rtol=0, atol=1e-5)
+
+
+def test_a_narrow_blur_is_the_wide_one() -> None:
+    side = 2 * (100 // 20) + 1
+    made = SimCLRTransform(PixelFormat((100, 100), [0.0], [1.0]), SimCLROptions(blur=1.0))
+    for sigma in (0.1, 0.3, 0.5, 0.9, 2.0):
+        crop = dataclasses.replace(
+            made.draw(picture(3, 100)), changes=(), sigma=sigma, is_grey=False
+        )
+        wanted = ops.gaussian_blur(crop.pixels, [side, side], [sigma, sigma])
+        torch.testing.assert_close(made.finish([crop])[0], wanted, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("plain", [[3], [0, 2]])
