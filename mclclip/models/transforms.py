@@ -41,6 +41,7 @@ from mclclip.options import STRICT, Share, first_problem
 # The steps of open_clip's training transform, where no further augmentation is asked for.
 _FAST_STEPS = ("RandomResizedCrop", "MaybeConvertMode", "MaybeToTensor", "Normalize")
 _TRIES = 10
+_AT_ONCE = 400_000  # values of views whose colours change together: they fit a processor's cache
 Box = tuple[int, int, int, int]
 RowsFirst = Literal["never", "shrunk"]
 
@@ -199,6 +200,10 @@ class SimCLRTransform:
 
     def finish(self, crops: Sequence[Crop]) -> Tensor:
         """N crops -> [N, C, H, W]: colours, blur and normalisation."""
+        most = max(1, _AT_ONCE // crops[0].pixels.numel())
+        if len(crops) > most:
+            parts = (crops[start : start + most] for start in range(0, len(crops), most))
+            return torch.cat([self.finish(part) for part in parts])
         pixels = torch.stack([crop.pixels for crop in crops])
         # The first three channels have colours, or the only one has brightness and contrast.
         colours = pixels[:, : 3 if pixels.shape[1] >= 3 else 1]
