@@ -20,7 +20,6 @@ from tabulate import tabulate
 from mclclip import __version__, compare
 from mclclip.compare import LEVEL, Comparison
 from mclclip.eval import outcomes, results, seeds
-from mclclip.eval.outcomes import Outcomes
 from mclclip.files import clean
 from mclclip.opened_run import Run
 from mclclip.report import charts, environment
@@ -96,18 +95,37 @@ def standings(
     Raises FileNotFoundError and ValueError where figures or outcomes are missing, damaged or not of
     the same items.
     """
-    measured = _Measured(benchmarks)
+    read = compare.Reader()
+    cells = {
+        run: {(r.benchmark, r.metric, r.model): (r, path) for r, path in compare.rows_of(Run(run))}
+        for one in (base, *remedies)
+        for run in one.runs
+    }
+
+    def rows_of(one: Entrant, metric: tuple[str, str]) -> list[compare.Row]:
+        found = [cells[run].get((*metric, one.encoder)) for run in one.runs]
+        if None in found:
+            run = one.runs[found.index(None)]
+            raise FileNotFoundError(
+                f"{run} has no figure of {one.encoder} on {metric[0]} ({metric[1]}): the race has "
+                "not come so far, run it without --only"
+            )
+        return [row for row in found if row is not None]
+
     others: dict[Against, Entrant] = {"base": base, "control": control}
     whole: dict[Against, list[Comparison]] = {"base": [], "control": []}
     parts: dict[Against, list[Part]] = {"base": [], "control": []}
-    for metric in measured.metrics(base):
+    for (benchmark, name, model), (row, _) in cells[base.runs[0]].items():
+        is_main = benchmark in benchmarks and row.protocol.get("level") == "headline"
+        if model != base.encoder or not is_main:
+            continue
         for against, other in others.items():
             for own in remedies:
-                if own.name == other.name:
-                    continue
-                one, of_parts = measured.compared(own, other, metric)
-                whole[against].append(one)
-                parts[against] += of_parts
+                if own.name != other.name:
+                    rows = rows_of(own, (benchmark, name)), rows_of(other, (benchmark, name))
+                    one, of_parts = _compared(own.name, other.name, *rows, read)
+                    whole[against].append(one)
+                    parts[against] += of_parts
     count = len(whole["base"])
     corrected = compare.corrected([*whole["base"], *whole["control"]])
     whole = {"base": corrected[:count], "control": corrected[count:]}
@@ -118,91 +136,43 @@ def standings(
     return Standings(whole, parts, len(base.runs))
 
 
-class _Measured:
-    """The figures of runs and the outcomes of their items, each read once."""
-
-    def __init__(self, benchmarks: Sequence[str]) -> None:
-        self.benchmarks, self.read = benchmarks, compare.Reader()
-        self._cells: dict[Path, dict[tuple[str, str, str], compare.Row]] = {}
-
-    def _rows(self, run: Path) -> dict[tuple[str, str, str], compare.Row]:
-        if run not in self._cells:
-            rows = compare.rows_of(Run(run))
-            cells = {(row.benchmark, row.metric, row.model): (row, path) for row, path in rows}
-            self._cells[run] = cells
-        return self._cells[run]
-
-    def metrics(self, base: Entrant) -> list[tuple[str, str]]:
-        """The main metrics of the benchmarks."""
-        return [
-            (benchmark, metric)
-            for (benchmark, metric, model), (row, _) in self._rows(base.runs[0]).items()
-            if model == base.encoder
-            and benchmark in self.benchmarks
-            and row.protocol.get("level") == "headline"
-        ]
-
-    def _of(self, one: Entrant, metric: tuple[str, str]) -> list[compare.Row]:
-        found = [self._rows(run).get((*metric, one.encoder)) for run in one.runs]
-        if None in found:
-            run = one.runs[found.index(None)]
-            raise FileNotFoundError(
-                f"{run} has no figure of {one.encoder} on {metric[0]} ({metric[1]}): the race has "
-                "not come so far, run it without --only"
-            )
-        return [row for row in found if row is not None]
-
-    def compared(
-        self, own: Entrant, other: Entrant, metric: tuple[str, str]
-    ) -> tuple[Comparison, list[Part]]:
-        """Two entrants in a metric, and in the parts of it, not corrected yet."""
-        rows, against = self._of(own, metric), self._of(other, metric)
-        pairs = [(self.read(*a), self.read(*b)) for a, b in zip(rows, against, strict=True)]
-        try:
-            one = _comparison(own, rows, other, against, pairs)
-            split = [
-                (a.of_each_stratum(), b.of_each_stratum())
-                for a, b in pairs
-                if a.statistic == "mean"
-            ]
-            names = [*split[0][0]] if split else []
-            if not 1 < len(names) <= MOST_PARTS:
-                return one, []
-            of_parts = {name: [(a[name], b[name]) for a, b in split] for name in names}
-            return one, [(name, _of_part(one, pairs)) for name, pairs in of_parts.items()]
-        except outcomes.NotTheSame as error:
-            raise ValueError(
-                f"{own.name} and {other.name} were not measured on the same items of {metric[0]}: "
-                f"{error}; run the race with --force"
-            ) from None
-
-
-def _comparison(
-    own: Entrant,
+def _compared(
+    own: str,
+    other: str,
     rows: Sequence[compare.Row],
-    other: Entrant,
     against: Sequence[compare.Row],
-    pairs: Sequence[tuple[Outcomes, Outcomes]],
-) -> Comparison:
-    """The comparison of the means over seeds, not corrected."""
+    read: compare.Reader,
+) -> tuple[Comparison, list[Part]]:
+    """Two entrants in a metric by their means over seeds, and in its parts; not corrected yet.
+
+    ``rows`` of the one and ``against`` of the other are those of every seed.
+    """
+    pairs = [(read(*a), read(*b)) for a, b in zip(rows, against, strict=True)]
     means = [
-        replace(some[0][0], model=one.name, value=float(np.mean([row.value for row, _ in some])))
-        for one, some in ((own, rows), (other, against))
+        replace(some[0][0], model=name, value=float(np.mean([row.value for row, _ in some])))
+        for name, some in ((own, rows), (other, against))
     ]
-    difference = seeds.difference(pairs)
-    return Comparison(means[0], means[1], difference, difference.p_value)
-
-
-def _of_part(whole: Comparison, pairs: Sequence[tuple[Outcomes, Outcomes]]) -> Comparison:
-    scale = whole.row.unit.scale
-    values = [scale * float(np.mean([pair[side].value() for pair in pairs])) for side in (0, 1)]
-    count = len(pairs[0][0])
-    own, other = (
-        replace(row, value=value, count=count)
-        for row, value in zip((whole.row, whole.against), values, strict=True)
-    )
-    difference = seeds.difference(pairs)
-    return Comparison(own, other, difference, difference.p_value)
+    scale, parts = means[0].unit.scale, []
+    try:
+        difference = seeds.difference(pairs)
+        split = [
+            (a.of_each_stratum(), b.of_each_stratum()) for a, b in pairs if a.statistic == "mean"
+        ]
+        names = [*split[0][0]] if split else []
+        for name in names if 1 < len(names) <= MOST_PARTS else ():
+            part = [(a[name], b[name]) for a, b in split]
+            sides = []
+            for mean, some in zip(means, zip(*part, strict=True), strict=True):
+                value = scale * float(np.mean([side.value() for side in some]))
+                sides.append(replace(mean, value=value, count=len(some[0])))
+            of_part = seeds.difference(part)
+            parts.append((name, Comparison(sides[0], sides[1], of_part, of_part.p_value)))
+    except outcomes.NotTheSame as error:
+        raise ValueError(
+            f"{own} and {other} were not measured on the same items of {means[0].benchmark}: "
+            f"{error}; run the race with --force"
+        ) from None
+    return Comparison(means[0], means[1], difference, difference.p_value), parts
 
 
 # --- in words and tables -------------------------------------------------------------------------
