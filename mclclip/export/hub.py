@@ -15,10 +15,11 @@ import glob
 import json
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any
 
 import huggingface_hub
 from huggingface_hub import ModelCardData
@@ -43,7 +44,6 @@ CARD = "README.md"
 _MOST_ROWS = 60
 _LICENCES = {"openai": "mit"}  # of pretrained tags, where it is beyond doubt (NOTICE.md)
 _OF_THE_HUB = {".gitattributes"}
-T = TypeVar("T")
 
 # --- the card ----------------------------------------------------------------------------------
 
@@ -183,13 +183,11 @@ def open_repository(
         raise ValueError(f"--push is {name!r}, wanted ORG/NAME of a repository of models")
     api = _client() if api is None else api
 
-    def look_up() -> Any:
+    with _asking(f"{name} cannot be looked at"):
         try:
-            return api.model_info(name)
+            info = api.model_info(name)
         except RepositoryNotFoundError:  # the token sees none
-            return None
-
-    info = _asked(f"{name} cannot be looked at", look_up)
+            info = None
     names = {file.rfilename for file in (info.siblings or [])} if info else set()
     if info and not info.private and not public:
         raise ValueError(
@@ -219,18 +217,15 @@ def _upload(api: Any, name: str, out: Path, public: bool, before: set[str]) -> N
     manifest = artifacts.read_manifest(out, "converted")
     manifest.check(out, *(file for file in manifest.records if file != CARD))
     names = {*manifest.records, artifacts.MANIFEST}
-
-    def send() -> Any:
+    with _asking(f"{out} is finished, and {name} has not got it"):
         api.create_repo(name, private=not public, exist_ok=True)
-        return api.upload_folder(
+        done = api.upload_folder(
             repo_id=name,
             folder_path=out,
             commit_message=f"mclclip export --to {manifest.config['to']}",
             allow_patterns=sorted(map(glob.escape, names)),
             delete_patterns=sorted(map(glob.escape, before - names)) or None,
         )
-
-    done = _asked(f"{out} is finished, and {name} has not got it", send)
     log.info("%s has %s: %s", name, out, getattr(done, "commit_url", done))
 
 
@@ -247,21 +242,21 @@ def _client() -> Any:
 def _export_in(api: Any, name: str) -> Manifest | None:
     """The manifest of the export in a repository; None where its manifest is another program's."""
     with TemporaryDirectory() as folder:
-        _asked(
-            f"{name} cannot be read",
-            lambda: api.hf_hub_download(name, artifacts.MANIFEST, local_dir=folder),
-        )
+        with _asking(f"{name} cannot be read"):
+            api.hf_hub_download(name, artifacts.MANIFEST, local_dir=folder)
         try:
             return artifacts.read_manifest(Path(folder), "converted")
         except ValueError:
             return None
 
 
-def _asked(what: str, ask: Callable[[], T]) -> T:
-    """Calls the hub quietly. Raises RuntimeError, one line that begins with `what`, if it fails."""
+@contextmanager
+def _asking(what: str) -> Iterator[None]:
+    """Calls of the hub inside are quiet. Raises RuntimeError, one line that begins with `what`,
+    where one fails."""
     try:
         with quiet():
-            return ask()
+            yield
     except Exception as error:  # the client raises dozens of kinds of errors
         raise RuntimeError(
             f"{what} ({one_line(error)}): see to the token's rights and the network, then give the "
