@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -151,18 +151,13 @@ def compare(
             "the same benchmarks"
         )
     read = Reader()
-    differences = [_difference(read, own, base) for own, base in pairs]
-    return corrected(
-        Comparison(row, base, difference, difference.p_value)
-        for ((row, _), (base, _)), difference in zip(pairs, differences, strict=True)
-    )
+    return corrected([_compared(read, own, base) for own, base in pairs])
 
 
-def corrected(comparisons: Iterable[Comparison]) -> list[Comparison]:
+def corrected(comparisons: Sequence[Comparison]) -> list[Comparison]:
     """The comparisons with p-values corrected for their number, by Holm's method."""
-    given = list(comparisons)
-    p_values = outcomes.holm([c.difference.p_value for c in given])
-    return [replace(c, corrected=p_value) for c, p_value in zip(given, p_values, strict=True)]
+    p_values = outcomes.holm([c.difference.p_value for c in comparisons])
+    return [replace(c, corrected=p) for c, p in zip(comparisons, p_values, strict=True)]
 
 
 def _known(what: str, given: Sequence[str], there: Sequence[str]) -> None:
@@ -221,7 +216,8 @@ class Reader:
         return self._read[path][row.metric]
 
 
-def _difference(read: Reader, a: Row, b: Row) -> Difference:
+def _compared(read: Reader, a: Row, b: Row) -> Comparison:
+    """Not corrected yet."""
     (own, _), (base, _) = a, b
     if own.unit != base.unit:  # an older version wrote none
         raise ValueError(
@@ -229,12 +225,13 @@ def _difference(read: Reader, a: Row, b: Row) -> Difference:
             f"{base.model} in {base.unit.name}: evaluate again with 'mclclip eval --force'"
         )
     try:
-        return outcomes.difference(read(*a), read(*b))
+        difference = outcomes.difference(read(*a), read(*b))
     except outcomes.NotTheSame as error:
         raise ValueError(
             f"{own.model} and {base.model} were not measured on the same items of "
             f"{own.benchmark}: {error}; evaluate both on the same data"
         ) from None
+    return Comparison(own, base, difference, difference.p_value)
 
 
 # --- table -------------------------------------------------------------------------------------
