@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
@@ -58,21 +58,19 @@ class Classifier:
 
     def predict(self, rows: Features) -> IntArray:
         """Labels [Q] of unit rows [Q, E]."""
-        best = self._of_scores(rows, lambda scores, _: scores.argmax(axis=1))
-        labels: IntArray = self.classes[best]
+        best = [scores.argmax(axis=1) for _, scores in self._scores(rows)]
+        labels: IntArray = self.classes[np.concatenate(best)]
         return labels
 
     def ranks(self, rows: Features, labels: IntArray) -> IntArray:
         """The rank [Q] of each row's label, from 1 on, with ties against the classifier; a class
         that it was not trained on is behind all others."""
-
-        def ranked(scores: NDArray[np.float64], part: slice) -> IntArray:
+        ranks = []
+        for part, scores in self._scores(rows):
             own = self.classes == labels[part, None]
             best = np.where(own, scores, -np.inf).max(axis=1, keepdims=True)
-            ranks: IntArray = 1 + np.count_nonzero((scores >= best) & ~own, axis=1)
-            return ranks
-
-        return self._of_scores(rows, ranked)
+            ranks.append(1 + np.count_nonzero((scores >= best) & ~own, axis=1))
+        return np.concatenate(ranks)
 
     def preferences(self, rows: Features) -> NDArray[np.float64]:
         """How much each row [Q] is of the second of two classes; without the biases, which are
@@ -81,12 +79,11 @@ class Classifier:
         preferences: NDArray[np.float64] = rows @ (self.weight[1] - self.weight[0])
         return preferences
 
-    def _of_scores(
-        self, rows: Features, work: Callable[[NDArray[np.float64], slice], IntArray]
-    ) -> IntArray:
-        """Calls ``work(scores [r, C], part)`` for each part of the rows, and joins the results."""
-        parts = [slice(start, start + ROWS) for start in range(0, len(rows), ROWS)]
-        return np.concatenate([work(rows[p] @ self.weight.T + self.bias, p) for p in parts])
+    def _scores(self, rows: Features) -> Iterator[tuple[slice, NDArray[np.float64]]]:
+        """Yields parts of the rows, in order, each with its scores [r, C]."""
+        for start in range(0, len(rows), ROWS):
+            part = slice(start, start + ROWS)
+            yield part, rows[part] @ self.weight.T + self.bias
 
 
 def choose(solver: Solver, num_rows: int, num_classes: int) -> Solver:
