@@ -19,7 +19,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PosixPath
-from statistics import mean
 from typing import Any
 
 import torch
@@ -70,16 +69,11 @@ class Run(opened_run.Run):
     def best(self) -> str:
         """The encoder with the highest mean of the share ``choose``'s main metrics, of controls
         too; where there is no such share, of all benchmarks' main metrics."""
-        rows = [row for row in self.result_rows if row.protocol.get("level") == "headline"]
-        chosen = [row for row in rows if row.benchmark == "choose"] or rows
-        if not chosen:
+        if (best := results.best(self.result_rows)) is None:
             raise FileNotFoundError(
                 f"no results in {self.layout.results}: run 'mclclip eval' first"
             )
-        scores: dict[str, list[float]] = {}
-        for row in chosen:
-            scores.setdefault(row.model, []).append(row.unit.sign * row.value)
-        return max(scores, key=lambda name: mean(scores[name]))
+        return best
 
     def verdict(self) -> list[str]:
         """Three sentences on the share ``report``: what got better than the base, what got worse,
@@ -93,7 +87,7 @@ class Run(opened_run.Run):
                 "or another base may help.",
             ]
         against, twin = {"the base": "stage_0"}, f"control_ungrouped_{best}"
-        rows = [row for row in compare.rows_of(self) if row[0].benchmark == "report"]
+        rows = [row for row in compare.rows_of(self) if row[0].benchmark == results.REPORT]
         if not best.startswith("control_") and twin in self.exports():
             against["the same training without groups"] = twin
         compared = {name: compare.compare(rows, [best], other) for name, other in against.items()}

@@ -170,14 +170,12 @@ def _summary(
 ) -> list[tuple[str, str, str]]:
     """The most important figures: value, what it is, more about it."""
     tiles = []
-    best = scores.best_of([row.model for row in run.result_rows])
-    if best is not None and (own := comparisons.of(best)):
-        first = own[0]
+    best = scores.best_of(run, [row.model for row in run.result_rows])
+    if best is not None and (first := scores.reported(comparisons.of(best))):
         (value, base, change, *_), unit = first.texts(), first.row.unit
         more = f"{best} has {value} {unit.name}, stage 0 {base}: {first.verdict}"
         tiles.append((change, f"{unit.difference} on {first.row.benchmark}", more))
-    if twins := [c for c in comparisons.with_control if c.row.model == best]:
-        first = twins[0]
+    if first := scores.reported([c for c in comparisons.with_control if c.row.model == best]):
         (_, base, change, *_), unit = first.texts(), first.row.unit
         what = f"{unit.difference} against the same training without groups"
         more = f"{first.against.model} has {base} {unit.name}: {first.verdict}"

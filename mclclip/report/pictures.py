@@ -163,7 +163,7 @@ def exchanges(run: Run, thumbnails: Thumbnails) -> list[dict[str, Any]]:
     ]
     for benchmark in dict.fromkeys(row.benchmark for row, _ in rows):
         own = {row.model: (row, path) for row, path in rows if row.benchmark == benchmark}
-        model = best_of([*own])
+        model = best_of(run, [*own])
         if model is None:
             continue
         pairs, missing = _pictured(run, benchmark)

@@ -109,8 +109,13 @@ def _strips(rows: Sequence[Result]) -> dict[str, Markup]:
     }
 
 
-def best_of(models: Sequence[str]) -> str | None:
-    """The encoder that stands for the run: its concat, or its last stage; None without stages."""
+def best_of(run: Run, models: Sequence[str]) -> str | None:
+    """The encoder of ``models`` that stands for the run: of a fine-tuning the one that was chosen
+    by its figures, as its verdict has it; of other runs the concat, or the last stage. None where
+    that is stage 0."""
+    if any(row.benchmark == results.CHOOSE for row in run.result_rows):
+        best = results.best(run.result_rows)
+        return best if best in models and best != "stage_0" else None
     for name in _BEST:
         if name in models:
             return name
@@ -150,7 +155,9 @@ def comparisons(run: Run) -> Comparisons:
     """Compares what was measured, in the metrics of the level ``headline``."""
     models = list(dict.fromkeys(row.model for row in run.result_rows))
     twins = {name: _UNGROUPED + name for name in models if _UNGROUPED + name in models}
-    own = [name for name in models if name != "stage_0" and not name.startswith("control_")]
+    # Of the controls only one that was chosen is compared with stage 0.
+    best = best_of(run, models)
+    own = [n for n in models if n == best or not (n == "stage_0" or n.startswith("control_"))]
     no_base = "" if "stage_0" in models else "stage_0 was not evaluated."
     if not own:
         no_base = "Only stage_0 was evaluated."
@@ -172,6 +179,13 @@ def comparisons(run: Run) -> Comparisons:
         control, no_control = [], f"{error}."
     # Those with controls were compared one by one: here they are corrected for their number.
     return Comparisons(base, compare.corrected(control), no_base, no_control)
+
+
+def reported(comparisons: Sequence[Comparison]) -> Comparison | None:
+    """The first of some comparisons, of a fine-tuning's those of the share that it is reported on;
+    None where there are none."""
+    on_share = [one for one in comparisons if one.row.benchmark == results.REPORT]
+    return next(iter(on_share or comparisons), None)
 
 
 def first_of_each(comparisons: Sequence[Comparison]) -> tuple[list[Comparison], list[Comparison]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mclclip import cluster, config, index, report
+from mclclip import api, cluster, config, index, report
 from mclclip.eval import results
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.results import Reference, Result
@@ -219,6 +219,31 @@ def test_there_is_no_run_or_nothing_to_show(tmp_path: Path) -> None:
         report.run(str(tmp_path))
     with pytest.raises(ValueError, match="wanted a run directory"):
         report.run()
+
+
+@pytest.mark.parametrize("best", ["stage_1", "control_ungrouped_stage_1", "stage_0"])
+def test_of_a_fine_tuning_the_head_and_the_verdict_name_one_encoder(
+    tmp_path: Path, best: str
+) -> None:
+    """That which the share to choose by has chosen, on the other share; not the joined one."""
+    shares = {"stage_0": 0.3, "stage_1": 0.5, "concat_stage_norm": 0.6}
+    shares["control_ungrouped_stage_1"] = 0.5
+    items = [str(number) for number in range(200)]
+    for name, share in shares.items():
+        for benchmark, right in (("choose", 0.9 if name == best else 0.1), ("report", share)):
+            own = Outcomes(items, np.arange(200) < 200 * right)
+            figure = results.figure("R@1", own, {}, level="headline")
+            results.record(tmp_path / "results.jsonl", [figure], name, benchmark)
+    opened = api.Run.open(tmp_path)
+    assert opened.best() == best
+    page = report.run(str(tmp_path)).read_text(encoding="utf-8")
+    head = text_of(page.partition("<nav>")[0])
+    if best == "stage_0":
+        assert "points on" not in head and "no encoder is better" in opened.verdict()[0]
+        return
+    assert f"+20.0 points on report {best} has 50.0 %, stage 0 30.0: better" in head
+    assert f"({best} against the base, on the share report)" in opened.verdict()[0]
+    assert "concat" not in head
 
 
 def test_evaluations_alone_have_a_page(made: Path, tmp_path: Path) -> None:
