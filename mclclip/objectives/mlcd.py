@@ -23,7 +23,6 @@ from torch import Tensor
 from mclclip.objectives.base import Cost, Facts, Objective, ObjectiveOptions, Reads, Setting, Sizes
 from mclclip.objectives.class_centers import (
     Margin,
-    Rule,
     ShardedClassCenters,
     class_sums,
     normal_rows,
@@ -165,18 +164,7 @@ class Options(ObjectiveOptions):
 
         Of an attribute 1,000 values are assumed.
         """
-        # The values of an attribute are counted by the index, which may not be there yet.
-        classes = sizes.num_classes if self.attribute is None else _ASSUMED_CLASSES
-        one_label = self.kind == "single_label" or self.attribute is not None
-        measured = measure_cost(
-            sizes.local_batch * sizes.num_ranks,
-            sizes.dim,
-            classes,
-            sizes.num_ranks,
-            labels_per_sample=1 if one_label else self.labels_per_sample,
-            sample_rate=self.sample_rate,
-            rule=self.negatives,
-        )
+        measured = measure_cost(self, sizes)
         lasting = {part: size for part, size in measured["parts"].items() if part != "step"}
         return Cost(measured["parts"]["step"], lasting, measured["checkpoint"], measured)
 
@@ -287,21 +275,17 @@ class ClassCenterLoss(Objective):
 # --- cost ----------------------------------------------------------------------------------------
 
 
-def measure_cost(
-    batch: int,
-    dim: int,
-    num_classes: int,
-    ranks: int,
-    *,
-    labels_per_sample: int,
-    sample_rate: float,
-    rule: Rule,
-) -> dict[str, Any]:
-    """Sizes in bytes, counts and seconds of one rank's share of a step over ``batch`` samples.
+def measure_cost(options: Options, sizes: Sizes) -> dict[str, Any]:
+    """Sizes in bytes, counts and seconds of one rank's share of a step.
 
     Arithmetic only, so that a million classes over eighty GPUs are counted on any machine.
     """
-    labels = labels_per_sample
+    ranks, dim, sample_rate = sizes.num_ranks, sizes.dim, options.sample_rate
+    batch = sizes.local_batch * ranks
+    # The values of an attribute are counted by the index, which may not be there yet.
+    num_classes = sizes.num_classes if options.attribute is None else _ASSUMED_CLASSES
+    one_label = options.kind == "single_label" or options.attribute is not None
+    labels = 1 if one_label else options.labels_per_sample
     rows = math.ceil(num_classes / ranks)
     positives = math.ceil(batch * labels / ranks)
     # Of k classes, B rows with l different ones each leave k (1 - l / k)^B out.
@@ -309,10 +293,10 @@ def measure_cost(
     # Negatives and touched classes of this rank, by the rules of ShardedClassCenters.
     own, drawn = distinct / ranks, rows * sample_rate
     touched = min(rows, math.ceil(drawn + own * (1.0 - sample_rate)))
-    if rule == "exclude_positives":
+    if options.negatives == "exclude_positives":
         drawn -= own * sample_rate
     negatives = math.ceil(drawn)
-    if rule == "partial_fc":
+    if options.negatives == "partial_fc":
         negatives = touched = min(rows, math.ceil(max(drawn, own)))
     features = batch * dim * _FLOAT
     tile = min(_TILE, batch) * min(_TILE, max(negatives, 1)) * _FLOAT
