@@ -95,20 +95,15 @@ class Options(ObjectiveOptions):
                     "which has none: set temperature to a number, such as 0.1"
                 )
             scale = float(of_base.detach())
-        return self._term(scale, setting.model if self.exact else None)
-
-    def _term(self, scale: float, model: nn.Module | None) -> Preserve:
-        return Preserve(
-            self.what, self.between == "captions", scale, model, self.num_views, self.end_factor
-        )
+        return Preserve(self, scale, setting.model if self.exact else None)
 
     def outline(self, setting: Setting) -> Objective:
         """With ``exact`` the loss with its copy; else a plain objective."""
-        return self._term(1.0, setting.model) if self.exact else Objective()
+        return Preserve(self, 1.0, setting.model) if self.exact else Objective()
 
     def cost(self, sizes: Sizes) -> Cost:
         """Memory of the copy, and what the loss holds between features and gradients."""
-        loss = self._term(1.0, None)
+        loss = Preserve(self, 1.0, None)
 
         def run() -> None:
             shape = sizes.local_batch, sizes.dim
@@ -128,29 +123,21 @@ class Options(ObjectiveOptions):
 class Preserve(Objective):
     """The distance from the base, over all ranks; see the module.
 
-    captions  whether texts are held too, or images against them
-    scale     the base's logit scale, which multiplies both sides' cosines
-    model     what is copied; None: the base's features are among the batch's extras
+    scale  the base's logit scale, which multiplies both sides' cosines
+    model  what is copied; None: the base's features are among the batch's extras
 
-    ``names`` are the features of each view that are compared. The copy is no submodule: every
+    ``captions``: whether texts are held too, or images against them. ``names`` are the features of
+    each view that are compared. The copy is no submodule: every
     start makes it from the base again, so it is neither saved nor shared among ranks.
     """
 
-    def __init__(
-        self,
-        what: What,
-        captions: bool,
-        scale: float,
-        model: nn.Module | None = None,
-        num_views: int = 1,
-        end_factor: float = 1.0,
-        tile: int = TILE,
-    ) -> None:
+    def __init__(self, options: Options, scale: float, model: nn.Module | None) -> None:
         super().__init__()
-        self.what, self.captions, self.scale, self.tile = what, captions, scale, tile
-        images = ("image_features", "image_features_1")[:num_views]
-        self.names = [(name, "text_features") if captions else (name,) for name in images]
-        self.factor, self.end_factor = 1.0, end_factor
+        self.what, self.captions = options.what, options.between == "captions"
+        self.scale, self.tile = scale, TILE
+        images = ("image_features", "image_features_1")[: options.num_views]
+        self.names = [(name, "text_features") if self.captions else (name,) for name in images]
+        self.factor, self.end_factor = 1.0, options.end_factor
         self._copy: tuple[Any] = (None,)  # in a tuple it is no submodule
         if model is not None:
             copied = copy.deepcopy(model).requires_grad_(False).eval()
