@@ -122,18 +122,13 @@ class Options(ObjectiveOptions):
         v2 = self.version == "v2"
         base = (0.999 if v2 else 0.99) if self.momentum is None else self.momentum
         schedule = self.momentum_schedule or ("constant" if v2 else "cosine")
-        loss: dict[str, Any] = {
-            "copy": MomentumCopy(model, base, schedule),
-            "temperature": self.temperature or (0.2 if v2 else 1.0),
-            "epsilon": self.epsilon,
-            "term": self.term,
-        }
+        copy = MomentumCopy(model, base, schedule)
         if v2:
-            return QueuedKeys(model.feature_dim, self.num_queued, setting.dtype, **loss)
+            return QueuedKeys(self, copy, model.feature_dim, setting.dtype)
         predictor: nn.Module = nn.Identity()
         if self.predictor:
             predictor = predictor_of(model.feature_dim, self.predictor, setting.seed)
-        return BatchKeys(predictor.to(setting.dtype), **loss)
+        return BatchKeys(self, copy, predictor.to(setting.dtype))
 
     def cost(self, sizes: Sizes) -> Cost:
         """Memory of the copy, the queue and the keys that a row is compared with."""
@@ -245,23 +240,15 @@ class MomentumCopy(Stepping):
 class _WithCopy(Objective):
     """Base of both versions: holds the momentum copy, and compares with keys.
 
-    ``temperature`` divides cosines; ``epsilon`` and ``term`` are those of ``Options``; ``tile`` is
-    how many rows and columns of the similarities are computed at a time.
+    ``tile`` is how many rows and columns of the similarities are computed at a time.
     """
 
     counterparts = ("image_features", "keys")
 
-    def __init__(
-        self,
-        copy: MomentumCopy,
-        temperature: float,
-        epsilon: float = 0.0,
-        term: Term = "both",
-        tile: int = TILE,
-    ) -> None:
+    def __init__(self, options: Options, copy: MomentumCopy) -> None:
         super().__init__()
-        self.copy, self.temperature, self.epsilon, self.tile = copy, temperature, epsilon, tile
-        self.term: Term = term
+        self.copy, self.epsilon, self.term, self.tile = copy, options.epsilon, options.term, TILE
+        self.temperature = options.temperature or (0.2 if options.version == "v2" else 1.0)
 
     def _row_losses(self, features: Tensor, keys: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
         """The cross-entropies [b] of the own keys of features [b, D] among keys [B, D], or those of
@@ -289,10 +276,9 @@ class QueuedKeys(_WithCopy):
     queue_prefix_lengths: Tensor
     position: Tensor
 
-    def __init__(
-        self, dim: int, size: int, dtype: torch.dtype = torch.float32, **loss: Any
-    ) -> None:
-        super().__init__(**loss)
+    def __init__(self, options: Options, copy: MomentumCopy, dim: int, dtype: torch.dtype) -> None:
+        super().__init__(options, copy)
+        size = options.num_queued
         self.register_buffer("queue", torch.zeros(size, dim, dtype=dtype))
         for name in ("groups", "sample_ids", "prefix_lengths"):
             self.register_buffer(f"queue_{name}", torch.full((size,), -1))
@@ -368,8 +354,8 @@ class QueuedKeys(_WithCopy):
 class BatchKeys(_WithCopy):
     """MoCo-v3's loss: each view against the copy's other view of the global batch."""
 
-    def __init__(self, predictor: nn.Module, **loss: Any) -> None:
-        super().__init__(**loss)
+    def __init__(self, options: Options, copy: MomentumCopy, predictor: nn.Module) -> None:
+        super().__init__(options, copy)
         self.predictor = predictor
 
     def features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
