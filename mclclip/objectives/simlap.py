@@ -173,21 +173,16 @@ class Options(ObjectiveOptions):
         num_classes, dim = setting.classes.num_classes, setting.model.feature_dim
         dtype = setting.dtype
         label_filter = self._filter(num_classes, dim, dtype, setting.seed)
-        options: dict[str, Any] = {
+        made: dict[str, Any] = {
             "seed": setting.seed,
-            "pairs": self.pairs,
-            "num_closest": self.num_closest,
             "class_means": self._means(setting),
-            "score": self.score,
             "temperature": Temperature(self.temperature, dtype),
             "norm": nn.LayerNorm(dim, dtype=dtype) if self.norm == "layer" else None,
-            "penalty": self.penalty,
-            "penalty_weight": self.penalty_weight,
         }
         if self.momentum is None:
-            return SimLAP(label_filter, **options)
+            return SimLAP(self, label_filter, **made)
         copy = MomentumCopy(setting.model, self.momentum, "cosine")
-        return MomentumSimLAP(copy, label_filter, **options)
+        return MomentumSimLAP(self, label_filter, copy, **made)
 
     def _filter(
         self, num_classes: int, dim: int, dtype: torch.dtype, seed: int = 0
@@ -277,26 +272,22 @@ class SimLAP(Objective):
 
     def __init__(
         self,
+        options: Options,
         label_filter: LabelFilter | OpenGates,
         *,
-        seed: int = 0,
-        pairs: Pairing = "arbitrary",
-        num_closest: int = 0,
-        class_means: Tensor | None = None,
-        score: Score = "exact",
-        temperature: Temperature | None = None,
+        seed: int,
+        temperature: Temperature,
         norm: nn.Module | None = None,
-        penalty: Penalty = "neg_glog",
-        penalty_weight: float = 0.0,
-        tile: int = _TILE,
+        class_means: Tensor | None = None,
     ) -> None:
         super().__init__()
-        self.filter, self.norm, self.pairs, self.score = label_filter, norm, pairs, score
-        self.seed, self.step, self.num_closest, self.tile = seed, 0, num_closest, tile
-        self.penalty: Penalty = penalty
-        self.penalty_weight = penalty_weight
+        self.filter, self.norm, self.tile = label_filter, norm, _TILE
+        self.pairs, self.score = options.pairs, options.score
+        self.penalty, self.penalty_weight = options.penalty, options.penalty_weight
+        self.seed, self.step = seed, 0
+        self.num_closest = num_closest = options.num_closest
         num_classes = label_filter.num_classes
-        if pairs == "n_closest" and num_closest >= num_classes:
+        if self.pairs == "n_closest" and num_closest >= num_classes:
             raise ValueError(
                 f"num_closest is {num_closest}, with {num_classes} classes: wanted at most "
                 f"{num_classes - 1}"
@@ -304,7 +295,7 @@ class SimLAP(Objective):
         self._closest: Tensor | None = None
         if class_means is not None:
             self._closest = closest_classes(class_means, torch.arange(num_classes), num_closest)
-        self.temperature = temperature or Temperature()
+        self.temperature = temperature
 
     def begin(self, step: int, total: int, epoch: float) -> None:
         """Takes note of the step, on which the draw of pairs depends; moves the temperature."""
@@ -439,9 +430,13 @@ class MomentumSimLAP(SimLAP):
     """SimLAP whose candidates are a momentum copy's features of the other view (SimLAP-MoCo)."""
 
     def __init__(
-        self, copy: MomentumCopy, label_filter: LabelFilter | OpenGates, **options: Any
+        self,
+        options: Options,
+        label_filter: LabelFilter | OpenGates,
+        copy: MomentumCopy,
+        **made: Any,
     ) -> None:
-        super().__init__(label_filter, **options)
+        super().__init__(options, label_filter, **made)
         self.copy = copy
 
     def features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:

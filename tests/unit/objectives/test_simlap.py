@@ -15,7 +15,7 @@ from mclclip.models.memory import peak_bytes
 from mclclip.objectives.base import Reads, Setting, Sizes, parse
 from mclclip.objectives.contrast import CosineSchedule, Learnable, Temperature
 from mclclip.objectives.gated_pairs import LabelFilter
-from mclclip.objectives.simlap import SimLAP
+from mclclip.objectives.simlap import Options, SimLAP
 from mclclip.ranks.process_group import Context
 
 CLASSES, DIM, ROWS = 4, 6, 9
@@ -36,9 +36,10 @@ def batch() -> dict[str, Tensor]:
     }
 
 
-def objective(**options: Any) -> SimLAP:
+def objective(pairs: Any = "arbitrary", **parts: Any) -> SimLAP:
     label_filter = LabelFilter(CLASSES, DIM, label_dim=5, hidden_dim=7).double()
-    made = SimLAP(label_filter, seed=3, **{"temperature": Temperature(0.2), **options})
+    parts = {"temperature": Temperature(0.2), **parts}
+    made = SimLAP(Options(pairs=pairs), label_filter, seed=3, **parts)
     made.begin(17, 100, 0.5)
     return made.double()
 
