@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 
@@ -247,10 +245,3 @@ def test_the_nearest_other_row_is_that_of_a_loop(
         same = [number for number in close if (others[number] == others[nearest[place]]).all()]
         assert nearest[place] == min(same)  # ties by the lower one
     assert np.array_equal(found, matched) and 0 < matched.sum() < len(others)
-
-
-def test_a_cosine_out_of_range_is_refused() -> None:
-    rows = planted(12)
-    for above in (0.0, 1.0, float("nan")):
-        with pytest.raises(ValueError, match=re.escape(f"cosine of near rows is {above}")):
-            near.nearest_other(rows, rows, above, what="a search")

@@ -95,16 +95,11 @@ def test_items_that_nobody_can_answer_are_counted(tmp_path: Path, draw: Draw, pl
 
 def test_pairs_of_attributes_need_25_items(tmp_path: Path, draw: Draw, planted: Any) -> None:
     size = write("aro_attribute", tmp_path, draw, 51)  # 26 and 25
-    change(
-        tmp_path / "visual_genome_attribution.json",
-        lambda rows: [row.update(attributes=["few", "of"]) for row in rows[:4]],
-    )
+    file = tmp_path / "visual_genome_attribution.json"
+    change(file, lambda rows: [row.update(attributes=["few", "of"]) for row in rows[:4]])
     with pytest.raises(ValueError, match="no item whose kind counts .*with 25 items"):
         evaluate(planted("perfect", size), tmp_path, "aro_attribute")
-    change(
-        tmp_path / "visual_genome_attribution.json",
-        lambda rows: [row.update(attributes=["red", "small"]) for row in rows[:7]],
-    )
+    change(file, lambda rows: [row.update(attributes=["red", "small"]) for row in rows[:7]])
     figures = evaluate(planted("perfect", size), tmp_path, "aro_attribute")
     assert [figures[name].count for name in ("average", "pooled")] == [29, 51]
 

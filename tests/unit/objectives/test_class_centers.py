@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -37,6 +38,18 @@ def gradients(step: int) -> tuple[Tensor, Tensor]:
     return touched, torch.randn(len(touched), D, generator=random, dtype=torch.float64)
 
 
+def steps_of(centers: ShardedClassCenters) -> Iterator[tuple[Tensor, Tensor]]:
+    """Makes five steps; yields after each the rows that were touched and the whole gradient."""
+    for step in range(5):
+        touched, grad = gradients(step)
+        centers.zero_grad()
+        centers.add_gradient(touched, grad.clone())
+        centers.step(LR)
+        whole = torch.zeros_like(ROWS)
+        whole[touched] = grad
+        yield touched, whole
+
+
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 def test_dense_is_torchs_adamw(decay: float) -> None:
     centers = centers_of(weight_decay=decay, lr_scale=2.0)
@@ -44,13 +57,7 @@ def test_dense_is_torchs_adamw(decay: float) -> None:
     adamw = torch.optim.AdamW(
         [wanted], lr=2.0 * LR, betas=(0.9, 0.98), eps=1e-6, weight_decay=decay
     )
-    for step in range(5):
-        touched, grad = gradients(step)
-        centers.zero_grad()
-        centers.add_gradient(touched, grad.clone())
-        centers.step(LR)
-        wanted.grad = torch.zeros_like(ROWS)
-        wanted.grad[touched] = grad
+    for _, wanted.grad in steps_of(centers):
         adamw.step()
     torch.testing.assert_close(centers.rows, wanted.detach(), atol=1e-12, rtol=0)
 
@@ -59,13 +66,7 @@ def test_dense_is_torchs_adamw(decay: float) -> None:
 def test_lazy_moves_what_is_touched(decay: float) -> None:
     centers = centers_of(weight_decay=decay, lazy=True)
     slow = SlowLazyAdamW(ROWS.clone(), (0.9, 0.98), 1e-6, decay)
-    for step in range(5):
-        touched, grad = gradients(step)
-        centers.zero_grad()
-        centers.add_gradient(touched, grad.clone())
-        centers.step(LR)
-        whole = torch.zeros_like(ROWS)
-        whole[touched] = grad
+    for touched, whole in steps_of(centers):
         slow.step(whole, touched.tolist(), LR)
     torch.testing.assert_close(centers.rows, slow.rows, atol=1e-12, rtol=0)
     assert centers.steps.tolist() == slow.count and min(slow.count) < max(slow.count)

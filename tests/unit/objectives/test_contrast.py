@@ -71,8 +71,6 @@ def test_what_is_missing_or_does_not_fit_is_told_in_one_line() -> None:
         SupervisedContrast(num_views=1)(image_features=image, classes=torch.arange(3), **marks)
     with pytest.raises(ValueError, match=r"labels \(3,\) and sample_id \(3,\)"):
         loss(image_features=image, image_features_1=image, **marks | {"labels": torch.zeros(3)})
-    with pytest.raises(ValueError, match="temperature=null takes the logit scale of the model"):
-        loss(image_features=image, image_features_1=image, **marks)
 
 
 def test_excess_is_exact_for_large_differences() -> None:

@@ -36,6 +36,14 @@ def built(model: Model, *terms: dict[str, Any]) -> Any:
     return options.build(setting)
 
 
+def drawn() -> tuple[Model, Any, dict[str, Tensor]]:
+    """A model, a batch of two views, and the marks of its samples."""
+    torch.manual_seed(0)
+    model, views = Model(), [torch.randn(5, 4), torch.randn(5, 4)]
+    batch = SimpleNamespace(views=views, text=None, text_features=None, prefix_length=0)
+    return model, batch, {"labels": torch.zeros(5, 1).long(), "sample_id": torch.arange(5)}
+
+
 @pytest.mark.parametrize(
     "terms",
     [
@@ -45,10 +53,7 @@ def built(model: Model, *terms: dict[str, Any]) -> Any:
     ],
 )
 def test_a_momentum_copy_leaves_both_views_to_the_other_term(terms: tuple[Any, ...]) -> None:
-    torch.manual_seed(0)
-    model, views = Model(), [torch.randn(5, 4), torch.randn(5, 4)]
-    batch: Any = SimpleNamespace(views=views, text=None, text_features=None, prefix_length=0)
-    marks = {"labels": torch.zeros(5, 1, dtype=torch.int64), "sample_id": torch.arange(5)}
+    model, batch, marks = drawn()
 
     def losses(*terms: Any) -> float:
         objective = built(model, *terms)
@@ -61,15 +66,12 @@ def test_a_momentum_copy_leaves_both_views_to_the_other_term(terms: tuple[Any, .
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_every_term_is_told_of_every_step(place: int) -> None:
     """A momentum copy moves in whichever term it is, as the formula says."""
-    torch.manual_seed(0)
-    model, views = Model(), [torch.randn(5, 4), torch.randn(5, 4)]
+    model, batch, marks = drawn()
     momentum = {"momentum": 0.5, "momentum_schedule": "cosine"}
     terms: list[dict[str, Any]] = [VIEWS, VIEWS]
     terms.insert(place, MOCO | momentum)
     objective = built(model, *terms)
     wanted = model.layer.weight.detach().clone()
-    batch: Any = SimpleNamespace(views=views, text=None, text_features=None, prefix_length=0)
-    marks = {"labels": torch.zeros(5, 1, dtype=torch.int64), "sample_id": torch.arange(5)}
     for step in range(3):
         objective.begin(step, 4, 0.0)
         objective(**objective.features(model, batch), **marks)

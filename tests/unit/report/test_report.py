@@ -222,9 +222,7 @@ def test_there_is_no_run_or_nothing_to_show(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("best", ["stage_1", "control_ungrouped_stage_1", "stage_0"])
-def test_of_a_fine_tuning_the_head_and_the_verdict_name_one_encoder(
-    tmp_path: Path, best: str
-) -> None:
+def test_head_and_verdict_of_a_fine_tuning_name_one_encoder(tmp_path: Path, best: str) -> None:
     """That which the share to choose by has chosen, on the other share; not the joined one."""
     shares = {"stage_0": 0.3, "stage_1": 0.5, "concat_stage_norm": 0.6}
     shares["control_ungrouped_stage_1"] = 0.5
