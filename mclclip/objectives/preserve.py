@@ -35,8 +35,6 @@ from mclclip.options import STRICT
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import not_compiled
 
-What = Literal["features", "similarities"]
-
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class Options(ObjectiveOptions):
@@ -44,7 +42,7 @@ class Options(ObjectiveOptions):
 
     kind: Literal["preserve"] = "preserve"
     """Which objective."""
-    what: What = "similarities"
+    what: Literal["features", "similarities"] = "similarities"
     """``similarities``: the softmax of every row and column, where a rotation of both towers is
     free; ``features``: the features themselves, by their cosine."""
     between: Literal["captions", "images"] = "captions"

@@ -66,7 +66,6 @@ from mclclip.ranks import collectives
 from mclclip.ranks.process_group import to_device
 
 _TILE = 1024
-Score = Literal["exact", "code"]
 Gates = Literal["labels", "open"]
 
 
@@ -95,7 +94,7 @@ class Options(ObjectiveOptions):
     gates: Gates = "labels"
     """``labels``: a label filter makes them of the two classes; ``open``: all are 1, so that pairs
     of any classes are compared in all dimensions."""
-    score: Score = "exact"
+    score: Literal["exact", "code"] = "exact"
     """``exact``: the cosine of gated features; ``code``: the gated product of unit features."""
     temperature: AnyTemperature = 0.05
     """Divisor of scores, as for other contrastive losses. The paper tries 0.05, 0.1 and 0.15; the
