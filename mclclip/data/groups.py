@@ -263,7 +263,7 @@ def _cut(group_starts: Integers, most: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class GroupedIndex(GroupSizes):
-    """Sample ids by group. Pickles as its path when it was opened from one.
+    """Sample ids by group, as ``StageGroups`` has written them. Pickles as its path.
 
     group_starts, group_labels, radices  see ``GroupSizes``
     sample_ids  int64 [M], sorted by pseudo label, ties by id; those of group g are
@@ -272,27 +272,8 @@ class GroupedIndex(GroupSizes):
     """
 
     sample_ids: Integers
-    directory: Path | None = None
+    directory: Path
     weight_sums: Integers | None = None
-
-    @classmethod
-    def build(
-        cls,
-        labels: npt.NDArray[np.integer],
-        radices: tuple[int, ...],
-        weights: SampleWeights | None = None,
-    ) -> GroupedIndex:
-        """In memory, from the pseudo labels int64 [N] of all samples; -1 is left out.
-
-        Raises ValueError for labels beyond the radices.
-        """
-        blocks = LabelBlocks(labels, radices, weights=weights)
-        sizes = blocks.sizes()
-        with tempfile.TemporaryFile() as runs:
-            ids = np.concatenate([np.zeros(0, np.int64), *blocks.sorted_ids(sizes, runs)])
-        sums = None if weights is None else np.cumsum(weights.units(ids))
-        plain = sizes.group_starts, sizes.group_labels, sizes.radices
-        return cls(*plain, ids, weight_sums=sums, draws=sizes.draws)
 
     def rows(
         self, group: Integers, number: Integers, keys: npt.NDArray[np.uint64]
@@ -369,10 +350,8 @@ class GroupedIndex(GroupSizes):
         return cls(*plain, ids, directory, sums, draws=draws)
 
     def __reduce__(self) -> tuple[Callable[..., GroupedIndex], tuple[Any, ...]]:
-        if self.directory is not None:  # loader workers map the files instead of copying them
-            return partial(GroupedIndex.open, compare=False), (self.directory,)
-        weighted = partial(GroupedIndex, weight_sums=self.weight_sums, draws=self.draws)
-        return weighted, (self.group_starts, self.group_labels, self.radices, self.sample_ids)
+        # Loader workers map the files instead of copying them.
+        return partial(GroupedIndex.open, compare=False), (self.directory,)
 
 
 def _read_sealed(path: Path, wanted: str, verb: str = "train") -> dict[str, Any]:

@@ -28,7 +28,6 @@ import numpy as np
 from mclclip import index, reshard
 from mclclip.config import Config, from_tree
 from mclclip.data.epoch_plan import EpochPlan
-from mclclip.data.groups import GroupedIndex
 from mclclip.data.labels import read_pseudo_labels
 from mclclip.data.locations import Resharded
 from mclclip.data.options import DataConfig
@@ -37,6 +36,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TarDataset
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, Layout
+from tests.batches import grouped_index
 from tests.benchmarks import memory, timing
 
 _PER_SHARD, _GROUPS, _FORGET = 1000, 10, Path("/proc/sys/vm/drop_caches")
@@ -152,7 +152,7 @@ def reader(
     samples = SampleIndex.open(layout.index)
     labels, radices, _ = read_pseudo_labels(layout.pseudo_labels(1), samples)
     plan = EpochPlan(
-        GroupedIndex.build(labels, radices), batch, "backoff", "proportional", 0, 1, 0, block
+        grouped_index(labels, radices), batch, "backoff", "proportional", 0, 1, 0, block
     )  # fmt: skip
     found = None
     if copies is not None:

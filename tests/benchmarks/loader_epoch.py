@@ -28,20 +28,19 @@ from open_clip.transform import PreprocessCfg, image_transform_v2
 
 from mclclip.models.tokenizer import WordEncoder
 from mclclip.models.transforms import fast_transform
-from tests.batches import training_batches
+from tests.batches import grouped_index, training_batches
 
 MAX_PIXELS = 100_000_000
 
 
 def ours(given: dict[str, Any], transform: Any, tokenizer: Any) -> Iterable[Any]:
     """``TrainingBatches`` as training reads them."""
-    from mclclip.data.groups import GroupedIndex
     from mclclip.data.sample_index import SampleIndex
 
     index = SampleIndex.open(Path(given["index"]))
     batches = training_batches(
         index=index,
-        grouped=GroupedIndex.build(np.zeros(len(index), np.int64), ()),
+        grouped=grouped_index(np.zeros(len(index), np.int64), ()),
         transform=transform,
         tokenizer=tokenizer,
         global_batch=given["batch"],

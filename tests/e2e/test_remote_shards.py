@@ -14,10 +14,9 @@ from mclclip import config as configuration
 from mclclip import index
 from mclclip.data import remote
 from mclclip.data.batches import Batch, Loader
-from mclclip.data.groups import GroupedIndex
 from mclclip.ranks.process_group import SINGLE
 from tests import tiny
-from tests.batches import training_batches
+from tests.batches import grouped_index, training_batches
 from tests.e2e.conftest import Shell
 from tests.matrix import kept
 from tests.shard_server import Handler, ShardServer, serving
@@ -56,7 +55,7 @@ def test_reading_ahead_asks_for_one_batch_more_per_worker(
     monkeypatch.setattr(remote, "GAP_BYTES", -1)  # a request per sample: their number is known
     samples = index.run(configuration.load(config(tmp_path, server)), SINGLE)
     batches = training_batches(
-        index=samples, grouped=GroupedIndex.build(np.zeros(len(samples), np.int64), ()),
+        index=samples, grouped=grouped_index(np.zeros(len(samples), np.int64), ()),
         transform=_tensor, global_batch=16, policy="backoff",
         order="proportional", seed=0, stage=1,
     )  # fmt: skip

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 from mclclip import checkpoint, cluster, demo, doctor, embed, export, index, pipeline
 from mclclip.config import Config, dump
 from mclclip.data.batches import Batch, TrainingBatches
-from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
 from mclclip.eval import results
 from mclclip.eval import run as evaluation
@@ -24,7 +23,7 @@ from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import Context, start_loader_worker
 from mclclip.run.artifacts import Layout
 from tests import tiny
-from tests.batches import training_batches
+from tests.batches import grouped_index, training_batches
 from tests.gpu import Skip
 from tests.gpu.checks import Where, check, close, same_bits
 
@@ -48,7 +47,7 @@ def _batches(where: Where) -> TrainingBatches:
     samples = SampleIndex.open(Layout.of(config).index)
     labels = np.arange(len(samples)) % 3
     labels[samples.bad_ids()] = -1
-    grouped = GroupedIndex.build(labels, (3,))
+    grouped = grouped_index(labels, (3,))
     model = load_towers(tiny.MODEL, seed=0)
     return training_batches(
         index=samples,

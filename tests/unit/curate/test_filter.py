@@ -17,7 +17,7 @@ from mclclip.config import Config
 from mclclip.curate import filter as filtering
 from mclclip.curate import near
 from mclclip.curate.filter import CODES
-from mclclip.data.groups import GroupedIndex, LabelBlocks
+from mclclip.data.groups import LabelBlocks
 from mclclip.data.options import DataConfig, PlanConfig
 from mclclip.data.row_store import rows_path
 from mclclip.data.sample_index import SampleIndex
@@ -26,6 +26,7 @@ from mclclip.files import record_of
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, Layout, read_manifest
 from tests import tiny
+from tests.batches import grouped_index
 from tests.made_run import write_embeddings
 from tests.unit.curate.made import cosine, failing, indexed, options, unit
 
@@ -301,7 +302,7 @@ def test_training_reads_the_weights_and_draws_nothing_that_is_left_out(config: C
     assert weights is not None and weights.num_draws == COUNT - 6
     # Replacements of undecodable samples are taken from the grouped index too.
     labels = np.zeros(COUNT, np.int64)
-    grouped = GroupedIndex.build(labels, (1,), weights)
+    grouped = grouped_index(labels, (1,), weights)
     assert {*grouped.sample_ids.tolist()} == {*np.flatnonzero(np.load(directory / "weights.npy"))}
     assert LabelBlocks(labels, (1,), weights=weights).sizes().num_samples == COUNT - 6
 

@@ -29,7 +29,7 @@ from mclclip.data.labels import truncate
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TextFeatures
 from mclclip.data.shard_writer import PackedSample, write_shards
-from tests.batches import training_batches
+from tests.batches import grouped_index, training_batches
 from tests.benchmarks import memory
 from tests.matrix import kept
 from tests.unit.data.test_groups import written
@@ -97,7 +97,7 @@ def bad_index(tmp_path_factory: pytest.TempPathFactory) -> SampleIndex:
 def make(index: SampleIndex, **changes: Any) -> TrainingBatches:
     options: dict[str, Any] = dict(
         index=index,
-        grouped=GroupedIndex.build(LABELS, RADICES),
+        grouped=grouped_index(LABELS, RADICES),
         transform=augment,
         tokenizer=tokenize,
         global_batch=16,
@@ -361,7 +361,7 @@ def test_text_features_are_those_of_the_caption_drawn(index: SampleIndex, tmp_pa
 
 
 def test_images_alone_and_no_labels(index: SampleIndex) -> None:
-    grouped = GroupedIndex.build(np.zeros(NUM_SAMPLES, dtype=np.int64), ())
+    grouped = grouped_index(np.zeros(NUM_SAMPLES, dtype=np.int64), ())
     batch = make(index, tokenizer=None, grouped=grouped)[0]
     assert batch.text is None and batch.text_features is None
     assert batch.labels.tolist() == [[0]] * 16
@@ -423,9 +423,9 @@ def test_loader_workers_and_a_later_start_change_nothing(
             assert_equal(batch, reference[batch.step])
 
 
-def test_spawned_workers(bad_index: SampleIndex) -> None:
+def test_spawned_workers(bad_index: SampleIndex, tmp_path: Path) -> None:
     loader = DataLoader(
-        make(bad_index),
+        make(bad_index, grouped=written(tmp_path, LabelBlocks(LABELS, RADICES))),
         batch_size=None,
         sampler=range(3),
         num_workers=1,
@@ -439,16 +439,19 @@ def test_spawned_workers(bad_index: SampleIndex) -> None:
 # Reads a batch and ends with its loader alive.
 PROGRAM = """
 import sys
+from pathlib import Path
 from torch.utils.data import DataLoader
+from mclclip.data.groups import LabelBlocks
 from mclclip.data.sample_index import SampleIndex
 from mclclip.ranks.process_group import start_loader_worker
-from tests.unit.data.test_batches import make
+from tests.unit.data.test_batches import LABELS, RADICES, make
 from tests.unit.data.test_groups import written
 
 if __name__ == "__main__":
     directory, digest, method, persistent, how = sys.argv[1:]
+    groups = written(Path(__file__).with_name("groups"), LabelBlocks(LABELS, RADICES))
     loader = DataLoader(
-        make(SampleIndex(directory, digest)),
+        make(SampleIndex(directory, digest), grouped=groups),
         batch_size=None,
         sampler=range(100),
         num_workers=2,

@@ -19,12 +19,12 @@ from mclclip.data.equality import (
     equal_rows,
     report_equal,
 )
-from mclclip.data.groups import GroupedIndex
 from mclclip.data.options import DataConfig, Policy, SentencesConfig
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import RawSample, TarDataset, TextFeatures
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.models.clip import clean_caption
+from tests.batches import grouped_index
 from tests.unit.data.test_batches import plain, png, tokenize
 from tests.unit.data.test_samples import build_index
 
@@ -58,7 +58,7 @@ def batches_of(
     **how: Any,
 ) -> TrainingBatches:
     labels = np.zeros(len(ROWS), np.int64) if labels is None else np.array(labels)
-    grouped = GroupedIndex.build(labels, (int(labels.max()) + 1,) if labels.any() else ())
+    grouped = grouped_index(labels, (int(labels.max()) + 1,) if labels.any() else ())
     dataset = TarDataset(
         index,
         DataConfig(),

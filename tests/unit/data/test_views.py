@@ -12,11 +12,11 @@ import torch
 from mclclip.data import samples as samples_module
 from mclclip.data.batches import _AUGMENTATION, Batch, TrainingBatches, kept_rng, seed_generators
 from mclclip.data.decode import decode_image
-from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TextFeatures
 from mclclip.models.transforms import PixelFormat, SimCLROptions, SimCLRTransform
 from mclclip.randomness import mix
+from tests.batches import grouped_index
 from tests.unit.data.test_batches import (
     LABELS,
     NUM_SAMPLES,
@@ -140,7 +140,7 @@ def test_replacements_have_captions_where_captions_are_read(
 def test_a_plan_without_them_is_what_a_training_draws_from(index: SampleIndex) -> None:
     labels = LABELS.copy()
     labels[index.without_caption("this test")] = -1
-    batches = make(index, grouped=GroupedIndex.build(labels, RADICES), transform=plain)
+    batches = make(index, grouped=grouped_index(labels, RADICES), transform=plain)
     for step in range(batches.steps_per_epoch):
         batch = batches[step]
         assert set(batch.replaced.values()) <= {"unidentified"}

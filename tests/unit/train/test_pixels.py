@@ -15,7 +15,6 @@ from mclclip import checkpoint, index
 from mclclip.config import Config
 from mclclip.data import decode
 from mclclip.data.batches import Batch
-from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
 from mclclip.models.loading import load_towers
 from mclclip.models.transforms import fast_transform
@@ -24,7 +23,7 @@ from mclclip.run.artifacts import read_manifest
 from mclclip.train import verb as train
 from mclclip.train.loop import Trainee
 from tests import tiny
-from tests.batches import training_batches
+from tests.batches import grouped_index, training_batches
 
 
 def trained(run_dir: Path, data: Path, pixels: str, *overrides: str) -> Path:
@@ -57,7 +56,7 @@ def batches_of(config: Config, pixels: decode.Pixels, model: Any, **options: Any
     train = model.preprocess_train
     given: dict[str, Any] = dict(
         index=samples,
-        grouped=GroupedIndex.build(torch.zeros(len(samples), dtype=torch.int64).numpy(), ()),
+        grouped=grouped_index(torch.zeros(len(samples), dtype=torch.int64).numpy(), ()),
         transform=fast_transform(train) if pixels == "fast" else train,
         num_views=2,
         tokenizer=model.tokenizer,
