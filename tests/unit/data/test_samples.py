@@ -143,8 +143,9 @@ def test_an_image_is_decoded_once_for_all_its_views(
         decoded.append(data)
         return decode_image(data, max_image_pixels)
 
-    def transform(image: Image.Image) -> torch.Tensor:
-        seen.append(f"view {begun[-1]}")
+    def view(name: str, image: Image.Image) -> torch.Tensor:
+        begun.append(name)
+        seen.append(f"view {name}")
         return to_tensor(image) + len(seen)
 
     def tokenizer(texts: list[str]) -> torch.Tensor:
@@ -152,9 +153,9 @@ def test_an_image_is_decoded_once_for_all_its_views(
         return tokenize(texts)
 
     monkeypatch.setattr(samples_module, "decode", decode)
-    dataset.transform, dataset.tokenizer = transform, tokenizer
-    before = [partial(begun.append, name) for name in "abc"]
-    good, bad = (dataset.decoded(raw, 0, before) for raw in dataset.read_many([4, 2]))
+    dataset.tokenizer = tokenizer
+    views = [partial(view, name) for name in "abc"]
+    good, bad = (dataset.decoded(raw, 0, views) for raw in dataset.read_many([4, 2]))
     assert isinstance(good, Sample) and bad == BadSample(2, "unidentified")
     assert decoded == [png(4), b"x"] and seen == ["view a", "text a", "view b", "view c"]
     assert [int(view[0, 0, 0]) for view in good.views] == [5, 7, 8]
