@@ -85,7 +85,6 @@ class Sample:
 
     sample_id: int
     views: list[Any]
-    caption_number: int
     text: Tensor | None = None
     text_features: Tensor | None = None
     extras: dict[str, Tensor] = field(default_factory=dict)
@@ -272,7 +271,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
         extras: dict[str, Tensor] = {}
         for extra in self.extras:
             extras |= extra(raw, captions, caption_number, key)
-        return Sample(raw.sample_id, made, caption_number, text, text_features, extras)
+        return Sample(raw.sample_id, made, text, text_features, extras)
 
     def _view(self, image: Any) -> Any:
         return self.transform(image) if self.transform and self.trunk is None else image
