@@ -149,12 +149,6 @@ class ShardReader:
                 os.close(self._handles.pop(shard))
             return data
 
-    def close(self) -> None:
-        """Close every handle; a later read opens again."""
-        with self._lock:
-            while self._handles:
-                os.close(self._handles.popitem()[1])
-
     def _in_this_process(self) -> None:
         if self._pid != os.getpid():
             # After a fork: the inherited lock may be held for ever, so it is made anew. Closing the

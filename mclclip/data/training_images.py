@@ -113,7 +113,6 @@ class TrainingImages:
             some = ranges[start : start + _TOGETHER]
             reader.prefetch(some)
             trained |= {_digest(reader.read(*stored)) for stored in some}
-        reader.close()
         return sum(number for digest, number in digests.items() if digest in trained)
 
     def _candidates(self, images: Sequence[Readable], sizes: Integers) -> Integers:
