@@ -108,14 +108,11 @@ def drawn(
     if wanted.field is None:
         edits = draw(wanted.chosen_rules, captions, caption_number, key, wanted.per_caption)
         return [edit.text for edit in edits]
-    found = _of_field(wanted.field, member, captions)
+    true = {*map(spoken, captions)}
+    texts = dict.fromkeys(_texts_of(wanted.field, member))
+    found = [text for text in texts if spoken(text) not in true]
     start = key % max(len(found), 1)
     return (found[start:] + found[:start])[: wanted.per_caption]
-
-
-def _of_field(field: str, member: bytes, captions: Sequence[str]) -> list[str]:
-    true = {*map(spoken, captions)}
-    return [text for text in dict.fromkeys(_texts_of(field, member)) if spoken(text) not in true]
 
 
 def _texts_of(field: str, member: bytes) -> list[str]:
