@@ -45,7 +45,7 @@ from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.labels import AttributeClasses, ClassLabels, truncate
 from mclclip.data.options import SentencesConfig
 from mclclip.data.samples import BadSample, RawSample, Sample, TarDataset
-from mclclip.data.sentences import Drawers, drawers
+from mclclip.data.sentences import draw
 from mclclip.randomness import mix
 from mclclip.ranks import data_wait
 from mclclip.ranks.failures import LostWorker, lost_worker
@@ -283,9 +283,15 @@ class TrainingBatches(Dataset[Batch]):
         keys = self._keys(_CAPTION, epoch, sample_ids, occurrence)
         return self.dataset.index.drawn_captions(np.asarray(sample_ids, dtype=np.int64), keys)
 
-    def sentence_draws(self, sample_ids: Ids, epoch: int, occurrence: Integers | None) -> Drawers:
-        """Draws of sentences of each sample's caption, keyed as ``caption_numbers``."""
-        return drawers(self._keys(_SENTENCES, epoch, sample_ids, occurrence), self._sentences)
+    def sentence_draws(
+        self, sample_ids: Ids, epoch: int, occurrence: Integers | None
+    ) -> list[Callable[[str], str] | None]:
+        """Of each sample what draws sentences of its caption, keyed as ``caption_numbers``; None
+        where the caption stays whole."""
+        if self._sentences is None:
+            return [None] * len(sample_ids)
+        keys = self._keys(_SENTENCES, epoch, sample_ids, occurrence).tolist()
+        return [partial(draw, key=key, options=self._sentences) for key in keys]
 
     def _keys(
         self, purpose: int, epoch: int, sample_ids: Ids, *further: int | Integers | None

@@ -8,17 +8,11 @@ probability, since it sums up the others and a training may rest on it alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from mclclip.data.options import SentencesConfig
 from mclclip.randomness import mix
-
-Drawers = list[Callable[[str], str] | None]
-"""Of every sample what draws sentences of its caption; None: the caption stays whole."""
 
 _END = re.compile(r"[.!?]\s+")
 
@@ -47,10 +41,3 @@ def draw(text: str, key: int, options: SentencesConfig) -> str:
         chosen = np.sort(np.argsort(words[:-1], kind="stable")[: options.number])
         sentences = [sentences[place] for place in chosen]
     return " ".join(sentences)
-
-
-def drawers(keys: npt.NDArray[np.uint64], options: SentencesConfig | None) -> Drawers:
-    """``draw`` by the keys [n] of samples; n times None without ``options``."""
-    if options is None:
-        return [None] * len(keys)
-    return [partial(draw, key=key, options=options) for key in keys.tolist()]
