@@ -32,7 +32,6 @@ from mclclip.data.extras import drawn
 from mclclip.data.index_tables import Shard, check_shards
 from mclclip.data.row_store import (
     RowBatch,
-    all_notes,
     is_damaged,
     join_checksums,
     num_restored,
@@ -176,13 +175,8 @@ def _embed(
         config, context, index, artifact.directory, passes,
         kind=artifact.kind, dtype=config.embed.dtype, empty=(per_row * model.embed_dim,),
     )  # fmt: skip
-
-    def finish() -> None:
-        notes = all_notes(artifact.directory, len(index.shards))
-        records = {name: note.record for name, note in notes.items()}
-        finish_shards(artifact, index, notes, num_bad, counts, config.embed.dtype, records)
-
-    collectives.on_main(finish)
+    written = artifact.directory, num_bad, counts, config.embed.dtype
+    collectives.on_main(lambda: finish_shards(artifact, index, *written))
 
 
 def _caption_batches(
@@ -271,13 +265,12 @@ def write_trunk(
     def finish() -> None:
         directory = artifact.directory
         join_checksums(directory / CHECKSUMS, folder, index)
-        notes = all_notes(folder, len(index.shards))
         counts = {"shape": list(shape), "rows": trunk_rows.recorded_folder(directory, folder)}
         records = files.records_of(directory, CHECKSUMS)
-        finish_shards(artifact, index, notes, num_bad, counts, dtype, records)
+        without = finish_shards(artifact, index, folder, num_bad, counts, dtype, records)
         log.info(
             "embed: what %d blocks make of %d images is in %s (%.3g GiB); %d have no row",
-            blocks, len(index), folder, size / 2**30, sum(len(n.reasons) for n in notes.values()),
+            blocks, len(index), folder, size / 2**30, without,
         )  # fmt: skip
 
     collectives.on_main(finish)

@@ -20,7 +20,7 @@ from mclclip import files
 from mclclip.config import Config
 from mclclip.data.batches import Loader
 from mclclip.data.index_tables import Shard
-from mclclip.data.row_store import Note, RowBatch, shards_done, write_shard
+from mclclip.data.row_store import RowBatch, all_notes, shards_done, write_shard
 from mclclip.data.sample_index import BadSamples, SampleIndex
 from mclclip.data.samples import BadSample, Sample, TarDataset
 from mclclip.models.model import Model
@@ -132,15 +132,21 @@ def write_missing(
 def finish_shards(
     artifact: Artifact,
     index: SampleIndex,
-    notes: Mapping[str, Note],
+    folder: Path,
     num_bad: int,
     counts: Mapping[str, Any],
     dtype: str,
-    records: Mapping[str, files.Record],
-) -> None:
-    """Finishes an artifact whose shards have all been written, with these further ``counts``."""
+    records: Mapping[str, files.Record] | None = None,
+) -> int:
+    """Finishes an artifact whose shards have all been written to ``folder``, with these further
+    ``counts``; returns the number of samples without a row. ``records`` are those of its files;
+    None: the shards are its files.
+    """
+    notes = all_notes(folder, len(index.shards))
     without = sorted(sample_id for note in notes.values() for sample_id in note.reasons)
     common = {"samples": len(index), "shards": len(index.shards), "bad_samples": num_bad}
     # Which samples have no row depends on the shards' bytes too.
     digest = files.digest_json([artifact.identity, without]) if without else None
+    records = {n: note.record for n, note in notes.items()} if records is None else records
     artifact.finish(common | dict(counts), dtype=dtype, content_digest=digest, records=records)
+    return len(without)
