@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeVar
 
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -87,7 +88,7 @@ class Checkpoints:
         directory: Path,
         options: CheckpointConfig,
         *,
-        identity: Identity | None = None,
+        identity: Identity = MappingProxyType({}),
     ) -> None:
         self.directory, self.options, self.identity = Path(directory), options, identity
         self.mirror: Mirror | None = None
@@ -268,8 +269,7 @@ class Checkpoints:
                 )
             return 0
         state, path = dict(target.state_dict()), path_of(self.directory, step)
-        if (identity := self.identity) is not None:
-            collectives.on_main(lambda: step_files.check_identity(path, identity))
+        collectives.on_main(lambda: step_files.check_identity(path, self.identity))
         collectives.together(lambda: storage.check_fit(path, state))
         storage.read(path, state, alone=collectives.world_size() == 1)
         target.load_state_dict(state)

@@ -153,7 +153,7 @@ def publish(
     step: int,
     entries: Entries,
     world_size: int,
-    identity: Identity | None = None,
+    identity: Identity,
 ) -> None:
     """Writes the list of files of a step that all ranks have written, and renames it.
 
@@ -170,9 +170,8 @@ def publish(
         "schema_version": SCHEMA_VERSION,
         "package_version": __version__,
         "files": {name: asdict(entries[name]) for name in sorted(entries)},
+        "identity": dict(identity),
     }
-    if identity is not None:
-        state["identity"] = dict(identity)
     files.write_json(temporary / STATE, files.sealed(state))
     files.fsync_directory(temporary)
     if final.exists():  # the same step of an earlier start

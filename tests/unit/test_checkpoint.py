@@ -64,7 +64,7 @@ def saved(
 ) -> Checkpoints:
     """Saves ``Source(seed=step)`` for every step."""
     checkpoints = Checkpoints(
-        directory, CheckpointConfig(**{"keep": 9} | options), identity=identity
+        directory, CheckpointConfig(**{"keep": 9} | options), identity=identity or {}
     )
     for step in steps:
         checkpoints.save(step, Source(step))
