@@ -7,8 +7,8 @@ of bytes differ. With a cache of the trunk (``data.trunk_rows``) its rows are re
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,21 +38,14 @@ def shard_name(number: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Resharded:
-    """Copies of samples in shards in the order of a stage's groups; pickles as its ``arguments``.
-
-    grouped  the samples by group; that at position p is in shard p // samples_per_shard
-    labels   int64 [N], pseudo labels of all samples, memory-mapped
-    members  int64 [M, 4] by position: where image and captions begin in their shard, and the CRC-32
-             of each; the first number is negative where a sample was not copied
+    """Copies of samples in shards in the order of a stage's groups. It pickles without its arrays,
+    which each process maps without comparing them again.
     """
 
     directory: Path
     labels_directory: Path
     samples_per_shard: int
     files: list[StoredFile]
-    grouped: GroupedIndex
-    labels: Integers
-    members: Integers
 
     @classmethod
     def open(
@@ -92,30 +85,23 @@ class Resharded:
                 )
             files.append(stored)
         per_shard = int(manifest.config["samples_per_shard"])
-        return cls.mapped(directory, labels_directory, per_shard, files)
+        return cls(directory, labels_directory, per_shard, files)
 
-    @classmethod
-    def mapped(
-        cls,
-        directory: Path,
-        labels_directory: Path,
-        samples_per_shard: int,
-        files: list[StoredFile],
-    ) -> Resharded:
-        """Maps the files that ``open`` has compared on one rank, without comparing them again.
+    @cached_property
+    def grouped(self) -> GroupedIndex:
+        """The samples by group; that at position p is in shard p // samples_per_shard."""
+        return GroupedIndex.open(self.directory / GROUPS, "reshard", compare=False)
 
-        Raises FileNotFoundError where this machine does not have them.
-        """
-        labels = open_npy(labels_directory / "pseudo_labels.npy", "cluster").reshape(-1)
-        members = open_npy(directory / MEMBERS, "reshard")
-        places = directory, labels_directory, samples_per_shard, files
-        grouped = GroupedIndex.open(directory / GROUPS, "reshard", compare=False)
-        return cls(*places, grouped, labels, members)
+    @cached_property
+    def labels(self) -> Integers:
+        """int64 [N], pseudo labels of all samples, memory-mapped."""
+        return open_npy(self.labels_directory / "pseudo_labels.npy", "cluster").reshape(-1)
 
-    @property
-    def arguments(self) -> tuple[Path, Path, int, list[StoredFile]]:
-        """Arguments of ``mapped``, by which another process opens the same copies."""
-        return self.directory, self.labels_directory, self.samples_per_shard, self.files
+    @cached_property
+    def members(self) -> Integers:
+        """int64 [M, 4] by position, memory-mapped: where image and captions begin in their shard,
+        and the CRC-32 of each; the first number is negative where a sample was not copied."""
+        return open_npy(self.directory / MEMBERS, "reshard")
 
     @property
     def source(self) -> str:
@@ -129,8 +115,8 @@ class Resharded:
         copied = (position >= 0) & (members[:, 0] >= 0)
         return np.where(copied, position // self.samples_per_shard, -1), members
 
-    def __reduce__(self) -> tuple[Callable[..., Resharded], tuple[Any, ...]]:
-        return Resharded.mapped, self.arguments
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 class SampleRanges(NamedTuple):

@@ -23,7 +23,6 @@ from mclclip.data.extras import survey
 from mclclip.data.groups import GroupSizes, LabelBlocks, StageGroups
 from mclclip.data.index_tables import check_shards
 from mclclip.data.labels import permute_labels, read_pseudo_labels
-from mclclip.data.locations import Resharded
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.trunk_rows import TrunkRows
 from mclclip.files import digest_file, move_aside
@@ -143,15 +142,16 @@ def _opened(job: Job) -> Opened:
             survey(edits, index, config.data, job.name)
         classes, copies = job.classes, parts.resharded_of(job)
         check_shards(index.directory, index.shards, config.data)
-        return classes, copies and copies.arguments
+        return classes, copies
 
     collectives.together(lambda: job.extras)
     classes, copies = collectives.on_main(checked)
-    resharded = collectives.together(lambda: copies and Resharded.mapped(*copies))
+    if copies is not None:
+        collectives.together(lambda: (copies.grouped, copies.labels, copies.members))
     trunk = None
     if job.reads_trunk:
         trunk = TrunkRows.open_together(job.layout, config.trunk_cache.folder, index)
-    return Opened(classes, resharded, trunk)
+    return Opened(classes, copies, trunk)
 
 
 def _settings(job: Job) -> dict[str, Any]:
