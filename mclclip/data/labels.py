@@ -46,7 +46,7 @@ def label_space(radices: Sequence[int]) -> int:
     return space
 
 
-def check_labels(labels: np.ndarray, num_labels: int, name: str = "labels") -> None:
+def check_labels(labels: np.ndarray, num_labels: int, name: str) -> None:
     """Raises ValueError where labels are not integers [N] in [-1, num_labels). Copies nothing."""
     if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
         raise ValueError(
@@ -70,28 +70,18 @@ def combine_stages(
     the tuple (y_0, ..., y_{j-1}). "last" is y_{j-1} alone, which is what the authors' released
     code computes. In both modes a sample that lacks a label (-1) in any stage gets -1, so that the
     two modes train on the same samples. Returns (int64 [N], the radices of the result).
-    Raises ValueError for lengths or values that do not fit, and where int64 would overflow.
+    There is at least one stage, and all are of one index (``SampleIndex.manifest_of``). Raises
+    ValueError for values that do not fit, and where int64 would overflow.
     """
-    if not cluster_labels or len(cluster_labels) != len(radices):
-        raise ValueError(
-            f"got {len(cluster_labels)} arrays of cluster labels for {len(radices)} radices: "
-            "wanted one radix per stage and at least one stage"
-        )
     used = tuple(int(radix) for radix in radices)
     label_space(used[-1:] if mode == "last" else used)
     stages = [np.asarray(labels) for labels in cluster_labels]
     for number, (labels, radix) in enumerate(zip(stages, used, strict=True)):
         check_labels(labels, radix, f"cluster labels of stage {number}")
-    lengths = [len(labels) for labels in stages]
-    if len(set(lengths)) > 1:
-        raise ValueError(
-            f"cluster labels of the stages have {lengths} rows: wanted the rows of one index; "
-            "run 'mclclip cluster --force' for the stages that differ"
-        )
     outside = np.logical_or.reduce([labels < 0 for labels in stages])
     if mode == "last":
         stages, used = stages[-1:], used[-1:]
-    combined = np.zeros(lengths[0], dtype=np.int64)
+    combined = np.zeros(len(outside), dtype=np.int64)
     for labels, radix in zip(stages, used, strict=True):
         combined = combined * radix + labels
     combined[outside] = -1
@@ -136,7 +126,6 @@ def group_statistics(labels: npt.NDArray[np.integer], radices: Sequence[int]) ->
     """size_statistics of the labels [N], for a manifest: JSON-able, with the number of samples
     inside and outside (-1) and the label space.
     """
-    check_labels(labels, label_space(radices))
     inside = labels[labels >= 0]
     return {
         "num_samples": len(inside),

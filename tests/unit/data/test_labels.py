@@ -74,21 +74,18 @@ def test_last_labels_are_those_of_the_last_stage(case) -> None:
 
 
 @pytest.mark.parametrize(
-    "stages, radices, mode, message",
+    "stages, radices, message",
     [
-        ([], [], "prefix", "at least one stage"),
-        ([[0, 1]], [2, 2], "prefix", "1 arrays of cluster labels for 2 radices"),
-        ([[0, 1], [0]], [2, 2], "prefix", r"\[2, 1\] rows"),
-        ([[0, 2]], [2], "prefix", "stage 0 run from 0 to 2"),
-        ([[0, -2]], [2], "prefix", "run from -2"),
-        ([[0.0, 1.0]], [2], "prefix", "float64: wanted integers"),
-        ([[[0], [1]]], [2], "prefix", r"shape \(2, 1\)"),
-        ([[0]], [0], "prefix", "at least 1 cluster"),
+        ([[0, 2]], [2], "stage 0 run from 0 to 2"),
+        ([[0, -2]], [2], "run from -2"),
+        ([[0.0, 1.0]], [2], "float64: wanted integers"),
+        ([[[0], [1]]], [2], r"shape \(2, 1\)"),
+        ([[0]], [0], "at least 1 cluster"),
     ],
 )
-def test_stages_that_do_not_fit_are_refused(stages, radices, mode, message: str) -> None:
+def test_stages_that_do_not_fit_are_refused(stages, radices, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        combine_stages([np.array(stage) for stage in stages], radices, mode)
+        combine_stages([np.array(stage) for stage in stages], radices)
 
 
 def test_labels_that_int64_cannot_hold_are_refused() -> None:
