@@ -183,10 +183,3 @@ def test_who_is_handed_an_index_maps_it_without_a_comparison(tmp_path, monkeypat
     assert np.array_equal(pickle.loads(sent).sample_ids, grouped.sample_ids)
     with pytest.raises(AssertionError, match="compared"):
         GroupedIndex.open(tmp_path)
-
-
-def test_a_changed_file_is_refused(tmp_path: Path) -> None:
-    written(tmp_path, LabelBlocks(np.array([5, 0, -1, 3]), (2, 3)))
-    np.save(tmp_path / "sample_ids.npy", np.arange(2))
-    with pytest.raises(RuntimeError, match="sample_ids.npy is damaged.*train --force"):
-        GroupedIndex.open(tmp_path)
