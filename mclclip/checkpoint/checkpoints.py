@@ -117,8 +117,6 @@ class Checkpoints:
         self._settle()
         if step == self.saved:
             return
-        if step < 0:
-            raise ValueError(f"step={step}: steps are counted from 0")
         state: State = dict(source.state_dict())
         failure, part, writer = self._prepare(step, state)
         if failure is not None:
@@ -339,10 +337,8 @@ def _patiently(work: Callable[[], T]) -> T:
     The others wait in short collectives meanwhile, so that none times out.
     """
     thread = ThreadPoolExecutor(1)
-    future = thread.submit(work) if collectives.rank() == 0 else None
+    futures = [thread.submit(work)] if collectives.rank() == 0 else []
     thread.shutdown(wait=False)
-    while collectives.broadcast_object(
-        future is not None and bool(wait_for([future], POLL_S).not_done)
-    ):
+    while collectives.on_main(lambda: bool(wait_for(futures, POLL_S).not_done)):
         continue
-    return collectives.on_main(lambda: future.result())  # type: ignore[union-attr]
+    return collectives.on_main(lambda: futures[0].result())
