@@ -124,20 +124,11 @@ class Search:
         return torch.cat(best) if best else rows.new_zeros((0, count), dtype=torch.int64)
 
     def nearest(self, rows: Tensor) -> Tensor:
-        """int64 [n]: the ids that ``best`` finds for finite rows [n, D], of one centroid or more.
+        """int64 [n]: the ids that ``best`` finds for finite rows [n, D], at least one and at most a
+        tile (``choose_tile``), of one centroid or more.
 
         A row for which the product leaves one candidate, as it mostly does, is not scored.
         """
-        ids = [self._nearest(part) for part in tiles(rows, self._rows_per_tile)]
-        return torch.cat(ids) if ids else rows.new_zeros(0, dtype=torch.int64)
-
-    def _tile(self, rows: Tensor, count: int) -> Tensor:
-        if not len(self.centroids):
-            return torch.full((len(rows), count), NOTHING, device=rows.device)
-        row, centroid = self._candidates(rows, count)
-        return _largest(self._packed(rows, row, centroid), row, len(rows), count)
-
-    def _nearest(self, rows: Tensor) -> Tensor:
         row, centroid = self._candidates(rows, 1)
         # Every row has a candidate, so where each has one the pairs are in the order of the rows.
         if len(row) == len(rows):
@@ -150,6 +141,12 @@ class Search:
         packed = self._packed(rows, row, centroid)
         nearest[row] = unpack(_largest(packed, row, len(rows), 1)[row, 0])[1]
         return nearest
+
+    def _tile(self, rows: Tensor, count: int) -> Tensor:
+        if not len(self.centroids):
+            return torch.full((len(rows), count), NOTHING, device=rows.device)
+        row, centroid = self._candidates(rows, count)
+        return _largest(self._packed(rows, row, centroid), row, len(rows), count)
 
     def _packed(self, rows: Tensor, row: Tensor, centroid: Tensor) -> Tensor:
         """One int64 for each pair (row, centroid) [P], which sorts by score and then by the lowest
