@@ -33,7 +33,7 @@ class Numbers:
         return [int(i) for i in sample_ids]
 
     def decoded(self, raw: int, number: int, views: list[Any], *_: Any) -> Sample:
-        return Sample(raw, [torch.tensor([raw]) for _ in views], number)
+        return Sample(raw, [torch.tensor([raw]) for _ in views])
 
 
 def of_ranks(world_size: int, policy: Any, order: Any) -> list[TrainingBatches]:
