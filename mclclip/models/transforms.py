@@ -240,7 +240,9 @@ def _brightness(colours: Tensor, factor: Tensor) -> Tensor:
 
 def _contrast(colours: Tensor, factor: Tensor) -> Tensor:
     grey = ops.rgb_to_grayscale(colours) if colours.shape[1] == 3 else colours
-    return _blended(colours, grey.mean(dim=(1, 2, 3), keepdim=True), factor)
+    # Of rows first: several threads would share the mean of one picture, and not those of many.
+    mean = grey.mean(dim=3, keepdim=True).mean(dim=(1, 2), keepdim=True)
+    return _blended(colours, mean, factor)
 
 
 def _saturation(colours: Tensor, factor: Tensor) -> Tensor:
