@@ -27,14 +27,14 @@ from tests.unit.test_architecture import edges
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
     "files": 228,
-    "lines": 36_407,
-    "functions": 2_911,
+    "lines": 36_417,
+    "functions": 2_912,
     "functions of two lines or fewer": 762,
     "classes": 339,
     "dataclasses": 168,
     "options": 287,
     "arrows between rooms": 310,
-    "lines of tests": 50_356,
+    "lines of tests": 50_365,
 }
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 SILENT |= {tokenize.ENCODING, tokenize.ENDMARKER}

@@ -38,8 +38,6 @@ from mclclip.clustering.rows import (
     Integers,
     Mask,
     Rows,
-    add_rows,
-    move_rows,
     num_not_finite,
     tiles,
 )
@@ -120,7 +118,7 @@ class WholeCentroids:
         """Moves the rows of some blocks whose nearest centroid is another one than before from sum
         to sum; returns the labels [n] of each block.
         """
-        blocks, unit = [self.rows.block(number) for number in numbers], self.rows.unit
+        blocks = [self.rows.block(number) for number in numbers]
         rows = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
         known = [self._labels[number] for number in numbers if number in self._labels]
         before = torch.cat(known) if known else None
@@ -129,9 +127,9 @@ class WholeCentroids:
             some = slice(first, first + self._rows_per_tile)
             labels.append(search.nearest(rows[some]))
             if before is None:
-                add_rows(sums, counts, labels[-1], rows[some], unit)
+                self.rows.add(sums, counts, labels[-1], rows[some])
             else:
-                move_rows(sums, counts, before[some], labels[-1], rows[some], unit)
+                self.rows.move(sums, counts, before[some], labels[-1], rows[some])
         return torch.split(torch.cat(labels), [len(block) for block in blocks])
 
     def farthest(self, centroids: Tensor) -> Tensor:
@@ -232,7 +230,7 @@ class ShardedCentroids(WholeCentroids):
                     self._labels[number] = some
                 here = torch.nonzero(self._here(some)).flatten()
                 for ids in tiles(here, self._rows_per_tile):
-                    add_rows(sums, counts, some[ids] - self.held.start, block[ids], self.rows.unit)
+                    self.rows.add(sums, counts, some[ids] - self.held.start, block[ids])
         return sums, counts
 
     def farthest(self, centroids: Tensor) -> Tensor:

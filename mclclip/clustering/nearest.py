@@ -249,7 +249,7 @@ def squared_distance(centroids: Tensor, rows: Tensor) -> Tensor:
     They are computed from differences, because the rounding of products would give equal rows a
     distance; a distance that float32's rounding alone could make is set to zero.
     """
-    squared = sums_by_halves((rows - centroids).square())
+    squared = sums_by_halves((rows - centroids).square_())
     same = squared <= SAME_ROW * sums_by_halves(rows.square())
     return squared.masked_fill(same, 0.0).double().cpu()
 
@@ -267,8 +267,9 @@ def sums_by_halves(x: Tensor) -> Tensor:
     The order of ``torch.sum`` on a GPU depends on the number of rows, and, where D is no multiple
     of 4, on where a row lies in memory.
     """
-    width = 1 << max(x.shape[1] - 1, 0).bit_length()
-    x = torch.nn.functional.pad(x, (0, width - x.shape[1]))
+    missing = (1 << max(x.shape[1] - 1, 0).bit_length()) - x.shape[1]
+    if missing:
+        x = torch.nn.functional.pad(x, (0, missing))
     while x.shape[1] > 1:
         left, right = x.chunk(2, dim=1)
         x = left + right

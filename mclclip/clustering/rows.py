@@ -23,6 +23,7 @@ from torch import Tensor
 from mclclip.clustering.arithmetic import (
     CHOSEN,
     Arithmetic,
+    choose_additions,
     choose_cache_bytes,
     choose_threads,
     integers_in_any_order,
@@ -82,6 +83,7 @@ class Rows:
             raise ValueError(f"valid has {len(valid):,} rows, the blocks have {self.num_rows:,}")
         self.own = list(range(context.rank, len(blocks), context.world_size))
         per_block = choose_threads(context.device, arithmetic) == "per_block"
+        self._additions = choose_additions(context.device, arithmetic)
         self.num_threads = torch.get_num_threads() if per_block else 1
         self._threads_per_operation = 1 if per_block else None
         room = choose_cache_bytes(context.device, cache_bytes)
@@ -262,6 +264,32 @@ class Rows:
         squares = int(self.total(torch.tensor(sum(round(s * of_squares) for _, _, s in seen))))
         self.unit, self.squares = 2.0 ** (62 - bits - exponent), squares / of_squares
 
+    def add(self, sums: Tensor, counts: Tensor, labels: Tensor, rows: Tensor) -> None:
+        """Adds rows [n, D] in fixed point to int64 ``sums`` [K, D] at their labels [n], and counts
+        them in ``counts`` [K]. It makes an int64 copy of the rows, so give it a tile at a time.
+        """
+        self._add(sums, counts, labels, (rows * self.unit).long(), 1)
+
+    def move(
+        self, sums: Tensor, counts: Tensor, before: Tensor, labels: Tensor, rows: Tensor
+    ) -> None:
+        """Takes rows [n, D] that ``add`` added at the labels ``before`` [n] to other ``labels``.
+
+        Integers come off exactly: the sums are those of rows that were added at ``labels`` alone.
+        """
+        moved = torch.nonzero(labels != before).flatten()
+        fixed = rows.index_select(0, moved).mul_(self.unit).long()
+        self._add(sums, counts, labels[moved], fixed, 1)
+        self._add(sums, counts, before[moved], fixed.neg_(), -1)
+
+    def _add(self, sums: Tensor, counts: Tensor, labels: Tensor, fixed: Tensor, count: int) -> None:
+        """Adds int64 rows [n, D] to ``sums``, and ``count`` for each of them to ``counts``."""
+        if self._additions == "index_put":
+            sums.index_put_((labels,), fixed, accumulate=True)
+        else:
+            sums.index_add_(0, labels, fixed)
+        counts.add_(torch.bincount(labels, minlength=len(counts)), alpha=count)
+
 
 def tiles(rows: Tensor, rows_per_tile: int) -> Sequence[Tensor]:
     """Rows [n, ...] in views of at most so many rows; none where there are no rows."""
@@ -274,32 +302,6 @@ def num_not_finite(rows: Tensor) -> int:
     (2 |row|)^2 has to be finite in float32, since two rows may have that squared distance.
     """
     return int((~torch.isfinite(4.0 * rows.square().sum(dim=1))).sum())
-
-
-def add_rows(sums: Tensor, counts: Tensor, labels: Tensor, rows: Tensor, unit: float) -> None:
-    """Adds rows [n, D] in fixed point to int64 ``sums`` [K, D] at their labels [n], and counts them
-    in ``counts`` [K]. It makes an int64 copy of the rows, so give it a tile at a time.
-    """
-    _add(sums, counts, labels, (rows * unit).long(), 1)
-
-
-def move_rows(
-    sums: Tensor, counts: Tensor, before: Tensor, labels: Tensor, rows: Tensor, unit: float
-) -> None:
-    """Takes rows [n, D] that ``add_rows`` added at the labels ``before`` [n] to other ``labels``.
-
-    Integers come off exactly, so the sums are those of rows that were added at ``labels`` alone.
-    """
-    moved = torch.nonzero(labels != before).flatten()
-    fixed = rows.index_select(0, moved).mul_(unit).long()
-    _add(sums, counts, labels[moved], fixed, 1)
-    _add(sums, counts, before[moved], fixed.neg_(), -1)
-
-
-def _add(sums: Tensor, counts: Tensor, labels: Tensor, fixed: Tensor, count: int) -> None:
-    """Adds int64 rows [n, D] to ``sums``, and ``count`` for each of them to ``counts``."""
-    sums.index_add_(0, labels, fixed)
-    counts.add_(torch.bincount(labels, minlength=len(counts)), alpha=count)
 
 
 def _width(layouts: Sequence[BlockLayout]) -> int:

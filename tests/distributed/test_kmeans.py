@@ -125,7 +125,11 @@ SHARDED: dict[str, dict[str, Any]] = {
         "num_clusters": 67,
         "init": "random",
         "arithmetic": Arithmetic(
-            products="float32", scores="blocks", tile="large", threads="per_operation"
+            products="float32",
+            scores="blocks",
+            additions="index_add",
+            tile="large",
+            threads="per_operation",
         ),
     },
     # 50 clusters start out empty, spread over the ranks.

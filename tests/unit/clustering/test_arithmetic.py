@@ -57,6 +57,8 @@ def test_an_old_torch_that_knows_no_capabilities(monkeypatch: pytest.MonkeyPatch
 def test_what_is_not_forced_follows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert arithmetic.choose_scores(CPU, CHOSEN) == "pair_products"
     assert arithmetic.choose_scores(CUDA, CHOSEN) == "blocks"
+    assert arithmetic.choose_additions(CPU, CHOSEN) == "index_put"
+    assert arithmetic.choose_additions(CUDA, CHOSEN) == "index_add"
     assert arithmetic.choose_tile(CPU, 10, CHOSEN) == (2048, 2048)
     for num_centroids, rows in ((0, 65_536), (4096, 65_536), (8192, 32_768), (10**6, 16_384)):
         assert arithmetic.choose_tile(CUDA, num_centroids, CHOSEN) == (rows, 16_384)
@@ -72,6 +74,9 @@ def test_what_is_not_forced_follows_the_device(monkeypatch: pytest.MonkeyPatch) 
             forced = Arithmetic(scores=scores, threads=threads)
             assert arithmetic.choose_scores(device, forced) == scores
             assert arithmetic.choose_threads(device, forced) == threads
+        for additions in get_args(arithmetic.Additions):
+            forced = Arithmetic(additions=additions)
+            assert arithmetic.choose_additions(device, forced) == additions
         for tile in get_args(arithmetic.Tile):
             forced = Arithmetic(tile=tile)
             least, _, columns = arithmetic.TILES[tile]
@@ -134,13 +139,13 @@ def test_torch_may_be_set_by_its_newer_names(number: int) -> None:
 
 
 WAYS = [
-    Arithmetic(products=products, scores=scores, tile=tile, threads=threads)
-    for products, scores, tile, threads in itertools.product(
-        *map(get_args, (arithmetic.Products, arithmetic.Scores, arithmetic.Tile)),
-        get_args(arithmetic.Threads),
+    Arithmetic(products=products, scores=scores, additions=additions, tile=tile, threads=threads)
+    for products, scores, additions, tile, threads in itertools.product(
+        *map(get_args, (arithmetic.Products, arithmetic.Scores, arithmetic.Additions)),
+        *map(get_args, (arithmetic.Tile, arithmetic.Threads)),
     )
 ]
-FEW = [WAYS[0], WAYS[-1], *(WAYS[2**bit] for bit in range(4))]
+FEW = [WAYS[0], WAYS[-1], *(WAYS[2**bit] for bit in range(5))]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
