@@ -321,8 +321,10 @@ def _first(out: str | Path, overrides: Sequence[str]) -> Config:
 
 
 def _gain(c: Comparison) -> str:
-    own, other, change, *_ = c.texts()
-    return f"{results.short_name(c.row.metric)} {other} -> {own} ({change} {c.row.unit.difference})"
+    value, other, change, *_ = c.texts()
+    return (
+        f"{results.short_name(c.row.metric)} {other} -> {value} ({change} {c.row.unit.difference})"
+    )
 
 
 def _judged(judged: Sequence[Comparison]) -> str:

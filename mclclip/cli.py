@@ -114,9 +114,9 @@ def _demo(args: argparse.Namespace) -> object:
 def _race(args: argparse.Namespace) -> object:
     from mclclip import race
 
-    chosen, overrides, force = args.remedies, args.overrides, args.force
-    own = race.Race(args.config, chosen, args.seeds, args.only, overrides, force=force)
-    return process.run(own.job, "race", own.run, check=own.check)
+    given = args.config, args.remedies, args.seeds, args.only, args.overrides
+    entered = race.Race(*given, force=args.force)
+    return process.run(entered.job, "race", entered.run, check=entered.check)
 
 
 def _report(args: argparse.Namespace) -> object:

@@ -59,7 +59,7 @@ def settings(out: Path, seed: int, overrides: Sequence[str], regime: Regime = "t
     """The recipe with the paths and the seed of one demo run; ``overrides`` replace them, and the
     regime's own options replace ``overrides``."""
     frozen = ["train.lock.text=false"]
-    own = {
+    of_regime = {
         "trained": [],
         "ignorant": frozen,
         "knowing": [
@@ -74,7 +74,7 @@ def settings(out: Path, seed: int, overrides: Sequence[str], regime: Regime = "t
         f"data.sources.patterns.shards={out / f'data_{seed}' / 'shards' / '*.tar'}",
         f"eval.suite.pairs.path={out / f'data_{seed}' / 'pairs'}",
     ]
-    return config.load(recipe(), [*paths, *overrides, *own[regime]])
+    return config.load(recipe(), [*paths, *overrides, *of_regime[regime]])
 
 
 def _folder(out: Path, regime: Regime) -> Path:

@@ -270,16 +270,16 @@ def _lost(before: Outcomes, after: Outcomes) -> dict[str, Any]:
 
 
 def _of_training(trained: dict[str, Any]) -> str:
-    of_run, own = trained["full_label_share_of_run"], trained["full_label_share"]
+    of_run, share = trained["full_label_share_of_run"], trained["full_label_share"]
     text = (
         f"The pilot trained on {trained['samples']:,} of {trained['samples_of_index']:,} samples, "
         f"with groups and without, for {100 * trained['steps_share']:.3g} % of the steps, from the "
         "run's own stage 0 and its clusters."
     )
-    if of_run is not None and own < of_run - _MIXED:
+    if of_run is not None and share < of_run - _MIXED:
         text += (
-            f" Its groups are smaller: {100 * own:.0f} % of its steps compare samples of one full "
-            f"label, of the run's {100 * of_run:.0f} %. A larger share is closer to the run."
+            f" Its groups are smaller: {100 * share:.0f} % of its steps compare samples of one "
+            f"full label, of the run's {100 * of_run:.0f} %. A larger share is closer to the run."
         )
     return text
 

@@ -183,12 +183,12 @@ def _check_objectives(config: Config) -> None:
             f"eval.suite.{with_text[0]} compares images with texts, and the model has no text "
             "tower: leave it out, or take a CLIP model"
         )
-    own, widths, one_architecture = config.trained_model, None, True
-    if own is not None:
-        given, trained = model_config(config.model.name), model_config(own.name)
+    chosen, widths, one_architecture = config.trained_model, None, True
+    if chosen is not None:
+        given, trained = model_config(config.model.name), model_config(chosen.name)
         clustered = replace(config.model, projector=[])  # embeddings lie before it
-        widths, one_architecture = (_width(clustered), _width(own)), given == trained
-        one_architecture &= config.model.long_context == own.long_context
+        widths, one_architecture = (_width(clustered), _width(chosen)), given == trained
+        one_architecture &= config.model.long_context == chosen.long_context
     for options in config.trainings.values():
         facts = replace(config.facts(options), widths=widths)
         options.objective.check(facts)
@@ -197,7 +197,7 @@ def _check_objectives(config: Config) -> None:
             "trained_model has another architecture than model, and only stages of one "
             "architecture can be joined: set export.concat=[] and export.soup=false"
         )
-    if with_text and own is not None and own.pretrained is None:
+    if with_text and chosen is not None and chosen.pretrained is None:
         log.warning(
             "%s compare images with texts, but no stage trains the text tower of trained_model: "
             "its figures will be those of chance (launch/recipes/lit.yaml trains one)",

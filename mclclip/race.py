@@ -98,8 +98,8 @@ class Race:
 
     def folder(self, remedy: Remedy, seed: int) -> Path:
         """The run directory of a remedy's trainings."""
-        own = next(o for o in self.trained if self._trainings(o) == self._trainings(remedy))
-        return Path(self.base.run_dir) / own.name / f"seed_{seed}"
+        first = next(o for o in self.trained if self._trainings(o) == self._trainings(remedy))
+        return Path(self.base.run_dir) / first.name / f"seed_{seed}"
 
     def base_of(self, seed: int) -> Config:
         """The configuration of what the remedies of a seed share."""
@@ -167,9 +167,9 @@ class Race:
         if name in (BASE, *trained):
             return name
         if name in (others := {one.name: one for one in self.remedies}):
-            own = self.folder(others[name], 0).parent.name
-            raise ValueError(f"--only {name}: it has no trainings of its own: name {own}")
-        numbered = ", ".join(f"{number} {own}" for number, own in enumerate(trained, 1))
+            first = self.folder(others[name], 0).parent.name
+            raise ValueError(f"--only {name}: it has no trainings of its own: name {first}")
+        numbered = ", ".join(f"{number} {one}" for number, one in enumerate(trained, 1))
         raise ValueError(f"--only {name}: wanted {BASE}, or a remedy by name or number: {numbered}")
 
     # --- running ---
@@ -257,10 +257,9 @@ class Race:
         with self._locked(config, context):
             collectives.on_main(lambda: self._share(config, seed))
             control = config.controls[0] if config.controls else None
-            alone = replace(config, controls=[])
-            # The configuration that a control runs by names it, for those who open the run.
-            own = config if control else alone
-            pipeline.run(own, context, force=self.force, only=control)
+            # A run of a control names it in its configuration, for those who open the run.
+            config = config if control else replace(config, controls=[])
+            pipeline.run(config, context, force=self.force, only=control)
 
     def _share(self, config: Config, seed: int) -> None:
         """Links what a run shares with the base, and of mcl the labels that its control permutes;
@@ -285,8 +284,8 @@ class Race:
             if not link.is_symlink() and not link.exists():
                 link.parent.mkdir(parents=True, exist_ok=True)
                 link.symlink_to(os.path.relpath(source, link.parent.resolve()))
-        own = base / "results.jsonl"
-        results.copy(results.read(own), own, run_dir / "results.jsonl")
+        figures = base / "results.jsonl"
+        results.copy(results.read(figures), figures, run_dir / "results.jsonl")
 
     # --- comparing ---
 
@@ -314,8 +313,8 @@ class Race:
         variant = settings.controls[0] if settings.controls else "mcl"
         # Without the training of the base, which all remedies share.
         passes = plan.make(replace(settings, base=None), plan.Machine())["hours"]["passes"]
-        own = [of for of in passes if of["stage"] > 0 and of["variant"] == variant]
-        operations = sum(of["sample"] * of["samples"][1] for of in own if of["samples"])
+        trained = [of for of in passes if of["stage"] > 0 and of["variant"] == variant]
+        operations = sum(of["sample"] * of["samples"][1] for of in trained if of["samples"])
         recorded = [
             one
             for run in runs
@@ -361,8 +360,8 @@ def _judged_by(remedy: Remedy, config: Config) -> str:
 def _steps_of(shared: Config) -> int:
     """The steps of all stages together: those of ``train.steps``, or its epochs without groups over
     the samples that can be used, so that no policy on groups changes them."""
-    if (own := shared.train.steps) is None:
+    if (steps := shared.train.steps) is None:
         plain = replace(shared, num_stages=1, controls=["ungrouped"])
         control = planned.count(plain, None)["trainings"][-1]
-        own = total_steps(None, shared.train.epochs, control["steps_per_epoch"][0])
-    return shared.num_stages * own
+        steps = total_steps(None, shared.train.epochs, control["steps_per_epoch"][0])
+    return shared.num_stages * steps

@@ -99,12 +99,12 @@ def _of_benchmarks(prefix: str) -> Iterator[Option]:
 def _begins(option: str, key: str, whole: bool = False) -> bool:
     """Whether ``key``, as a user types it for --explain, names this option or a group above it; of
     the last part the beginning is enough, unless ``whole``."""
-    own, given = option.split("."), key.split(".")
-    pairs = list(zip(own, given, strict=False))
-    if len(own) < len(given) or any(a not in (b, "NAME") for a, b in pairs[:-1]):
+    names, given = option.split("."), key.split(".")
+    pairs = list(zip(names, given, strict=False))
+    if len(names) < len(given) or any(a not in (b, "NAME") for a, b in pairs[:-1]):
         return False
-    mine, last = pairs[-1]
-    return mine in (last, "NAME") or not whole and mine.startswith(last)
+    name, last = pairs[-1]
+    return name in (last, "NAME") or not whole and name.startswith(last)
 
 
 @cache

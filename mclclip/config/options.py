@@ -133,12 +133,12 @@ class Config:
                 f"base.start={self.base.start} says where stages after stage 0 start: set "
                 "train.start"
             )
-        own = self.train.start
-        if own != "base" and self.trained_model is not None:
+        start = self.train.start
+        if start != "base" and self.trained_model is not None:
             raise ValueError(
-                f"train.start={own} and trained_model both say where stages start: leave one out"
+                f"train.start={start} and trained_model both say where stages start: leave one out"
             )
-        if own == "random" and self.has_stages and self.export.soup:
+        if start == "random" and self.has_stages and self.export.soup:
             raise ValueError(
                 "with train.start: random every stage has weights of its own, and a soup averages "
                 "models of one base only: set export.soup=false"

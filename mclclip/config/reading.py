@@ -68,8 +68,8 @@ def _refuse_truths(given: Any, checked: Any, name: str = "") -> None:
     if isinstance(given, list) and isinstance(checked, list | tuple):
         parts, checked = dict(enumerate(given)), dict(enumerate(checked))
     for key, part in parts.items():
-        own = checked.get(key) if isinstance(checked, dict) else getattr(checked, key, None)
-        _refuse_truths(part, own, f"{name}.{key}".lstrip("."))
+        value = checked.get(key) if isinstance(checked, dict) else getattr(checked, key, None)
+        _refuse_truths(part, value, f"{name}.{key}".lstrip("."))
 
 
 def to_tree(config: Any) -> dict[str, Any]:

@@ -68,11 +68,11 @@ def backward(engine: Any, batch: Any, micro_batch: int) -> dict[str, Tensor]:
     for number, start in enumerate(range(0, len(batch), micro_batch)):
         last = number == len(pieces) - 1
         of_piece = {n: g[start : start + micro_batch] for n, g in of_features.items() if g.ndim}
-        own: tuple[Tensor | None, ...] = ()
+        of_parameters: tuple[Tensor | None, ...] = ()
         if last:  # features of the whole batch and parameters are pulled back only once
             of_piece |= {n: g for n, g in of_features.items() if not g.ndim}
-            own = gradients[len(leaves) :]
-        pull_back = partial(_pulled_back, module.objective, of_piece, own)
+            of_parameters = gradients[len(leaves) :]
+        pull_back = partial(_pulled_back, module.objective, of_piece, of_parameters)
         with torch.random.fork_rng(devices=[] if on_gpu is None else [device]):
             of_cpu, of_gpu = states[number]
             torch.set_rng_state(of_cpu)
@@ -91,8 +91,8 @@ def _pulled_back(
 ) -> dict[str, Tensor]:
     """The sum of the products of features and the objective's parameters, and their gradients."""
     products = [(features[name] * gradient).sum() for name, gradient in of_features.items()]
-    own = zip(_trained(objective), of_parameters, strict=False)
-    products += [(p * gradient).sum() for p, gradient in own if gradient is not None]
+    pairs = zip(_trained(objective), of_parameters, strict=False)
+    products += [(p * gradient).sum() for p, gradient in pairs if gradient is not None]
     return {"loss": torch.stack(products).sum()}
 
 

@@ -151,9 +151,9 @@ class DeepspeedEngine(Engine):
 
     def state_dict(self) -> dict[str, Tensor]:
         """See Engine; full tensors on every rank, in main memory if they had to be gathered."""
-        own: dict[str, Any] = self.module.state_dict(keep_vars=True)
+        tensors: dict[str, Any] = self.module.state_dict(keep_vars=True)
         state = {}
-        for name, tensor in own.items():
+        for name, tensor in tensors.items():
             if _is_shared(tensor):
                 state[f"model.{name}"] = _whole(_piece_of(tensor.ds_tensor, tensor), tensor)
             else:
@@ -176,8 +176,8 @@ class DeepspeedEngine(Engine):
         """Loads a state with the names of ``state_dict`` (a collective)."""
         if not self._inner.state:
             self._first_moments()
-        own: dict[str, Any] = self.module.state_dict(keep_vars=True)
-        for name, tensor in own.items():
+        tensors: dict[str, Any] = self.module.state_dict(keep_vars=True)
+        for name, tensor in tensors.items():
             value = state[f"model.{name}"]
             if _is_shared(tensor):
                 _fill(_piece_of(tensor.ds_tensor, tensor), value)

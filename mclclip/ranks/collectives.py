@@ -107,14 +107,14 @@ def shift(x: Tensor) -> Tensor:
     The ranks form a ring: the first one receives from the last. All ranks must pass the same
     shape.
     """
-    world, own = world_size(), rank()
+    world, here = world_size(), rank()
     if world == 1:
         return x.detach()
     sent = x.detach().contiguous()
     received = torch.empty_like(sent)
     hops = [
-        dist.P2POp(dist.isend, sent, (own + 1) % world),
-        dist.P2POp(dist.irecv, received, (own - 1) % world),
+        dist.P2POp(dist.isend, sent, (here + 1) % world),
+        dist.P2POp(dist.irecv, received, (here - 1) % world),
     ]
     for work in dist.batch_isend_irecv(hops):
         work.wait()

@@ -193,8 +193,8 @@ class PeerWatch:
                 beat += 1
                 word = self._last_word  # it may be given while a report is under way
                 waits = _DATA if data_wait.waited_for() is not None else "-"
-                own = f"{beat} {_Progress.count} {waits} {_place()}"
-                store.set(str(self.context.rank), word or own)
+                beating = f"{beat} {_Progress.count} {waits} {_place()}"
+                store.set(str(self.context.rank), word or beating)
                 if word is not None:
                     return
                 present = [rank for rank in self._reports if everybody or store.check([str(rank)])]

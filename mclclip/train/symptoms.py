@@ -305,10 +305,10 @@ def _sampled(features: Tensor) -> Tensor:
     """[b, D] of each rank -> [n, D], rows that lie evenly in the global batch, on all ranks."""
     num = len(features) * collectives.world_size()
     places = torch.linspace(0, num - 1, min(num, QUERIES), dtype=torch.float64).long()
-    own = places - collectives.rank() * len(features)
-    mine = (own >= 0) & (own < len(features))
+    rows_here = places - collectives.rank() * len(features)
+    mine = (rows_here >= 0) & (rows_here < len(features))
     rows = features.new_zeros(len(places), features.shape[1])
-    rows[mine.to(rows.device)] = features[own[mine].to(rows.device)]
+    rows[mine.to(rows.device)] = features[rows_here[mine].to(rows.device)]
     return collectives.all_reduce_sum(rows)
 
 
