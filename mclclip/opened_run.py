@@ -102,15 +102,19 @@ class Run:
         """The run in a folder, with the configuration that it recorded, or the given one.
 
         ``checks_index``: whether the tables of its index are compared with their records, which
-        reads them whole. Raises FileNotFoundError where there is no such folder, and ValueError
-        where the recorded configuration is wrong.
+        reads them whole. Raises FileNotFoundError where there is no such folder or it holds none of
+        a run's files, and ValueError where the recorded configuration is wrong.
         """
         from mclclip import config as configuration
 
         folder = Path(directory)
-        if not folder.is_dir():
-            raise FileNotFoundError(f"there is no run at {folder}: name the folder of a run")
         recorded = folder / "config.yaml"
+        some = (recorded, folder / "results.jsonl", folder / "stage_0")
+        if not any(path.exists() for path in some):
+            raise FileNotFoundError(
+                f"there is no run at {folder}: name the folder of a run, which has config.yaml, "
+                "results.jsonl or stage_0"
+            )
         if config is None and recorded.is_file():
             config = configuration.load(str(recorded), [])
         return cls(folder, config, checks_index=checks_index)

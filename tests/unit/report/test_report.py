@@ -215,6 +215,9 @@ def test_agreement_is_computed_or_read(made: Path, copied: Path, page: str) -> N
 def test_there_is_no_run_or_nothing_to_show(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no run at"):
         report.run(str(tmp_path / "none"))
+    with pytest.raises(FileNotFoundError, match="there is no run at .*config.yaml"):
+        report.run(str(tmp_path))
+    (tmp_path / "config.yaml").write_text("run_dir: a\ndata: {sources: {b: {shards: c}}}\n")
     with pytest.raises(FileNotFoundError, match="nothing to show yet"):
         report.run(str(tmp_path))
     with pytest.raises(ValueError, match="wanted a run directory"):
