@@ -33,7 +33,7 @@ DECAY, STEPS, LR = 40.0, 6, 1e-3
 def make_engine(name: str, precision: str, decay: float = DECAY, **options: Any) -> Engine:
     """A small ViT with a trained temperature of the objective's own."""
     torch.set_num_threads(1)
-    model = load_towers(tiny.MODEL, seed=1).train()
+    model = load_towers(tiny.of_few_ids(tiny.MODEL), seed=1).train()
     model.clip.logit_scale.requires_grad_(False)  # the objective has its own
     dtype = torch.float64 if precision == "float64" else torch.float32
     objective = InfoNCE("captions", Temperature(Learnable(), dtype))
@@ -100,5 +100,5 @@ def test_a_state_goes_on_bit_for_bit(ranks: Ranks, name: str) -> None:
 
 def test_without_it_groups_have_no_such_field() -> None:
     assert SINGLE.world_size == 1
-    plain = build_optimizer(load_towers(tiny.MODEL, seed=1), weight_decay=0.1)
+    plain = build_optimizer(load_towers(tiny.of_few_ids(tiny.MODEL), seed=1), weight_decay=0.1)
     assert all("start_decay" not in group for group in plain.param_groups)

@@ -29,7 +29,7 @@ from typing import Any
 
 from mclclip import checkpoint
 from tests import tiny
-from tests.e2e.started import Started
+from tests.e2e.conftest import Started
 
 # Of a row: what differs in every run.
 CLOCK = re.compile(r"(_s|_gib|seconds|time|mfu)$|per_s|wait|peak|gpu")

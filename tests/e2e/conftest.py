@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -64,6 +64,40 @@ class Finished:
 # --- what may happen inside a command -----------------------------------------------------------
 
 
+def at_call(
+    owner: Any, name: str, count: int, act: Callable[[], object], before: bool = False
+) -> None:
+    """From now on ``act`` is called after (or before) the n-th call of a function of ``owner``."""
+    original, calls = getattr(owner, name), itertools.count(1)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        due = next(calls) == count
+        if due and before:
+            act()
+        result = original(*args, **kwargs)
+        if due and not before:
+            act()
+        return result
+
+    setattr(owner, name, called)
+
+
+@dataclass(frozen=True)
+class Send:
+    """A signal to this process and, where these are named, to its loader workers."""
+
+    number: int
+    to: tuple[str, ...] = ("self",)
+
+    def __call__(self) -> None:
+        me = os.getpid()
+        if "workers" in self.to:
+            for child in Path(f"/proc/{me}/task/{me}/children").read_text().split():
+                os.kill(int(child), self.number)
+        if "self" in self.to:
+            os.kill(me, self.number)
+
+
 @dataclass(frozen=True)
 class KillAfter:
     """The process kills itself with -9 after its n-th call of ``update`` (engine) or ``save``
@@ -76,16 +110,8 @@ class KillAfter:
         from mclclip.checkpoint import Checkpoints
         from mclclip.engines.engine import Engine
 
-        owner: Any = {"update": Engine, "save": Checkpoints}[self.what]
-        original, calls = getattr(owner, self.what), itertools.count(1)
-
-        def called(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            if next(calls) == self.count:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
-
-        setattr(owner, self.what, called)
+        owner = {"update": Engine, "save": Checkpoints}[self.what]
+        at_call(owner, self.what, self.count, Send(signal.SIGKILL))
 
 
 @dataclass(frozen=True)
@@ -186,6 +212,9 @@ def _child(
     cli.main(arguments)
 
 
+LABELLED = ("index", "train --stage 0", "export --stage 0", "embed --stage 0", "cluster --stage 0")
+
+
 class Shell:
     """``shell("train", "--stage", "1", ..., ranks=2)`` runs ``mclclip train --stage 1 ...``."""
 
@@ -225,6 +254,11 @@ class Shell:
         finished = self(*arguments, **options)
         assert finished.code == 0, "\n".join(finished.stderrs)
         return finished
+
+    def through(self, *arguments: object, verbs: Iterable[str] = LABELLED, ranks: int = 1) -> None:
+        """Verbs one after the other with the same arguments; of stage 0 as far as its labels."""
+        for verb in verbs:
+            self.ok(*verb.split(), *arguments, ranks=ranks)
 
     def refused(self, *arguments: object, **options: Any) -> str:
         """The same, for a command that must be refused: the one line in which it is."""
@@ -266,18 +300,20 @@ def _wait(processes: list[ForkServerProcess], timeout_s: float) -> None:
 SURVIVE_S = 90.0  # torchrun itself needs some of it, on a busy machine
 
 
-class Launched:
-    """``mclclip run`` under torchrun; a variable of their environment marks its processes."""
+class Started:
+    """``command`` in processes that a variable of their environment marks; what it says goes to
+    ``log``, and ``variables`` into its environment."""
 
-    def __init__(self, config: Path, run_dir: Path, log: Path, ranks: int = 2) -> None:
+    def __init__(self, command: list[str], run_dir: Path, log: Path, **variables: object) -> None:
         self.run_dir, self.log = run_dir, log
         self.mark = f"MCLCLIP_TEST_LOG={log}"
-        with open(log, "wb") as stderr:
+        words = {name: str(value) for name, value in variables.items()}
+        with open(log, "wb") as output:
             self.launcher = subprocess.Popen(
-                tiny.command("run", "--config", str(config), f"run_dir={run_dir}", ranks=ranks),
-                env=tiny.environment() | dict([self.mark.split("=", 1)]),
-                stdout=subprocess.DEVNULL,
-                stderr=stderr,
+                command,
+                env=tiny.environment() | words | dict([self.mark.split("=", 1)]),
+                stdout=output,
+                stderr=output,
             )
 
     def processes(self) -> list[int]:
@@ -334,6 +370,15 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny data of most tests here (read only)."""
     return tiny.make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def based(shell: Shell, data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A configuration, and a run up to the labels of stage 1; tests copy it."""
+    folder = tmp_path_factory.mktemp("based")
+    config = tiny.write_config(folder / "config.yaml", folder / "run", data)
+    shell.through("--config", config)
+    return config, folder / "run"
 
 
 @pytest.fixture(scope="module")

@@ -15,14 +15,14 @@ from typing import Any
 
 from mclclip import files
 from tests import tiny
-from tests.e2e.conftest import Launched
+from tests.e2e.conftest import Started
 from tests.matrix import SOAK
 
 SEED = int(os.environ.get("MCLCLIP_SOAK_SEED", "0"))
 TARGETS = ("launcher", "worker", "both")
 
 
-def hit(run: Launched, target: str, rng: random.Random) -> None:
+def hit(run: Started, target: str, rng: random.Random) -> None:
     """Strikes the launcher, one of the workers, or both."""
     victims = [run.launcher.pid] if target in ("launcher", "both") else []
     if target in ("worker", "both"):

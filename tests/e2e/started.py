@@ -1,35 +1,16 @@
-"""``Started``: any command in processes that can be found and ended, and what a training left."""
+"""What a training of stage 0 left, for tests of ``Started`` commands."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 from mclclip import checkpoint
-from tests import tiny
-from tests.e2e.conftest import Launched
 
 TRAINING = Path("stage_0/train")
 # Columns of metrics.jsonl that do not hang on the machine.
 KEPT = ("step", "samples_seen", "loss", "lr", "logit_scale", "grad_norm", "bad_samples")
-
-
-class Started(Launched):
-    """``command`` with ``variables`` in its environment; what it says goes to ``log``."""
-
-    def __init__(self, command: list[str], run_dir: Path, log: Path, **variables: object) -> None:
-        self.run_dir, self.log = run_dir, log
-        self.mark = f"MCLCLIP_TEST_LOG={log}"
-        words = {name: str(value) for name, value in variables.items()}
-        with open(log, "wb") as output:
-            self.launcher = subprocess.Popen(
-                command,
-                env=tiny.environment() | words | dict([self.mark.split("=", 1)]),
-                stdout=output,
-                stderr=output,
-            )
 
 
 def steps_of(run_dir: Path) -> list[int]:

@@ -19,26 +19,16 @@ from tests.matrix import in_soak
 Prepare = Callable[[Path], None]
 
 
-@pytest.fixture(scope="module")
-def own_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Shards that tests here may add to and take away, for a moment."""
-    return tiny.make_data(tmp_path_factory.mktemp("own"), num_samples=96)
+@pytest.fixture
+def config(based: tuple[Path, Path]) -> Path:
+    return based[0]
 
 
-@pytest.fixture(scope="module")
-def config(own_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("config")
-    return tiny.write_config(folder / "config.yaml", folder / "unused", own_data)
-
-
-@pytest.fixture(scope="module")
-def prepared(shell: Shell, config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run up to the labels of stage 1, made verb by verb; tests copy it."""
-    run_dir = tmp_path_factory.mktemp("prepared") / "run"
-    for verb in ("index", "train --stage 0", "export --stage 0", "embed --stage 0",
-                 "cluster --stage 0"):  # fmt: skip
-        shell.ok(*verb.split(), "--config", config, f"run_dir={run_dir}")
-    return run_dir
+@pytest.fixture
+def begun(based: tuple[Path, Path], tmp_path: Path) -> list[object]:
+    """The options of a copy of the run that has come to stage 1, ``run`` below ``tmp_path``."""
+    shutil.copytree(based[1], tmp_path / "run")
+    return ["--config", based[0], f"run_dir={tmp_path / 'run'}"]
 
 
 def files(folder: Path) -> dict[str, str]:
@@ -138,13 +128,13 @@ BEGUN: dict[str, tuple[Prepare, str, tuple[str, ...]]] = {
     "clusters_for_data": (
         no_clusters,
         "cluster --stage 0 cluster.num_clusters=500",
-        ("500", "96"),
+        ("500", "192"),
     ),
     "unlocked_blocks": (nothing, "train --stage 1 train.lock.image_blocks=9", ("9", "3")),
-    "batch_for_data": (nothing, "train --stage 1 train.global_batch=500", ("500", "96")),
+    "batch_for_data": (nothing, "train --stage 1 train.global_batch=500", ("500", "192")),
     "plan_beyond_bound": (
         nothing,
-        "train --stage 1 train.global_batch=48 train.plan.policy=drop",
+        "train --stage 1 train.global_batch=144 train.plan.policy=drop",
         ("policy 'drop'", "wanted at most"),
     ),
     "locked_text_not_embedded": (
@@ -163,74 +153,58 @@ BEGUN: dict[str, tuple[Prepare, str, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("case", BEGUN)
 def test_refused_in_the_middle(
-    shell: Shell, config: Path, prepared: Path, tmp_path: Path, case: str
+    shell: Shell, begun: list[object], tmp_path: Path, case: str
 ) -> None:
     import torch
 
     if case == "other_device" and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     prepare, command, words = BEGUN[case]
-    run_dir = tmp_path / "run"
-    shutil.copytree(prepared, run_dir)
-    prepare(run_dir)
-    before = files(run_dir)
-    finished = shell(*command.split(), "--config", config, f"run_dir={run_dir}")
-    assert_refused(finished, *words)
-    assert files(run_dir) == before
+    prepare(tmp_path / "run")
+    before = files(tmp_path)
+    assert_refused(shell(*command.split(), *begun), *words)
+    assert files(tmp_path) == before
 
 
 def test_corrected_settings_go_on_without_force(
-    shell: Shell, config: Path, prepared: Path, tmp_path: Path
+    shell: Shell, begun: list[object], tmp_path: Path
 ) -> None:
-    run_dir = tmp_path / "run"
-    shutil.copytree(prepared, run_dir)
-    no_clusters(run_dir)
-    where = ["--config", config, f"run_dir={run_dir}"]
-    assert shell("cluster", "--stage", "0", *where, "cluster.num_clusters=500").code == 2
-    assert shell("train", "--stage", "1", *where, "train.global_batch=500").code == 2
-    shell.ok("cluster", "--stage", "0", *where)
-    shell.ok("train", "--stage", "1", *where)
+    no_clusters(tmp_path / "run")
+    shell.refused("cluster", "--stage", "0", *begun, "cluster.num_clusters=500")
+    shell.refused("train", "--stage", "1", *begun, "train.global_batch=500")
+    shell.through(*begun, verbs=("cluster --stage 0", "train --stage 1"))
 
 
-def test_labels_of_another_index(
-    shell: Shell, config: Path, prepared: Path, own_data: Path, tmp_path: Path
-) -> None:
+def test_labels_of_another_index(shell: Shell, begun: list[object], tmp_path: Path) -> None:
     """Shards were added after clustering: every row of what was made before is out of date."""
     run_dir = tmp_path / "run"
-    shutil.copytree(prepared, run_dir)
-    where = ["--config", config, f"run_dir={run_dir}"]
     more = tiny.make_data(tmp_path / "more", num_samples=48, seed=1)
     added = f"data.sources.more.shards={more}/shards/*.tar"
-    shell.ok("index", *where, added)
+    shell.ok("index", *begun, added)
     before = files(run_dir)
     for command, words in {
-        "train --stage 1": ("pseudo_labels has 96 rows, the index has 144", "mclclip cluster"),
-        "cluster --stage 0": ("embeddings", "96 rows", "144", "mclclip embed"),
+        "train --stage 1": ("pseudo_labels has 192 rows, the index has 240", "mclclip cluster"),
+        "cluster --stage 0": ("embeddings", "192 rows", "240", "mclclip embed"),
         "embed --stage 0": ("inputs.index", "--force"),
     }.items():
-        assert_refused(shell(*command.split(), *where, added), *words)
+        assert_refused(shell(*command.split(), *begun, added), *words)
         assert files(run_dir) == before
-    for verb in ("embed", "cluster"):
-        shell.ok(verb, "--stage", "0", *where, added, "--force")
+    verbs = ("embed --stage 0", "cluster --stage 0")
+    shell.through(*begun, added, "--force", verbs=verbs)
     labels = np.load(run_dir / "stage_1/pseudo_labels/pseudo_labels.npy")
-    assert labels.shape == (144, 1)
+    assert labels.shape == (240, 1)
 
 
-def test_shard_that_vanished(
-    shell: Shell, config: Path, prepared: Path, own_data: Path, tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "run"
-    shutil.copytree(prepared, run_dir)
-    where = ["--config", config, f"run_dir={run_dir}"]
-    shard = own_data / "shards" / "00001.tar"
+def test_shard_that_vanished(shell: Shell, begun: list[object], data: Path, tmp_path: Path) -> None:
+    shard = data / "shards" / "00001.tar"
     away = shard.rename(tmp_path / "away.tar")
     try:
         for command in ("index", "train --stage 1 data.num_workers=1", "train --stage 1"):
-            assert_refused(shell(*command.split(), *where), str(shard))
+            assert_refused(shell(*command.split(), *begun), str(shard))
     finally:
         away.rename(shard)
-    assert not (run_dir / "stage_1/train/manifest.json").exists()
-    shell.ok("train", "--stage", "1", *where)
+    assert not (tmp_path / "run/stage_1/train/manifest.json").exists()
+    shell.ok("train", "--stage", "1", *begun)
 
 
 @in_soak
@@ -249,9 +223,8 @@ def test_batch_that_two_ranks_cannot_share(config: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("option", ["base.global_batch=5000", "cluster.num_clusters=5000"])
 def test_more_than_the_data_hold_is_refused_before_stage_zero(
-    shell: Shell, data: Path, tmp_path: Path, option: str
+    shell: Shell, config: Path, tmp_path: Path, option: str
 ) -> None:
-    config = tiny.write_config(tmp_path / "config.yaml", tmp_path / "run", data)
-    refused = shell.refused("run", "--config", config, option)
+    refused = shell.refused("run", "--config", config, f"run_dir={tmp_path / 'run'}", option)
     assert "is more than the index's 192 samples" in refused
     assert not (tmp_path / "run" / "stage_0").exists()

@@ -22,7 +22,7 @@ import pytest
 
 from mclclip import checkpoint
 from mclclip.data.sample_index import SampleIndex
-from tests.e2e.conftest import Finished, RecordBatches, Shell, Touch, state_of
+from tests.e2e.conftest import Finished, RecordBatches, Send, Shell, Touch, state_of
 from tests.matrix import in_soak, kept
 
 LIMIT_S = 240.0  # of a command that would never end, on a busy machine
@@ -62,10 +62,8 @@ class Silence:
         setattr(iterator, "__next__", following)  # noqa: B010
 
     def _silence(self, num_workers: int) -> None:
-        me = os.getpid()
         if num_workers:
-            for child in Path(f"/proc/{me}/task/{me}/children").read_text().split():
-                os.kill(int(child), signal.SIGSTOP)
+            Send(signal.SIGSTOP, ("workers",))()
         else:
             from mclclip.data import samples
 
@@ -73,26 +71,6 @@ class Silence:
             setattr(samples.os, "pread", lambda *_: os.read(read, 1))  # noqa: B010
         if self.then is not None:
             threading.Timer(self.after_s, self.then).start()
-
-
-@dataclass(frozen=True)
-class Send:
-    """A signal to this process."""
-
-    number: int
-
-    def __call__(self) -> None:
-        os.kill(os.getpid(), self.number)
-
-
-@dataclass(frozen=True)
-class KillWorkers:
-    """The kernel ends the workers, as where memory runs out."""
-
-    def __call__(self) -> None:
-        me = os.getpid()
-        for child in Path(f"/proc/{me}/task/{me}/children").read_text().split():
-            os.kill(int(child), signal.SIGKILL)
 
 
 def train(
@@ -299,7 +277,7 @@ def test_a_worker_that_was_killed_is_named(
 ) -> None:
     """By the kernel, where memory ran out: no error of mclclip, and the job may start again."""
     run_dir = tmp_path / "run"
-    inside = Silence(4, rank=ranks - 1, then=KillWorkers())
+    inside = Silence(4, rank=ranks - 1, then=Send(signal.SIGKILL, ("workers",)))
     left, took = train(
         shell, indexed, run_dir, "data.num_workers=1", ranks=ranks, inside=inside, timeout_s=LIMIT_S
     )

@@ -33,9 +33,8 @@ import pytest
 
 import mclclip
 from tests import tiny
-from tests.e2e.conftest import Finished, Shell
+from tests.e2e.conftest import Finished, Shell, Started
 from tests.e2e.soak import SEED
-from tests.e2e.started import Started
 from tests.forks import is_running
 from tests.matrix import IN_SOAK, SOAK, fuller_in_soak, in_soak
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
 import shutil
 import signal
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ import torch
 from mclclip import checkpoint
 from mclclip.checkpoint import step_files
 from tests import tiny
-from tests.e2e.conftest import KillAfter, Shell
+from tests.e2e.conftest import KillAfter, Send, Shell, at_call
 from tests.matrix import IN_SOAK, in_soak
 
 TRAINING = "stage_0/train"
@@ -50,19 +48,8 @@ class KillAround:
             "during": (evaluation, "run_suite"),
             "after": (Recorder, "evaluated"),
         }
-        owner, name = owners[self.when]
-        original, calls = getattr(owner, name), itertools.count(1)
-
-        def called(*args: Any, **kwargs: Any) -> Any:
-            last = next(calls) == self.count
-            if last and self.when == "before":
-                os.kill(os.getpid(), signal.SIGKILL)
-            result = original(*args, **kwargs)
-            if last:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
-
-        setattr(owner, name, called)
+        kill = Send(signal.SIGKILL)
+        at_call(*owners[self.when], self.count, kill, before=self.when == "before")
 
 
 @pytest.fixture(scope="module")

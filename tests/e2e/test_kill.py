@@ -28,7 +28,7 @@ import pytest
 from mclclip import checkpoint, files
 from mclclip.run import artifacts
 from tests import tiny
-from tests.e2e.conftest import Launched
+from tests.e2e.conftest import Started
 from tests.e2e.soak import SEED, TARGETS, Record, hit
 from tests.matrix import SOAK
 
@@ -105,7 +105,12 @@ def current(run_dir: Path, first: int = 0) -> int:
     return number
 
 
-def at_moment(run: Launched, number: int) -> bool:
+def start(config: Path, run_dir: Path, log: Path) -> Started:
+    words = tiny.command("run", "--config", str(config), f"run_dir={run_dir}", ranks=2)
+    return Started(words, run_dir, log)
+
+
+def at_moment(run: Started, number: int) -> bool:
     """Waits until the run is at work and has come to moment ``number``; False if it ended."""
     deadline = time.monotonic() + RUN_S
     while not run.has_the_lock() or current(run.run_dir) < number:
@@ -215,7 +220,7 @@ class Killer:
         if (moment := self.choose(run_dir, rng)) is None:
             return False
         before = finished_artifacts(run_dir), models_with_rows(run_dir)
-        run = Launched(self.config, run_dir, log)
+        run = start(self.config, run_dir, log)
         try:
             if not at_moment(run, moment):
                 return False
@@ -258,7 +263,7 @@ class Killer:
 def finish(config: Path, run_dir: Path, log: Path) -> list[float]:
     """Runs the command to its end; returns the seconds that each moment took."""
     before = finished_artifacts(run_dir), models_with_rows(run_dir)
-    run = Launched(config, run_dir, log)
+    run = start(config, run_dir, log)
     changes = [time.monotonic()] * (len(MOMENTS) + 1)
     seen, deadline = 0, time.monotonic() + RUN_S
     try:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
 import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests import tiny
-from tests.e2e.conftest import Shell
+from tests.e2e.conftest import Send, Shell, at_call
 
 STEPS, PREEMPTED = 8, 85
 OPTIONS = (
@@ -34,15 +32,7 @@ class Offline:
         from mclclip.engines.engine import Engine
 
         os.environ["WANDB_MODE"] = "offline"
-        original, calls = Engine.update, itertools.count(1)
-
-        def update(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            if next(calls) == self.leave_after:
-                os.kill(os.getpid(), signal.SIGUSR1)
-            return result
-
-        setattr(Engine, "update", update)  # noqa: B010
+        at_call(Engine, "update", self.leave_after, Send(signal.SIGUSR1))
 
 
 @pytest.fixture(scope="module")

@@ -16,27 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 from mclclip import checkpoint
-from tests import tiny
 from tests.e2e.conftest import Shell
 from tests.matrix import in_soak, kept
 
 WEIGHTS = "open_clip_model.safetensors"
-
-
-@pytest.fixture(scope="module")
-def based(shell: Shell, data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A configuration, and a run whose stage 0 is exported and clustered."""
-    folder = tmp_path_factory.mktemp("options")
-    config = tiny.write_config(folder / "config.yaml", folder / "run", data)
-    for command in (
-        ["index"],
-        ["train", "--stage", 0],
-        ["export", "--stage", 0],
-        ["embed", "--stage", 0],
-        ["cluster", "--stage", 0],
-    ):
-        shell.ok(*command, "--config", config)
-    return config, folder / "run"
 
 
 def stage_one(shell: Shell, based: tuple[Path, Path], tmp_path: Path, *options: str) -> Path:

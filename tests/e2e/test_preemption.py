@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import signal
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from mclclip import checkpoint
-from tests.e2e.conftest import Finished, Shell, Touch, state_of
+from tests.e2e.conftest import Finished, Send, Shell, Touch, at_call, state_of
 from tests.matrix import in_soak, kept
 
 STEPS = 8
@@ -36,30 +35,13 @@ class After:
     def __call__(self) -> None:
         from mclclip.engines.engine import Engine
 
-        if int(os.environ.get("RANK", "0")) not in self.ranks:
-            return
-        original, calls = Engine.update, itertools.count(1)
-
-        def update(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            if next(calls) == self.count:
-                self.act()
-            return result
-
-        setattr(Engine, "update", update)  # noqa: B010
+        if int(os.environ.get("RANK", "0")) in self.ranks:
+            at_call(Engine, "update", self.count, self.act)
 
 
-@dataclass(frozen=True)
-class Signal:
-    """Sends a signal to the process itself, and to its loader workers."""
-
-    number: int
-
-    def __call__(self) -> None:
-        me = os.getpid()
-        for child in Path(f"/proc/{me}/task/{me}/children").read_text().split():
-            os.kill(int(child), self.number)
-        os.kill(me, self.number)
+def ask(number: int) -> Send:
+    """A signal to the process itself, and to its loader workers."""
+    return Send(number, ("workers", "self"))
 
 
 @dataclass(frozen=True)
@@ -71,7 +53,7 @@ class SignalBeforeJoining:
     def __call__(self) -> None:
         from mclclip.ranks import process_group
 
-        threading.Timer(1.0, Signal(signal.SIGTERM)).start()
+        threading.Timer(1.0, ask(signal.SIGTERM)).start()
         if int(os.environ["RANK"]) == self.late:
             setattr(process_group, "init", lambda *_, **__: sleep())  # noqa: B010
 
@@ -130,7 +112,7 @@ def test_a_signal_saves_and_leaves(
     shell: Shell, indexed: Any, undisturbed: Any, tmp_path: Path, number: int, ranks: int, who: Any
 ) -> None:
     """Also when it reaches one rank only, and the loader workers with it."""
-    inside = After(3, Signal(number), who)
+    inside = After(3, ask(number), who)
     left = disturbed(
         shell, indexed, tmp_path, ranks=ranks, inside=inside, options=["data.num_workers=1"]
     )
@@ -213,9 +195,9 @@ def test_the_wall_time_limit(shell: Shell, indexed: Any, undisturbed: Any, tmp_p
     ("act", "words"),
     kept(
         [
-            (Signal(signal.SIGKILL), "has ended: the job ends"),
+            (ask(signal.SIGKILL), "has ended: the job ends"),
             (sleep, "is waited for (rank 1 at loop.py:"),
-            (Signal(signal.SIGSTOP), "has not been heard of for 10 s (peer_timeout_s)"),
+            (ask(signal.SIGSTOP), "has not been heard of for 10 s (peer_timeout_s)"),
         ],
         0,
     ),

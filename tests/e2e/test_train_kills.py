@@ -28,9 +28,9 @@ import pytest
 
 from mclclip.checkpoint import path_of, step_files
 from tests import tiny
-from tests.e2e.conftest import Shell
+from tests.e2e.conftest import Shell, Started
 from tests.e2e.soak import SEED, TARGETS, Record, hit
-from tests.e2e.started import TRAINING, Started, result_of, rows_of, steps_of
+from tests.e2e.started import TRAINING, result_of, rows_of, steps_of
 from tests.matrix import SOAK
 
 pytestmark = pytest.mark.slow

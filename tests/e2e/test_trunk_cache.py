@@ -18,6 +18,8 @@ from tests.e2e.conftest import KillAfter, KillAtFile, RecordBatches, Shell
 from tests.matrix import in_soak, kept
 
 STEPS = 6
+LABELS = ("embed --stage 0", "cluster --stage 0")
+STAGE = (*LABELS, "train --stage 1", "export --stage 1", "embed --stage 1")
 ON = "trunk_cache={enabled: true, dtype: float32}"
 
 
@@ -64,12 +66,6 @@ def written(root: Path) -> dict[str, str]:
     return {name: d for name, d in found.items() if not name.startswith(".in_progress.json.")}
 
 
-def through(shell: Shell, options: list[str], ranks: int = 1) -> None:
-    for verb in ("embed --stage 0", "cluster --stage 0", "train --stage 1", "export --stage 1",
-                 "embed --stage 1"):  # fmt: skip
-        shell.ok(*verb.split(), *options, ranks=ranks)
-
-
 @pytest.mark.parametrize(
     "kill",
     kept(
@@ -107,8 +103,7 @@ def test_two_ranks_write_the_same_cache_and_train_on_the_same_batches(
     ended = {}
     for name, ranks in (("one", 1), ("two", 2)):
         options = prepared(prepared_run, tmp_path / name)
-        for verb in ("embed --stage 0", "cluster --stage 0"):
-            shell.ok(*verb.split(), *options, ranks=ranks)
+        shell.through(*options, verbs=LABELS, ranks=ranks)
         shell.ok("train", "--stage", "1", *options, ranks=ranks, inside=batches[name])
         shell.ok("export", "--stage", "1", *options)
         shell.ok("embed", "--stage", "1", *options, ranks=ranks)
@@ -129,7 +124,7 @@ def test_sharded_engines_train_from_it(
     for name, ranks in (("ddp", 1), (engine, 2)):
         more = (f"train.engine.name={name}",) if ranks == 2 else ()
         options = prepared(prepared_run, tmp_path / name, *more)
-        through(shell, options, ranks)
+        shell.through(*options, verbs=STAGE, ranks=ranks)
         paths = sorted((tmp_path / name / "stage_1/embeddings").glob("*.npy"))
         found[name] = np.concatenate([np.load(path) for path in paths])
     np.testing.assert_allclose(found[engine], found["ddp"], atol=2e-4)
@@ -140,12 +135,11 @@ def test_a_killed_training_resumes_to_the_same_bits(
     shell: Shell, prepared_run: Path, tmp_path: Path
 ) -> None:
     whole = prepared(prepared_run, tmp_path / "whole", "train.checkpoint.every=2")
-    through(shell, whole)
+    shell.through(*whole, verbs=STAGE)
     killed = prepared(prepared_run, tmp_path / "killed", "train.checkpoint.every=2")
-    for verb in ("embed --stage 0", "cluster --stage 0"):
-        shell.ok(*verb.split(), *killed)
+    shell.through(*killed, verbs=LABELS)
     assert shell("train", "--stage", "1", *killed, inside=KillAfter("update", 5)).code == -9
-    through(shell, killed)
+    shell.through(*killed, verbs=STAGE)
     ended = [tiny.digests(tmp_path / name / "stage_1/export") for name in ("whole", "killed")]
     assert ended[0] == ended[1] and ended[0]
 

@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 
 from tests import tiny
-from tests.e2e.conftest import Shell
-from tests.e2e.started import Started, result_of, rows_of, steps_of
+from tests.e2e.conftest import Shell, Started
+from tests.e2e.started import result_of, rows_of, steps_of
 from tests.matrix import in_soak
 
 pytestmark = pytest.mark.slow

@@ -110,12 +110,6 @@ def _model_config(name: str | dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@every_recipe
-def test_it_lies_in_the_package(recipe: Path) -> None:
-    shipped = resources.files("mclclip") / "launch" / "recipes" / recipe.name
-    assert shipped.read_text() == recipe.read_text()
-
-
 @pytest.mark.parametrize("name", ["launch", "slurm"])
 def test_the_package_reaches_recipes_and_scripts_by_a_relative_link(name: str) -> None:
     link = tiny.ROOT / "mclclip" / name

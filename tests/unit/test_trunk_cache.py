@@ -193,13 +193,16 @@ def test_every_way_to_train_starts_from_it(data: Path, tmp_path: Path, more: lis
 # --- what is bad ---------------------------------------------------------------------------------
 
 
-def test_a_sample_that_cannot_be_decoded_has_no_row(data: Path, tmp_path: Path) -> None:
+def test_a_sample_that_cannot_be_decoded_has_no_row_until_it_is_restored(
+    data: Path, tmp_path: Path
+) -> None:
     shutil.copytree(data, tmp_path / "data")
     config = options(tmp_path / "run", tmp_path / "data", ON, "data.max_bad_fraction=0.1")
     index.run(config, SINGLE)
     samples = SampleIndex.open(Layout.of(config).index)
-    shard = samples.shards[0]
-    with open(shard.path, "r+b") as file:  # the image of sample 5 ends in zeros
+    path = Path(samples.shards[0].path)
+    whole = path.read_bytes()
+    with open(path, "r+b") as file:  # the image of sample 5 ends in zeros
         file.seek(int(samples.image_offset[5]) + 60)
         file.write(bytes(int(samples.image_size[5]) - 60))
     rows = embedded(config)
@@ -210,6 +213,13 @@ def test_a_sample_that_cannot_be_decoded_has_no_row(data: Path, tmp_path: Path) 
     trained(config)
     record = read_manifest(Layout.of(config).trunk_cache, "trunk_cache")
     assert record.counts["bad_samples"] == 1
+    path.write_bytes(whole)
+    shutil.rmtree(Layout.of(config).train(1))
+    embed.run(config, SINGLE, stage=0)  # says that a row could be made
+    train.run(config, SINGLE, stage=1)  # finds none
+    embed.run(config, SINGLE, stage=0, force=True)
+    assert (rows_of(config).checksums >= 0).all()
+    assert 5 not in SampleIndex.open(Layout.of(config).index).bad_ids()
 
 
 def test_a_damaged_row_is_refused_when_it_is_read(made: Config, data: Path, tmp_path: Path) -> None:
@@ -332,29 +342,6 @@ def test_equal_weights_of_another_architecture_are_another_trunk(change: dict[st
     same, again, changed = (model.trunk_digest(2) for model in models)
     assert same == again != changed
     assert models[0].trunk_digest(1) != same
-
-
-def test_a_restored_sample_is_trained_on_once_the_cache_has_its_row(
-    data: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(data, tmp_path / "data")
-    config = options(tmp_path / "run", tmp_path / "data", ON, "data.max_bad_fraction=0.1")
-    index.run(config, SINGLE)
-    samples = SampleIndex.open(Layout.of(config).index)
-    path = Path(samples.shards[0].path)
-    whole = path.read_bytes()
-    start = int(samples.image_offset[5]) + 60
-    with open(path, "r+b") as file:
-        file.seek(start)
-        file.write(bytes(int(samples.image_size[5]) - 60))
-    embedded(config)
-    path.write_bytes(whole)
-    embed.run(config, SINGLE, stage=0)  # says that a row could be made
-    cluster.run(config, SINGLE, stage=0)
-    train.run(config, SINGLE, stage=1)  # finds none
-    embed.run(config, SINGLE, stage=0, force=True)
-    assert (rows_of(config).checksums >= 0).all()
-    assert 5 not in SampleIndex.open(Layout.of(config).index).bad_ids()
 
 
 def test_embeddings_of_images_are_told_before_a_row_is_written(data: Path, tmp_path: Path) -> None:

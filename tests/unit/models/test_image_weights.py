@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from mclclip import config as configuration
-from mclclip import export, index, pipeline
+from mclclip import export, pipeline
 from mclclip.config import Config
 from mclclip.models.loading import load_towers, refuse_folded_norms
 from mclclip.models.options import ModelConfig
@@ -251,15 +250,6 @@ def test_stage_0_trains_the_text_tower_alone(data: Path, file: str, tmp_path: Pa
     save_file(other, copied)
     with pytest.raises(ValueError, match="config.model.image_weights was"):
         train.run(again, SINGLE, stage=0)
-
-
-def test_without_the_option_identities_are_those_of_before(data: Path, tmp_path: Path) -> None:
-    config = tiny.make_config(tmp_path / "run", data, "base.steps=2")
-    index.run(config, SINGLE)
-    made = read_manifest(train.run(config, SINGLE, stage=0), "train").config["model"]
-    wanted = configuration.to_tree(config.model)
-    assert wanted.pop("image_weights") is None and wanted.pop("long_context") is False
-    assert made == wanted
 
 
 def test_a_given_tower_is_exported_as_stage_0(data: Path, file: str, tmp_path: Path) -> None:

@@ -25,19 +25,6 @@ from tests.unit.models.conftest import RunsWhenOpened
 from tests.unit.models.stages import save_stages, vary
 
 
-def files(directory: Path) -> list[bytes]:
-    return [(directory / name).read_bytes() for name in (weights.CONFIG, weights.WEIGHTS)]
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_soup_of_identical_models_is_bit_identical(
-    stages: list[Path], tmp_path: Path, count: int
-) -> None:
-    averaged = save_uniform_soup([stages[1]] * count, tmp_path / "soup")
-    assert averaged == 0
-    assert files(tmp_path / "soup") == files(stages[1])
-
-
 def test_soup_is_the_mean_and_keeps_frozen_bits(stages: list[Path], tmp_path: Path) -> None:
     save_uniform_soup(stages, tmp_path / "soup")
     found = weights.read_tensors(tmp_path / "soup" / weights.WEIGHTS)

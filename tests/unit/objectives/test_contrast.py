@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,15 +128,6 @@ def test_half_precision_features_are_widened() -> None:
         sample_id=ids,
     )
     assert output["loss"].dtype == torch.float32
-
-
-def test_views_without_a_temperature_have_half_of_one() -> None:
-    setting: Any = SimpleNamespace(dtype=torch.float64)
-    batch = loops.draw(5, 6)
-    expected = batch.run(InfoNCE(temperature=Temperature(0.5), between="views"))["loss"]
-    for options in ({"kind": "nt_xent"}, {"kind": "nt_xent", "temperature": None}):
-        found = batch.rows(slice(None)).run(parse(options).build(setting))
-        loops.close(found["loss"], expected)
 
 
 # --- hard negatives -------------------------------------------------------------------------------

@@ -90,18 +90,6 @@ def test_a_rotation_of_both_towers_is_free_for_similarities_alone() -> None:
     assert built()(**one, **given)["loss"].item() > 0.01  # of one tower it is not
 
 
-@pytest.mark.parametrize("what", WHAT)
-def test_the_factor_moves_along_a_line(what: str) -> None:
-    given, objective = sides(), built(what=what, end_factor=0.5)
-    own = {n: given[f"base_{n}"].flip(0) for n in ("image_features", "text_features")}
-    losses = []
-    for step in range(5):
-        objective.begin(step, 5, 0.0)
-        losses.append(objective(**own, **given)["loss"].item())
-    wanted = [losses[0] * share for share in (1.0, 0.875, 0.75, 0.625, 0.5)]
-    assert losses == pytest.approx(wanted, rel=1e-12)
-
-
 @pytest.mark.parametrize("between", ["captions", "images"])
 @pytest.mark.parametrize("what", WHAT)
 def test_chance_is_the_loss_of_features_that_are_alike(what: str, between: str) -> None:
