@@ -397,7 +397,9 @@ CASES: dict[str, Case] = {
         {"kind": "info_nce", "hard_captions": {"per_caption": 2, "scope": "global"}},
         lambda: edited("global", 2),
     ),
-    "nt_xent": Case({"kind": "nt_xent"}, contrastive("views", contrast.info_nce, 0.5)),
+    "nt_xent": Case(
+        {"kind": "nt_xent", "temperature": None}, contrastive("views", contrast.info_nce, 0.5)
+    ),
     "ifm": Case({"kind": "ifm"}, contrastive("captions", modified(0.1, 0.5, 0.5))),
     "ifm-views": Case(
         {"kind": "ifm", "between": "views", "temperature": LEARNABLE, "epsilon": 0.7, "alpha": 0.5}
