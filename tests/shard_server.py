@@ -25,7 +25,7 @@ class ShardServer(ThreadingHTTPServer):
     silent      True: a request of data is accepted and never answered
     tags        False: no ETags
     after_look  called once, before the first request of data is answered
-    answer      called first of all with the request's handler; True where it has answered
+    answer      called first of all with the request's handler; False where it has not answered
     headers     of all requests so far, by method
     """
 
@@ -37,7 +37,7 @@ class ShardServer(ThreadingHTTPServer):
         self.latency_s, self.fail, self.cut, self.status = 0.0, 0, 0, 503
         self.ranges, self.silent, self.tags = True, False, True
         self.after_look: Callable[[], object] | None = None
-        self.answer: Callable[[Handler], bool] | None = None
+        self.answer: Callable[[Handler], object] | None = None
         self.seen: Counter[str] = Counter()
         self.headers: list[tuple[str, Message]] = []
         self.lock = threading.Lock()
@@ -75,7 +75,7 @@ class Handler(BaseHTTPRequestHandler):
             if with_data and server.after_look is not None:
                 called, server.after_look = server.after_look, None
                 called()
-        if server.answer is not None and server.answer(self):
+        if server.answer is not None and server.answer(self) is not False:
             return None
         path = server.folder / self.path.lstrip("/").partition("?")[0]
         if not path.is_file():

@@ -27,7 +27,13 @@ from tests.matrix import kept
 from tests.planted import PlantedEncoder, planted
 
 NUM_SEEDS = 40
+FEW_DRAWS = 200  # of an interval of a ranking, whose width is tests/unit/eval/test_outcomes.py's
 ONE_LINE = (ValueError, FileNotFoundError)
+
+
+@pytest.fixture(autouse=True)
+def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outcomes, "NUM_RANKING_DRAWS", FEW_DRAWS)
 
 
 def perfect(case: Case, size: int) -> PlantedEncoder:
@@ -157,6 +163,7 @@ def rows_of(root: Path, path: Path, sizes: dict[str, int]) -> list[dict[str, Any
         name: BenchmarkConfig(case.kind, str(root / name), dict(case.options))
         for name, case in CASES.items()
     }
+    outcomes.NUM_RANKING_DRAWS = FEW_DRAWS  # also in a process of another rank
     context = here()
     encoder: Any = planted("coarse", max(sizes.values()))
     rows = evaluation.run_suite(encoder, suite, path, "it", context=context, batch_size=3)

@@ -44,14 +44,9 @@ def read(url: str, start: int = 100, size: int = 50) -> bytes:
         assert remote.tried_again == 0
 
 
-def redirecting(target: str) -> Callable[[Handler], bool]:
+def redirecting(target: str) -> Callable[[Handler], object]:
     """Answers every request with a redirect."""
-
-    def answer(handler: Handler) -> bool:
-        handler.send(302, b"", Location=target)
-        return True
-
-    return answer
+    return lambda handler: handler.send(302, b"", Location=target)
 
 
 def near(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +61,7 @@ def near(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_endless_reply_is_read_up_to_what_was_asked_for(servers: Servers) -> None:
     sent = [0]
 
-    def answer(handler: Handler) -> bool:
+    def answer(handler: Handler) -> None:
         handler.send_response(206)
         handler.send_header("Transfer-Encoding", "chunked")
         handler.end_headers()
@@ -75,7 +70,6 @@ def test_an_endless_reply_is_read_up_to_what_was_asked_for(servers: Servers) -> 
             handler.wfile.write(block)
             sent[0] += len(block)
         handler.close_connection = True
-        return True
 
     servers[0].answer = answer
     with pytest.raises(OSError, match=r"a\.tar: other bytes, or more of them, came than the 50 "):
@@ -89,12 +83,10 @@ def test_an_encoded_reply_is_refused_and_none_is_asked_for(servers: Servers) -> 
     asked = {(method, head["Accept-Encoding"]) for method, head in servers[0].headers}
     assert asked == {("GET", "identity"), ("HEAD", "identity")}
 
-    def answer(handler: Handler) -> bool:
-        squeezed = gzip.compress(bytes(1 << 24))
-        handler.send(206, squeezed, handler.command == "GET", Content_Encoding="gzip")
-        return True
-
-    servers[0].answer = answer
+    squeezed = gzip.compress(bytes(1 << 24))
+    servers[0].answer = lambda handler: handler.send(
+        206, squeezed, handler.command == "GET", Content_Encoding="gzip"
+    )
     for call in (read, lambda url: Remote().stat([url])):
         with pytest.raises(OSError, match=r"a\.tar: the server sends it encoded \(gzip\)"):
             call(servers[0].url("a.tar"))
@@ -106,11 +98,7 @@ def test_an_encoded_reply_is_refused_and_none_is_asked_for(servers: Servers) -> 
 def test_bytes_of_another_place_are_refused(
     servers: Servers, status: int, headers: dict[str, str]
 ) -> None:
-    def answer(handler: Handler) -> bool:
-        handler.send(status, DATA[:50], **headers)
-        return True
-
-    servers[0].answer = answer
+    servers[0].answer = lambda handler: handler.send(status, DATA[:50], **headers)
     with pytest.raises(OSError, match="does not serve ranges of bytes"):
         read(servers[0].url("a.tar"))
 
@@ -124,13 +112,9 @@ def test_a_redirect_within_a_host_is_followed_with_its_credentials(
     secrets_of_user(tmp_path, monkeypatch)
     first, _ = servers
 
-    def answer(handler: Handler) -> bool:
-        if handler.path == "/a.tar":
-            return False
-        handler.send(301, b"", Location="/a.tar")
-        return True
-
-    first.answer = answer
+    first.answer = lambda handler: (
+        handler.path != "/a.tar" and handler.send(301, b"", Location="/a.tar")
+    )
     assert read(first.url("elsewhere")) == DATA[100:150]
     assert [bool(head["Authorization"]) for _, head in first.headers] == [True, True]
 
@@ -246,11 +230,7 @@ def test_redirects_in_a_loop_or_without_end_are_called_that(servers: Servers) ->
     with pytest.raises(OSError, match=r"a\.tar: 127\.0\.0\.2 redirects in a loop"):
         read(first.url("a.tar"))
 
-    def longer(handler: Handler) -> bool:
-        handler.send(302, b"", Location=handler.path + "x")
-        return True
-
-    first.answer = longer
+    first.answer = lambda handler: handler.send(302, b"", Location=handler.path + "x")
     with pytest.raises(OSError, match=r"a\.tar: more than 10 redirects follow each other"):
         read(first.url("a.tar"))
 

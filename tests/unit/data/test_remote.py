@@ -222,46 +222,20 @@ def test_secrets_are_neither_taken_nor_shown(user: str, server: ShardServer) -> 
     assert "s3cret" not in str(gone.value) and "b.tar?..." in str(gone.value)
 
 
-def html(handler: Handler) -> bool:
-    page = b"<html>sign in</html>".ljust(20_480, b" ")
-    handler.send(200, page, handler.command == "GET")
-    return True
-
-
-def empty(handler: Handler) -> bool:
-    handler.send(204, b"")
-    return True
-
-
-def loop(handler: Handler) -> bool:
-    handler.send(301, b"", Location=handler.path + "&s3cret")
-    return True
-
-
-def elsewhere(handler: Handler) -> bool:
-    handler.send(302, b"", Location="http://127.0.0.1:9/a.tar?s3cret")
-    return True
-
-
-def odd_target(handler: Handler) -> bool:
-    handler.send(302, b"", Location="ftp://me:s3cret@h/a.tar?s3cret")
-    return True
-
-
-def longer(handler: Handler) -> bool:
-    handler.send(206, bytes(50_000), handler.command == "GET")
-    return True
-
-
-def garbage(handler: Handler) -> bool:
-    handler.wfile.write(b"garbage /a.tar?s3cret\r\n\r\n")
-    return True
-
-
+PAGE = b"<html>sign in</html>".ljust(20_480, b" ")
+ANSWERS: dict[str, Callable[[Handler], object]] = {
+    "html": lambda h: h.send(200, PAGE, h.command == "GET"),
+    "empty": lambda h: h.send(204, b""),
+    "loop": lambda h: h.send(301, b"", Location=h.path + "&s3cret"),
+    "elsewhere": lambda h: h.send(302, b"", Location="http://127.0.0.1:9/a.tar?s3cret"),
+    "odd target": lambda h: h.send(302, b"", Location="ftp://me:s3cret@h/a.tar?s3cret"),
+    "longer": lambda h: h.send(206, bytes(50_000), h.command == "GET"),
+    "garbage": lambda h: h.wfile.write(b"garbage /a.tar?s3cret\r\n\r\n"),
+}
 BAD: dict[str, Callable[[ShardServer], object]] = {
     **{
-        answer.__name__: lambda server, answer=answer: setattr(server, "answer", answer)
-        for answer in (html, empty, loop, elsewhere, odd_target, longer, garbage)
+        name: lambda server, answer=answer: setattr(server, "answer", answer)
+        for name, answer in ANSWERS.items()
     },
     **{
         str(status): lambda server, status=status: vars(server).update(fail=-1, status=status)

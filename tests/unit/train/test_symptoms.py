@@ -68,7 +68,7 @@ def warnings(directory: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
     """The export of a healthy training, which lies two folders above."""
-    return exported(tmp_path_factory.mktemp("learned"), data, "steps=200", "lr=3e-3")
+    return exported(tmp_path_factory.mktemp("learned"), data, "steps=120", "lr=3e-3")
 
 
 def test_nothing_is_said_of_a_healthy_training(learned: Path) -> None:
