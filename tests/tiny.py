@@ -25,6 +25,7 @@ MODEL: dict[str, Any] = {
         "layers": 1,
     },
 }
+ONE_BLOCK: dict[str, Any] = MODEL | {"vision_cfg": MODEL["vision_cfg"] | {"layers": 1}}
 RESNET = MODEL | {
     "vision_cfg": {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "patch_size": None}
 }

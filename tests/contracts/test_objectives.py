@@ -6,9 +6,7 @@ every engine; a state goes on bit for bit; samples of other groups have no influ
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,7 +40,6 @@ GLOBAL_BATCH, STEPS, DIM = 12, 4, 8
 # Kinds whose rows are compared in tiles, with gradients that are written out.
 TILED = {"info_nce", "nt_xent", "ifm", "hcl", "supcon", "sigmoid", "simlap", "moco"}
 TILED |= {"mlcd", "mlc", "single_label"}
-RESNET = json.loads((Path(__file__).parents[1] / "configs" / "tiny_resnet.json").read_text())
 
 
 class Classes:
@@ -396,7 +393,7 @@ def make_engine(name: str, engine: str, precision: str, **options: Any) -> Engin
     torch.set_num_threads(1)
     case, context = CASES[name], here()
     own = case.options()
-    model = load_towers(tiny.of_few_ids(RESNET if case.resnet else tiny.MODEL), seed=1)
+    model = load_towers(tiny.of_few_ids(tiny.RESNET if case.resnet else tiny.ONE_BLOCK), seed=1)
     lock = {"image_blocks": "all", "image_norm": True, "image_projection": True}
     lock |= {"text": own.reads.captions and not case.frozen_text}
     lock |= {"logit_scale": own.reads.logit_scale}

@@ -25,9 +25,6 @@ from mclclip.train.symptoms import FAILURES, ROWS, Course, Failure, Symptoms
 from tests import tiny
 from tests.distributed.conftest import here
 
-MODEL = tiny.MODEL | {"vision_cfg": tiny.MODEL["vision_cfg"] | {"layers": 1}}
-
-
 NOTHING_LEARNED = ("lr=1e-9", "warmup=0", "objective.kind=info_nce", "objective.temperature=1.0")
 
 
@@ -36,14 +33,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make_data(tmp_path_factory.mktemp("data"), num_samples=144)
 
 
-def settings(run_dir: Path, data: Path, *options: str, model: Any = MODEL) -> Config:
+def settings(run_dir: Path, data: Path, *options: str, model: Any = tiny.ONE_BLOCK) -> Config:
     tree = tiny.tree(run_dir, data) | {"model": {"name": model}}
     tree["train"] |= {"lock": {"image_blocks": 1}}
     tree["base"] |= {"steps": 65, "log_every": 5, "checkpoint": {"every": 1000}}
     return config.from_tree(tree, [f"base.{option}" for option in options])
 
 
-def trained(run_dir: Path, data: Path, *options: str, model: Any = MODEL) -> Path:
+def trained(run_dir: Path, data: Path, *options: str, model: Any = tiny.ONE_BLOCK) -> Path:
     """Trains stage 0 on this rank with options of ``base``; returns the folder of the training."""
     torch.set_num_threads(1)
     context = here()
@@ -52,7 +49,7 @@ def trained(run_dir: Path, data: Path, *options: str, model: Any = MODEL) -> Pat
     return train.run(settled, context, stage=0)
 
 
-def exported(run_dir: Path, data: Path, *options: str, model: Any = MODEL) -> Path:
+def exported(run_dir: Path, data: Path, *options: str, model: Any = tiny.ONE_BLOCK) -> Path:
     """The export of a training."""
     trained(run_dir, data, *options, model=model)
     return export.stage(settings(run_dir, data, *options, model=model), Context(), stage=0)
