@@ -19,7 +19,7 @@ from pathlib import Path
 from mclclip import cluster, embed, export, files, index, pilot, reshard
 from mclclip import config as configuration
 from mclclip.config import Config, TrainConfig
-from mclclip.data import equality, extras
+from mclclip.data import extras
 from mclclip.data.epoch_plan import check_ranks, check_samples
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.sample_weights import SampleWeights
@@ -252,7 +252,7 @@ def _check_data(config: Config, samples: SampleIndex) -> None:
         batch, policy = options.global_batch, options.plan.policy
         check_samples(name, batch, policy, most, len(samples), len(lacking), draws)
         if reads.digests and config.trunk_cache.enabled and name == "train":
-            equality.check_checksums(samples)
+            extras.check_checksums(samples)
         if reads.edits and not begun:  # each training surveys them too
             survey = partial(extras.survey, reads.edits, samples, config.data, name)
             collectives.on_main(survey)

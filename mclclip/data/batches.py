@@ -44,8 +44,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.labels import AttributeClasses, ClassLabels, truncate
 from mclclip.data.options import SentencesConfig
-from mclclip.data.samples import BadSample, RawSample, Sample, TarDataset
-from mclclip.data.sentences import draw
+from mclclip.data.samples import BadSample, RawSample, Sample, TarDataset, draw_sentences
 from mclclip.randomness import mix
 from mclclip.ranks import data_wait
 from mclclip.ranks.failures import LostWorker, lost_worker
@@ -291,7 +290,7 @@ class TrainingBatches(Dataset[Batch]):
         if self._sentences is None:
             return [None] * len(sample_ids)
         keys = self._keys(_SENTENCES, epoch, sample_ids, occurrence).tolist()
-        return [partial(draw, key=key, options=self._sentences) for key in keys]
+        return [partial(draw_sentences, key=key, options=self._sentences) for key in keys]
 
     def _keys(
         self, purpose: int, epoch: int, sample_ids: Ids, *further: int | Integers | None

@@ -6,19 +6,20 @@ since they say nothing about the sample.
 
 `tokenized` cuts a text to as much of it as can reach the model. Tokenizers read a text as a whole
 before they cut their tokens off at the context length: one of 10 MB costs more than a second, and a
-single word of 30,000 letters a minute.
+single word of 30,000 letters a minute. `draw_sentences` gives some sentences of a paragraph.
+
+Sources of the latter: Zheng et al., "DreamLIP: Language-Image Pre-training with Long Captions"
+(2024), which trains on sentences of long captions; DeBias-CLIP, which leaves the first sentence out
+with a probability, since it sums up the others and a training may rest on it alone.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import re
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,18 +29,16 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import mclclip.torchvision_fix  # noqa: F401
-from mclclip.data.arrays import open_npy
 from mclclip.data.decode import DecodeError, decode
-from mclclip.data.locations import Locations, Resharded, SampleRanges
-from mclclip.data.options import DataConfig
-from mclclip.data.row_store import rows_path
+from mclclip.data.locations import Locations, Resharded, SampleRanges, TrunkRows
+from mclclip.data.options import DataConfig, SentencesConfig
+from mclclip.data.row_store import TextFeatures
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_reader import Range, ShardReader
 from mclclip.data.shard_scan import parse_captions
-from mclclip.data.trunk_rows import TrunkRows
-from mclclip.files import Checked, clean
+from mclclip.files import clean
+from mclclip.randomness import mix
 from mclclip.ranks import collectives, data_wait
-from mclclip.run.artifacts import is_finished, read_manifest
 
 Integers = npt.NDArray[np.int64]
 Transform = Callable[[Any], Tensor]
@@ -49,7 +48,6 @@ View = Callable[[Any], Any]
 Tokenizer = Callable[[list[str]], Tensor]
 log = logging.getLogger("mclclip")
 _AT_ONCE = 4096  # captions that are asked for together
-_OPEN_FILES = 64  # of text embeddings, in one process
 _MOST_VISIBLE = 4096  # characters, in a context of up to 128 tokens
 _LONGEST_TOKEN = 32  # characters, in CLIP's vocabulary
 _MOST = 100_000  # characters with spaces, of which tokenizers make one
@@ -425,71 +423,30 @@ def cut_text(text: str, most_visible: int = _MOST_VISIBLE) -> str:
     return start if found is None else found[0]
 
 
-class TextFeatures:
-    """Text embeddings on disk, one row per caption, looked up by (sample_id, caption number).
+_END = re.compile(r"[.!?]\s+")
 
-    ``directory`` holds one array per shard of the index, named by the shard's number: ``00007.npy``
-    [captions in the shard, D] float16 or float32, rows in index order, all captions of a sample
-    after each other (row = ``caption_start[sample_id] + caption_number``, counted from the shard's
-    first caption). Arrays are memory-mapped when first needed, at most ``_OPEN_FILES`` at once.
-    The blocks of a file that hold a row are compared with the artifact's records before the row is
-    given out, each once in a process.
+
+def cut_sentences(text: str) -> list[str]:
+    """Sentences of a text, in their order: it is cut behind . ! ? where white space and a capital
+    follow, so that an abbreviation before a name cuts too. An empty text is one sentence."""
+    ends = [end.end() for end in _END.finditer(text) if text[end.end() : end.end() + 1].isupper()]
+    return [text[a:b].strip() for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
+
+
+def draw_sentences(text: str, key: int, options: SentencesConfig) -> str:
+    """The sentences of ``text`` that the ``key`` draws, in their order, joined by single spaces.
+
+    The first one is left out with the probability ``options.leave_out_first`` where there are
+    others; then ``options.number`` of those that are left are drawn, all sets equally often.
+    A text of one sentence stays as it is.
     """
-
-    def __init__(self, directory: str | os.PathLike[str], index: SampleIndex) -> None:
-        self._directory = Path(directory)
-        self._index = index
-        self._arrays: OrderedDict[int, np.memmap[Any, Any]] = OrderedDict()
-        self._checked: dict[int, Checked] = {}
-        if not self._directory.is_dir():
-            raise FileNotFoundError(
-                f"no text embeddings at {self._directory}: run 'mclclip embed --text' first"
-            )
-        finished = is_finished(self._directory)
-        self._manifest = read_manifest(self._directory, "text_embeddings") if finished else None
-
-    def get(self, sample_id: int, caption_number: int) -> Tensor:
-        """The text embedding, float32 [D].
-
-        Raises IndexError for a caption that the sample does not have, FileNotFoundError for a shard
-        without text embeddings, ValueError for an array that does not fit the index.
-        """
-        if not 0 <= caption_number < (num := int(self._index.num_captions[sample_id])):
-            raise IndexError(
-                f"caption {caption_number} of sample {sample_id} was asked for, it has {num}"
-            )
-        shard = int(self._index.shard_of[sample_id])
-        # Not by the index's caption_start, which would take an array [N + 1] in every worker.
-        before = self._index.num_captions[self._index.shards[shard].start : sample_id]
-        row = int(before.sum()) + caption_number
-        array = self._array(shard)
-        first = int(array.offset) + row * (size := array.dtype.itemsize * array.shape[1])
-        self._checked[shard].check(first, first + size)
-        return torch.from_numpy(array[row].astype(np.float32))
-
-    def _array(self, shard: int) -> np.memmap[Any, Any]:
-        if shard in self._arrays:
-            self._arrays.move_to_end(shard)
-            return self._arrays[shard]
-        while len(self._arrays) >= _OPEN_FILES:
-            self._arrays.popitem(last=False)
-        path = rows_path(self._directory, shard)
-        if shard not in self._checked:
-            record = None if self._manifest is None else self._manifest.record(path.name)
-            again = "run 'mclclip embed --text --force' to make it again"
-            self._checked[shard] = Checked(path, record, again)
-            self._checked[shard].check(0, 1)  # the header
-        array = open_npy(path, "embed --text")
-        here = self._index.shards[shard]
-        wanted = int(self._index.num_captions[here.start : here.stop].sum())
-        if array.ndim != 2 or len(array) != wanted or array.dtype not in (np.float16, np.float32):
-            raise ValueError(
-                f"{path} holds {array.dtype} {list(array.shape)}, the index wants float16 or "
-                f"float32 [{wanted}, D]: run 'mclclip embed --text --force' after 'mclclip index'"
-            )
-        self._arrays[shard] = array
-        return array
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A mapped array pickles as its content.
-        return {**self.__dict__, "_arrays": OrderedDict(), "_checked": {}}
+    sentences = cut_sentences(text)
+    if len(sentences) == 1:
+        return text
+    words = np.asarray(mix(key, np.arange(len(sentences) + 1)))
+    if int(words[-1]) < options.leave_out_first * 2.0**64:
+        sentences, words = sentences[1:], words[1:]
+    if options.number != "all":
+        chosen = np.sort(np.argsort(words[:-1], kind="stable")[: options.number])
+        sentences = [sentences[place] for place in chosen]
+    return " ".join(sentences)

@@ -6,7 +6,7 @@ listed beside it and in the index's ``bad_samples.json``, and get the label -1.
 
 With ``trunk_cache.enabled`` stage 0 first writes what its frozen blocks make of every image, in the
 same way. Stages, controls and later embedding passes have the same frozen blocks, so they start
-from these rows (``data.trunk_rows``) instead of images.
+from these rows (``data.locations``) instead of images.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from torch import Tensor
 from mclclip import files
 from mclclip.caption_rules import HardCaptions
 from mclclip.config import Config
-from mclclip.data import trunk_rows
+from mclclip.data import locations
 from mclclip.data.arrays import open_npy
 from mclclip.data.extras import drawn
 from mclclip.data.index_tables import Shard, check_shards
+from mclclip.data.locations import CHECKSUMS, TrunkRows
 from mclclip.data.row_store import (
     RowBatch,
     is_damaged,
@@ -39,7 +40,6 @@ from mclclip.data.row_store import (
 )
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TarDataset, tokenized
-from mclclip.data.trunk_rows import CHECKSUMS, TrunkRows
 from mclclip.embed.passes import Passes, finish_shards, forward, image_batches, write_missing
 from mclclip.models import memory
 from mclclip.models.loading import load_towers, prepare_model
@@ -131,7 +131,7 @@ def _open(
     if of_images:
         fields["feature"] = config.embed.feature
         if config.trunk_cache.enabled:
-            inputs["trunk_cache"] = read_manifest(layout.trunk_cache, trunk_rows.KIND).digest
+            inputs["trunk_cache"] = read_manifest(layout.trunk_cache, locations.TRUNK_CACHE).digest
     if edits is not None:
         fields["drawn_by"] = [*edits.drawn_by]
     restored = num_restored(directory, index) if is_finished(directory) else 0
@@ -258,14 +258,14 @@ def write_trunk(
 
     num_bad = write_missing(
         config, context, index, folder, passes,
-        kind=trunk_rows.KIND, full_disk=files.full_disk_names(folder, "trunk_cache.folder"),
+        kind=locations.TRUNK_CACHE, full_disk=files.full_disk_names(folder, "trunk_cache.folder"),
         dtype=dtype, empty=shape, checksums=True,
     )  # fmt: skip
 
     def finish() -> None:
         directory = artifact.directory
         join_checksums(directory / CHECKSUMS, folder, index)
-        counts = {"shape": list(shape), "rows": trunk_rows.recorded_folder(directory, folder)}
+        counts = {"shape": list(shape), "rows": locations.recorded_folder(directory, folder)}
         records = files.records_of(directory, CHECKSUMS)
         without = finish_shards(artifact, index, folder, num_bad, counts, dtype, records)
         log.info(
@@ -320,7 +320,7 @@ def _open_trunk(
     was_finished, was_begun = is_finished(directory), directory.exists()
     artifact = Artifact.open(
         directory,
-        kind=trunk_rows.KIND,
+        kind=locations.TRUNK_CACHE,
         config={
             "blocks": blocks,
             "dtype": config.trunk_cache.dtype,
@@ -333,13 +333,13 @@ def _open_trunk(
     if artifact.manifest is not None and force:
         _mend(artifact, folder, index, config.data.index_workers)
     elif artifact.manifest is not None:
-        without = np.flatnonzero(open_npy(directory / CHECKSUMS, trunk_rows.VERB) == -1)
+        without = np.flatnonzero(open_npy(directory / CHECKSUMS, locations.VERB) == -1)
         if restored := len(np.setdiff1d(without, index.bad_ids())):
             log.warning(
                 "%s has no rows of %d samples that could not be read and have changed since: they "
                 "are replaced in trainings; --force makes all rows again", directory, restored,
             )  # fmt: skip
-        if written := trunk_rows.written_elsewhere(artifact.manifest, directory, folder):
+        if written := locations.written_elsewhere(artifact.manifest, directory, folder):
             log.warning(
                 "the rows of the trunk's cache were written to %s, and are looked for in %s: move "
                 "them, or name trunk_cache.folder as it was", written, folder,
@@ -378,7 +378,7 @@ def _mend(artifact: Artifact, folder: Path, index: SampleIndex, threads: int) ->
     """
     if not folder.exists():
         return
-    checksums = open_npy(artifact.directory / CHECKSUMS, trunk_rows.VERB)
+    checksums = open_npy(artifact.directory / CHECKSUMS, locations.VERB)
 
     def damaged_in(number: int) -> bool:
         shard = index.shards[number]

@@ -36,7 +36,7 @@ from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact, Force, Layout
-from mclclip.run.measures import not_finite
+from mclclip.run.recorder import not_finite
 from mclclip.train.loop import MODEL
 
 log = logging.getLogger("mclclip")

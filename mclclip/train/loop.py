@@ -32,8 +32,7 @@ from mclclip.ranks.process_group import seed_everything
 from mclclip.ranks.signals import Preempted
 from mclclip.ranks.step_boundary import StepBoundary
 from mclclip.run import runlog
-from mclclip.run.measures import NotFinite, StepProfiler
-from mclclip.run.recorder import Recorder
+from mclclip.run.recorder import NotFinite, Recorder, StepProfiler
 from mclclip.train.options import EvaluateConfig
 from mclclip.train.symptoms import Symptoms
 

@@ -15,16 +15,14 @@ from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data.batches import Batch, Loader, TrainingBatches
 from mclclip.data.decode import Pixels
 from mclclip.data.epoch_plan import EpochPlan
-from mclclip.data.equality import EqualityDigests, report_equal
-from mclclip.data.extras import BaseFeatures, EditedCaptions
+from mclclip.data.extras import BaseFeatures, EditedCaptions, EqualityDigests, report_equal
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.labels import AttributeClasses, ClassLabels, outside_of_share
-from mclclip.data.locations import Resharded
-from mclclip.data.row_store import left_out
+from mclclip.data.locations import Resharded, TrunkRows
+from mclclip.data.row_store import TextFeatures, left_out
 from mclclip.data.sample_index import BadSamples, SampleIndex
 from mclclip.data.sample_weights import SampleWeights
-from mclclip.data.samples import Extra, TarDataset, TextFeatures
-from mclclip.data.trunk_rows import TrunkRows
+from mclclip.data.samples import Extra, TarDataset
 from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
 from mclclip.files import clean
@@ -40,8 +38,7 @@ from mclclip.randomness import mix
 from mclclip.ranks.process_group import STARTED, Context, choose_memory
 from mclclip.ranks.step_boundary import StepBoundary
 from mclclip.run.artifacts import Layout, made_of
-from mclclip.run.measures import PeakMemory, StepProfiler
-from mclclip.run.recorder import Recorder
+from mclclip.run.recorder import PeakMemory, Recorder, StepProfiler
 from mclclip.train.loop import Judging, Trainee, Trainer
 from mclclip.train.symptoms import Symptoms
 

@@ -16,22 +16,22 @@ import numpy as np
 
 from mclclip.checkpoint import path_of
 from mclclip.config import Config, TrainConfig, to_tree
-from mclclip.data import trunk_rows
+from mclclip.data import locations
 from mclclip.data.coverage import check_coverage, coverage_report
 from mclclip.data.epoch_plan import check_ranks, total_steps
 from mclclip.data.extras import survey
 from mclclip.data.groups import GroupSizes, LabelBlocks, StageGroups
 from mclclip.data.index_tables import check_shards
 from mclclip.data.labels import permute_labels, read_pseudo_labels
+from mclclip.data.locations import TrunkRows
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.trunk_rows import TrunkRows
 from mclclip.files import digest_file, move_aside
 from mclclip.models import weights
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact, Force, Layout
-from mclclip.run.measures import PeakMemory
+from mclclip.run.recorder import PeakMemory
 from mclclip.train import parts
 from mclclip.train.loop import Evaluate, Judging, Trainee
 from mclclip.train.parts import Job, Opened
@@ -297,7 +297,7 @@ def _inputs(job: Job) -> dict[str, str]:
         return inputs
     inputs["base"] = artifacts.read_manifest(layout.export(0), "export").digest
     if job.reads_trunk:
-        cache = artifacts.read_manifest(layout.trunk_cache, trunk_rows.KIND)
+        cache = artifacts.read_manifest(layout.trunk_cache, locations.TRUNK_CACHE)
         inputs["trunk_cache"] = cache.digest
     if "images" in reads.base:
         embedded = artifacts.read_manifest(layout.embeddings(0), "embeddings")

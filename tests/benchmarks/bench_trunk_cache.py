@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from mclclip import embed, plan
+from mclclip.data.locations import TrunkRows
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.trunk_rows import TrunkRows
 from mclclip.models.model import unit
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Layout

@@ -23,7 +23,6 @@ from mclclip.checkpoint import (
     load_model_state,
     step_files,
     steps,
-    storage,
 )
 from mclclip.engines.engine import Engine
 from mclclip.ranks import collectives
@@ -83,7 +82,7 @@ def save_sharded(directory: Path, step: int) -> State:
 
 def save_asynchronously(directory: Path, step: int, sharded: bool) -> None:
     """Overwrites everything, and uses the ranks' group, while the write waits."""
-    write, trained = storage.write, threading.Event()
+    write, trained = step_files.write, threading.Event()
 
     def late(*args: Any, **options: Any) -> None:
         assert trained.wait(300)
@@ -92,7 +91,7 @@ def save_asynchronously(directory: Path, step: int, sharded: bool) -> None:
     checkpoints = Checkpoints(directory, CheckpointConfig(asynchronous=True))
     source = Source(step, sharded=sharded)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, "write", late)
+        patch.setattr(step_files, "write", late)
         checkpoints.save(step, source)
         for value in source.state_dict().values():
             value.detach().fill_(7)
@@ -355,8 +354,8 @@ def save_with_failure(
         "checksums": (step_files, "describe"),
         "list": (step_files.files, "write_json"),
         "rename": (os, "rename"),
-        "copy": (storage, "own_part"),
-        "writer": (storage, "Writer"),
+        "copy": (step_files, "own_part"),
+        "writer": (step_files, "Writer"),
     }[where]
     checkpoints, line = Checkpoints(directory, CheckpointConfig(**options)), ""
     with pytest.MonkeyPatch.context() as patch, Heard() as heard:

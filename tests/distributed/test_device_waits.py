@@ -26,8 +26,7 @@ from mclclip.objectives import base
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.ranks.step_boundary import StepBoundary
-from mclclip.run.measures import PeakMemory, StepProfiler
-from mclclip.run.recorder import Recorder
+from mclclip.run.recorder import PeakMemory, Recorder, StepProfiler
 from mclclip.train.loop import Trainee, Trainer
 from mclclip.train.symptoms import Symptoms
 from tests import device_waits, tiny

@@ -13,8 +13,7 @@ from torch import Tensor
 from mclclip.checkpoint import CheckpointConfig, Checkpoints
 from mclclip.objectives.class_centers import ShardedClassCenters, normal_rows
 from mclclip.ranks import collectives
-from mclclip.run.measures import NotFinite, PeakMemory
-from mclclip.run.recorder import Recorder
+from mclclip.run.recorder import NotFinite, PeakMemory, Recorder
 from tests.distributed.conftest import here
 
 Ranks = Callable[..., list[Any]]

@@ -14,8 +14,7 @@ import torch
 
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
-from mclclip.run.measures import PeakMemory
-from mclclip.run.recorder import Recorder
+from mclclip.run.recorder import PeakMemory, Recorder
 from tests import tiny
 
 Ranks = Callable[..., list[Any]]

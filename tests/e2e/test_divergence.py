@@ -34,10 +34,10 @@ class Spoil:
     writing_s: float = 0.0
 
     def __call__(self) -> None:
-        from mclclip.checkpoint import storage
+        from mclclip.checkpoint import step_files
         from mclclip.engines.engine import Engine
 
-        original, write = Engine.update, storage.write
+        original, write = Engine.update, step_files.write
 
         def slow(*args: Any, **options: Any) -> None:
             time.sleep(self.writing_s)
@@ -50,7 +50,7 @@ class Spoil:
             return original(engine, batch, lr)
 
         setattr(Engine, "update", update)  # noqa: B010
-        setattr(storage, "write", slow)  # noqa: B010
+        setattr(step_files, "write", slow)  # noqa: B010
 
 
 @pytest.fixture(scope="module")

@@ -272,7 +272,7 @@ STILL_ASKING = {
     "engines/engine.py",
     "engines/gradient_cache.py",
     "ranks/process_group.py",
-    "run/measures.py",
+    "run/recorder.py",
     "train/loop.py",
 }
 

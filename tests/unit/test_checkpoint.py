@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from mclclip import checkpoint
-from mclclip.checkpoint import CheckpointConfig, Checkpoints, step_files, storage
+from mclclip.checkpoint import CheckpointConfig, Checkpoints, step_files
 from mclclip.checkpoint.mirror import Mirror
 from mclclip.run.artifacts import Artifact
-from mclclip.run.measures import NotFinite
+from mclclip.run.recorder import NotFinite
 from tests import tiny
 from tests.matrix import kept
 
@@ -134,13 +134,13 @@ def test_training_on_does_not_change_what_is_written(
         Source(4),
         Checkpoints(tmp_path, CheckpointConfig(keep=1, asynchronous=True)),
     )
-    write, trained = storage.write, threading.Event()
+    write, trained = step_files.write, threading.Event()
 
     def late(*args: Any, **options: Any) -> None:
         assert trained.wait(300)
         write(*args, **options)
 
-    monkeypatch.setattr(storage, "write", late)
+    monkeypatch.setattr(step_files, "write", late)
     checkpoints.save(4, source)
     for value in source.state.values():
         value.fill_(7)
@@ -279,13 +279,13 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from mclclip import files
-from mclclip.checkpoint import CheckpointConfig, Checkpoints, step_files, storage
+from mclclip.checkpoint import CheckpointConfig, Checkpoints, step_files
 from tests.unit.test_checkpoint import Source
 
 def die(*args, **options):
     os.kill(os.getpid(), signal.SIGKILL)
 
-where = {"write": (storage, "write"), "checksum": (step_files, "describe"),
+where = {"write": (step_files, "write"), "checksum": (step_files, "describe"),
          "publish": (files, "write_json"), "rename": (os, "rename"),
          "remove": (step_files.shutil, "rmtree")}[sys.argv[2]]
 options = CheckpointConfig(keep=1, asynchronous=sys.argv[3] == "True")
@@ -441,7 +441,7 @@ def break_in(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(28, "No space left on device")
 
     owner: Any = {
-        "data": (storage, "write"),
+        "data": (step_files, "write"),
         "checksums": (step_files, "describe"),
         "list": (step_files.files, "write_json"),
         "rename": (step_files.os, "rename"),

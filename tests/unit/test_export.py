@@ -255,7 +255,7 @@ def test_weights_that_are_not_finite_are_refused(
         return state
 
     with monkeypatch.context() as patch:
-        patch.setattr("mclclip.checkpoint.storage.load_model_state", spoiled)
+        patch.setattr("mclclip.checkpoint.step_files.load_model_state", spoiled)
         with pytest.raises(RuntimeError, match=r"not exported: 1 of \d+ tensors .* visual\.proj"):
             export.stage(options, SINGLE, stage=1)
     assert not layout.export(1).exists()

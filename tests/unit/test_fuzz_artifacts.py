@@ -24,9 +24,8 @@ from mclclip.data.groups import LabelBlocks, StageGroups
 from mclclip.data.index_tables import check_shards
 from mclclip.data.labels import ClassLabels, read_pseudo_labels
 from mclclip.data.options import DataConfig
-from mclclip.data.row_store import left_out
+from mclclip.data.row_store import TextFeatures, left_out
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import TextFeatures
 from mclclip.models.loading import load_towers
 from mclclip.models.weights import digest_tensors
 from mclclip.run.artifacts import Layout

@@ -16,10 +16,10 @@ import torch
 
 from mclclip import cluster, embed, export, index, pipeline
 from mclclip.config import Config
+from mclclip.data.locations import TrunkRows
 from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSample, Sample, TarDataset
-from mclclip.data.trunk_rows import TrunkRows
 from mclclip.embed import passes
 from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import SINGLE

@@ -12,7 +12,7 @@ import torch
 
 from mclclip.data.batches import TrainingBatches
 from mclclip.data.epoch_plan import EpochPlan
-from mclclip.data.equality import (
+from mclclip.data.extras import (
     EqualityDigests,
     EqualRows,
     caption_digest,
@@ -20,8 +20,9 @@ from mclclip.data.equality import (
     report_equal,
 )
 from mclclip.data.options import DataConfig, Policy, SentencesConfig
+from mclclip.data.row_store import TextFeatures
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import RawSample, TarDataset, TextFeatures
+from mclclip.data.samples import RawSample, TarDataset
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.models.clip import clean_caption
 from tests.batches import grouped_index
@@ -220,7 +221,7 @@ def test_what_is_read_before_a_training_is_bounded(
     monkeypatch.setattr(
         TarDataset, "captions_of", lambda self, ids: read.extend(ids) or whole(self, ids)
     )
-    monkeypatch.setattr("mclclip.data.equality._MOST_READ", 5)
+    monkeypatch.setattr("mclclip.data.extras._MOST_READ", 5)
     captions, _ = equal_rows(batches_of(index), clean_caption)
     assert (captions.num_batches, captions.num_rows, len(read)) == (1, 4, 4)
     captions, _ = equal_rows(batches_of(index, global_batch=12), clean_caption)

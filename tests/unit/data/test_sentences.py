@@ -12,7 +12,7 @@ import pytest
 
 from mclclip.data.batches import TrainingBatches
 from mclclip.data.options import SentencesConfig
-from mclclip.data.sentences import cut, draw
+from mclclip.data.samples import cut_sentences, draw_sentences
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.randomness import mix
 from tests import tiny
@@ -37,17 +37,17 @@ KEYS = [int(key) for key in np.asarray(mix(7, np.arange(20_000)))]
     ],
 )  # fmt: skip
 def test_a_text_is_cut_before_capitals(text: str, sentences: list[str]) -> None:
-    assert cut(text) == sentences
+    assert cut_sentences(text) == sentences
 
 
 def counted(number: Any, leave_out: float) -> Counter[str]:
     options = SentencesConfig(number=number, leave_out_first=leave_out)
-    return Counter(draw(PARAGRAPH, key, options) for key in KEYS)
+    return Counter(draw_sentences(PARAGRAPH, key, options) for key in KEYS)
 
 
 def test_all_sets_are_drawn_equally_often_and_in_order() -> None:
     found = counted(2, 0.0)
-    pairs = [" ".join(pair) for pair in itertools.combinations(cut(PARAGRAPH), 2)]
+    pairs = [" ".join(pair) for pair in itertools.combinations(cut_sentences(PARAGRAPH), 2)]
     assert found.keys() == set(pairs)
     wanted = len(KEYS) / len(pairs)
     assert all(abs(found[pair] - wanted) < 4.5 * wanted**0.5 for pair in pairs)
@@ -56,7 +56,7 @@ def test_all_sets_are_drawn_equally_often_and_in_order() -> None:
 def test_the_first_sentence_is_left_out_as_often_as_asked() -> None:
     """Its share is (1 - p) 2/5, that of each other one (1 - p) 2/5 + p 2/4."""
     found = counted(2, 0.3)
-    for sentence in cut(PARAGRAPH):
+    for sentence in cut_sentences(PARAGRAPH):
         share = sum(n for text, n in found.items() if sentence in text) / len(KEYS)
         wanted = 0.7 * 2 / 5 + (0.0 if sentence == "A." else 0.3 * 2 / 4)
         assert abs(share - wanted) < 4.5 * (wanted * (1 - wanted) / len(KEYS)) ** 0.5
@@ -69,7 +69,8 @@ def test_the_first_sentence_is_left_out_as_often_as_asked() -> None:
 
 def test_one_sentence_stays_as_it_is() -> None:
     options = SentencesConfig(number=3, leave_out_first=1.0)
-    assert draw("  a dog, two cats. and more ", 5, options) == "  a dog, two cats. and more "
+    text = "  a dog, two cats. and more "
+    assert draw_sentences(text, 5, options) == text
 
 
 def batches(folder: Path, **changes: Any) -> TrainingBatches:

@@ -12,8 +12,8 @@ import torch
 from mclclip.data import samples as samples_module
 from mclclip.data.batches import _AUGMENTATION, Batch, TrainingBatches, kept_rng, seed_generators
 from mclclip.data.decode import decode_image
+from mclclip.data.row_store import TextFeatures
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import TextFeatures
 from mclclip.models.transforms import PixelFormat, SimCLROptions, SimCLRTransform
 from mclclip.randomness import mix
 from tests.batches import grouped_index

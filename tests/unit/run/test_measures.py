@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mclclip.run import measures
-from mclclip.run.measures import NotFinite, PeakMemory, StepProfiler, StepWatch, not_finite
+from mclclip.run import recorder as measures
+from mclclip.run.recorder import NotFinite, PeakMemory, StepProfiler, StepWatch, not_finite
 from tests.benchmarks import memory
 from tests.device_waits import Readings
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from mclclip.ranks.process_group import Context
 from mclclip.run import runlog
-from mclclip.run.measures import NotFinite, PeakMemory
-from mclclip.run.recorder import Recorder
+from mclclip.run.recorder import NotFinite, PeakMemory, Recorder
 from tests import tiny
 from tests.device_waits import Readings
 

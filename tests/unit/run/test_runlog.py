@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from mclclip.run import runlog
-from mclclip.run.measures import Meter
+from mclclip.run.recorder import Meter
 from tests import tiny
 
 
