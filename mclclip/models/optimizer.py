@@ -11,7 +11,7 @@ number of layers above), such as Model, wherever these are in the trained module
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -46,26 +46,21 @@ _NOT_RESUMABLE = ("kron", "madgrad")
 
 
 def parameter_groups(
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
-    weight_decay: float,
-    *,
-    upper_bounds: Mapping[str, float] | None = None,
-    lr_scale: Callable[[str], float] | None = None,
-    start_decay: Callable[[str], float] | None = None,
+    module: nn.Module, weight_decay: float, layer_decay: float | None, start_decay: float
 ) -> list[dict[str, Any]]:
-    """Groups of trainable parameters: those with weight decay, then those without.
+    """Groups of a module's trainable parameters: those with weight decay, then those without.
 
     Parameters with fewer than two dimensions (norms, biases, the class token, the logit scale) do
-    not decay. With `lr_scale` there are two such groups for each of its values, the lowest value
-    first, and so with `start_decay`. Parameters with an upper bound have groups of their own.
-    Raises ValueError where nothing is trainable.
+    not decay. With `layer_decay` there are two such groups for each layer, the lowest rate first,
+    and with `start_decay` for parameters of models and for others. Parameters with an upper bound
+    have groups of their own. Raises ValueError where nothing is trainable.
     """
-    bounds = upper_bounds or {}
+    bounds, layers_above, in_model = _declared(module)
     members: dict[tuple[Any, ...], list[nn.Parameter]] = {}
-    for name, parameter in named_parameters:
+    for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            scale = 1.0 if lr_scale is None else lr_scale(name)
-            pull = 0.0 if start_decay is None else start_decay(name)
+            scale = 1.0 if layer_decay is None else float(layer_decay ** layers_above(name))
+            pull = start_decay * in_model(name)
             key = (bounds.get(name, math.inf), scale, parameter.ndim < 2, pull)
             members.setdefault(key, []).append(parameter)
     if not members:
@@ -74,8 +69,8 @@ def parameter_groups(
     for key in sorted(members, key=lambda key: (key[0] != math.inf, *key)):
         bound, scale, plain, pull = key
         group = {"params": members[key], "weight_decay": 0.0 if plain else weight_decay}
-        group |= {} if lr_scale is None else {"lr_scale": scale}
-        group |= {} if start_decay is None else {"start_decay": pull}
+        group |= {} if layer_decay is None else {"lr_scale": scale}
+        group |= {"start_decay": pull} if start_decay else {}
         groups.append(group | ({} if bound == math.inf else {"max_value": bound}))
     return groups
 
@@ -109,16 +104,7 @@ def build_optimizer(
     Raises ValueError for an unknown name, for an optimizer that cannot be resumed or is not
     available, and where nothing is trainable.
     """
-    bounds, layers_above, in_model = _declared(module)
-    scale = None if layer_decay is None else lambda name: float(layer_decay ** layers_above(name))
-    pull = (lambda name: start_decay * in_model(name)) if start_decay else None
-    groups = parameter_groups(
-        module.named_parameters(),
-        weight_decay,
-        upper_bounds=bounds,
-        lr_scale=scale,
-        start_decay=pull,
-    )
+    groups = parameter_groups(module, weight_decay, layer_decay, start_decay)
     for group in groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
     optimizer: torch.optim.Optimizer

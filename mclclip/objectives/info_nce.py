@@ -250,34 +250,22 @@ class ModifiedOptions(ContrastOptions):
 
     def objective(self, temperature: Temperature) -> Contrast:
         """The loss, with its temperature."""
-        weights = weights_of(self.term, self.alpha, self.average)
-        return ImplicitModification(
-            self.between,
-            temperature,
-            self.epsilon,
-            weights,
-            direction=self.direction,
-            equal_captions=self.equal_captions,
-        )
+        return ImplicitModification(self, temperature)
 
 
 class ImplicitModification(Contrast):
-    """The sum of the plain and the modified loss with ``weights``; the latter's ``epsilon``.
+    """The weighted sum of the plain and the modified loss, both of one log-sum-exp of the
+    negatives."""
 
-    ``how``: further arguments of ``Contrast``.
-    Both losses come from one log-sum-exp of the negatives.
-    """
-
-    def __init__(
-        self,
-        between: Between,
-        temperature: Temperature | None = None,
-        epsilon: float = 0.1,
-        weights: tuple[float, float] = (0.5, 0.5),
-        **how: Any,
-    ) -> None:
-        super().__init__(between, temperature, **how)
-        self.epsilon, self.weights = epsilon, weights
+    def __init__(self, options: ModifiedOptions, temperature: Temperature | None = None) -> None:
+        super().__init__(
+            options.between,
+            temperature,
+            direction=options.direction,
+            equal_captions=options.equal_captions,
+        )
+        self.epsilon = options.epsilon
+        self.weights = weights_of(options.term, options.alpha, options.average)
 
     def rows(
         self, queries: Tensor, keys: Tensor, pairs: Pairs, scale: Tensor
@@ -330,8 +318,7 @@ class HardOptions(ContrastOptions):
 
     def objective(self, temperature: Temperature) -> Contrast:
         """The loss, with its temperature."""
-        how = {"equal_captions": self.equal_captions}
-        return HardNegatives(self.between, temperature, self.beta, self.tau_plus, **how)
+        return HardNegatives(self, temperature)
 
 
 class HardNegatives(Contrast):
@@ -346,20 +333,12 @@ class HardNegatives(Contrast):
 
     N counts the negatives that the group mask keeps; without a mask between views it is 2B - 2. The
     weighted sum is N times the ratio of the sums of e^(1 + beta) and e^beta, whose log-sum-exps are
-    computed together in tiles: memory is linear in the batch. ``how``: further arguments of
-    ``Contrast``.
+    computed together in tiles: memory is linear in the batch.
     """
 
-    def __init__(
-        self,
-        between: Between,
-        temperature: Temperature | None = None,
-        beta: float = 1.0,
-        tau_plus: float = 0.1,
-        **how: Any,
-    ) -> None:
-        super().__init__(between, temperature, **how)
-        self.beta, self.tau_plus = beta, tau_plus
+    def __init__(self, options: HardOptions, temperature: Temperature | None = None) -> None:
+        super().__init__(options.between, temperature, equal_captions=options.equal_captions)
+        self.beta, self.tau_plus = options.beta, options.tau_plus
 
     def rows(
         self, queries: Tensor, keys: Tensor, pairs: Pairs, scale: Tensor

@@ -21,14 +21,14 @@ import timm.optim
 
 def test_norms_biases_and_the_scale_do_not_decay(vit: Model) -> None:
     vit.clip.transformer.requires_grad_(False)
-    decayed, plain = parameter_groups(vit.named_parameters(), 0.2)
-    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.2, 0.0)
+    decayed, plain, scale = groups = parameter_groups(vit, 0.2, None, 0.0)
+    assert [group["weight_decay"] for group in groups] == [0.2, 0.0, 0.0]
     names = {id(p): n for n, p in vit.named_parameters()}
-    without = {names[id(p)] for p in plain["params"]}
+    without = {names[id(p)] for p in [*plain["params"], *scale["params"]]}
     assert {"clip.logit_scale", "clip.visual.ln_post.weight", "clip.ln_final.bias"} <= without
     assert "clip.visual.class_embedding" in without
     assert all(p.ndim >= 2 for p in decayed["params"])
-    listed = {names[id(p)] for group in (decayed, plain) for p in group["params"]}
+    listed = {names[id(p)] for group in groups for p in group["params"]}
     assert listed == {n for n, p in vit.named_parameters() if p.requires_grad}
 
 

@@ -12,8 +12,10 @@ from mclclip.objectives.base import Reads, kinds, parse
 from mclclip.objectives.contrast import ContrastOptions, Temperature
 from mclclip.objectives.info_nce import (
     HardNegatives,
+    HardOptions,
     ImplicitModification,
     InfoNCE,
+    ModifiedOptions,
     SupervisedContrast,
     SupervisedOptions,
 )
@@ -150,12 +152,12 @@ def test_the_estimate_has_a_floor(scale: float) -> None:
     batch = loops.draw(3, 4)
     with torch.no_grad():
         batch.second.copy_(batch.first)
-    objective = HardNegatives("views", Temperature(1.0 / scale), 0.0, 0.9)
-    found = batch.run(objective)["loss"].detach()
+    tight, untied = (HardOptions(between="views", beta=0.0, tau_plus=tau) for tau in (0.9, 0.0))
+    found = batch.run(HardNegatives(tight, Temperature(1 / scale)))["loss"].detach()
     assert found > 0
     loops.close(found, floor(batch, scale).detach())
     assert all(torch.isfinite(gradient).all() for gradient in batch.gradients())
-    loose = batch.rows(slice(None)).run(HardNegatives("views", Temperature(1 / scale), 0.0, 0.0))
+    loose = batch.rows(slice(None)).run(HardNegatives(untied, Temperature(1 / scale)))
     assert loose["loss"] > found
 
 
@@ -166,7 +168,7 @@ def test_either_direction_alone() -> None:
     batch = loops.draw(4, 6, groups=2)
 
     def run(direction: Any) -> float:
-        objective = ImplicitModification("captions", direction=direction)
+        objective = ImplicitModification(ModifiedOptions(direction=direction))
         return batch.rows(slice(None)).run(objective, "text_features")["loss"].item()
 
     assert (run("images") + run("texts")) / 2 == pytest.approx(run("both"), rel=1e-12)
