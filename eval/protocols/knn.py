@@ -40,14 +40,12 @@ def vote(
     A neighbour's vote counts 1, or exp(similarity / temperature). Of classes with equally many
     votes the one with the larger sum of similarities wins, then the smaller label.
     """
-    queries = len(labels)
-    cells = (np.arange(queries)[:, None] * num_classes + labels).ravel()
+    cells = (np.arange(len(labels))[:, None] * num_classes + labels).ravel()
 
     def sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
         # Neighbours come nearest first, so equal neighbours give sums that are equal bit for bit.
-        total = np.zeros(queries * num_classes)
-        np.add.at(total, cells, values.ravel())
-        return total.reshape(queries, num_classes)
+        total = np.bincount(cells, values.ravel(), len(labels) * num_classes)
+        return total.reshape(len(labels), num_classes)
 
     near = similarity.astype(np.float64)
     votes = sums(np.exp(near / temperature) if weights == "similarity" else np.ones_like(near))

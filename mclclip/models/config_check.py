@@ -22,7 +22,6 @@ Every mistake is a ValueError of one line.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import os
@@ -238,11 +237,6 @@ def _items(value: object) -> list[Any]:
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
-@functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
-
-
 def _check_type(kind: Any, value: object, name: str, where: str) -> None:
     if isinstance(value, str | bool) and kind in (int, float):
         raise ValueError(f"{name} of {where} is {brief(value)}, wanted a number")
@@ -254,7 +248,7 @@ def _check_type(kind: Any, value: object, name: str, where: str) -> None:
             if numeric and isinstance(given, str | bool):
                 raise ValueError(f"{inner} in {where} is {brief(given)}, wanted a number")
     try:
-        _adapter(kind).validate_python(value)
+        TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
         option, problem = first_problem(error)
         raise ValueError(f"{option or name} in {where}: {problem[:200]}") from None

@@ -21,7 +21,7 @@ and nothing of mclclip.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,18 @@ from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedMode
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 
-class StagesVisionConfig(PretrainedConfig):  # type: ignore[misc]
+class _Sizes(PretrainedConfig):  # type: ignore[misc]
+    """A configuration whose fields, with their defaults, are ``sizes``."""
+
+    sizes: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, **kwargs: Any) -> None:
+        for name, default in self.sizes.items():
+            setattr(self, name, kwargs.pop(name, default))
+        super().__init__(**kwargs)
+
+
+class StagesVisionConfig(_Sizes):
     """Sizes of the image half. `variant`: `raw` joins features as they are, `stage_norm` each at
     unit length, `weighted` times the root of its stage's number in `stage_weights`, images and
     texts. `num_stages` towers share their first `num_trunk_blocks` blocks. `width` is that of their
@@ -38,72 +49,34 @@ class StagesVisionConfig(PretrainedConfig):  # type: ignore[misc]
 
     model_type = "mclclip_stages_vision"
     base_config_key = "vision_config"
+    sizes: ClassVar[dict[str, Any]] = dict(
+        num_stages=1, num_trunk_blocks=0, variant="raw", stage_weights=None, width=None,
+        hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
+        image_size=32, patch_size=8, num_channels=3, hidden_act="gelu", layer_norm_eps=1e-5,
+        projection_dim=32,
+    )  # fmt: skip
 
-    def __init__(
-        self,
-        num_stages: int = 1,
-        num_trunk_blocks: int = 0,
-        variant: str = "raw",
-        stage_weights: list[float] | None = None,
-        width: int | None = None,
-        hidden_size: int = 64,
-        intermediate_size: int = 256,
-        num_hidden_layers: int = 2,
-        num_attention_heads: int = 2,
-        image_size: int = 32,
-        patch_size: int = 8,
-        num_channels: int = 3,
-        hidden_act: str = "gelu",
-        layer_norm_eps: float = 1e-5,
-        projection_dim: int = 32,
-        **kwargs: Any,
-    ) -> None:
-        if (variant == "weighted") != (stage_weights is not None):
-            raise ValueError(
-                f"variant is {variant} and stage_weights is {stage_weights}: weighted, and it "
-                "alone, has a weight for each of its stages; export the encoder again"
-            )
-        self.num_stages, self.num_trunk_blocks = num_stages, num_trunk_blocks
-        self.variant, self.stage_weights = variant, stage_weights
-        self.width = hidden_size if width is None else width
-        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
-        self.num_hidden_layers = num_hidden_layers
-        self.num_attention_heads = num_attention_heads
-        self.image_size, self.patch_size = image_size, patch_size
-        self.num_channels = num_channels
-        self.hidden_act, self.layer_norm_eps = hidden_act, layer_norm_eps
-        self.projection_dim = projection_dim
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        if (self.variant == "weighted") != (self.stage_weights is not None):
+            raise ValueError(
+                f"variant is {self.variant} and stage_weights is {self.stage_weights}: weighted, "
+                "and it alone, has a weight for each of its stages; export the encoder again"
+            )
+        if self.width is None:
+            self.width = self.hidden_size
 
 
-class StagesTextConfig(PretrainedConfig):  # type: ignore[misc]
+class StagesTextConfig(_Sizes):
     """Sizes of the text half: `num_towers` is 1 where all stages have the same text tower."""
 
     model_type = "mclclip_stages_text"
     base_config_key = "text_config"
-
-    def __init__(
-        self,
-        num_towers: int = 1,
-        hidden_size: int = 32,
-        intermediate_size: int = 128,
-        num_hidden_layers: int = 2,
-        num_attention_heads: int = 2,
-        vocab_size: int = 49408,
-        max_position_embeddings: int = 77,
-        hidden_act: str = "gelu",
-        layer_norm_eps: float = 1e-5,
-        projection_dim: int = 32,
-        **kwargs: Any,
-    ) -> None:
-        self.num_towers = num_towers
-        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
-        self.num_hidden_layers = num_hidden_layers
-        self.num_attention_heads = num_attention_heads
-        self.vocab_size, self.max_position_embeddings = vocab_size, max_position_embeddings
-        self.hidden_act, self.layer_norm_eps = hidden_act, layer_norm_eps
-        self.projection_dim = projection_dim
-        super().__init__(**kwargs)
+    sizes: ClassVar[dict[str, Any]] = dict(
+        num_towers=1, hidden_size=32, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=2, vocab_size=49408, max_position_embeddings=77, hidden_act="gelu",
+        layer_norm_eps=1e-5, projection_dim=32,
+    )  # fmt: skip
 
 
 class StagesConfig(PretrainedConfig):  # type: ignore[misc]

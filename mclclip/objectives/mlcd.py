@@ -9,7 +9,7 @@ how negatives are sampled) the choices are arguments.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -147,7 +147,7 @@ class Options(ObjectiveOptions):
             dim,
             centroid_rows if self.centers == "centroids" else normal_rows(dim, seed),
             context=setting.context,
-            draw=None if rate == 1.0 else NegativeDraw(classes.num_classes, rate, seed),
+            draw=None if rate == 1.0 else negative_draw(classes.num_classes, rate, seed),
             rule=self.negatives,
             lr_scale=self.lr_scale,
             weight_decay=self.weight_decay,
@@ -169,26 +169,22 @@ class Options(ObjectiveOptions):
         return Cost(measured["parts"]["step"], lasting, measured["checkpoint"], measured)
 
 
-class NegativeDraw:
+def negative_draw(
+    num_classes: int, sample_rate: float, seed: int
+) -> Callable[[int], npt.NDArray[np.int64]]:
     """step -> int64 [round(sample_rate * num_classes)]: the classes that serve as negatives.
 
     They are the first of a permutation keyed by (seed, step), so the draw is the same after a
     resume and for any number of ranks. Raises ValueError for a rate that draws none of so few.
     """
-
-    def __init__(self, num_classes: int, sample_rate: float, seed: int) -> None:
-        self.num_classes, self.seed = num_classes, seed
-        self.count = round(sample_rate * num_classes)
-        if sample_rate > 0.0 and self.count == 0:
-            raise ValueError(
-                f"sample_rate is {sample_rate}, which draws none of {num_classes} classes as "
-                f"negatives: wanted at least {1 / num_classes:.2g}"
-            )
-
-    def __call__(self, step: int) -> npt.NDArray[np.int64]:
-        positions = np.arange(self.count)
-        rounds = 4 if self.num_classes >= _LARGE else 16
-        return permute(positions, self.num_classes, mix(self.seed, step), rounds)
+    positions = np.arange(round(sample_rate * num_classes))
+    rounds = 4 if num_classes >= _LARGE else 16
+    if sample_rate > 0.0 and not len(positions):
+        raise ValueError(
+            f"sample_rate is {sample_rate}, which draws none of {num_classes} classes as "
+            f"negatives: wanted at least {1 / num_classes:.2g}"
+        )
+    return lambda step: permute(positions, num_classes, mix(seed, step), rounds)
 
 
 class ClassCenterLoss(Objective):

@@ -218,14 +218,13 @@ def _stream(
     return maximum, log_totals, alone
 
 
-def _pull(
-    tiles: Tiles,
-    shares: Callable[[slice, slice], Tensor],
-    queries: Tensor,
-    grad_queries: Tensor | None,
-    grad_keys: Tensor | None,
-) -> None:
-    """Adds the products of ``shares`` [r, c] with keys and ``queries`` to the gradients wanted."""
+def _pulled(
+    ctx: Any, tiles: Tiles, shares: Callable[[slice, slice], Tensor], queries: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """The products of ``shares`` [r, c] with keys and with ``queries``: the gradients of queries
+    and of keys, which are a function's first two arguments, as far as they are wanted."""
+    grad_queries = torch.zeros_like(queries) if ctx.needs_input_grad[0] else None
+    grad_keys = torch.zeros_like(tiles.keys) if ctx.needs_input_grad[1] else None
     for rows, columns in tiles.pairs.tiles():
         share = shares(rows, columns)
         if grad_queries is not None:
@@ -233,6 +232,7 @@ def _pull(
         if grad_keys is not None:
             grad_keys[columns].addmm_(share.T, queries[rows])
         del share  # before the next one is made
+    return grad_queries, grad_keys
 
 
 def wide(features: Tensor) -> Tensor:
@@ -285,8 +285,6 @@ class _RowLosses(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None]:
         refuse_second_derivative()
         queries, keys, losses, normalizers = ctx.saved_tensors
-        grad_queries = torch.zeros_like(queries) if ctx.needs_input_grad[0] else None
-        grad_keys = torch.zeros_like(keys) if ctx.needs_input_grad[1] else None
         with choose_no_autocast(queries.device):
             tiles = Tiles(queries, keys, ctx.pairs)
 
@@ -294,7 +292,7 @@ class _RowLosses(torch.autograd.Function):
                 return tiles.logits(rows, columns).sub_(normalizers[rows, None]).exp_()
 
             weighted = grad[:, None] * queries
-            _pull(tiles, shares, weighted, grad_queries, grad_keys)
+            grad_queries, grad_keys = _pulled(ctx, tiles, shares, weighted)
             own = torch.expm1(-losses)[:, None]  # the own pair's share of the row's sum, minus 1
             if grad_queries is not None:
                 grad_queries.addcmul_(own, ctx.pairs.own(keys)).mul_(grad[:, None])
@@ -323,8 +321,6 @@ class _LogSums(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         refuse_second_derivative()
         queries, keys, sums = ctx.saved_tensors
-        grad_queries = torch.zeros_like(queries) if ctx.needs_input_grad[0] else None
-        grad_keys = torch.zeros_like(keys) if ctx.needs_input_grad[1] else None
         with choose_no_autocast(queries.device):
             tiles = Tiles(queries, keys, ctx.pairs)
             normalizers = sums.masked_fill(sums == float("-inf"), 0.0)  # of no negative: shares 0
@@ -337,7 +333,7 @@ class _LogSums(torch.autograd.Function):
                     total.addcmul_(share, factor * g[rows, None])
                 return total
 
-            _pull(tiles, shares, queries, grad_queries, grad_keys)
+            grad_queries, grad_keys = _pulled(ctx, tiles, shares, queries)
         return grad_queries, grad_keys, None, None
 
 
@@ -397,8 +393,6 @@ class _Divergences(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("the divergence")
         queries, keys, base_queries, base_keys, own, base_own, *sums = ctx.saved_tensors
-        grad_queries = torch.zeros_like(queries) if ctx.needs_input_grad[0] else None
-        grad_keys = torch.zeros_like(keys) if ctx.needs_input_grad[1] else None
         pairs = ctx.pairs
         with choose_no_autocast(queries.device):
             tiles, base = Tiles(queries, keys, pairs), Tiles(base_queries, base_keys, pairs)
@@ -410,7 +404,7 @@ class _Divergences(torch.autograd.Function):
                 share -= base.logits(rows, columns).sub_(base_total[rows, None]).exp_()
                 return share.mul_(grad[rows, None])
 
-            _pull(tiles, shares, queries, grad_queries, grad_keys)
+            grad_queries, grad_keys = _pulled(ctx, tiles, shares, queries)
             if ctx.with_own:
                 share = (((own - total).exp() - (base_own - base_total).exp()) * grad)[:, None]
                 if grad_queries is not None:

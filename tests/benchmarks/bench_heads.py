@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mclclip.objectives.class_centers import ShardedClassCenters, normal_rows
-from mclclip.objectives.mlcd import ClassCenterLoss, NegativeDraw
+from mclclip.objectives.mlcd import ClassCenterLoss, negative_draw
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from tests.benchmarks import memory, timing
@@ -77,7 +77,7 @@ class Steps:
             setting.dim,
             normal_rows(setting.dim, 0),
             context=Context(rank, ranks, device=device),
-            draw=NegativeDraw(setting.num_classes, setting.rate, 0),
+            draw=negative_draw(setting.num_classes, setting.rate, 0),
             dtype=dtype,
         )
         self.heads: dict[str, Head] = {

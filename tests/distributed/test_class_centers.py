@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from mclclip.checkpoint import CheckpointConfig, Checkpoints
 from mclclip.objectives.class_centers import Margin, ShardedClassCenters, normal_rows
-from mclclip.objectives.mlcd import ClassCenterLoss, NegativeDraw
+from mclclip.objectives.mlcd import ClassCenterLoss, negative_draw
 from mclclip.ranks import collectives
 from tests.contracts import test_objectives as contract
 from tests.distributed.conftest import here
@@ -43,7 +43,7 @@ def make(lazy: bool = False) -> ClassCenterLoss:
         D,
         normal_rows(D, seed=3, deviation=1.0),
         context=here(),
-        draw=NegativeDraw(K, 0.5, seed=1),
+        draw=negative_draw(K, 0.5, seed=1),
         weight_decay=0.1,
         lazy=lazy,
         dtype=torch.float64,

@@ -28,7 +28,7 @@ from mclclip.models.loading import load_towers
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.class_centers import ShardedClassCenters, normal_rows
 from mclclip.objectives.info_nce import InfoNCE
-from mclclip.objectives.mlcd import ClassCenterLoss, NegativeDraw
+from mclclip.objectives.mlcd import ClassCenterLoss, negative_draw
 from mclclip.ranks.process_group import Context, pick_device
 from mclclip.train.loop import Trainee
 from tests import tiny
@@ -177,7 +177,7 @@ def _head(where: Where, num_classes: int, batch: int, rate: float, dim: int) -> 
         dim,
         normal_rows(dim, 0),
         context=Context(device=where.device),
-        draw=NegativeDraw(num_classes, rate, 0),
+        draw=negative_draw(num_classes, rate, 0),
     )
 
     def step() -> None:

@@ -17,7 +17,7 @@ from mclclip.objectives.class_centers import (
     weighted_sums,
 )
 from mclclip.objectives.info_nce import InfoNCE
-from mclclip.objectives.mlcd import ClassCenterLoss, Kind, NegativeDraw
+from mclclip.objectives.mlcd import ClassCenterLoss, Kind, negative_draw
 from mclclip.pair_products import pair_products
 from mclclip.ranks.process_group import Context
 from tests.gpu.checks import Where, check, close, random, same_bits, unit
@@ -117,7 +117,7 @@ class Head:
         dtype: torch.dtype = torch.float32,
     ) -> dict[str, Tensor]:
         """Loss, the gradients of the features and of all class centers, and the figures."""
-        draw = NegativeDraw(self.num_classes, self.rate, 3)
+        draw = negative_draw(self.num_classes, self.rate, 3)
         centers = ShardedClassCenters(
             self.num_classes,
             self.dim,

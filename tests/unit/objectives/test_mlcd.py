@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from mclclip.objectives.base import Reads, Setting
 from mclclip.objectives.class_centers import Margin, ShardedClassCenters
-from mclclip.objectives.mlcd import ClassCenterLoss, NegativeDraw, Options
+from mclclip.objectives.mlcd import ClassCenterLoss, Options, negative_draw
 from mclclip.ranks.process_group import SINGLE
 from tests.slow_heads import dense_loss
 
@@ -206,12 +206,12 @@ def test_saturation_of_a_coupled_loss(kind: str) -> None:
 
 @pytest.mark.parametrize(("num_classes", "rate", "count"), [(40, 0.1, 4), (70_000, 0.01, 700)])
 def test_the_draw(num_classes: int, rate: float, count: int) -> None:
-    draw = NegativeDraw(num_classes, rate, seed=3)
+    draw = negative_draw(num_classes, rate, seed=3)
     first = draw(0)
     assert len(set(first.tolist())) == count and set(first) <= set(range(num_classes))
-    np.testing.assert_array_equal(NegativeDraw(num_classes, rate, seed=3)(0), first)
+    np.testing.assert_array_equal(negative_draw(num_classes, rate, seed=3)(0), first)
     assert set(draw(1)) != set(first)
-    assert set(NegativeDraw(num_classes, rate, seed=4)(0)) != set(first)
+    assert set(negative_draw(num_classes, rate, seed=4)(0)) != set(first)
 
 
 def test_draws_have_no_structure() -> None:
@@ -219,16 +219,16 @@ def test_draws_have_no_structure() -> None:
 
     Too few rounds of the permutation give 2.6 times that variance, or none.
     """
-    num_classes, parts, draw = 70_000, 16, NegativeDraw(70_000, 0.01, seed=3)
+    num_classes, parts, draw = 70_000, 16, negative_draw(70_000, 0.01, seed=3)
     drawn = [draw(step) * parts // num_classes for step in range(300)]
     counts = [np.bincount(part, minlength=parts) for part in drawn]
-    count, share = draw.count, 1.0 / parts
+    count, share = len(draw(0)), 1.0 / parts
     wanted = count * share * (1 - share) * (num_classes - count) / (num_classes - 1)
     assert 0.85 < np.var(counts) / wanted < 1.25
 
 
 def test_pairs_are_drawn_equally_often() -> None:
-    draw, times, steps = NegativeDraw(40, 0.25, seed=3), np.zeros((40, 40)), 4000
+    draw, times, steps = negative_draw(40, 0.25, seed=3), np.zeros((40, 40)), 4000
     for step in range(steps):
         times[np.ix_(draw(step), draw(step))] += 1
     share = 10 * 9 / (40 * 39)
@@ -253,8 +253,8 @@ def test_the_default_of_removed_kernels_is_read() -> None:
 
 def test_a_rate_that_draws_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="draws none of 4 classes as negatives: wanted at least"):
-        NegativeDraw(4, 0.1, seed=0)
-    assert len(NegativeDraw(4, 0.0, seed=0)(0)) == 0  # none are wanted
+        negative_draw(4, 0.1, seed=0)
+    assert len(negative_draw(4, 0.0, seed=0)(0)) == 0  # none are wanted
 
 
 def test_an_attribute_is_its_classes() -> None:
