@@ -6,7 +6,6 @@ Fractions are in [0, 1] here; rows of results.jsonl are in percent (see ``units`
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,28 +104,21 @@ def chance_at(k: int, candidates: int, right: IntArray) -> float:
     return 1.0 - float(np.average(missed, weights=queries))
 
 
-@dataclass(frozen=True)
 class Ranking:
-    """Items [N] from the highest score to the lowest, sorted once for many weights.
+    """Items [N] by their scores, sorted once for many weights; ValueError on NaN.
 
-    order     [N] rows of the items
+    order     [N] rows of the items, from the highest score to the lowest
     starts    [S] rows of ``order`` at which a new score begins
     positive  [N] which items are positive, in this order
     """
 
-    order: IntArray
-    starts: IntArray
-    positive: BoolArray
-
-    @classmethod
-    def of(cls, scores: FloatArray, positive: BoolArray) -> Ranking:
-        """Sorts items by their scores [N]; ValueError on NaN."""
+    def __init__(self, scores: FloatArray, positive: BoolArray) -> None:
         if np.isnan(scores).any():
             raise ValueError("scores hold NaN: the encoder's features are not finite")
-        order = np.argsort(-scores, kind="stable")
-        ranked = scores[order]
-        starts = np.flatnonzero(np.append(True, ranked[1:] != ranked[:-1]))
-        return cls(order, starts, positive[order])
+        self.order = np.argsort(-scores, kind="stable")
+        ranked = scores[self.order]
+        self.starts = np.flatnonzero(np.append(True, ranked[1:] != ranked[:-1]))
+        self.positive = positive[self.order]
 
     def sums(self, weights: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Weights of positives and of negatives at every distinct score [S], the highest first."""

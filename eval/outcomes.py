@@ -169,7 +169,7 @@ class Outcomes:
         """The rows of every stratum, and their ranking."""
         assert self.truth is not None
         parts = self._rows_of_strata
-        return [(rows, Ranking.of(self.values[rows], self.truth[rows])) for rows in parts]
+        return [(rows, Ranking(self.values[rows], self.truth[rows])) for rows in parts]
 
     @cached_property
     def _rows_of_strata(self) -> list[IntArray]:

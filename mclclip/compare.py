@@ -273,7 +273,12 @@ def render(comparisons: Sequence[Comparison], format: Format) -> str:
     if format == "csv":
         text: str = table.to_csv(index=False)
         return text.rstrip("\n")
-    short = _short(comparisons)
+    import pandas
+
+    mixed = len({c.row.unit for c in comparisons}) > 1
+    short = table[["benchmark", "metric", "model"]].join(
+        pandas.DataFrame(_cells(c, "value" if mixed else c.row.unit.name) for c in comparisons)
+    )
     if format == "latex":
         styled = short.style.hide(axis="index").format(escape="latex")
         return str(styled.format_index(escape="latex", axis=1).to_latex(hrules=True)).rstrip("\n")
@@ -293,22 +298,6 @@ def render(comparisons: Sequence[Comparison], format: Format) -> str:
         "several seeds."
     )
     return "\n".join([_blocks(comparisons), "", *lines, "", textwrap.fill(note, results.WIDTH)])
-
-
-def _short(comparisons: Sequence[Comparison]) -> DataFrame:
-    """The columns that fit a page, as text: a row per comparison, as in ``frame``."""
-    import pandas
-
-    mixed = len({c.row.unit for c in comparisons}) > 1
-    return pandas.DataFrame(
-        {
-            "benchmark": clean(c.row.benchmark),
-            "metric": clean(c.row.metric),
-            "model": clean(c.row.model),
-            **_cells(c, "value" if mixed else c.row.unit.name),
-        }
-        for c in comparisons
-    )
 
 
 def _cells(c: Comparison, head: str) -> dict[str, str]:

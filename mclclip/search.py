@@ -141,7 +141,7 @@ def nearest(
     products = np.full((len(queries), k), -np.inf, np.float32)
     rows = np.full((len(queries), k), len(bank), np.int64)  # no row yet
     for block in cuts(len(bank), bank_rows):
-        part = _Part.of(np.asarray(bank[block], np.float32), block.start, k)
+        part = _Part(np.asarray(bank[block], np.float32), block.start, k)
         wide = min(k + SPARE, len(part.different))
         index = _filled(make if wide <= MOST else faiss.IndexFlatIP, part.different)
         for cut in cuts(len(queries), query_rows):
@@ -171,21 +171,15 @@ def nearest_to_few(
     return products, rows
 
 
-@dataclass(frozen=True)
 class _Part:
     """A block of the bank: its distinct rows, and for each the numbers of its first k copies."""
 
-    different: NDArray[np.float32]
-    members: list[Integers]
-
-    @classmethod
-    def of(cls, rows: NDArray[np.float32], start: int, k: int) -> _Part:
+    def __init__(self, rows: NDArray[np.float32], start: int, k: int) -> None:
         groups: dict[bytes, list[int]] = {}
         for row, values in enumerate(rows):
             groups.setdefault(blake2b(values.tobytes(), digest_size=16).digest(), []).append(row)
-        members = [start + np.array(own[:k], np.int64) for own in groups.values()]
-        different = rows[[own[0] for own in groups.values()]]
-        return cls(different, members)
+        self.members = [start + np.array(own[:k], np.int64) for own in groups.values()]
+        self.different = rows[[own[0] for own in groups.values()]]
 
     def nearest(
         self, query: NDArray[np.float32], found: NDArray[np.float32], near: Integers, k: int
@@ -256,14 +250,14 @@ def near_pairs(
     make: MakeIndex | None = None,
 ) -> Iterator[Pairs]:
     """Yields pairs of ``rows`` [N, D] whose cosine is above ``above``, some at a time, each once.
+    The verbs have checked that it lies between 0 and 1.
 
     ``over``: the blocks that are searched (None: all ``blocks``). The order of the pairs says
     nothing. Rows need not have unit length; a row of zeros is near nothing. Memory holds the two
     blocks, and what faiss found among them. Every row is compared with every other: time grows with
-    N^2 D. ``make`` builds the index of a block (None: ``choose_index``). Raises ValueError unless
-    0 < above < 1, and where faiss is not installed.
+    N^2 D. ``make`` builds the index of a block (None: ``choose_index``). Raises ValueError where
+    faiss is not installed.
     """
-    _check_cosine(above)
     faiss = library(what)
     last: slice | None = None
     for block, cut in blocks(len(rows)) if over is None else over:
@@ -288,18 +282,12 @@ def near_rows(
     All else is as for ``near_pairs``: order, lengths, memory and errors. The queries are read once
     for every ``BANK_ROWS`` rows of the bank.
     """
-    _check_cosine(above)
     faiss = library(what)
     for block in cuts(len(bank), BANK_ROWS):
         part = _Bank(np.asarray(bank[block]), faiss, make)
         for cut in cuts(len(queries), QUERY_ROWS):
             for places, own in part.near(np.asarray(queries[cut]), above):
                 yield Pairs(places + [cut.start, block.start], own)
-
-
-def _check_cosine(above: float) -> None:
-    if not 0.0 < above < 1.0:
-        raise ValueError(f"the cosine of near rows is {above}, wanted one between 0 and 1")
 
 
 class _Bank:

@@ -45,7 +45,7 @@ def vote(
     def sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
         # Neighbours come nearest first, so equal neighbours give sums that are equal bit for bit.
         total = np.bincount(cells, values.ravel(), len(labels) * num_classes)
-        return total.reshape(len(labels), num_classes)
+        return total.reshape(len(labels), num_classes).astype(np.float64, copy=False)
 
     near = similarity.astype(np.float64)
     votes = sums(np.exp(near / temperature) if weights == "similarity" else np.ones_like(near))

@@ -31,7 +31,7 @@ from mclclip.eval.classification import (
 )
 from mclclip.eval.features import Extractor, Features, rank_queries, similarity
 from mclclip.eval.images import image_items, labels_of, read_labelled
-from mclclip.eval.metrics import hits_at
+from mclclip.eval.metrics import IntArray, hits_at
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.prompts import Classes, find_names, find_templates
 from mclclip.eval.protocols import Evaluator
@@ -125,20 +125,32 @@ def evaluate(
     rows = np.arange(len(vectors))
     ranks, optimistic = rank_queries(features, truth, vectors, rows, context=extractor.context)
     protocol |= {"tied_images": int(np.count_nonzero(ranks != optimistic))}
-    known, first, chance = [*names], hits_at(ranks, 1), 100 / len(names)
-    outcomes = {"top1": (Outcomes(items, first), chance)}
-    if len(names) > 5:
-        outcomes["top5"] = (Outcomes(items, hits_at(ranks, 5)), 500 / len(names))
-        if metric == "mean_of_top1_and_top5":
-            both = mean_of_top1_and_top5(ranks, items)
-            outcomes = {metric: (both, 300 / len(names))} | outcomes
-    by_class = Outcomes(items, first, strata=[known[n] for n in truth])
-    outcomes["mean_per_class"] = (by_class, chance)
-    figures = ranked_figures(outcomes, "top1" if metric == "accuracy" else metric, protocol)
+    figures = _of_ranks(ranks, items, truth, [*names], metric, protocol)
     if metric == "roc_auc":
         near = similarity(features, vectors, extractor.context.device).astype(np.float64)
         figures = area_figures(area(near[:, 1] - near[:, 0], truth == 1, items), protocol) + figures
     return figures
+
+
+def _of_ranks(
+    ranks: IntArray,
+    items: Sequence[str],
+    labels: IntArray,
+    classes: Sequence[str],
+    metric: Metric,
+    protocol: Mapping[str, Any],
+) -> list[Figure]:
+    """The figures of images with one label [N], a row of ``classes``, from the ranks [N] of it."""
+    first, chance = hits_at(ranks, 1), 100 / len(classes)
+    outcomes = {"top1": (Outcomes(items, first), chance)}
+    if len(classes) > 5:
+        outcomes["top5"] = (Outcomes(items, hits_at(ranks, 5)), 500 / len(classes))
+        if metric == "mean_of_top1_and_top5":
+            both = mean_of_top1_and_top5(ranks, items)
+            outcomes = {metric: (both, 300 / len(classes))} | outcomes
+    by_class = Outcomes(items, first, strata=[classes[n] for n in labels])
+    outcomes["mean_per_class"] = (by_class, chance)
+    return ranked_figures(outcomes, "top1" if metric == "accuracy" else metric, protocol)
 
 
 EVALUATOR = Evaluator(

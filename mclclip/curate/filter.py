@@ -307,7 +307,7 @@ def _log_near_pairs(inputs: Inputs, seed: int) -> None:
     # Whole clusters are drawn where there are some; of all samples the pairs are a square.
     random = np.random.default_rng([seed, 7])
     if inputs.labels is not None:
-        groups, power = near.Groups.of(inputs.labels, left), 1
+        groups, power = near.Groups(inputs.labels, left), 1
         every, ids = groups.ids, groups.drawn(random, SURVEYED_PAIRS)
     else:
         every, power = np.flatnonzero(left), 2

@@ -32,13 +32,12 @@ from mclclip.search import Floats, Integers, Pairs
 Embeddings = RowStore | Floats
 """Rows [N, D], on disk or in memory, which are read by slices and by sorted numbers."""
 
-HELD_BYTES = 256 * 2**20
-"""Bytes of rows, as they are stored, of the clusters that are read together."""
+HELD_BYTES = 128 * 2**20
+"""Bytes of rows, as they are stored, of the clusters that are read together; they are there twice
+for a moment."""
 
 ROWS_AT_ONCE = 4096
 """Rows that are read at once: 50 MB for 512 dimensions in float64, with as many captions."""
-
-_READ_AT_ONCE = 16_384  # rows of clusters, which are scattered over all files
 
 ROUNDS = 10
 """Rounds in which what a chain linked is searched again."""
@@ -95,7 +94,7 @@ def near_pairs(
     what    the verb, for the progress and for the error of a missing faiss
 
     The lower sample of a pair stands first; the order of the pairs says nothing. Raises ValueError
-    unless 0 < above < 1, and where faiss is not installed.
+    where faiss is not installed.
     """
     if labels is None:
         ids = np.flatnonzero(usable)
@@ -109,7 +108,7 @@ def near_pairs(
         return
     # Rows of a cluster are scattered over all files, so those of several small clusters are read
     # together; a larger one is read block by block.
-    groups = Groups.of(labels, usable)
+    groups = Groups(labels, usable)
     held_rows = int(HELD_BYTES // max(rows[:1].nbytes, 1))
     batches = groups.batches(held_rows)
     for first, stop in runlog.progress(
@@ -121,34 +120,28 @@ def near_pairs(
             for piece in search.near_pairs(Subset(rows, members), above, what=what):
                 yield Pairs(members[piece.rows], piece.cosines)
             continue
-        order, row = np.argsort(members), rows[:1]
-        held = np.empty((len(members), *row.shape[1:]), row.dtype)
-        for start in range(0, len(members), _READ_AT_ONCE):  # so that rows are never there twice
-            some = order[start : start + _READ_AT_ONCE]
-            held[some] = rows[members[some]]
+        order = np.argsort(members)
+        held = rows[members[order]][np.argsort(order)]
         for begin, end in pairwise((starts - starts[0]).tolist()):
             for piece in search.near_pairs(held[begin:end], above, what=what):
                 yield Pairs(members[begin:end][piece.rows], piece.cosines)
 
 
-@dataclass(frozen=True)
 class Groups:
     """Samples by group: ids [n], those of a group after each other and sorted; group g has those
-    of [starts[g], starts[g + 1])."""
+    of [starts[g], starts[g + 1]).
 
-    ids: Integers
-    starts: Integers
+    They are groups of two samples or more that have one label [N]; those of the label -1, and what
+    is not usable, are in none.
+    """
 
-    @classmethod
-    def of(cls, labels: NDArray[np.integer], usable: NDArray[np.bool_]) -> Groups:
-        """Groups of two samples or more that have one label [N]; those of the label -1, and what is
-        not usable, are in none."""
+    def __init__(self, labels: NDArray[np.integer], usable: NDArray[np.bool_]) -> None:
         ids = np.flatnonzero(usable & (labels >= 0))
         ids = ids[np.argsort(labels[ids], kind="stable")]
         sizes = np.bincount(labels[ids]) if len(ids) else np.zeros(0, np.int64)
         several = sizes > 1
-        ids = ids[np.repeat(several, sizes)]
-        return cls(ids, np.concatenate([[0], np.cumsum(sizes[several])]).astype(np.int64))
+        self.ids: Integers = ids[np.repeat(several, sizes)]
+        self.starts = np.concatenate([[0], np.cumsum(sizes[several])]).astype(np.int64)
 
     def batches(self, most: int) -> list[tuple[int, int]]:
         """Groups [first, stop) of at most ``most`` samples together; a larger one is alone."""

@@ -84,8 +84,15 @@ def card(to: str, source: Source, proofs: Sequence[Certificate]) -> str:
     if notes := [f"- {_escaped(note)}" for proof in proofs for note in proof.notes]:
         parts += ["", *notes]
     parts.append("")
-    if rows_of_run := benchmark_rows(source, run):
-        parts += ["## Results\n", _results_table(rows_of_run), ""]
+    measured = []
+    for row in benchmark_rows(source, run):
+        digits = row.unit.decimals([row.value])
+        value, low, high = (f"{n:.{digits}f}" for n in (row.value, row.ci_low, row.ci_high))
+        protocol = _escaped(json.dumps(row.protocol))[:200]
+        names = (_escaped(row.benchmark), _escaped(row.metric), value, _escaped(row.unit.name))
+        measured.append((*names, f"{low} to {high}", str(row.count), protocol))
+    heads = "benchmark | metric | value | unit | 95 % interval | items | protocol"
+    parts += ["## Results\n", _table(heads, measured), ""] if measured else []
     parts.append(
         "## Licence\n\nFine-tuned weights carry the terms of the base's weights and of the data "
         "they were trained on. Name both where you publish them.\n"
@@ -148,18 +155,6 @@ def benchmark_rows(source: Source, run: Path | None) -> list[Result]:
         return []
     name = Layout(run, variant).model_name(source.name)
     return [row for row in results.read(path) if row.model == name][:_MOST_ROWS]
-
-
-def _results_table(rows: Sequence[Result]) -> str:
-    cells = []
-    for row in rows:
-        digits = row.unit.decimals([row.value])
-        value, low, high = (f"{n:.{digits}f}" for n in (row.value, row.ci_low, row.ci_high))
-        protocol = _escaped(json.dumps(row.protocol))[:200]
-        names = (_escaped(row.benchmark), _escaped(row.metric), value, _escaped(row.unit.name))
-        cells.append((*names, f"{low} to {high}", str(row.count), protocol))
-    heads = "benchmark | metric | value | unit | 95 % interval | items | protocol"
-    return _table(heads, cells)
 
 
 # --- the repository ----------------------------------------------------------------------------

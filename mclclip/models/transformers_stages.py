@@ -63,8 +63,7 @@ class StagesVisionConfig(_Sizes):
                 f"variant is {self.variant} and stage_weights is {self.stage_weights}: weighted, "
                 "and it alone, has a weight for each of its stages; export the encoder again"
             )
-        if self.width is None:
-            self.width = self.hidden_size
+        self.width = kwargs.get("width") or self.hidden_size
 
 
 class StagesTextConfig(_Sizes):

@@ -108,21 +108,20 @@ class Options(ContrastOptions):
             )
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(setting.seed)
-            return self._viewmaker(model.num_channels, setting.dtype)
+            shape = model.num_channels, self.width, self.residual_blocks
+            return Viewmaker(*shape, dtype=setting.dtype)
 
     def _around(self, network: Viewmaker, setting: Setting) -> Objective:
         adversary = Adversary(network, self.adversary_lr, setting.seed)
         loss = self.objective(self.new_temperature(setting.dtype))
         return FeatureDropout(loss, adversary, self.epsilon, setting.model.normalization)
 
-    def _viewmaker(self, num_channels: int, dtype: torch.dtype) -> Viewmaker:
-        return Viewmaker(num_channels, self.width, self.residual_blocks, dtype=dtype)
-
     def cost(self, sizes: Sizes) -> Cost:
         """Memory of the loss, and of the adversary's weights and two moments; its gradient is
         made beside the activations."""
         with torch.device("meta"):
-            weights = list(self._viewmaker(sizes.num_channels, sizes.dtype).parameters())
+            shape = sizes.num_channels, self.width, self.residual_blocks
+            weights = Viewmaker(*shape, dtype=sizes.dtype).parameters()
         own = 3 * sum(weight.nbytes for weight in weights)
         return dataclasses.replace(super().cost(sizes), lasting={"adversary": own}, checkpoint=own)
 

@@ -96,7 +96,7 @@ def test_area_under_roc_equals_scikit_learns(ties: bool) -> None:
     truth, scores = rng.random(300) < 0.4, rng.normal(size=300).round(1 if ties else 9)
     weights = rng.integers(0, 3, 300)
     wanted = roc_auc_score(truth, scores, sample_weight=weights)
-    ranking = metrics.Ranking.of(scores, truth)
+    ranking = metrics.Ranking(scores, truth)
     found = ranking.area(weights, ties=0.5)
     assert found == pytest.approx(wanted)
     strict = ranking.area(weights)
@@ -110,7 +110,7 @@ def test_precision_at_11_recalls_from_scikit_learns_curve() -> None:
     levels = [precision[recall >= level / 10 - 1e-9].max() for level in range(11)]
     # The curve ends with the point (precision 1, recall 0), which no item stands for.
     levels[0] = precision[:-1].max()
-    assert metrics.Ranking.of(scores, truth).precision(np.ones(len(truth))) == pytest.approx(
+    assert metrics.Ranking(scores, truth).precision(np.ones(len(truth))) == pytest.approx(
         np.mean(levels)
     )
 
@@ -125,6 +125,6 @@ def test_precision_is_near_clip_benchmarks() -> None:
     scores = truth + torch.randn(2000, 6, generator=generator)
     wanted = theirs.average_precision_per_class(scores, truth)
     for column in range(6):
-        ranking = metrics.Ranking.of(scores[:, column].numpy(), truth[:, column].numpy())
+        ranking = metrics.Ranking(scores[:, column].numpy(), truth[:, column].numpy())
         found = ranking.precision(np.ones(len(scores)))
         assert found == pytest.approx(float(wanted[column]), abs=0.05)

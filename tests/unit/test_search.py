@@ -220,14 +220,6 @@ def test_many_near_rows_take_no_more_than_their_pairs() -> None:
 # --- bad input ---
 
 
-@pytest.mark.parametrize("above", [0.0, -0.5, 1.0, 1.5, float("nan")])
-def test_a_cosine_out_of_range_is_refused(above: float) -> None:
-    rows = crowded(10)
-    for pieces in (search.near_pairs(rows, above), search.near_rows(rows, rows, above)):
-        with pytest.raises(ValueError, match=r"cosine of near rows is .*between 0 and 1"):
-            next(pieces)
-
-
 @pytest.mark.parametrize("k", [0, 11])
 def test_a_number_of_neighbours_out_of_range_is_refused(k: int) -> None:
     with pytest.raises(ValueError, match=f"k is {k}, wanted 1 to 10"):

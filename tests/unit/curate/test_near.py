@@ -119,7 +119,7 @@ def test_pairs_are_those_of_a_loop(held_rows: int | None, monkeypatch: pytest.Mo
 
 def test_groups_are_read_together_up_to_a_bound() -> None:
     labels = np.array([4, 0, 0, 2, 2, 2, 2, -1, 4, 1, 2, 0])
-    groups = Groups.of(labels, np.ones(12, bool))
+    groups = Groups(labels, np.ones(12, bool))
     assert groups.ids.tolist() == [1, 2, 11, 3, 4, 5, 6, 10, 0, 8]  # 1 is alone, 7 in none
     assert groups.batches(3) == [(0, 1), (1, 2), (2, 3)]
     assert groups.batches(8) == [(0, 2), (2, 3)]
@@ -131,7 +131,7 @@ def test_groups_are_read_together_up_to_a_bound() -> None:
         wanted = [first, second] if {first, second} == {0, 2} else [first]
         drawn = groups.drawn(np.random.default_rng(seed), 4)
         assert drawn.tolist() == [i for group in sorted(wanted) for i in members[group]]
-    nothing = Groups.of(np.arange(5), np.ones(5, bool))
+    nothing = Groups(np.arange(5), np.ones(5, bool))
     assert len(nothing.ids) == 0 and nothing.batches(10) == []
 
 

@@ -90,7 +90,7 @@ def test_strata_without_weight_or_without_a_kind_are_left_out() -> None:
     truth = np.array([True, False] * 2 + [False] * 8)
     scores = np.arange(12.0)
     both = Outcomes(ITEMS, scores, KINDS, None, truth, "roc_auc")
-    assert both.value() == Ranking.of(scores[:4], truth[:4]).area(np.ones(4))
+    assert both.value() == Ranking(scores[:4], truth[:4]).area(np.ones(4))
 
 
 def test_items_without_weight_are_as_if_they_were_not_there() -> None:
@@ -98,11 +98,11 @@ def test_items_without_weight_are_as_if_they_were_not_there() -> None:
     scores, positive = np.arange(9.0), np.arange(9) % 2 == 0
     weights = np.array([1, 2, 1, 0, 3, 1, 1, 0, 0], dtype=float)  # the two highest are left out
     rows = np.repeat(np.arange(9), weights.astype(int))
-    whole, alone = Ranking.of(scores, positive), Ranking.of(scores[rows], positive[rows])
+    whole, alone = Ranking(scores, positive), Ranking(scores[rows], positive[rows])
     assert whole.area(weights) == pytest.approx(alone.area(np.ones(9)))
     assert whole.precision(weights) == pytest.approx(alone.precision(np.ones(9)))
     with pytest.raises(ValueError, match="NaN"):
-        Ranking.of(np.array([1.0, np.nan]), np.array([True, False]))
+        Ranking(np.array([1.0, np.nan]), np.array([True, False]))
 
 
 def test_captions_of_one_image_count_as_less_than_as_many_images() -> None:
