@@ -382,7 +382,10 @@ def read_items(
     """
     root, layout = Path(root), LAYOUTS[name]
     there = root / (layout.captions if captions is None else captions)
-    written = _written(layout, there) if layout.made else []
+    written: list[str] = []  # made parts whose files are there, in the folder or beside this file
+    if layout.made:
+        beside = there.parent if there.is_file() else there
+        written = [part for part, file in layout.files.items() if (beside / file).is_file()]
     chosen = list(parts if parts is not None else written or layout.files)
     if layout.made and (root / INTENT).exists():
         raise ValueError(
@@ -422,12 +425,6 @@ def read_items(
                 f"in the option parts; {layout.source}"
             )
     return ItemSet(_with_units(kept, folder), read, len(absent), len(items) - len(left))
-
-
-def _written(layout: Layout, captions: Path) -> list[str]:
-    """The parts whose files are there, in the folder ``captions`` or beside this one file."""
-    folder = captions.parent if captions.is_file() else captions
-    return [part for part, file in layout.files.items() if (folder / file).is_file()]
 
 
 def _struck(path: Path, names: set[str], not_read: set[str]) -> set[str]:

@@ -36,6 +36,7 @@ from torch.nn import functional
 
 from mclclip.objectives.base import (
     Batch,
+    Classes,
     Cost,
     Facts,
     Objective,
@@ -168,25 +169,12 @@ class Options(ObjectiveOptions):
 
     def build(self, setting: Setting) -> Objective:
         """The loss with a new label filter, alike on all ranks."""
-        assert setting.classes is not None
-        num_classes, dim = setting.classes.num_classes, setting.model.feature_dim
-        dtype = setting.dtype
-        label_filter = self._filter(num_classes, dim, dtype, setting.seed)
-        made: dict[str, Any] = {
-            "seed": setting.seed,
-            "class_means": self._means(setting),
-            "temperature": Temperature(self.temperature, dtype),
-            "norm": nn.LayerNorm(dim, dtype=dtype) if self.norm == "layer" else None,
-        }
-        if self.momentum is None:
-            return SimLAP(self, label_filter, **made)
-        copy = MomentumCopy(setting.model, self.momentum, "cosine")
-        return MomentumSimLAP(self, label_filter, copy, **made)
+        return (SimLAP if self.momentum is None else MomentumSimLAP)(self, setting)
 
-    def _filter(
+    def new_filter(
         self, num_classes: int, dim: int, dtype: torch.dtype, seed: int = 0
     ) -> LabelFilter | OpenGates:
-        """Returns the module that makes gates [n, dim] of two classes [n], int64."""
+        """The module that makes gates [n, dim] of two classes [n], int64."""
         if self.gates == "open":
             return OpenGates(num_classes, dim, dtype=dtype)
         return LabelFilter(
@@ -212,20 +200,20 @@ class Options(ObjectiveOptions):
             norm.eval().requires_grad_(False)
         return label_filter.eval().requires_grad_(False), norm
 
-    def _means(self, setting: Setting) -> Tensor | None:
-        """[K, E], where closeness is theirs."""
+    def means_of(self, classes: Classes) -> Tensor | None:
+        """The means of classes [K, E] by which some are closest; None where closeness is not
+        theirs. Raises FileNotFoundError or ValueError for a file that does not fit."""
         if not self._reads_means:
             return None
-        assert setting.classes is not None
         if self.class_means is None:
-            return torch.from_numpy(np.array(setting.classes.centroids()))
+            return torch.from_numpy(np.array(classes.centroids()))
         if not Path(self.class_means).is_file():
             raise FileNotFoundError(f"class_means={self.class_means} is no file")
         means = np.load(self.class_means, allow_pickle=False)
-        if means.ndim != 2 or len(means) != setting.classes.num_classes:
+        if means.ndim != 2 or len(means) != classes.num_classes:
             raise ValueError(
                 f"class_means={self.class_means} is {list(means.shape)}, wanted a row for each of "
-                f"{setting.classes.num_classes} classes"
+                f"{classes.num_classes} classes"
             )
         return torch.from_numpy(np.array(means, dtype=np.float32))
 
@@ -237,7 +225,7 @@ class Options(ObjectiveOptions):
         )
 
         def run() -> None:
-            label_filter = self._filter(1, sizes.dim, sizes.dtype)
+            label_filter = self.new_filter(1, sizes.dim, sizes.dtype)
             zeros = torch.zeros(everywhere, dtype=torch.int64)
             gates, own = label_filter(zeros[:local], zeros[:local]), zeros[:local]
             pairs = ClassPairs(own, own, own, own, zeros, zeros, zeros)
@@ -262,39 +250,32 @@ class Options(ObjectiveOptions):
 class SimLAP(Objective):
     """The loss of two views, or of a view and the momentum copy's other one, in gated dimensions.
 
-    With the class means [K, E] ``class_means``, ``pairs=n_closest`` is by their cosine; without
-    them, by that of the label embeddings. ``norm`` is applied to features that are brought to
-    length sqrt(D), so that its epsilon does not count. Scores are computed in tiles of at most
-    ``tile`` rows and columns; the result does not depend on it. Raises ValueError for more closest
-    classes than there are others.
+    With class means, ``pairs=n_closest`` is by their cosine; without them, by that of the label
+    embeddings. The norm is applied to features that are brought to length sqrt(D), so that its
+    epsilon does not count. Scores are computed in tiles of at most ``tile`` rows and columns; the
+    result does not depend on it. Raises ValueError for more closest classes than there are others,
+    and the errors of ``Options.means_of``.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        label_filter: LabelFilter | OpenGates,
-        *,
-        seed: int,
-        temperature: Temperature,
-        norm: nn.Module | None = None,
-        class_means: Tensor | None = None,
-    ) -> None:
+    def __init__(self, options: Options, setting: Setting) -> None:
         super().__init__()
-        self.filter, self.norm, self.tile = label_filter, norm, _TILE
-        self.pairs, self.score = options.pairs, options.score
+        assert setting.classes is not None
+        num_classes, dim = setting.classes.num_classes, setting.model.feature_dim
+        self.filter = options.new_filter(num_classes, dim, setting.dtype, setting.seed)
+        self.norm = nn.LayerNorm(dim, dtype=setting.dtype) if options.norm == "layer" else None
+        self.pairs, self.score, self.tile = options.pairs, options.score, _TILE
         self.penalty, self.penalty_weight = options.penalty, options.penalty_weight
-        self.seed, self.step = seed, 0
+        self.seed, self.step = setting.seed, 0
         self.num_closest = num_closest = options.num_closest
-        num_classes = label_filter.num_classes
         if self.pairs == "n_closest" and num_closest >= num_classes:
             raise ValueError(
                 f"num_closest is {num_closest}, with {num_classes} classes: wanted at most "
                 f"{num_classes - 1}"
             )
         self._closest: Tensor | None = None
-        if class_means is not None:
-            self._closest = closest_classes(class_means, torch.arange(num_classes), num_closest)
-        self.temperature = temperature
+        if (means := options.means_of(setting.classes)) is not None:
+            self._closest = closest_classes(means, torch.arange(num_classes), num_closest)
+        self.temperature = Temperature(options.temperature, setting.dtype)
 
     def begin(self, step: int, total: int, epoch: float) -> None:
         """Takes note of the step, on which the draw of pairs depends; moves the temperature."""
@@ -428,15 +409,10 @@ class SimLAP(Objective):
 class MomentumSimLAP(SimLAP):
     """SimLAP whose candidates are a momentum copy's features of the other view (SimLAP-MoCo)."""
 
-    def __init__(
-        self,
-        options: Options,
-        label_filter: LabelFilter | OpenGates,
-        copy: MomentumCopy,
-        **made: Any,
-    ) -> None:
-        super().__init__(options, label_filter, **made)
-        self.copy = copy
+    def __init__(self, options: Options, setting: Setting) -> None:
+        super().__init__(options, setting)
+        assert options.momentum is not None
+        self.copy = MomentumCopy(setting.model, options.momentum, "cosine")
 
     def features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """The model's features of both views, and the copy's as ``keys`` and ``keys_1``."""

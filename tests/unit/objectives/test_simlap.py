@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from mclclip.models.memory import peak_bytes
 from mclclip.objectives.base import Reads, Setting, Sizes, parse
-from mclclip.objectives.contrast import CosineSchedule, Learnable, Temperature
-from mclclip.objectives.gated_pairs import LabelFilter
+from mclclip.objectives.contrast import CosineSchedule, Learnable
 from mclclip.objectives.simlap import Options, SimLAP
 from mclclip.ranks.process_group import Context
 
@@ -36,12 +35,12 @@ def batch() -> dict[str, Tensor]:
     }
 
 
-def objective(pairs: Any = "arbitrary", **parts: Any) -> SimLAP:
-    label_filter = LabelFilter(CLASSES, DIM, label_dim=5, hidden_dim=7).double()
-    parts = {"temperature": Temperature(0.2), **parts}
-    made = SimLAP(Options(pairs=pairs), label_filter, seed=3, **parts)
+def objective(**options: Any) -> SimLAP:
+    own = {"temperature": 0.2, "norm": "none", "label_dim": 5, "hidden_dim": 7} | options
+    made = Options(**own).build(setting())
+    assert isinstance(made, SimLAP)
     made.begin(17, 100, 0.5)
-    return made.double()
+    return made
 
 
 def test_a_batch_without_any_positive_has_loss_and_gradient_zero() -> None:
@@ -58,7 +57,7 @@ def test_a_batch_without_any_positive_has_loss_and_gradient_zero() -> None:
 def test_keys_of_a_momentum_copy() -> None:
     """With the copy's features of both views, the loss is that of two views, without gradient
     through the candidates; with those of one view, only the first view's rows count."""
-    given, module = batch(), objective(norm=nn.LayerNorm(DIM))
+    given, module = batch(), objective(norm="layer")
     expected = module(**given)["loss"]
     second, first = given["image_features_1"], given["image_features"]
     both = module(**given, keys=first, keys_1=second)["loss"]
@@ -84,17 +83,17 @@ def test_the_draw_moves_with_the_step_and_not_otherwise() -> None:
 
 def test_temperature_may_be_learned_scheduled_or_the_models() -> None:
     given, expected = batch(), objective()(**batch())["loss"]
-    learned = objective(temperature=Temperature(Learnable(start=0.2), torch.float64))
+    learned = objective(temperature=Learnable(start=0.2))
     found = learned(**given)
     torch.testing.assert_close(found["loss"], expected)
     (gradient,) = torch.autograd.grad(found["loss"], list(learned.temperature.parameters()))
     assert gradient.abs().max() > 0.0
     cosine = CosineSchedule(min=0.2, max=0.9, half_period=1.0)
-    scheduled = objective(temperature=Temperature(cosine))
+    scheduled = objective(temperature=cosine)
     scheduled.begin(17, 100, 1.0)
     torch.testing.assert_close(scheduled(**given)["loss"], expected)
     logit_scale = torch.tensor(5.0, dtype=torch.float64)
-    models = objective(temperature=Temperature())
+    models = objective(temperature=None)
     torch.testing.assert_close(models(**given, logit_scale=logit_scale)["loss"], expected)
     with pytest.raises(ValueError, match="takes the logit scale of the model, which gives none"):
         models(**given)
