@@ -72,11 +72,9 @@ class OpenClipImageProcessor(ImageProcessingMixin):  # type: ignore[misc]
         upright = ImageOps.exif_transpose(image).convert("RGB")
         image = self._cropped(self._resized(upright))
         values = np.asarray(image).astype(np.float32).transpose(2, 0, 1) / np.float32(255)
-        mean, std = (np.asarray(v, np.float32)[:, None, None] for v in self._colours())
+        colours = self.image_mean, self.image_std
+        mean, std = (np.asarray(v, np.float32)[:, None, None] for v in colours)
         return np.ascontiguousarray((values - mean) / std)
-
-    def _colours(self) -> tuple[list[float], list[float]]:
-        return self.image_mean, self.image_std
 
     def _resized(self, image: Image.Image) -> Image.Image:
         width, height = image.size

@@ -117,12 +117,6 @@ def _joined(features: Any, stage_weights: list[float] | None) -> Tensor:
     return unit(torch.cat(rows, dim=-1))
 
 
-def _activation(name: str, values: Tensor) -> Tensor:
-    return (
-        values * torch.sigmoid(1.702 * values) if name == "quick_gelu" else functional.gelu(values)
-    )
-
-
 class Block(nn.Module):
     """A block of CLIP's transformers: attention and MLP, each after a layer norm."""
 
@@ -144,7 +138,9 @@ class Block(nn.Module):
         )
         found = functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
         hidden = hidden + self.out_proj(found.transpose(1, 2).reshape(batch, tokens, width))
-        inner = _activation(self.activation, self.c_fc(self.ln_2(hidden)))
+        inner = self.c_fc(self.ln_2(hidden))
+        quick = self.activation == "quick_gelu"
+        inner = inner * torch.sigmoid(1.702 * inner) if quick else functional.gelu(inner)
         output: Tensor = hidden + self.c_proj(inner)
         return output
 

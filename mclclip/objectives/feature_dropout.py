@@ -90,12 +90,13 @@ class Options(ContrastOptions):
 
         Raises ValueError for images that are too small for it.
         """
-        return self._around(self._network(setting).to(setting.context.device), setting)
+        network = self._network(setting).to(setting.context.device)
+        return FeatureDropout(self, network, setting)
 
     def outline(self, setting: Setting) -> Objective:
         """The objective itself: its views carry the adversary's graph. It stays where it is made,
         since tensors without values do not move while the plan watches them."""
-        return self._around(self._network(setting), setting)
+        return FeatureDropout(self, self._network(setting), setting)
 
     def _network(self, setting: Setting) -> Viewmaker:
         model: Any = setting.model
@@ -110,11 +111,6 @@ class Options(ContrastOptions):
             torch.default_generator.manual_seed(setting.seed)
             shape = model.num_channels, self.width, self.residual_blocks
             return Viewmaker(*shape, dtype=setting.dtype)
-
-    def _around(self, network: Viewmaker, setting: Setting) -> Objective:
-        adversary = Adversary(network, self.adversary_lr, setting.seed)
-        loss = self.objective(self.new_temperature(setting.dtype))
-        return FeatureDropout(loss, adversary, self.epsilon, setting.model.normalization)
 
     def cost(self, sizes: Sizes) -> Cost:
         """Memory of the loss, and of the adversary's weights and two moments; its gradient is
@@ -211,24 +207,18 @@ class Adversary:
 class FeatureDropout(Objective):
     """A loss between two views, each of which the adversary has changed by noise of its own.
 
-    ``normalization`` is mean and deviation of pixels, [C, 1, 1]: views are (pixels - mean) /
-    deviation.
+    ``mean`` and ``deviation`` are of pixels, [C, 1, 1]: views are (pixels - mean) / deviation.
     """
 
     mean: Tensor
     deviation: Tensor
 
-    def __init__(
-        self,
-        loss: Objective,
-        adversary: Adversary,
-        epsilon: float,
-        normalization: tuple[Tensor, Tensor],
-    ) -> None:
+    def __init__(self, options: Options, network: Viewmaker, setting: Setting) -> None:
         super().__init__()
-        self.loss, self.adversary, self.epsilon = loss, adversary, epsilon
-        self.counterparts = loss.counterparts
-        for name, value in zip(("mean", "deviation"), normalization, strict=True):
+        self.loss = options.objective(options.new_temperature(setting.dtype))
+        self.adversary = Adversary(network, options.adversary_lr, setting.seed)
+        self.epsilon, self.counterparts = options.epsilon, self.loss.counterparts
+        for name, value in zip(("mean", "deviation"), setting.model.normalization, strict=True):
             self.register_buffer(name, value, persistent=False)
 
     def outside(self) -> Sequence[OutsideParameters]:

@@ -118,17 +118,7 @@ class Options(ObjectiveOptions):
 
     def build(self, setting: Setting) -> Objective:
         """The loss with a momentum copy of the model."""
-        model: Any = setting.model
-        v2 = self.version == "v2"
-        base = (0.999 if v2 else 0.99) if self.momentum is None else self.momentum
-        schedule = self.momentum_schedule or ("constant" if v2 else "cosine")
-        copy = MomentumCopy(model, base, schedule)
-        if v2:
-            return QueuedKeys(self, copy, model.feature_dim, setting.dtype)
-        predictor: nn.Module = nn.Identity()
-        if self.predictor:
-            predictor = predictor_of(model.feature_dim, self.predictor, setting.seed)
-        return BatchKeys(self, copy, predictor.to(setting.dtype))
+        return (QueuedKeys if self.version == "v2" else BatchKeys)(self, setting)
 
     def cost(self, sizes: Sizes) -> Cost:
         """Memory of the copy, the queue and the keys that a row is compared with."""
@@ -245,10 +235,14 @@ class _WithCopy(Objective):
 
     counterparts = ("image_features", "keys")
 
-    def __init__(self, options: Options, copy: MomentumCopy) -> None:
+    def __init__(self, options: Options, setting: Setting) -> None:
         super().__init__()
-        self.copy, self.epsilon, self.term, self.tile = copy, options.epsilon, options.term, TILE
-        self.temperature = options.temperature or (0.2 if options.version == "v2" else 1.0)
+        v2 = options.version == "v2"
+        base = (0.999 if v2 else 0.99) if options.momentum is None else options.momentum
+        schedule = options.momentum_schedule or ("constant" if v2 else "cosine")
+        self.copy = MomentumCopy(setting.model, base, schedule)
+        self.epsilon, self.term, self.tile = options.epsilon, options.term, TILE
+        self.temperature = options.temperature or (0.2 if v2 else 1.0)
 
     def _row_losses(self, features: Tensor, keys: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
         """The cross-entropies [b] of the own keys of features [b, D] among keys [B, D], or those of
@@ -276,10 +270,10 @@ class QueuedKeys(_WithCopy):
     queue_prefix_lengths: Tensor
     position: Tensor
 
-    def __init__(self, options: Options, copy: MomentumCopy, dim: int, dtype: torch.dtype) -> None:
-        super().__init__(options, copy)
-        size = options.num_queued
-        self.register_buffer("queue", torch.zeros(size, dim, dtype=dtype))
+    def __init__(self, options: Options, setting: Setting) -> None:
+        super().__init__(options, setting)
+        size, dim = options.num_queued, setting.model.feature_dim
+        self.register_buffer("queue", torch.zeros(size, dim, dtype=setting.dtype))
         for name in ("groups", "sample_ids", "prefix_lengths"):
             self.register_buffer(f"queue_{name}", torch.full((size,), -1))
         self.register_buffer("position", torch.zeros((), dtype=torch.int64))
@@ -354,9 +348,12 @@ class QueuedKeys(_WithCopy):
 class BatchKeys(_WithCopy):
     """MoCo-v3's loss: each view against the copy's other view of the global batch."""
 
-    def __init__(self, options: Options, copy: MomentumCopy, predictor: nn.Module) -> None:
-        super().__init__(options, copy)
-        self.predictor = predictor
+    def __init__(self, options: Options, setting: Setting) -> None:
+        super().__init__(options, setting)
+        self.predictor: nn.Module = nn.Identity()
+        if options.predictor:
+            dim = setting.model.feature_dim
+            self.predictor = predictor_of(dim, options.predictor, setting.seed).to(setting.dtype)
 
     def features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """The model's features of both views, and the copy's as ``keys`` and ``keys_1``."""
