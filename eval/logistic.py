@@ -189,8 +189,9 @@ class _Problem:
 
         def work() -> Classifier | None:
             if not self.is_main:
-                while self._asked(solution):
-                    self._sums(solution)
+                sent = solution.new_empty(solution.numel() + 1)
+                while (sent := broadcast(sent))[0]:  # as ``_ask`` sends it
+                    self._sums(solution.copy_(sent[1:].view_as(solution)))
                 return None
             try:
                 return self._solve(solution, strength, max_iterations)
@@ -237,12 +238,6 @@ class _Problem:
     def _ask(self, solution: Tensor, *, more: bool) -> None:
         """Sends the first rank's solution, and whether sums of it are wanted, to the others."""
         broadcast(torch.cat([solution.new_tensor([more]), solution.detach().flatten()]))
-
-    def _asked(self, solution: Tensor) -> bool:
-        """Takes what ``_ask`` sends into ``solution``; returns whether sums of it are wanted."""
-        sent = broadcast(solution.new_empty(solution.numel() + 1))
-        solution.copy_(sent[1:].view_as(solution))
-        return bool(sent[0])
 
     def _sums(self, solution: Tensor) -> Tensor:
         """The sums of losses and gradients over the rows of all ranks, on every rank."""

@@ -11,7 +11,6 @@ number of layers above), such as Model, wherever these are in the trained module
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -55,12 +54,20 @@ def parameter_groups(
     and with `start_decay` for parameters of models and for others. Parameters with an upper bound
     have groups of their own. Raises ValueError where nothing is trainable.
     """
-    bounds, layers_above, in_model = _declared(module)
+    inside = {f"{name}." if name else "": inner for name, inner in module.named_modules()}
+    bounds = {
+        f"{prefix}{name}": value
+        for prefix, inner in inside.items()
+        for name, value in getattr(inner, "upper_bounds", {}).items()
+    }
+    towers: dict[str, Any] = {p: m for p, m in inside.items() if hasattr(m, "layers_above")}
     members: dict[tuple[Any, ...], list[nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            scale = 1.0 if layer_decay is None else float(layer_decay ** layers_above(name))
-            pull = start_decay * in_model(name)
+            prefix = next(filter(name.startswith, towers), None)
+            scale, pull = 1.0, 0.0 if prefix is None else start_decay
+            if layer_decay is not None and prefix is not None:
+                scale = layer_decay ** towers[prefix].layers_above(name.removeprefix(prefix))
             key = (bounds.get(name, math.inf), scale, parameter.ndim < 2, pull)
             members.setdefault(key, []).append(parameter)
     if not members:
@@ -120,28 +127,6 @@ def build_optimizer(
     _hold_bounds(optimizer)
     optimizer.register_step_post_hook(_hold_bounds)
     return optimizer
-
-
-def _declared(
-    module: nn.Module,
-) -> tuple[dict[str, float], Callable[[str], int], Callable[[str], bool]]:
-    """Upper bounds of parameters by name, the number of layers above a parameter, as the modules
-    within this one say, 0 where none does, and whether a parameter is of such a module."""
-    inside = {f"{name}." if name else "": inner for name, inner in module.named_modules()}
-    bounds = {
-        f"{prefix}{name}": value
-        for prefix, inner in inside.items()
-        for name, value in getattr(inner, "upper_bounds", {}).items()
-    }
-    towers: dict[str, Any] = {p: m for p, m in inside.items() if hasattr(m, "layers_above")}
-
-    def layers_above(name: str) -> int:
-        for prefix, model in towers.items():
-            if name.startswith(prefix):
-                return int(model.layers_above(name.removeprefix(prefix)))
-        return 0
-
-    return bounds, layers_above, lambda name: name.startswith(tuple(towers))
 
 
 def is_elementwise(optimizer: str | torch.optim.Optimizer) -> bool:

@@ -262,7 +262,6 @@ def resnet_layout(tower: nn.Module) -> ImageLayout:
         projection=("attnpool",),
         finish=lambda tower, hidden, _: tower.attnpool(hidden),
         pooled_dim=None,
-        start=lambda _, images: (images, None),
         steps=lambda tower, _: [
             tower.stem, *(tower.get_submodule(name) for (name,) in residual)
         ],
