@@ -382,10 +382,8 @@ def read_items(
     """
     root, layout = Path(root), LAYOUTS[name]
     there = root / (layout.captions if captions is None else captions)
-    written: list[str] = []  # made parts whose files are there, in the folder or beside this file
-    if layout.made:
-        beside = there.parent if there.is_file() else there
-        written = [part for part, file in layout.files.items() if (beside / file).is_file()]
+    beside = there.parent if there.is_file() else there
+    written = [p for p, file in layout.files.items() if layout.made and (beside / file).is_file()]
     chosen = list(parts if parts is not None else written or layout.files)
     if layout.made and (root / INTENT).exists():
         raise ValueError(

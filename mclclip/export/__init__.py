@@ -25,12 +25,11 @@ from mclclip.data.samples import Sample, TarDataset
 from mclclip.export import held_out
 from mclclip.models import soup, weights
 from mclclip.models.clip import is_without_weights
-from mclclip.models.encoder import save_concat
+from mclclip.models.encoder import StageWeights, save_concat
 from mclclip.models.loading import load_towers
 from mclclip.models.lora import add_lora, merge_lora
 from mclclip.models.model import Model
 from mclclip.models.options import Variant
-from mclclip.models.stage_weights import StageWeights
 from mclclip.options import with_prefix
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context

@@ -14,7 +14,7 @@ Plain open_clip refuses such a directory, because its weights are not those of o
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args, overload
 
@@ -31,7 +31,6 @@ from mclclip.models import clip, transformers_encoder, weights
 from mclclip.models.loading import common_config, load_towers, refuse_without_weights
 from mclclip.models.model import Model, unit
 from mclclip.models.options import Variant
-from mclclip.models.stage_weights import StageWeights, check_weights
 from mclclip.options import brief, first_problem, with_prefix
 
 RANDOM = "random"
@@ -39,6 +38,31 @@ RANDOM = "random"
 _SCHEMAS = (1, 2)  # 2: has weights of its stages, which a reader of 1 would overlook
 _MOST_STAGES = 64
 Picture = str | Path | Image.Image
+
+
+@dataclass(frozen=True)
+class StageWeights:
+    """Weights of the stages, which sum to 1, and the logit scale fitted with them.
+
+    ``loss`` is the loss of the fit in nats, ``equal_loss`` the smallest one of equal weights, with
+    a logit scale of its own; chance is near log(1024).
+    """
+
+    weights: tuple[float, ...]
+    logit_scale: float
+    loss: float
+    equal_loss: float
+    pairs: int
+
+
+def check_weights(given: Sequence[float], stages: int) -> None:
+    """Raises ValueError unless these are weights of so many stages: none negative, their sum 1."""
+    if len(given) != stages or not all(map(math.isfinite, given)):
+        raise ValueError(f"weights of stages are {brief(given)}: wanted {stages} numbers")
+    if min(given) < 0 or abs(sum(given) - 1) > 1e-6:
+        raise ValueError(
+            f"weights of stages are {brief(given)}: wanted none below 0, and weights that sum to 1"
+        )
 
 
 class Encoder(nn.Module):

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from mclclip.models.encoder import save_concat
+from mclclip.models.encoder import StageWeights, save_concat
 from mclclip.models.loading import load_towers
-from mclclip.models.stage_weights import StageWeights
 from tests import tiny
 
 CONFIGS = tiny.ROOT / "tests" / "configs"

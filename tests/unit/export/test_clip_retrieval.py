@@ -22,9 +22,8 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TarDataset
 from mclclip.export import convert, hub
 from mclclip.export.targets import Source, clip_retrieval
-from mclclip.models.encoder import Encoder, load_model, save_concat
+from mclclip.models.encoder import Encoder, StageWeights, load_model, save_concat
 from mclclip.models.loading import load_towers
-from mclclip.models.stage_weights import StageWeights
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Layout
 from tests import tiny

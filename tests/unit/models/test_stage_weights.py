@@ -13,16 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-from mclclip.models import stage_weights
+from mclclip.export import held_out
+from mclclip.export.held_out import fit_weights
 from mclclip.models.encoder import (
     Encoder,
+    StageWeights,
     load_model,
     save_concat,
 )
 from mclclip.models.loading import load_towers, model_config
 from mclclip.models.memory import load_shapes
 from mclclip.models.model import Model
-from mclclip.models.stage_weights import StageWeights, fit
 from tests.unit.models.stages import save_stages
 
 Side = list[np.ndarray]
@@ -59,9 +60,9 @@ def test_loss_and_gradient_are_the_definition() -> None:
     images, texts, captions = draw((0.5, 2.0, math.inf), pairs=12)
     captions[3] = captions[7]
     captions[5] = captions[4] + "\0"  # another one, though numpy takes it for the same
-    batches = stage_weights._batches(images, texts, captions)
+    batches = held_out._batches(images, texts, captions)
     at = np.array([7.0, 3.0, 1.0])
-    loss, gradient = stage_weights._loss(at, batches)
+    loss, gradient = held_out._loss(at, batches)
     assert loss == pytest.approx(slow_loss(images, texts, captions, at), abs=1e-12)
     for stage in range(3):
         step = np.eye(3)[stage] * 1e-5
@@ -71,8 +72,8 @@ def test_loss_and_gradient_are_the_definition() -> None:
 
 def test_several_batches_are_their_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     images, texts, captions = draw((0.5, 2.0), pairs=20)
-    monkeypatch.setattr(stage_weights, "_BATCH", 10)
-    batches = stage_weights._batches(images, texts, captions)
+    monkeypatch.setattr(held_out, "_BATCH", 10)
+    batches = held_out._batches(images, texts, captions)
     order = np.random.default_rng(0).permutation(20)
     assert [len(keep) for _, keep in batches] == [10, 10]
     at = np.array([5.0, 2.0])
@@ -80,13 +81,13 @@ def test_several_batches_are_their_mean(monkeypatch: pytest.MonkeyPatch) -> None
         slow_loss([z[r] for z in images], [t[r] for t in texts], [captions[i] for i in r], at)
         for r in (order[:10], order[10:])
     ]
-    assert stage_weights._loss(at, batches)[0] == pytest.approx(sum(halves) / 2, abs=1e-12)
+    assert held_out._loss(at, batches)[0] == pytest.approx(sum(halves) / 2, abs=1e-12)
 
 
 def test_a_fit_is_the_minimum_and_the_same_again() -> None:
     images, texts, captions = draw((0.8, 2.5, math.inf))
-    found = fit(images, texts, captions)
-    assert found == fit(images, texts, captions)
+    found = fit_weights(images, texts, captions)
+    assert found == fit_weights(images, texts, captions)
     assert sum(found.weights) == pytest.approx(1) and min(found.weights) >= 0
     assert found.weights[0] > found.weights[1] > found.weights[2]
     scales = found.logit_scale * np.array(found.weights)
@@ -101,22 +102,22 @@ def test_a_fit_is_the_minimum_and_the_same_again() -> None:
 
 def test_equal_stages_get_equal_weights() -> None:
     images, texts, captions = draw((1.5,))
-    found = fit(images * 2, texts * 2, captions)
+    found = fit_weights(images * 2, texts * 2, captions)
     assert found.weights == pytest.approx((0.5, 0.5), abs=1e-4)
     assert found.loss == pytest.approx(found.equal_loss, abs=1e-9)
 
 
 def test_pairs_without_an_error_do_not_push_without_end() -> None:
     images, texts, captions = draw((0.0, 0.0))
-    assert fit(images, texts, captions).logit_scale <= 2 * stage_weights.LARGEST
+    assert fit_weights(images, texts, captions).logit_scale <= 2 * held_out.LARGEST
 
 
 def test_what_weights_cannot_be_fitted_on() -> None:
     images, texts, captions = draw((1.0, 1.0))
     with pytest.raises(ValueError, match="60 held-out pairs with 1 different captions"):
-        fit(images, texts, ["the same"] * 60)
+        fit_weights(images, texts, ["the same"] * 60)
     with pytest.raises(ValueError, match="no stage tells held-out captions apart"):
-        fit([-text for text in texts], texts, captions)
+        fit_weights([-text for text in texts], texts, captions)
 
 
 # --- the concat ------------------------------------------------------------------------------
