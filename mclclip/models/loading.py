@@ -14,7 +14,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip import files
 from mclclip.models import backbones, clip, config_check, towers, weights
-from mclclip.models.long_context import longer_config, stretch
 from mclclip.models.lora import add_lora
 from mclclip.models.model import Model
 from mclclip.models.tokenizer import fetched
@@ -54,7 +53,7 @@ def load_towers(
         load_weights: False leaves a directory's model random, for a caller that fills it.
         augmentation: fields of open_clip's `AugmentationCfg`, such as `{"scale": (0.4, 1.0)}`, or
             a `kind` of `transforms` with its options.
-        long_context: stretches the text tower's context, from 77 to 248 tokens (see the module).
+        long_context: stretches the text tower's context, from 77 to 248 tokens (see `towers`).
 
     Raises ValueError for an unknown name or config, one that could bring code (`config_check`),
     weights that do not fit, another activation than the weights were trained with, a projector on a
@@ -68,14 +67,14 @@ def load_towers(
     if text and "text_cfg" in model_cfg:
         _check_clip(name, model_cfg, projector)
         if long_context:
-            model_cfg = longer_config(model_cfg)
+            model_cfg = towers.longer_config(model_cfg)
         exported = clip.build(config, seed, random_text=bool(file) or not load_weights)
         vocabulary = clip.vocabulary(exported)
         tokenizer = clip.tokenizer_of(model_cfg["text_cfg"], directory, vocabulary)
         if file:
             clip.fill(exported, file)
         if long_context:
-            stretch(exported)
+            towers.stretch(exported)
     else:
         exported, model_cfg = _image_tower(config, file, seed, _where(name))
     visual = exported.visual

@@ -258,7 +258,7 @@ def check_long_context(model: ModelConfig, option: str) -> None:
             "stretches it: leave one of them out"
         )
     if model.long_context and (config := _parts_of(model)[0]):
-        from mclclip.models.long_context import longer_config  # seconds, for torch
+        from mclclip.models.towers import longer_config  # seconds, for torch
 
         try:
             longer_config(config)

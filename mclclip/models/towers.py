@@ -2,10 +2,11 @@
 
 Freezing, layer-wise decay, adapters and the trunk/tail split all use one table of names, a
 `Layout`. This file has the layouts of open_clip's own image towers and of text towers; those of
-timm's and torchvision's are in `backbones`. Nothing here imports open_clip or timm.
+timm's and torchvision's are in `backbones`. At the end the context of a text tower is stretched.
+Nothing here imports open_clip or timm.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -304,3 +305,75 @@ def text_layout(tower: nn.Module) -> Layout:
             side.append(tensor)
     top = ("transformer.pooler", "proj")
     return Layout(tuple(before), numbered(tower, name), tuple(after), top)
+
+
+# --- a longer context ------------------------------------------------------------------------
+
+# Zhang et al., "Long-CLIP: Unlocking the Long-Text Capability of CLIP" (2024), section 3.1.
+# Captions of CLIP's training are short, so its first 20 positions are trained well and stay as they
+# are; the others are stretched to four times as many by linear interpolation. A context of 77
+# tokens becomes 248. In a causal tower no token sees those after it, so a text that ends within 20
+# tokens keeps its features. A tower without a causal mask sees the padding too, and its features
+# change.
+_KEPT, _RATIO = 20, 4
+_LONGEST = 248  # of 77 tokens: a context that was stretched already is none to be stretched
+_CONTEXT = 77  # open_clip's context where a config names none
+
+
+def longer_config(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """Model config whose text tower has a context of 20 + 4 (L - 20) tokens in the place of L.
+
+    Raises ValueError for a model without a text tower, for a text tower of Hugging Face or with a
+    class token (``embed_cls``), and for a context of 20 tokens or less or of more than 77, which a
+    stretched one has.
+    """
+    text = dict(model_cfg.get("text_cfg") or {})
+    length, reason = text.get("context_length", _CONTEXT), ""
+    if not text:
+        reason = "the model has no text tower"
+    elif text.get("hf_model_name"):
+        reason = f"the text tower is {text['hf_model_name']} of Hugging Face"
+    elif text.get("embed_cls"):
+        reason = "the text tower has a class token after the text (embed_cls)"
+    elif length <= _KEPT:
+        reason = f"the text tower has a context of {length} tokens, wanted more than {_KEPT}"
+    elif (longer := _KEPT + _RATIO * (length - _KEPT)) > _LONGEST:
+        reason = (
+            f"the context of {length} tokens would become {longer}, wanted {_LONGEST} at most (it "
+            "may have been stretched before)"
+        )
+    if reason:
+        raise ValueError(
+            f"long_context=true stretches the positions after the first {_KEPT} of open_clip's own "
+            f"text towers, and {reason}: set long_context=false, or take another model"
+        )
+    text["context_length"] = _KEPT + _RATIO * (length - _KEPT)
+    return {**model_cfg, "text_cfg": text}
+
+
+def stretched(positions: Tensor) -> Tensor:
+    """Positional embeddings [L, D] -> [20 + 4 (L - 20), D].
+
+    Row 20 + 4 i + j is (1 - j/4) p_{20+i} + (j/4) p_{21+i}, j = 0 to 3. There is no row after the
+    last one, p_{L-1}, where p_{L-1} + (j/4) (p_{L-1} - p_{L-2}) goes on in a straight line.
+    """
+    rows, steps = positions[_KEPT:], positions[_KEPT - 1 :].diff(dim=0)
+    steps = torch.cat([steps[1:], steps[-1:]])
+    quarters = [rows + j / _RATIO * steps for j in range(_RATIO)]
+    return torch.cat([positions[:_KEPT], torch.stack(quarters, dim=1).flatten(0, 1)])
+
+
+def stretch(clip: Any) -> None:
+    """Stretches the context of open_clip's module in place: positions, causal mask and lengths.
+
+    ``longer_config`` must have taken its config.
+    """
+    tower = getattr(clip, "text", clip)  # of a CustomTextCLIP, or the CLIP itself
+    tower.positional_embedding.data = stretched(tower.positional_embedding.data)
+    length = len(tower.positional_embedding)
+    if tower.attn_mask is not None:
+        tower.attn_mask = tower.attn_mask.new_full((length, length), -float("inf")).triu_(1)
+    for module in (clip, tower):
+        module.context_length = length
+    if hasattr(tower, "num_pos"):
+        tower.num_pos = length

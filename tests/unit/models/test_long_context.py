@@ -18,8 +18,8 @@ from mclclip import cluster, embed, export, index
 from mclclip.config import Config
 from mclclip.models import memory
 from mclclip.models.loading import load_towers
-from mclclip.models.long_context import stretched
 from mclclip.models.model import Model
+from mclclip.models.towers import stretched
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Layout, made_of, read_manifest
 from mclclip.train import verb as train
