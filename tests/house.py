@@ -26,15 +26,15 @@ from tests.unit.test_architecture import edges
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
-    "files": 228,
-    "lines": 36_417,
-    "functions": 2_912,
-    "functions of two lines or fewer": 762,
+    "files": 220,
+    "lines": 36_130,
+    "functions": 2_895,
+    "functions of two lines or fewer": 755,
     "classes": 339,
-    "dataclasses": 168,
+    "dataclasses": 165,
     "options": 287,
     "arrows between rooms": 310,
-    "lines of tests": 50_365,
+    "lines of tests": 50_174,
 }
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 SILENT |= {tokenize.ENCODING, tokenize.ENDMARKER}
