@@ -171,8 +171,10 @@ def match_margins(
     ``right`` [Q, C]: which candidates are true of a query; ``wrong`` [Q, C]: which are false of it;
     None: all others. A margin is the lowest similarity of a true candidate minus the highest of a
     false one; it is infinite where there is no true or no false one. A decision is right where its
-    margin is above 0 (a tie counts against the model), and tied where it is 0. None is NaN.
+    margin is above 0 (a tie counts against the model), and tied where it is 0. ValueError on NaN.
     """
+    if np.isnan(similarity).any():
+        raise ValueError("similarities hold NaN: the encoder's features are not finite")
     wrong = ~right if wrong is None else wrong
     lowest = np.where(right, similarity, np.inf).min(axis=2)
     highest = np.where(wrong, similarity, -np.inf).max(axis=2)

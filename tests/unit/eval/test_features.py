@@ -78,7 +78,7 @@ class Probe(torch.nn.Module):
 
     def encode_text(self, tokens: torch.Tensor) -> torch.Tensor:
         features: torch.Tensor = self.layer(tokens.float())
-        self.seen += [features.dtype, torch.is_grad_enabled()]
+        self.seen += [features.dtype, self.training, torch.is_grad_enabled()]
         return features
 
 
@@ -87,13 +87,19 @@ def test_precision_is_the_one_asked_for(precision: str, dtype: torch.dtype) -> N
     probe = Probe()
     with torch.autocast("cpu", dtype=torch.bfloat16):  # a training step's autocast is not inherited
         features = Extractor(probe, precision=precision).texts(["a", "bb"])
-    assert probe.seen == [dtype, False]
+    assert probe.seen == [dtype, False, False]
+    assert probe.training  # as it was before
     assert features.dtype == np.float32
 
 
-def test_empty_input(planted: Any) -> None:
+def test_wrong_settings_and_empty_input(planted: Any) -> None:
+    encoder = planted("random", 2)
+    with pytest.raises(ValueError, match="precision is 'int8'"):
+        Extractor(encoder, precision="int8")
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        Extractor(encoder, batch_size=0)
     with pytest.raises(ValueError, match="no images to encode"):
-        Extractor(planted("random", 2)).images([])
+        Extractor(encoder).images([])
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

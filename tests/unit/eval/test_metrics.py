@@ -76,7 +76,12 @@ def test_ranks_with_ties_equals_the_definition(queries: int, candidates: int, se
     assert list(zip(strict, optimistic, strict=True)) == slow_ranks(similarity, positive)
 
 
-def test_hits_at_no_rank_are_refused() -> None:
+def test_ranks_refuse_nan_and_queries_without_a_positive() -> None:
+    positive = np.array([[True, False]])
+    with pytest.raises(ValueError, match="NaN"):
+        metrics.ranks_with_ties(np.array([[np.nan, 0.0]]), positive)
+    with pytest.raises(ValueError, match="query 0 has no positive"):
+        metrics.ranks_with_ties(np.array([[1.0, 0.0]]), ~positive & False)
     with pytest.raises(ValueError, match="k counts from 1"):
         metrics.hits_at(np.array([1]), 0)
 
@@ -109,6 +114,8 @@ def test_margins_of_several_right_and_several_wrong_candidates() -> None:
     assert metrics.match_margins(similarity, right & ~wrong, wrong)[0] == pytest.approx(
         [0.7, 0.4, 0.0]
     )
+    with pytest.raises(ValueError, match="NaN"):
+        metrics.match_margins(np.full((1, 2, 2), np.nan), np.eye(2, dtype=bool))
 
 
 def test_equal_features_tie_exactly_wherever_they_are() -> None:

@@ -90,6 +90,7 @@ def test_candidate_blocks_do_not_change_similarities() -> None:
     assert np.allclose(whole, texts @ images.T, atol=1e-6)
 
 
+@pytest.mark.parametrize("counting", ["by_row", "whole"])
 @pytest.mark.parametrize(
     "count, dim, chunk_bytes",
     [
@@ -98,19 +99,22 @@ def test_candidate_blocks_do_not_change_similarities() -> None:
     ],
 )
 def test_collapsed_features_rank_last_however_they_are_cut(
-    count: int, dim: int, chunk_bytes: int
+    counting: Any, count: int, dim: int, chunk_bytes: int
 ) -> None:
     """Equal features must tie exactly: rounding must not depend on the place in a block. Of 900
     there are so many ties that they are not compared one by one."""
     row = np.random.default_rng(dim).normal(size=dim)
     features = np.tile((row / np.linalg.norm(row)).astype(np.float32), (count, 1))
     every = np.arange(count)
-    strict, optimistic = rank_queries(features, every, features, every, chunk_bytes=chunk_bytes)
+    strict, optimistic = rank_queries(
+        features, every, features, every, chunk_bytes=chunk_bytes, counting=counting
+    )
     assert (strict == count).all() and (optimistic == 1).all()
 
 
+@pytest.mark.parametrize("counting", ["by_row", "whole"])
 @pytest.mark.parametrize("noise", [0.0, 1e-6, 1.0])
-def test_ranks_are_those_of_products_in_float64(noise: float) -> None:
+def test_ranks_are_those_of_products_in_float64(counting: Any, noise: float) -> None:
     """Near ties, which a product in float32 orders wrongly, and exact ones beside them."""
     rng = np.random.default_rng(11)
     owners = rng.permutation(np.repeat(np.arange(100), 5))
@@ -126,12 +130,23 @@ def test_ranks_are_those_of_products_in_float64(noise: float) -> None:
         near = similarity(queries, candidates)
         wanted = metrics.ranks_with_ties(near, asked[:, None] == own[None, :])
         for chunk_bytes in (30_000, 2**24):
-            found = rank_queries(queries, asked, candidates, own, chunk_bytes=chunk_bytes)
+            found = rank_queries(
+                queries, asked, candidates, own, chunk_bytes=chunk_bytes, counting=counting
+            )
             assert np.array_equal(found, wanted)
     if noise == 1e-6:  # the case is hard: float32 alone orders some candidates otherwise
         plain = metrics.ranks_with_ties(images @ texts.T, np.arange(100)[:, None] == owners)
         right = rank_queries(images, np.arange(100), texts, owners)
         assert not np.array_equal(plain[0], right[0])
+
+
+def test_what_cannot_be_ranked_is_refused() -> None:
+    features, every = unit(np.random.default_rng(0), 4, 30), np.arange(4)
+    with pytest.raises(ValueError, match="query 2 has no positive candidate"):
+        rank_queries(features, every, features[[0, 1, 3]], every[[0, 1, 3]])
+    features[1, 0] = np.nan
+    with pytest.raises(ValueError, match="hold NaN"):
+        rank_queries(features, every, features, every)
 
 
 # --- whole evaluations ------------------------------------------------------------------
