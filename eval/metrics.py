@@ -72,9 +72,14 @@ def ranks_with_ties(similarity: FloatArray, positive: BoolArray) -> tuple[IntArr
 
     similarity: [Q, C]; positive: [Q, C], True where the candidate answers the query.
     Returns int64 ([Q], [Q]), counted from 1: 1 + #strictly greater + #equal wrong candidates (so
-    that a collapsed encoder ranks last), and the optimistic rank without the equal ones. Every
-    query has a positive, and no similarity is NaN (which would compare as a perfect rank).
+    that a collapsed encoder ranks last), and the optimistic rank without the equal ones.
+    ValueError on NaN (which would compare as a perfect rank) or a query without a positive.
     """
+    if np.isnan(similarity).any():
+        raise ValueError("similarities hold NaN: the encoder's features are not finite")
+    if not positive.any(axis=1).all():
+        query = int(np.flatnonzero(~positive.any(axis=1))[0])
+        raise ValueError(f"query {query} has no positive candidate: it cannot be ranked")
     best = np.where(positive, similarity, -np.inf).max(axis=1, keepdims=True)
     wrong = np.where(positive, -np.inf, similarity)
     greater = np.count_nonzero(wrong > best, axis=1)
