@@ -189,23 +189,21 @@ def test_several_hosts(folder: Path, number: int, is_host: int) -> None:
     assert seen(folder)["environment"]["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
-@pytest.mark.parametrize("name", MEETING)
-def test_a_missing_variable_is_named(folder: Path, name: str) -> None:
-    variables = {key: value for key, value in MEETING.items() if key != name}
-    code, stderr = finish(start(folder, "silent", script="multinode.sh", **variables))
-    assert code == 2 and stderr.startswith(f"multinode.sh: {name} is not set: ")
-    assert stderr.count("\n") == 1
-
-
-def test_an_address_has_a_port(folder: Path) -> None:
-    variables = MEETING | {"HEAD_ADDRESS": "head"}
-    code, stderr = finish(start(folder, "silent", script="multinode.sh", **variables))
-    assert (code, stderr) == (2, "multinode.sh: HEAD_ADDRESS is 'head': wanted host:port\n")
-
-
-def test_no_command(folder: Path) -> None:
-    code, stderr = finish(start(folder))
-    assert code == 2 and stderr.startswith("local.sh: no command")
+@pytest.mark.parametrize(
+    ("script", "words", "changes", "line"),
+    [
+        *(("multinode.sh", ["silent"], {name: None}, f"{name} is not set: ") for name in MEETING),
+        ("multinode.sh", ["silent"], {"HEAD_ADDRESS": "head"},
+         "HEAD_ADDRESS is 'head': wanted host:port"),
+        ("local.sh", [], {}, "no command"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_named(
+    folder: Path, script: str, words: list[str], changes: dict[str, Any], line: str
+) -> None:
+    given = {k: v for k, v in (MEETING | changes).items() if v is not None}
+    code, stderr = finish(start(folder, *words, script=script, **given))
+    assert code == 2 and stderr.startswith(f"{script}: {line}") and stderr.count("\n") == 1
 
 
 # --- how it ends --------------------------------------------------------------------------------
@@ -374,47 +372,33 @@ PREEMPTED = {"state": "preempted", "exit_code": 85, "requeue": True}
 AGAIN = "requeue Incomplete 7\n"
 
 
-def test_a_finished_job_leaves_no_files(folder: Path) -> None:
-    finished = {"state": "finished", "exit_code": 0, "requeue": False}
-    assert batch(folder, 137, None) == (0, AGAIN)
-    assert batch(folder, 0, finished) == (0, "")
-    assert not list(folder.glob("*.state*"))
+def ended(state: str, code: int) -> dict[str, Any]:
+    return {"state": state, "exit_code": code, "requeue": False}
 
 
-def test_a_saved_job_starts_again_however_often(folder: Path) -> None:
-    for _ in range(5):
-        assert batch(folder, 0, PREEMPTED) == (0, AGAIN)
+# What srun ends with and what it has recorded, and the code and the question that come of it.
+STARTS: dict[str, list[tuple[int, dict[str, Any] | None, int, str]]] = {
+    "a job that is saved starts again however often": [(0, PREEMPTED, 0, AGAIN)] * 5,
+    "one that its user stopped stays so": [(0, PREEMPTED | {"requeue": False}, 85, "")],
+    "a mistake is not repeated": [(1, ended("failed", 2), 2, "")],
+    "progress begins the count anew": [(1, None, 0, AGAIN), (0, PREEMPTED, 0, AGAIN)] * 3,
+    "a finished job leaves no files": [(137, None, 0, AGAIN), (0, ended("finished", 0), 0, "")],
+    **{  # the last is what the others record when a task has died
+        f"failures in a row are counted: {state}": [
+            *[(137, state, 0, AGAIN)] * 2, (137, state, code, ""),
+        ]
+        for state, code in (
+            (None, 137), (ended("running", 0), 137), (ended("failed", 1), 1), (PREEMPTED, 137),
+        )
+    },
+}  # fmt: skip
 
 
-def test_a_job_stopped_by_its_user_stays_so(folder: Path) -> None:
-    assert batch(folder, 0, {**PREEMPTED, "requeue": False}) == (85, "")
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        None,
-        {"state": "running", "exit_code": 0, "requeue": False},
-        {"state": "failed", "exit_code": 1, "requeue": False},
-        PREEMPTED,  # what the others record when a task has died
-    ],
-)
-def test_failures_in_a_row_are_counted(folder: Path, state: dict[str, Any] | None) -> None:
-    for _ in range(2):
-        assert batch(folder, 137, state, MAX_RESTARTS="2") == (0, AGAIN)
-    code, asked = batch(folder, 137, state, MAX_RESTARTS="2")
-    assert code in (1, 137) and asked == ""
-
-
-def test_progress_resets_the_count(folder: Path) -> None:
-    for _ in range(3):
-        assert batch(folder, 1, None, MAX_RESTARTS="1") == (0, AGAIN)
-        assert batch(folder, 0, PREEMPTED) == (0, AGAIN)
-
-
-def test_a_mistake_is_not_repeated(folder: Path) -> None:
-    failed = {"state": "failed", "exit_code": 2, "requeue": False}
-    assert batch(folder, 1, failed) == (2, "")
+@pytest.mark.parametrize("case", STARTS)
+def test_whether_a_job_starts_again(folder: Path, case: str) -> None:
+    for code, state, *wanted in STARTS[case]:
+        assert [*batch(folder, code, state, MAX_RESTARTS="2")] == wanted
+    assert "finished" not in case or not list(folder.glob("*.state*"))
 
 
 def test_what_a_step_is(folder: Path) -> None:
