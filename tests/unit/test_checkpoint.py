@@ -394,29 +394,21 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(tmp_path: P
     assert Checkpoints(tmp_path, CheckpointConfig()).resume(target) == 0
 
 
-def without(name: str) -> Source:
-    source = Source(1)
-    del source.state[name]
-    return source
-
-
-def with_size(name: str, *size: int) -> Source:
-    source = Source(1)
-    source.state[name] = torch.zeros(size)
-    return source
-
-
 @pytest.mark.parametrize(
-    ("target", "what"),
+    ("name", "size", "what"),
     [
-        (without("model.wide"), "it holds model.wide, which the model lacks"),
-        (with_size("model.new", 3), "it lacks model.new"),
-        (with_size("model.wide", 64, 34), r"model.wide is \[64, 33\] there, \[64, 34\] here"),
+        ("model.wide", None, "it holds model.wide, which the model lacks"),
+        ("model.new", (3,), "it lacks model.new"),
+        ("model.wide", (64, 34), r"model.wide is \[64, 33\] there, \[64, 34\] here"),
     ],
 )
 def test_an_intact_one_of_another_model_is_no_damage(
-    tmp_path: Path, target: Source, what: str
+    tmp_path: Path, name: str, size: tuple[int, ...] | None, what: str
 ) -> None:
+    target = Source(1)
+    target.state |= {} if size is None else {name: torch.zeros(size)}
+    if size is None:
+        del target.state[name]
     saved(tmp_path, 4, 8)
     with pytest.raises(RuntimeError, match=rf"step_00000008 does not fit: {what}"):
         Checkpoints(tmp_path, CheckpointConfig()).resume(target)

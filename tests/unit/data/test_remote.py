@@ -438,9 +438,7 @@ def test_a_copy_gives_what_its_shard_gives_at_every_edge(
     kept = cache(server, tmp_path / "cache", 10_000_000)
     for size in (1, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES, 2 * BLOCK_BYTES + 1):
         (server.folder / f"{size}.tar").write_bytes(DATA[:size])
-        kept.path_of(stat(server, f"{size}.tar"))
-        kept.wait()
-        path = kept.path_of(stat(server, f"{size}.tar"))
+        path = copied(kept, stat(server, f"{size}.tar"))
         assert path is not None
         edges = {0, 1, size // 2, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, size - 1, size}
         with open(path, "rb") as file:
@@ -459,14 +457,19 @@ def test_objects_of_equal_size_and_tag_have_copies_of_their_own(
     one, other = stat(server), stat(server, "b.tar")
     assert (one.size, one.tag) == (other.size, other.tag)
     for name, wanted in (("a.tar", DATA), ("b.tar", DATA[::-1])):
-        kept.path_of(stat(server, name))
-        kept.wait()
-        copy = kept.path_of(stat(server, name))
+        copy = copied(kept, stat(server, name))
         assert copy is not None and copy.read_bytes()[: len(DATA)] == wanted
 
 
-def cache(server: ShardServer, folder: Path, max_bytes: int, idle_s: float = 3600.0) -> ShardCache:
-    return ShardCache(folder, max_bytes, Remote(FAST), idle_s)
+def cache(server: ShardServer, folder: Path, max_bytes: int) -> ShardCache:
+    return ShardCache(folder, max_bytes, Remote(FAST), 3600.0)
+
+
+def copied(kept: ShardCache, stored: StoredFile) -> Path | None:
+    """The copy of an object that was asked for and has come."""
+    kept.path_of(stored)
+    kept.wait()
+    return kept.path_of(stored)
 
 
 @pytest.mark.parametrize("below", ["file", "file/cache"])
@@ -499,9 +502,7 @@ def test_a_cache_stays_below_its_bound(server: ShardServer, tmp_path: Path) -> N
     large.wait()
     assert oldest.exists() and held(folder) == 2 * 1004
     later = cache(server, folder, 2500)  # another process, hours later
-    assert later.path_of(stat(server, "d.tar")) is None
-    later.wait()
-    copy = later.path_of(stat(server, "d.tar"))
+    copy = copied(later, stat(server, "d.tar"))
     assert copy is not None and copy.read_bytes()[:-4] == b"d" * 1000
     assert not oldest.exists() and held(folder) == 2 * 1004
 
@@ -535,10 +536,7 @@ def test_a_cache_forgets_what_a_killed_process_left(server: ShardServer, tmp_pat
         other.wait()  # the part of a living process is left alone
         assert len(list(folder.glob("*.part"))) == 1
         process.kill()
-    again = cache(server, folder, 10_000_000)
-    again.path_of(stored)
-    again.wait()
-    copy = again.path_of(stored)
+    copy = copied(cache(server, folder, 10_000_000), stored)
     assert copy is not None and copy.read_bytes()[: len(DATA)] == DATA
     assert not list(folder.glob("*.part"))
 
@@ -609,14 +607,12 @@ def test_a_cache_that_fails_costs_time_alone(
     kept.wait()
     assert "a shard is not kept" in caplog.text and held(folder) == 0
     server.fail = 0
-    kept.path_of(stat(server, "b.tar"))
-    kept.wait()
+    copied(kept, stat(server, "b.tar"))
     assert held(folder) == 1004  # one shard that cannot be had is not the end of the cache
     (folder / "cache.lock").unlink()
     (folder / "cache.lock").mkdir()
     (server.folder / "c.tar").write_bytes(b"c")
-    kept.path_of(stat(server, "c.tar"))
-    kept.wait()
+    copied(kept, stat(server, "c.tar"))
     assert caplog.text.count("is not used any more") == 1
     assert kept.path_of(stat(server, "b.tar")) is None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,15 @@ from mclclip.eval.run import check
 NUM = 13
 
 
-def shards(root: Path, *, caption: str | None = "number {}") -> Path:
-    """Pictures that spell their number, as planted encoders read them, with it as their caption."""
+def shards(root: Path, *captions: str) -> Path:
+    """Pictures that spell their number, as planted encoders read them, with it as their caption,
+    and with other ``captions``; each picture lies beside the shards too."""
     samples = []
+    root.mkdir(exist_ok=True)
     for number in range(NUM):
-        file = BytesIO()
-        Image.new("RGB", (4, 4), (0, number, 0)).save(file, format="PNG")
-        texts = [] if caption is None else [caption.format(number)]
-        samples.append(PackedSample(f"{number:05d}", file.getvalue(), "png", texts))
+        path, texts = root / f"{number}.png", [f"number {number}", *captions]
+        Image.new("RGB", (4, 4), (0, number, 0)).save(path)
+        samples.append(PackedSample(f"{number:05d}", path.read_bytes(), "png", texts))
     write_shards(samples, root, 5)
     return root
 
@@ -71,25 +71,12 @@ def test_it_is_the_loss_of_every_sample(
 def test_captions_come_from_a_field_of_the_samples_or_a_file(
     tmp_path: Path, planted: Callable[..., Any]
 ) -> None:
-    encoder, wanted = (
-        planted("random", NUM),
-        losses(planted("random", NUM), shards(tmp_path / "txt")),
-    )
-    folder, lines = tmp_path / "json", ["filepath,title"]
-    samples = []
-    for number in range(NUM):
-        file = BytesIO()
-        Image.new("RGB", (4, 4), (0, number, 0)).save(file, format="PNG")
-        captions = [f"number {number}", "another one, 3"]
-        samples.append(PackedSample(f"{number:05d}", file.getvalue(), "png", captions))
-        (tmp_path / f"{number}.png").write_bytes(file.getvalue())
-        lines += [f"{number}.png,{caption.replace(',', '')}" for caption in captions]
-    write_shards(samples, folder, 5)
-    (tmp_path / "captions.csv").write_text("\n".join(lines))
-    for root, options in (
-        (folder, {"captions": "json:captions"}),
-        (tmp_path, {"captions": "captions.csv"}),
-    ):
+    encoder, wanted = planted("random", NUM), losses(planted("random", NUM), shards(tmp_path))
+    root = shards(tmp_path / "several", "another one 3")
+    rows = [f"{n}.png,{text}" for n in range(NUM) for text in (f"number {n}", "another one 3")]
+    (root / "captions.csv").write_text("\n".join(["filepath,title", *rows]))
+    for captions in ("json:captions", "captions.csv"):
+        options = {"captions": captions}
         check({"held_out": BenchmarkConfig("contrastive_loss", str(root), options)})
         assert losses(encoder, root, **options) == pytest.approx(wanted)
 
