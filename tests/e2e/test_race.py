@@ -96,24 +96,15 @@ def test_a_changed_base_is_refused_in_one_line(
     line = shell.refused(*words(folder, run_dir, "train.lr=0.5", "--only", "ifm"))
     assert "is a race of another base configuration: train.lr was 0.001, now 0.5" in line
     assert (folder / "race" / "race.json").read_bytes() == before
-    unknown = ["race", "--config", folder / "config.yaml", "--remedies", "imf", run_dir]
-    assert "no remedy 'imf' (nearest: ifm" in shell.refused(*unknown)
 
 
 def test_a_race_that_is_refused_leaves_nothing(shell: Shell, data: Path, tmp_path: Path) -> None:
-    """Neither options nor ranks nor benchmarks that do not fit leave a folder or a state behind;
-    samples that a remedy cannot use are said before stage 0 is trained."""
+    """What is refused (``unit/test_race.py``) leaves neither a folder nor a state behind; samples
+    that a remedy cannot use are said before stage 0 is trained."""
     tiny.write_config(tmp_path / "config.yaml", tmp_path / "race", data, *OPTIONS)
-    (tmp_path / "own.sweep").write_text("slow train.lr=fast\n")
     race = ("race", "--config", tmp_path / "config.yaml", "--remedies")
-    cases = {
-        ("mcl", "--seeds", 3, 3): "each may be given once",
-        (tmp_path / "own.sweep",): f"remedy 'slow' of {tmp_path}/own.sweep: option 'train.lr'",
-        (tmp_path / "own.sweep", "--only", "slow"): "got 'fast'",
-        ("mcl", "eval.suite.pairs.path=/nowhere"): "no folder /nowhere",
-    }
-    for more, words in cases.items():
-        assert words in shell.refused(*race, *more)
+    for more in (("--seeds", 3, 3), ("eval.suite.pairs.path=/nowhere",)):
+        shell.refused(*race, "mcl", *more)
         assert not (tmp_path / "race").exists()
     (tmp_path / "own.sweep").write_text(
         "hard controls=[ungrouped] train.objective.kind=info_nce "

@@ -14,13 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mclclip import config, plan
+from mclclip import cluster, config, embed, export, index, plan
 from mclclip.config import Config
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.objectives.feature_dropout import Viewmaker
 from mclclip.plan import Machine, costs, memory
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import Layout
+from mclclip.run import artifacts
+from mclclip.run.artifacts import Artifact, Layout
+from mclclip.train import verb as train
 from tests import tiny
 from tests.matrix import in_soak, kept
 from tests.plans import CC12M, measure, recipe
@@ -281,10 +283,6 @@ def test_large_models_answer_soon() -> None:
 
 def test_counts_are_those_of_the_run(tmp_path: Path) -> None:
     """Index, labels and begun trainings are read; what was trained is what was planned."""
-    from mclclip import cluster, embed, export, index
-    from mclclip.run import artifacts
-    from mclclip.train import verb as train
-
     data = tiny.make_data(tmp_path / "data")
     options = tiny.make_config(
         tmp_path / "run", data, "base=null", "train.steps=null", "train.epochs=1.5", "num_stages=1"
@@ -329,8 +327,6 @@ def test_counts_are_those_of_the_run(tmp_path: Path) -> None:
 
 
 def test_copies_in_the_run_directory_are_counted(tmp_path: Path) -> None:
-    from mclclip import index
-
     packed = [PackedSample(f"{n:04d}", b"image", "jpg", ["a"]) for n in range(60)]
     (tar,) = write_shards(packed, tmp_path / "data/shards", 60)
     options = ("base=null", "num_stages=2", "train.global_batch=4", "reshard.enabled=true")
@@ -352,9 +348,6 @@ def test_copies_in_the_run_directory_are_counted(tmp_path: Path) -> None:
 
 def test_samples_without_captions_are_counted_for_who_reads_captions(tmp_path: Path) -> None:
     """60 images, every third without a caption; of these one is broken, and one of the others."""
-    from mclclip import index
-    from mclclip.run.artifacts import Artifact
-
     captions = [[] if number % 3 == 0 else ["a caption"] for number in range(60)]
     packed = [PackedSample(f"{n:04d}", b"image", "jpg", texts) for n, texts in enumerate(captions)]
     write_shards(packed, tmp_path / "data/shards", 25)
