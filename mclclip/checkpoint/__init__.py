@@ -265,10 +265,17 @@ class Checkpoints:
         return collectives.gather_objects(failure, self._side)[0]
 
     def _prune(self, newest: int) -> None:
+        """Removes the ``superfluous`` steps, except the best one and one that is being copied."""
         copying = None if self.mirror is None else self.mirror.copying
         spare = [step for step in (copying, self.best) if step is not None]
-        keep, keep_every = self.options.keep, self.options.keep_every
-        step_files.prune(self.directory, newest, keep, keep_every, spare)
+        saved, options = steps(self.directory), self.options
+        for step in step_files.superfluous(saved, newest, options.keep, options.keep_every):
+            if step in spare:
+                continue
+            try:
+                step_files.remove(path_of(self.directory, step))
+            except OSError as error:
+                log.warning("the old checkpoint %s cannot be removed (%s)", error.filename, error)
 
     # --- resuming ------------------------------------------------------------------------------
 

@@ -4,13 +4,12 @@ state, written and read through torch.distributed.checkpoint (DCP), also of a fi
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import shutil
 import warnings
 import zlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,6 @@ from torch.futures import Future
 from mclclip import __version__, files
 from mclclip.ranks.sharded_rows import deal
 from mclclip.run import artifacts
-
-log = logging.getLogger("mclclip")
 
 STATE = "state.json"
 METADATA = ".metadata"
@@ -199,19 +196,6 @@ def superfluous(saved: Iterable[int], newest: int, keep: int, keep_every: int | 
     """Steps up to ``newest`` that are neither among the last ``keep`` nor kept for good."""
     old = sorted(step for step in saved if step <= newest)
     return [step for step in old[:-keep] if keep_every is None or step % keep_every]
-
-
-def prune(
-    directory: Path, newest: int, keep: int, keep_every: int | None, spare: Collection[int] = ()
-) -> None:
-    """Removes the ``superfluous`` steps but those in ``spare``; warns where one cannot be."""
-    for step in superfluous(steps(directory), newest, keep, keep_every):
-        if step in spare:
-            continue
-        try:
-            remove(path_of(directory, step))
-        except OSError as error:
-            log.warning("the old checkpoint %s cannot be removed (%s)", error.filename, error)
 
 
 def remove(path: Path, name: str | None = None) -> None:

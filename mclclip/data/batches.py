@@ -251,9 +251,8 @@ class TrainingBatches(Dataset[Batch]):
         for row, sample in enumerate(self._decoded(raws, planned.ids[mine], epoch, occurrence)):
             if isinstance(sample, BadSample):
                 replaced[sample.sample_id] = sample.reason
-                positions = self._candidates(
-                    sample.sample_id, first + row, int(labels[row]), planned.prefix_length, epoch
-                )
+                own = int(planned.positions[first + row])
+                positions = self._candidates(sample.sample_id, own, first + row, epoch)
                 of_row = None if occurrence is None else occurrence[row : row + 1]
                 sample, position = self._replacement(sample, positions, in_batch, epoch, of_row)
                 labels[row] = self._label_at(position, planned.prefix_length)
@@ -362,16 +361,9 @@ class TrainingBatches(Dataset[Batch]):
             "lower the global batch, or take the sample out of the shards"
         )
 
-    def _candidates(
-        self, sample_id: int, column: int, label: int, prefix_length: int, epoch: int
-    ) -> Iterator[int]:
-        """Yields the positions congruent to the column, nearest group first, each at most once.
-
-        ``label`` is the bad sample's, truncated at prefix_length; it narrows the search for the
-        sample's position.
-        """
-        start, stop = self.grouped.group_range(label, prefix_length)
-        own = self.grouped.position(sample_id, start, stop)
+    def _candidates(self, sample_id: int, own: int, column: int, epoch: int) -> Iterator[int]:
+        """Yields the positions congruent to the column, those of the groups nearest to the bad
+        sample's ``own`` position first, each at most once."""
         key = int(mix(self._plan.seed, epoch, _REPLACEMENT, sample_id))
         tried = range(0)
         for length in range(len(self.grouped.radices), -1, -1):

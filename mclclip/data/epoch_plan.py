@@ -134,6 +134,7 @@ class PlannedBatch:
     """One planned global batch, in a fixed order; B = global_batch.
 
     ids            sample ids int64 [B]
+    positions      int64 [B], where they lie in ``GroupedIndex.sample_ids``
     labels         int64 [B], truncated at the prefix length
     prefix_length  number of leading stages whose labels the Eq. 3 mask of this step compares
     group_size     number of samples that a row is compared with, itself included; the mean over
@@ -143,6 +144,7 @@ class PlannedBatch:
     """
 
     ids: Integers
+    positions: Integers
     labels: Integers
     prefix_length: int
     group_size: int
@@ -230,7 +232,7 @@ class EpochPlan:
         keys = mix(*self._key, _DRAW, grouped.group_labels[leaf])
         rows, occurrence = grouped.rows(leaf, position, np.asarray(keys))
         ids = np.asarray(grouped.sample_ids[rows], dtype=np.int64)
-        return PlannedBatch(ids, labels, length, group_size, occurrence)
+        return PlannedBatch(ids, rows, labels, length, group_size, occurrence)
 
     def _draws_of(self, depth: int, node: int, number: int) -> tuple[Integers, Integers]:
         """(leaf, its draw's number), int64 [global_batch] each, of batch ``number`` of a node at

@@ -23,8 +23,9 @@ from torch.nn import functional
 
 from mclclip.caption_rules import HardCaptions, draw, false_edits, spoken
 from mclclip.data.batches import TrainingBatches
+from mclclip.data.locations import TextFeatures
 from mclclip.data.options import DataConfig
-from mclclip.data.row_store import RowStore, TextFeatures
+from mclclip.data.row_store import RowStore
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import RawSample, TarDataset, Tokenizer, cut_text, tokenized
 from mclclip.data.shard_scan import caption_fields, parse_captions

@@ -43,7 +43,6 @@ ROWS_PER_BLOCK = 2**19  # larger blocks do not fit the processor's cache, and so
 _DENSE = 2**21  # most possible labels that are counted in one array over all of them
 _RANGES = 4096  # how many ranges of groups, or up to twice as many, are merged one after another
 _JOINED = 2**18  # most ids of one group that are yielded at once
-_DIGIT_BITS = 16  # numpy sorts integers of 16 bits by radix, larger ones by comparison
 
 _HEADER, _KNOWN_BAD = "grouped_index.json", "known_bad.json"
 _ARRAYS = ("sample_ids", "group_starts", "group_labels")
@@ -167,7 +166,7 @@ class LabelBlocks:
             ranges = bounds[:, number], bounds[:, number + 1]
             for ids in self._collect(runs, *ranges, max(most, _JOINED)):
                 # Several groups have at most ``most`` rows, which come at once.
-                yield ids[stable_order(self.labels[ids])] if num_groups > 1 else ids
+                yield ids[np.argsort(self.labels[ids], kind="stable")] if num_groups > 1 else ids
 
     def _sort_blocks(self, edges: Integers, runs: BufferedRandom) -> Integers:
         """Writes the rows of each block by label. Returns int64 [blocks, ranges + 1]: where the
@@ -176,7 +175,7 @@ class LabelBlocks:
         for _, block in self:
             rows = np.flatnonzero(block >= 0).astype(np.int32)
             inside = block[rows] if len(rows) < len(block) else block
-            order = stable_order(inside)
+            order = np.argsort(inside, kind="stable")
             starts = np.searchsorted(inside, edges, sorter=order)
             bounds.append(offset + np.append(starts, len(rows))[None])
             runs.write(rows[order].data)
@@ -201,23 +200,6 @@ class LabelBlocks:
                     at += runs.readinto(view[at : at + 4 * length])
             yield rows + np.repeat(np.arange(first, last) * self.rows_per_block, lengths)
             first = last
-
-
-def stable_order(labels: npt.NDArray[np.integer]) -> npt.NDArray[np.intp]:
-    """The permutation that sorts integers, ties by position: ``argsort(kind="stable")``, digit by
-    digit, which is faster for labels of few digits."""
-    if not len(labels):
-        return np.zeros(0, np.intp)
-    least = int(labels.min())
-    bits, rest = (int(labels.max()) - least).bit_length(), labels - least
-    order: npt.NDArray[np.intp] | None = None
-    for shift in range(0, bits, _DIGIT_BITS):
-        digit = (rest >> shift if shift else rest).astype(np.uint16)  # keeps the lowest 16 bits
-        if order is None:
-            order = np.argsort(digit, kind="stable")
-        else:
-            order = order[np.argsort(digit[order], kind="stable")]
-    return np.arange(len(labels)) if order is None else order
 
 
 def _add_sparse(
@@ -288,23 +270,6 @@ class GroupedIndex(GroupSizes):
             return starts + number, None
         ranges = np.stack([starts, self.group_starts[group + 1]], axis=1)
         return drawn_rows(self.weight_sums, ranges, self.draws[group], number, keys)
-
-    def position(self, sample_id: int, start: int, stop: int) -> int:
-        """Where a sample lies in sample_ids, in [start, stop), which are whole groups.
-
-        Searches all of them at once by bisection: their ids ascend, and few of them are read.
-        Raises LookupError where it is in none.
-        """
-        first, last = np.searchsorted(self.group_starts, [start, stop])
-        low, ends = self.group_starts[first:last], self.group_starts[first + 1 : last + 1]
-        high = ends
-        while (searched := low < high).any():
-            middle = np.minimum((low + high) // 2, stop - 1)
-            before = self.sample_ids[middle] < sample_id
-            low = np.where(searched & before, middle + 1, low)
-            high = np.where(searched & ~before, middle, high)
-        low = low[low < ends]
-        return int(low[np.flatnonzero(self.sample_ids[low] == sample_id)[0]])
 
     def positions(self, sample_ids: Integers, labels: Integers) -> Integers:
         """Where samples of these full labels lie in sample_ids: int64 [n], -1 for those that are in

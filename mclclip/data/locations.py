@@ -10,12 +10,14 @@ rows are read, not the images. They are the same in every epoch and stage::
     ARTIFACT/  checksums.npy    int64 [N]: the CRC-32 of each row; -1 where a sample has none
     FOLDER/    00007.npy ...    rows [n, ...] with their checksums and notes (`data.row_store`)
 
-A sample's row is read alone, as a range of bytes of its file, and compared with its checksum.
+A sample's row is read alone, as a range of bytes of its file, and compared with its checksum. Text
+embeddings (`TextFeatures`) stand for captions in a similar way.
 """
 
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -34,12 +36,13 @@ from mclclip.data.remote import Remote, RemoteOptions, StoredFile
 from mclclip.data.row_store import rows_path
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_reader import Range
-from mclclip.files import clean, read_json
+from mclclip.files import Checked, clean, read_json
 from mclclip.ranks import collectives
-from mclclip.run.artifacts import Artifact, Layout, Manifest, read_manifest
+from mclclip.run.artifacts import Artifact, Layout, Manifest, is_finished, read_manifest
 
 Integers = npt.NDArray[np.int64]
 KIND = "resharded"
+_OPEN_FILES = 64  # of text embeddings, in one process
 GROUPS, MEMBERS, SIZES = "grouped_index", "members.npy", "shard_sizes.json"
 
 
@@ -235,10 +238,6 @@ class TrunkRows:
         """Bytes of a row."""
         return int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
 
-    def files(self, num_shards: int) -> list[StoredFile]:
-        """The files of rows, by shard of the index."""
-        return [StoredFile(str(rows_path(self.folder, number))) for number in range(num_shards)]
-
     def offsets(self, row: Integers, shard_sizes: Integers) -> Integers:
         """Where the rows with these numbers in their shards begin, in bytes [n]."""
         headers = [_header_bytes((int(n), *self.shape), self.dtype) for n in shard_sizes.tolist()]
@@ -271,6 +270,79 @@ def _header_bytes(shape: tuple[int, ...], dtype: str) -> int:
     return len(npy_header(shape, dtype))
 
 
+# --- text embeddings ---------------------------------------------------------------------------
+
+
+class TextFeatures:
+    """Text embeddings on disk, one row per caption, looked up by (sample_id, caption number).
+
+    ``directory`` holds one array per shard of the index, named by the shard's number: ``00007.npy``
+    [captions in the shard, D] float16 or float32, rows in index order, all captions of a sample
+    after each other (row = ``caption_start[sample_id] + caption_number``, counted from the shard's
+    first caption). Arrays are memory-mapped when first needed, at most ``_OPEN_FILES`` at once.
+    The blocks of a file that hold a row are compared with the artifact's records before the row is
+    given out, each once in a process.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], index: SampleIndex) -> None:
+        self._directory = Path(directory)
+        self._index = index
+        self._arrays: OrderedDict[int, np.memmap[Any, Any]] = OrderedDict()
+        self._checked: dict[int, Checked] = {}
+        if not self._directory.is_dir():
+            raise FileNotFoundError(
+                f"no text embeddings at {self._directory}: run 'mclclip embed --text' first"
+            )
+        finished = is_finished(self._directory)
+        self._manifest = read_manifest(self._directory, "text_embeddings") if finished else None
+
+    def get(self, sample_id: int, caption_number: int) -> Tensor:
+        """The text embedding, float32 [D].
+
+        Raises IndexError for a caption that the sample does not have, FileNotFoundError for a shard
+        without text embeddings, ValueError for an array that does not fit the index.
+        """
+        if not 0 <= caption_number < (num := int(self._index.num_captions[sample_id])):
+            raise IndexError(
+                f"caption {caption_number} of sample {sample_id} was asked for, it has {num}"
+            )
+        shard = int(self._index.shard_of[sample_id])
+        # Not by the index's caption_start, which would take an array [N + 1] in every worker.
+        before = self._index.num_captions[self._index.shards[shard].start : sample_id]
+        row = int(before.sum()) + caption_number
+        array = self._array(shard)
+        first = int(array.offset) + row * (size := array.dtype.itemsize * array.shape[1])
+        self._checked[shard].check(first, first + size)
+        return torch.from_numpy(array[row].astype(np.float32))
+
+    def _array(self, shard: int) -> np.memmap[Any, Any]:
+        if shard in self._arrays:
+            self._arrays.move_to_end(shard)
+            return self._arrays[shard]
+        while len(self._arrays) >= _OPEN_FILES:
+            self._arrays.popitem(last=False)
+        path = rows_path(self._directory, shard)
+        if shard not in self._checked:
+            record = None if self._manifest is None else self._manifest.record(path.name)
+            again = "run 'mclclip embed --text --force' to make it again"
+            self._checked[shard] = Checked(path, record, again)
+            self._checked[shard].check(0, 1)  # the header
+        array = open_npy(path, "embed --text")
+        here = self._index.shards[shard]
+        wanted = int(self._index.num_captions[here.start : here.stop].sum())
+        if array.ndim != 2 or len(array) != wanted or array.dtype not in (np.float16, np.float32):
+            raise ValueError(
+                f"{path} holds {array.dtype} {list(array.shape)}, the index wants float16 or "
+                f"float32 [{wanted}, D]: run 'mclclip embed --text --force' after 'mclclip index'"
+            )
+        self._arrays[shard] = array
+        return array
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A mapped array pickles as its content.
+        return {**self.__dict__, "_arrays": OrderedDict(), "_checked": {}}
+
+
 # --- all of them -------------------------------------------------------------------------------
 
 
@@ -301,7 +373,8 @@ class Locations:
         if resharded is not None:
             self.files += resharded.files
         if trunk is not None:
-            self.files += trunk.files(len(index.shards))
+            paths = (rows_path(trunk.folder, number) for number in range(len(index.shards)))
+            self.files += [StoredFile(str(path)) for path in paths]
 
     def of(self, sample_ids: Integers) -> list[SampleRanges]:
         """Where each sample is read. Raises the error of ``of_index``."""
@@ -313,11 +386,9 @@ class Locations:
             for place, (copy, (image, text, *crc32)) in enumerate(rows):
                 if copy >= 0:
                     old, shard = found[place], len(shards) + copy
-                    image_range, text_range = (
-                        (shard, image, old.image[2]),
-                        (shard, text, old.text[2]),
+                    found[place] = SampleRanges(
+                        (shard, image, old.image[2]), (shard, text, old.text[2]), tuple(crc32)
                     )
-                    found[place] = SampleRanges(image_range, text_range, (crc32[0], crc32[1]))
         if self.trunk is not None:
             starts = np.array([shards[number].start for number in numbers], np.int64)
             sizes = np.array([shards[number].stop for number in numbers], np.int64) - starts

@@ -174,8 +174,7 @@ class Remote:
         Raises FileNotFoundError for an object that is gone, ChangedShard for one that has changed,
         and OSError where the store does not give those bytes after all attempts.
         """
-        requests, places = _joined(ranges)
-        return _cut(self._side_by_side(self._read, requests), places, ranges)
+        return self.start(ranges)[0]()
 
     def start(
         self, ranges: Sequence[UrlRange]
@@ -195,10 +194,12 @@ class Remote:
 
         def take() -> list[bytes]:
             try:
-                return _cut([future.result() for future in coming], places, ranges)
+                read = [future.result() for future in coming]
             except BaseException:
                 give_up()
                 raise
+            both = zip(places, ranges, strict=True)
+            return [read[number][at : at + size] for (number, at), (_, _, size, _) in both]
 
         return take, give_up
 
@@ -304,14 +305,6 @@ def _joined(ranges: Sequence[UrlRange]) -> tuple[list[UrlRange], list[tuple[int,
             requests.append(ranges[number])
         places[number] = len(requests) - 1, start - requests[-1][1]
     return requests, places
-
-
-def _cut(
-    read: Sequence[bytes], places: Sequence[tuple[int, int]], ranges: Sequence[UrlRange]
-) -> list[bytes]:
-    """The bytes of each range, out of its request's."""
-    both = zip(places, ranges, strict=True)
-    return [read[number][at : at + size] for (number, at), (_, _, size, _) in both]
 
 
 def _raise_final(url: str, error: Exception) -> None:

@@ -6,14 +6,12 @@
 
 The note is written last and marks the shard as done, so that a killed pass goes on at the first
 shard without one. It names the bytes of every sample that could not be used, so that a shard which
-has been repaired since is read again. A text embedding is looked up alone (`TextFeatures`).
+has been repaired since is read again.
 """
 
 from __future__ import annotations
 
-import os
 import zlib
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -22,8 +20,6 @@ from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from mclclip import files
 from mclclip.data.arrays import (
@@ -36,12 +32,11 @@ from mclclip.data.arrays import (
 )
 from mclclip.data.sample_index import SampleIndex
 from mclclip.files import Checked, Record
-from mclclip.run.artifacts import Manifest, is_finished, read_manifest, verb_of
+from mclclip.run.artifacts import Manifest, verb_of
 from mclclip.search import unit
 
 Integers = npt.NDArray[np.int64]
 _GAP = 1024  # rows that are not asked for, which are compared with those around them
-_OPEN_FILES = 64  # of text embeddings, in one process
 RowBatch = tuple[np.ndarray, Mapping[int, str]]
 """Rows [b, ...] in index order, and why samples among them have none, by sample id."""
 
@@ -62,14 +57,6 @@ class Note:
     record: Record
     reasons: dict[int, str]
     bytes_of: dict[int, str]
-
-
-def _note_path(directory: Path, number: int) -> Path:
-    return rows_path(directory, number).with_suffix(".json")
-
-
-def _checksums_path(directory: Path, number: int) -> Path:
-    return rows_path(directory, number).with_suffix(".crc32.npy")
 
 
 def write_shard(
@@ -109,24 +96,25 @@ def write_shard(
                 ]
     record = Record(path.stat().st_size, digests="") if checksums else files.record_of(path)
     if checksums:
-        save_npy(_checksums_path(directory, number), np.asarray(sums, np.int64))
+        save_npy(path.with_suffix(".crc32.npy"), np.asarray(sums, np.int64))
     bytes_of = index.bytes_of(list(reasons))
     bad_samples = {str(i): {"reason": r, "bytes": bytes_of[i]} for i, r in reasons.items()}
     note = {"shard": number, "record": asdict(record), "bad": bad_samples}
-    files.write_json(_note_path(directory, number), files.sealed(note))
+    files.write_json(path.with_suffix(".json"), files.sealed(note))
     return reasons
 
 
 def read_note(directory: Path, number: int) -> Note | None:
     """The note of a shard; None where it is not done, or rows or note are damaged."""
-    path = _note_path(directory, number)
+    rows = rows_path(directory, number)
+    path = rows.with_suffix(".json")
     try:
         fields = files.unsealed(files.read_json(path), path)
         if fields["shard"] != number:
             return None
         bad = {int(sample_id): entry for sample_id, entry in fields["bad"].items()}
         record = Record(**fields["record"])
-        if rows_path(directory, number).stat().st_size != record.size_bytes:
+        if rows.stat().st_size != record.size_bytes:
             return None
         return Note(
             record,
@@ -186,11 +174,8 @@ def left_out(directory: Path, num_shards: int) -> Integers:
     for number in range(num_shards):
         if (note := read_note(directory, number)) is not None:
             ids += note.reasons
-        elif _note_path(directory, number).exists():
-            raise RuntimeError(
-                f"{_note_path(directory, number)} is damaged: run 'mclclip embed --force' to make "
-                "it again"
-            )
+        elif (path := rows_path(directory, number).with_suffix(".json")).exists():
+            raise RuntimeError(f"{path} is damaged: run 'mclclip embed --force' to make it again")
     return np.sort(np.asarray(ids, np.int64))
 
 
@@ -198,7 +183,7 @@ def join_checksums(path: Path, directory: Path, index: SampleIndex) -> None:
     """Writes the checksums of all shards in ``directory`` as one file: int64 [N]."""
     with write_npy_parts(path, (len(index),), np.int64) as append:
         for number in range(len(index.shards)):
-            of_shard = _checksums_path(directory, number)
+            of_shard = rows_path(directory, number).with_suffix(".crc32.npy")
             append(open_npy(of_shard, "embed --stage 0 --trunk-cache"))
 
 
@@ -424,73 +409,3 @@ class MeanBlocks(RowBlocks):
             first_captions = np.cumsum(here) - here
             rows[with_caption] += unit(texts[first_captions[with_caption]])
         return unit(rows)
-
-
-class TextFeatures:
-    """Text embeddings on disk, one row per caption, looked up by (sample_id, caption number).
-
-    ``directory`` holds one array per shard of the index, named by the shard's number: ``00007.npy``
-    [captions in the shard, D] float16 or float32, rows in index order, all captions of a sample
-    after each other (row = ``caption_start[sample_id] + caption_number``, counted from the shard's
-    first caption). Arrays are memory-mapped when first needed, at most ``_OPEN_FILES`` at once.
-    The blocks of a file that hold a row are compared with the artifact's records before the row is
-    given out, each once in a process.
-    """
-
-    def __init__(self, directory: str | os.PathLike[str], index: SampleIndex) -> None:
-        self._directory = Path(directory)
-        self._index = index
-        self._arrays: OrderedDict[int, np.memmap[Any, Any]] = OrderedDict()
-        self._checked: dict[int, Checked] = {}
-        if not self._directory.is_dir():
-            raise FileNotFoundError(
-                f"no text embeddings at {self._directory}: run 'mclclip embed --text' first"
-            )
-        finished = is_finished(self._directory)
-        self._manifest = read_manifest(self._directory, "text_embeddings") if finished else None
-
-    def get(self, sample_id: int, caption_number: int) -> Tensor:
-        """The text embedding, float32 [D].
-
-        Raises IndexError for a caption that the sample does not have, FileNotFoundError for a shard
-        without text embeddings, ValueError for an array that does not fit the index.
-        """
-        if not 0 <= caption_number < (num := int(self._index.num_captions[sample_id])):
-            raise IndexError(
-                f"caption {caption_number} of sample {sample_id} was asked for, it has {num}"
-            )
-        shard = int(self._index.shard_of[sample_id])
-        # Not by the index's caption_start, which would take an array [N + 1] in every worker.
-        before = self._index.num_captions[self._index.shards[shard].start : sample_id]
-        row = int(before.sum()) + caption_number
-        array = self._array(shard)
-        first = int(array.offset) + row * (size := array.dtype.itemsize * array.shape[1])
-        self._checked[shard].check(first, first + size)
-        return torch.from_numpy(array[row].astype(np.float32))
-
-    def _array(self, shard: int) -> np.memmap[Any, Any]:
-        if shard in self._arrays:
-            self._arrays.move_to_end(shard)
-            return self._arrays[shard]
-        while len(self._arrays) >= _OPEN_FILES:
-            self._arrays.popitem(last=False)
-        path = rows_path(self._directory, shard)
-        if shard not in self._checked:
-            record = None if self._manifest is None else self._manifest.record(path.name)
-            again = "run 'mclclip embed --text --force' to make it again"
-            self._checked[shard] = Checked(path, record, again)
-            self._checked[shard].check(0, 1)  # the header
-        array = open_npy(path, "embed --text")
-        here = self._index.shards[shard]
-        wanted = int(self._index.num_captions[here.start : here.stop].sum())
-        if array.ndim != 2 or len(array) != wanted or array.dtype not in (np.float16, np.float32):
-            raise ValueError(
-                f"{path} holds {array.dtype} {list(array.shape)}, the index wants float16 or "
-                f"float32 [{wanted}, D]: run 'mclclip embed --text --force' after 'mclclip index'"
-            )
-        self._arrays[shard] = array
-        return array
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A mapped array pickles as its content.
-        return {**self.__dict__, "_arrays": OrderedDict(), "_checked": {}}

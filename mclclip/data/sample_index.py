@@ -151,8 +151,7 @@ class SampleIndex:
 
         Raises IndexError for an id outside the index.
         """
-        wanted = self._check_ids(ids)
-        found: list[str] = self._keys.take(pa.array(wanted)).to_pylist()
+        found: list[str] = self._keys.take(pa.array(self.checked(ids))).to_pylist()
         return found
 
     def ids_of(self, keys: Sequence[str]) -> npt.NDArray[np.int64]:
@@ -282,7 +281,7 @@ class SampleIndex:
         """Number and CRC-32 of the bytes of samples (image and captions) in their shards now, by
         sample id; ``missing`` where there is no shard."""
         reader, found = ShardReader([shard.stored for shard in self.shards]), {}
-        for sample_id in self._check_ids(ids).tolist():
+        for sample_id in self.checked(ids).tolist():
             shard = int(self.shard_of[sample_id])
             image_at, text_at = self.image_offset[sample_id], self.text_offset[sample_id]
             try:
@@ -382,12 +381,11 @@ class SampleIndex:
                 f"shards, or raise data.max_bad_fraction"
             )
 
-    def _check_ids(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+    def checked(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+        """The ids as int64 [n]; IndexError for one outside the index."""
         wanted = np.asarray(ids, np.int64)
-        if len(wanted) and not (0 <= wanted.min() and wanted.max() < len(self)):
-            raise IndexError(
-                f"sample ids {wanted.min()}..{wanted.max()}, the index has 0..{len(self) - 1}"
-            )
+        if (outside := wanted[(wanted < 0) | (wanted >= len(self))]).size:
+            raise IndexError(f"sample_id {outside[0]}, the index has 0..{len(self) - 1}")
         return wanted
 
 

@@ -30,9 +30,8 @@ from torch.utils.data import Dataset
 
 import mclclip.torchvision_fix  # noqa: F401
 from mclclip.data.decode import DecodeError, decode
-from mclclip.data.locations import Locations, Resharded, SampleRanges, TrunkRows
+from mclclip.data.locations import Locations, Resharded, SampleRanges, TextFeatures, TrunkRows
 from mclclip.data.options import DataConfig, SentencesConfig
-from mclclip.data.row_store import TextFeatures
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_reader import Range, ShardReader
 from mclclip.data.shard_scan import parse_captions
@@ -174,11 +173,11 @@ class TarDataset(Dataset["Sample | BadSample"]):
         A member that ends beyond its shard gives BadSample "truncated".
         Raises IndexError for a sample_id outside the index.
         """
-        ids = self._checked(sample_ids)
-        all_ranges = self.locations.of(np.asarray(ids, np.int64))
+        ids = self.index.checked(sample_ids)
+        all_ranges = self.locations.of(ids)
         order = sorted(range(len(ids)), key=lambda k: all_ranges[k])
         self.reader.prefetch(self._wanted(all_ranges))
-        found = {k: self._read(ids[k], all_ranges[k]) for k in order}
+        found = {k: self._read(int(ids[k]), all_ranges[k]) for k in order}
         return [found[k] for k in range(len(ids))]
 
     def start_reading(self, sample_ids: Sequence[int] | Integers) -> None:
@@ -186,8 +185,8 @@ class TarDataset(Dataset["Sample | BadSample"]):
 
         What was begun before and not used is given up. Raises IndexError as that does.
         """
-        ids = np.asarray(self._checked(sample_ids), np.int64)
-        self.reader.start_prefetch(self._wanted(self.locations.of(ids)))
+        ranges = self.locations.of(self.index.checked(sample_ids))
+        self.reader.start_prefetch(self._wanted(ranges))
 
     def captions_of(self, sample_ids: Sequence[int]) -> list[list[str]]:
         """All captions of each sample, as ``texts_of``."""
@@ -200,7 +199,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
         Raises IndexError for a sample_id outside the index, and RuntimeError where a shard does not
         hold what was indexed.
         """
-        ids = [i for i in self._checked(sample_ids) if self.index.num_captions[i]]
+        ids = [i for i in self.index.checked(sample_ids).tolist() if self.index.num_captions[i]]
         found: dict[int, tuple[bytes, list[str]]] = {}
         for start in range(0, len(ids), _AT_ONCE):
             some = ids[start : start + _AT_ONCE]
@@ -382,13 +381,6 @@ class TarDataset(Dataset["Sample | BadSample"]):
             return parse_captions(data, shard.captions)
         except ValueError:
             return []  # it parsed when it was indexed; callers handle the missing captions
-
-    def _checked(self, sample_ids: Sequence[int] | Integers) -> list[int]:
-        ids = [int(sample_id) for sample_id in sample_ids]
-        for sample_id in ids:
-            if not 0 <= sample_id < len(self.index):
-                raise IndexError(f"sample_id {sample_id}, the index has 0..{len(self.index) - 1}")
-        return ids
 
 
 def _is_copy(image: bytes | None, text: bytes | None, crc32: tuple[int, int]) -> bool:

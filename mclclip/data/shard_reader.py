@@ -230,16 +230,13 @@ def _size_of_copy(size: int) -> int:
 class ShardCache:
     """Finished copies of shards below ``folder``, ``max_bytes`` of them at most.
 
-    ``idle_s``: a copy that nobody has opened for so long may be removed for another shard.
-    Usable after a fork, where it begins anew with what lies in the folder. Raises OSError where the
-    folder cannot be made.
+    A copy that nobody has opened for `IDLE_S` may be removed for another shard. Usable after a
+    fork, where it begins anew with what lies in the folder. Raises ValueError where the folder
+    cannot be made.
     """
 
-    def __init__(
-        self, folder: Path, max_bytes: int, remote: Remote, idle_s: float = IDLE_S
-    ) -> None:
-        self.folder, self.max_bytes, self.idle_s = Path(folder), max_bytes, idle_s
-        self.remote = remote
+    def __init__(self, folder: Path, max_bytes: int, remote: Remote) -> None:
+        self.folder, self.max_bytes, self.remote = folder, max_bytes, remote
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -280,11 +277,6 @@ class ShardCache:
         if path not in self._dropped and self._pid == os.getpid():
             self._asked.discard(path)
         self._dropped.add(path)
-
-    def wait(self) -> None:
-        """Returns when everything that this process has asked for was fetched or left out."""
-        if self._pid == os.getpid():
-            self._queue.join()
 
     def _want(self, path: Path, stored: StoredFile) -> None:
         if self._pid != os.getpid():
@@ -351,7 +343,7 @@ class ShardCache:
                 return None
             held = {p: p.stat() for p in self.folder.iterdir() if p.suffix in (".tar", ".part")}
             over = sum(stat.st_size for stat in held.values()) + size - self.max_bytes
-            long_ago, leaving = time.time() - self.idle_s, []
+            long_ago, leaving = time.time() - IDLE_S, []
             for old, stat in sorted(held.items(), key=lambda entry: entry[1].st_mtime):
                 if over > 0 and old.suffix == ".tar" and stat.st_mtime < long_ago:
                     leaving.append(old)
@@ -381,5 +373,5 @@ class ShardCache:
             finally:  # not by closing: a process that was forked meanwhile has the file open too
                 fcntl.flock(file, fcntl.LOCK_UN)
 
-    def __reduce__(self) -> tuple[type[ShardCache], tuple[Path, int, Remote, float]]:
-        return type(self), (self.folder, self.max_bytes, self.remote, self.idle_s)
+    def __reduce__(self) -> tuple[type[ShardCache], tuple[Path, int, Remote]]:
+        return type(self), (self.folder, self.max_bytes, self.remote)

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
@@ -236,8 +237,7 @@ class Group:
     text: tuple[int, int] | None = None
     json: tuple[int, int] | None = None
     num_images: int = 0
-    repeated: dict[str, int] = field(default_factory=dict)
-    extensions: set[str] = field(default_factory=set)
+    extensions: Counter[str] = field(default_factory=Counter)
 
 
 def split_member_name(name: str) -> tuple[str, str] | None:
@@ -329,8 +329,8 @@ def _fill_row(
     full = row["key"]
     if group.num_images > 1:
         findings.add("several_images", full)
-    if group.repeated:
-        findings.add("duplicate_key", full, count=max(group.repeated.values()))
+    if (most := max(group.extensions.values())) > 1:
+        findings.add("duplicate_key", full, count=most - 1)
     image = group.image or group.array
     if image is None or image[1] == 0 or image[1] > MAX_IMAGE_BYTES:
         unusable = "no_image" if image is None else "large_image"
@@ -379,7 +379,9 @@ def group_members(
             split = None if len(member.name) > MAX_NAME else split_member_name(member.name)
             if member.sparse or (split is None and not _METADATA.match(member.name)):
                 reason = "sparse_member" if member.sparse else "bad_name"
-                findings.add(reason, f"{_printable_name(member.name)} in {clean(path)}")
+                cut = f"{member.name[:100]}... ({len(member.name)} characters)"
+                name = ascii(member.name if len(member.name) <= MAX_NAME else cut)
+                findings.add(reason, f"{name} in {clean(path)}")
             elif split is not None and not _METADATA.match(member.name):
                 _add_member(groups.setdefault(split[0], Group()), split[1], member, text_extension)
     except TarFault as fault:
@@ -389,10 +391,9 @@ def group_members(
 
 
 def _add_member(group: Group, extension: str, member: Member, text_extension: str) -> None:
-    if extension in group.extensions:
-        group.repeated[extension] = group.repeated.get(extension, 0) + 1
+    group.extensions[extension] += 1
+    if group.extensions[extension] > 1:
         return
-    group.extensions.add(extension)
     place = (member.offset, member.size)
     if extension in IMAGE_EXTENSIONS:
         group.num_images += 1
@@ -403,10 +404,6 @@ def _add_member(group: Group, extension: str, member: Member, text_extension: st
         group.text = place
     if extension == "json":
         group.json = place
-
-
-def _printable_name(name: str) -> str:
-    return ascii(name if len(name) <= MAX_NAME else f"{name[:100]}... ({len(name)} characters)")
 
 
 def _read(file: BinaryIO, place: tuple[int, int] | None) -> bytes:

@@ -18,7 +18,8 @@ from mclclip.config import Config
 from mclclip.data.arrays import save_npy
 from mclclip.data.groups import StageGroups
 from mclclip.data.labels import ClassLabels
-from mclclip.data.row_store import TextFeatures, left_out
+from mclclip.data.locations import TextFeatures
+from mclclip.data.row_store import left_out
 from mclclip.data.sample_index import SampleIndex
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import INTENT, MANIFEST, Layout, made_of

@@ -23,8 +23,9 @@ from mclclip.config import Config
 from mclclip.data.groups import LabelBlocks, StageGroups
 from mclclip.data.index_tables import check_shards
 from mclclip.data.labels import ClassLabels, read_pseudo_labels
+from mclclip.data.locations import TextFeatures
 from mclclip.data.options import DataConfig
-from mclclip.data.row_store import TextFeatures, left_out
+from mclclip.data.row_store import left_out
 from mclclip.data.sample_index import SampleIndex
 from mclclip.models.loading import load_towers
 from mclclip.models.weights import digest_tensors

@@ -26,7 +26,7 @@ from mclclip.data.batches import Batch, TrainingBatches, kept_rng, seed_generato
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.groups import GroupedIndex, LabelBlocks
 from mclclip.data.labels import truncate
-from mclclip.data.row_store import TextFeatures
+from mclclip.data.locations import TextFeatures
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_writer import PackedSample, write_shards
 from tests.batches import grouped_index, training_batches

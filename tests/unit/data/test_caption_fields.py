@@ -12,7 +12,7 @@ import pytest
 from mclclip import index
 from mclclip.config import Config
 from mclclip.data.batches import TrainingBatches
-from mclclip.data.row_store import TextFeatures
+from mclclip.data.locations import TextFeatures
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_scan import (
     PER_FIELD,

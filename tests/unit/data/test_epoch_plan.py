@@ -276,6 +276,7 @@ def test_the_rows_of_a_step_share_the_label_it_is_masked_at(case: Case) -> None:
         batch = plan.batch(step)
         labels = batch.labels
         assert batch.ids.dtype == np.int64 and batch.ids.shape == (case.global_batch,)
+        assert np.array_equal(plan.grouped.sample_ids[batch.positions], batch.ids)
         truth = truncate(case.labels[batch.ids], case.radices, batch.prefix_length)
         assert labels.dtype == np.int64 and np.array_equal(labels, truth)
         counts = Counter(labels.tolist())

@@ -19,8 +19,8 @@ from mclclip.data.extras import (
     equal_rows,
     report_equal,
 )
+from mclclip.data.locations import TextFeatures
 from mclclip.data.options import DataConfig, Policy, SentencesConfig
-from mclclip.data.row_store import TextFeatures
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import RawSample, TarDataset
 from mclclip.data.shard_writer import PackedSample, write_shards

@@ -7,7 +7,6 @@ import pickle
 import subprocess
 import sys
 import tracemalloc
-from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 
 from mclclip import files
 from mclclip.data import groups
-from mclclip.data.groups import GroupedIndex, LabelBlocks, StageGroups, stable_order
+from mclclip.data.groups import GroupedIndex, LabelBlocks, StageGroups
 from tests.batches import grouped_index, in_memory
 
 stable = settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -104,27 +103,6 @@ def test_labels_may_be_mapped_and_of_any_integers(tmp_path, dtype) -> None:
     grouped = written(tmp_path / "groups", LabelBlocks(mapped, (50,), None, 512))
     built = grouped_index(labels.astype(np.int64), (50,))
     assert all(map(np.array_equal, arrays_of(grouped), arrays_of(built)))
-
-
-@stable
-@given(labelled())
-def test_a_sample_is_found_among_whole_groups(case) -> None:
-    labels, radices, _ = case
-    grouped = grouped_index(labels, radices)
-    for start, stop in {(0, grouped.num_samples), *pairwise(grouped.group_starts.tolist())}:
-        for place in range(start, stop):
-            assert grouped.position(int(grouped.sample_ids[place]), start, stop) == place
-    with pytest.raises(LookupError):
-        grouped.position(len(labels), 0, grouped.num_samples)
-
-
-@stable
-@given(st.lists(st.integers(0, 2**63 - 1), max_size=50), st.integers(1, 2**63 - 1))
-def test_digits_sort_as_one_stable_sort_does(values, modulus) -> None:
-    labels = np.array(values, dtype=np.int64) % modulus
-    assert np.array_equal(stable_order(labels), np.argsort(labels, kind="stable"))
-    few = labels % 3 * 2**40
-    assert np.array_equal(stable_order(few), np.argsort(few, kind="stable"))
 
 
 def test_memory_grows_neither_with_samples_nor_with_groups(tmp_path, monkeypatch) -> None:

@@ -368,7 +368,7 @@ def test_a_cache_fills_while_shards_are_read(tmp_path: Path) -> None:
     with serving(tmp_path / "shards") as server:
         served = over(server)
         assert_equal(local, served)
-        served.reader._cache.wait()
+        fetched(served.reader._cache)
         before = server.seen["GET"]
         assert_equal(local, served)
         assert_equal(local, served, workers=2)
@@ -383,7 +383,7 @@ def test_a_damaged_copy_makes_no_sample_bad(tmp_path: Path, sums: str) -> None:
     with serving(tmp_path / "shards") as server:
         served = over(server)
         assert_equal(local, served)
-        served.reader._cache.wait()
+        fetched(served.reader._cache)
         for path in (tmp_path / "cache").glob("*.tar"):
             copy = bytearray(path.read_bytes())
             size = next(n for n in range(len(copy)) if n + 4 * -(-n // BLOCK_BYTES) == len(copy))
@@ -409,7 +409,7 @@ def test_a_damaged_copy_is_not_read_and_fetched_again(
     first = ShardReader(files, DataConfig(remote=options))
     first.read(0, 0, 1)
     assert first._cache is not None
-    first._cache.wait()
+    fetched(first._cache)
     (copy,) = (tmp_path / "cache").glob("*.tar")
     good = copy.read_bytes()
     reader = ShardReader(files, DataConfig(remote=options))
@@ -424,7 +424,7 @@ def test_a_damaged_copy_is_not_read_and_fetched_again(
         one.prefetch([(0, 30_000, 20_000)])
         assert one.read(0, 30_000, 20_000) == DATA[30_000:50_000]
         assert one._cache is not None
-        one._cache.wait()
+        fetched(one._cache)
     assert copy.read_bytes() == good and server.seen["GET"] > stored
     reader.read(0, 100_000, 70_000)  # which may have the removed file open
     stored = server.seen["GET"]
@@ -462,13 +462,19 @@ def test_objects_of_equal_size_and_tag_have_copies_of_their_own(
 
 
 def cache(server: ShardServer, folder: Path, max_bytes: int) -> ShardCache:
-    return ShardCache(folder, max_bytes, Remote(FAST), 3600.0)
+    return ShardCache(folder, max_bytes, Remote(FAST))
+
+
+def fetched(kept: ShardCache | None) -> None:
+    """Waits until all that this process has asked for was fetched or left out."""
+    if kept is not None and kept._pid == os.getpid():
+        kept._queue.join()
 
 
 def copied(kept: ShardCache, stored: StoredFile) -> Path | None:
     """The copy of an object that was asked for and has come."""
     kept.path_of(stored)
-    kept.wait()
+    fetched(kept)
     return kept.path_of(stored)
 
 
@@ -490,7 +496,7 @@ def test_a_cache_stays_below_its_bound(server: ShardServer, tmp_path: Path) -> N
     kept = cache(server, folder, 2500)
     for name in "abcd":
         assert kept.path_of(stat(server, f"{name}.tar")) is None
-    kept.wait()
+    fetched(kept)
     assert held(folder) == 2 * 1004  # a is larger than the bound, and d finds no room
     assert kept.path_of(stat(server, "d.tar")) is None
     oldest = kept.path_of(stat(server, "b.tar"))
@@ -499,7 +505,7 @@ def test_a_cache_stays_below_its_bound(server: ShardServer, tmp_path: Path) -> N
     (server.folder / "e.tar").write_bytes(b"e" * 2400)
     large = cache(server, folder, 2500)  # room for it is not made by one old shard alone
     large.path_of(stat(server, "e.tar"))
-    large.wait()
+    fetched(large)
     assert oldest.exists() and held(folder) == 2 * 1004
     later = cache(server, folder, 2500)  # another process, hours later
     copy = copied(later, stat(server, "d.tar"))
@@ -533,7 +539,7 @@ def test_a_cache_forgets_what_a_killed_process_left(server: ShardServer, tmp_pat
         server.silent = False
         other = cache(server, folder, 10_000_000)
         other.path_of(stored)
-        other.wait()  # the part of a living process is left alone
+        fetched(other)  # the part of a living process is left alone
         assert len(list(folder.glob("*.part"))) == 1
         process.kill()
     copy = copied(cache(server, folder, 10_000_000), stored)
@@ -604,7 +610,7 @@ def test_a_cache_that_fails_costs_time_alone(
     other.write_bytes(b"b" * 1000)
     server.fail, server.status = -1, 403
     assert kept.path_of(stat(server)) is None
-    kept.wait()
+    fetched(kept)
     assert "a shard is not kept" in caplog.text and held(folder) == 0
     server.fail = 0
     copied(kept, stat(server, "b.tar"))

@@ -18,9 +18,9 @@ from PIL import Image
 from mclclip.data import samples as samples_module
 from mclclip.data.decode import decode_image
 from mclclip.data.index_tables import Shard, join_rows, write_tables
+from mclclip.data.locations import TextFeatures
 from mclclip.data.options import DataConfig
 from mclclip.data.remote import StoredFile
-from mclclip.data.row_store import TextFeatures
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSample, RawSample, Sample, TarDataset
 from mclclip.data.shard_reader import ShardReader
@@ -350,7 +350,7 @@ def write_text_features(directory: Path, index: SampleIndex, dtype: str) -> None
 def test_every_caption_finds_its_row(
     tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mclclip.data.row_store._OPEN_FILES", 2)
+    monkeypatch.setattr("mclclip.data.locations._OPEN_FILES", 2)
     index = make_index(tmp_path)
     write_text_features(tmp_path / "text", index, dtype)
     features = TextFeatures(tmp_path / "text", index)

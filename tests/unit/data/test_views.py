@@ -12,7 +12,7 @@ import torch
 from mclclip.data import samples as samples_module
 from mclclip.data.batches import _AUGMENTATION, Batch, TrainingBatches, kept_rng, seed_generators
 from mclclip.data.decode import decode_image
-from mclclip.data.row_store import TextFeatures
+from mclclip.data.locations import TextFeatures
 from mclclip.data.sample_index import SampleIndex
 from mclclip.models.transforms import PixelFormat, SimCLROptions, SimCLRTransform
 from mclclip.randomness import mix
