@@ -123,9 +123,7 @@ def _items(
             for n in range(len(texts[row]))
             if (edits := false_edits(rule, texts[row], n))
         ]
-        if not fitting:
-            continue
-        if not _is_picture(images[row]):
+        if not fitting or not _is_picture(images[row]):
             continue
         draw = int(mix(int(key), _CAPTION, row))
         number, edits = fitting[draw % len(fitting)]

@@ -21,8 +21,8 @@ from mclclip import config as configuration
 from mclclip.config import Config, TrainConfig
 from mclclip.data import extras
 from mclclip.data.epoch_plan import check_ranks, check_samples
+from mclclip.data.labels import SampleWeights
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.sample_weights import SampleWeights
 from mclclip.eval import results
 from mclclip.eval import run as evaluation
 from mclclip.eval.protocols import BenchmarkConfig, evaluator

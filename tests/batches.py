@@ -12,10 +12,10 @@ import numpy.typing as npt
 from mclclip.data.batches import TrainingBatches
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.groups import GroupedIndex, LabelBlocks
+from mclclip.data.labels import SampleWeights
 from mclclip.data.locations import TextFeatures
 from mclclip.data.options import DataConfig, Order, Policy
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.sample_weights import SampleWeights
 from mclclip.data.samples import TarDataset, Tokenizer
 
 

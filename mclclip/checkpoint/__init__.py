@@ -39,6 +39,7 @@ from mclclip.checkpoint.step_files import (
     METADATA,
     Damaged,
     Entries,
+    Entry,
     Identity,
     State,
     load_model_state,
@@ -245,7 +246,8 @@ class Checkpoints:
             step_files.write(part, storage_writer=writer, process_group=self._side, no_dist=alone)
             # Checksums are made at once, while the files are still in the page cache.
             own = sorted(temporary.glob(f"__{rank}_*"))
-            entries = step_files.describe(own if rank else [temporary / METADATA, *own])
+            own = own if rank else [temporary / METADATA, *own]
+            entries = {p.name: Entry(p.stat().st_size, step_files.checksum(p)) for p in own}
         except (Exception, CheckpointException) as error:
             failure = step_files.cause(error)
         reports = collectives.gather_objects((failure, entries), self._side)

@@ -87,11 +87,6 @@ def checksum(path: Path) -> int:
     return crc
 
 
-def describe(paths: Iterable[Path]) -> Entries:
-    """Size and checksum of files by their names."""
-    return {path.name: Entry(path.stat().st_size, checksum(path)) for path in paths}
-
-
 def read_entries(path: Path, step: int) -> Entries:
     """The files listed in the state.json of ``step``, checked for presence and size.
 

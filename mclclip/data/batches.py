@@ -29,7 +29,7 @@ import multiprocessing.connection
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -121,12 +121,9 @@ class Batch:
         return [*self.views, *own, *self.extras.values()]
 
     def _each_tensor(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        values: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
-        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-        changed: dict[str, Any] = {name: change(tensor) for name, tensor in tensors.items()}
-        changed["views"] = [change(view) for view in self.views]
-        changed["extras"] = {name: change(tensor) for name, tensor in self.extras.items()}
-        return Batch(**(values | changed))
+        own: dict[str, Any] = {n: change(v) for n, v in vars(self).items() if isinstance(v, Tensor)}
+        extras = {name: change(tensor) for name, tensor in self.extras.items()}
+        return replace(self, **own, views=[change(view) for view in self.views], extras=extras)
 
 
 def _reduced(batch: Batch) -> tuple[Callable[..., Batch], tuple[dict[str, Any]]]:

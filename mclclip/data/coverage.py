@@ -38,14 +38,6 @@ class Coverage:
     bound: float  # Eq. 4: most labels for which every label can have a full batch, M / B
     within_bound: bool
 
-    def line(self) -> str:
-        """The report in one line."""
-        return (
-            f"an epoch has {self.steps:,} steps over {self.groups['num_groups']:,} groups, "
-            f"{100 * self.full_label_share:.0f} % of them within one group; of "
-            f"{self.num_samples:,} samples {self.remainder:,} are left out, in turn"
-        )
-
     def text(self) -> str:
         """The report, several lines."""
         groups, percent = self.groups, 100 / max(self.num_samples, 1)
@@ -154,7 +146,12 @@ def check_coverage(grouped: GroupSizes, global_batch: int, policy: Policy) -> Co
             f"{beyond}, and policy {policy!r} would leave {report.remainder:,} samples out: use "
             "policy 'backoff', fewer clusters or a smaller global batch"
         )
-    logger.info("%s (--verbose: more)", report.line())
+    logger.info(
+        "an epoch has %s steps over %s groups, %.0f %% of them within one group; of %s samples %s "
+        "are left out, in turn (--verbose: more)",
+        *(f"{n:,}" for n in (report.steps, report.groups["num_groups"])),
+        100 * report.full_label_share, *(f"{n:,}" for n in (report.num_samples, report.remainder)),
+    )  # fmt: skip
     for line in report.text().splitlines():  # a log line of its own: the log escapes line ends
         logger.debug("%s", line)
     if not report.within_bound:

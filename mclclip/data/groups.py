@@ -26,8 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mclclip.data.arrays import open_npy, save_npy, write_npy_parts
-from mclclip.data.labels import check_labels, label_space
-from mclclip.data.sample_weights import SampleWeights, drawn_rows
+from mclclip.data.labels import SampleWeights, check_labels, drawn_rows, label_space
 from mclclip.files import (
     Record,
     naming,
@@ -57,7 +56,7 @@ class GroupSizes:
     group_labels  int64 [G], ascending and uncompacted, so that prefixes can be read off
     radices       clusters per stage of the label; () for one group (no labels)
     draws         int64 [G], how often an epoch draws a sample of each group, where samples have
-                  weights (``sample_weights``); None: each sample once
+                  weights (``data.labels``); None: each sample once
     """
 
     group_starts: Integers

@@ -11,18 +11,15 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mclclip.data.shard_scan import ARRAY_EXTENSION, IMAGE_EXTENSIONS, split_member_name
 from mclclip.files import remove_leftovers, whole_file
 from mclclip.run.artifacts import made_of
-
-if TYPE_CHECKING:
-    from webdataset.writer import TarWriter
 
 _OWNER = "mclclip"
 _MAGIC = {b"\xff\xd8\xff": "jpg", b"\x89PNG": "png", b"\x93NUMPY": ARRAY_EXTENSION, b"RIFF": "webp"}
@@ -80,6 +77,8 @@ def write_shards(
     """
     if samples_per_shard < 1:
         raise ValueError(f"samples_per_shard is {samples_per_shard}, expected at least 1")
+    from webdataset.writer import TarWriter  # imports torch: what is refused does not wait for it
+
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     remove_leftovers(directory)
@@ -102,7 +101,9 @@ def write_shards(
                     remove_leftovers(directory / folder)
                     shards[folder] = every.enter_context(ExitStack())
                 paths.append(directory / folder / f"{number:05d}.tar")
-                writers[folder] = shards[folder].enter_context(_open_shard(paths[-1]))
+                file = shards[folder].enter_context(whole_file(paths[-1]))
+                tar = TarWriter(file, user=_OWNER, group=_OWNER, mtime=0, encoder=False)
+                writers[folder] = shards[folder].enter_context(tar)
             writers[folder].write(sample.members())
             counts[folder] += 1
             if place == samples_per_shard - 1:
@@ -130,14 +131,3 @@ def check_foreign(out: Path, verb: str, *folders: str) -> None:
             f"{found.parent} holds shards that 'mclclip {verb}' did not write, such as "
             f"{found.name}: use another folder"
         )
-
-
-@contextmanager
-def _open_shard(path: Path) -> Iterator[TarWriter]:
-    from webdataset.writer import TarWriter  # imports torch: what is refused does not wait for it
-
-    with (
-        whole_file(path) as file,
-        TarWriter(file, user=_OWNER, group=_OWNER, mtime=0, encoder=False) as writer,
-    ):
-        yield writer

@@ -21,9 +21,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from mclclip.data.labels import SampleWeights
 from mclclip.data.options import DataConfig, PlanConfig
 from mclclip.data.sample_index import KIND, SampleIndex
-from mclclip.data.sample_weights import SampleWeights
 from mclclip.data.shard_reader import ShardReader
 from mclclip.files import digest_keys
 from mclclip.run.artifacts import HasRunDir, Layout, is_finished, read_manifest

@@ -16,10 +16,9 @@ from mclclip.data.epoch_plan import (
     total_steps,
 )
 from mclclip.data.groups import GroupSizes, LabelBlocks, StageGroups
-from mclclip.data.labels import label_space, read_pseudo_labels
+from mclclip.data.labels import SampleWeights, label_space, read_pseudo_labels
 from mclclip.data.options import Policy
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.sample_weights import SampleWeights
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Layout
 

@@ -17,11 +17,10 @@ from mclclip.data.decode import Pixels
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.extras import BaseFeatures, EditedCaptions, EqualityDigests, report_equal
 from mclclip.data.groups import GroupedIndex
-from mclclip.data.labels import AttributeClasses, ClassLabels, outside_of_share
+from mclclip.data.labels import AttributeClasses, ClassLabels, SampleWeights, outside_of_share
 from mclclip.data.locations import Resharded, TextFeatures, TrunkRows
 from mclclip.data.row_store import left_out
 from mclclip.data.sample_index import BadSamples, SampleIndex
-from mclclip.data.sample_weights import SampleWeights
 from mclclip.data.samples import Extra, TarDataset
 from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine

@@ -21,10 +21,10 @@ from mclclip.data.datasets.sources import (
     Sources,
     Splits,
     in_random_order,
+    picture_of,
     png_sample,
     suffix_of,
 )
-from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode_image
 from mclclip.data.shard_writer import PackedSample
 
 CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()
@@ -57,7 +57,7 @@ def read_cifar10(folder: Path, split: str) -> Iterator[tuple[Pixels, str]]:
             return
     if (folder / split).is_dir():
         images: Iterator[tuple[Pixels, str]] = (
-            (_decode(path.read_bytes(), str(path)), name)
+            (np.asarray(picture_of(path.read_bytes(), str(path))), name)
             for name, paths in class_folders(folder / split).items()
             for path in paths
         )
@@ -83,18 +83,10 @@ class _ArraysOnly(pickle.Unpickler):
             return getattr(np, name)
         cores = ("numpy.core.multiarray", "numpy._core.multiarray")
         if module in cores and name == "_reconstruct":
-            return _empty_array
+            return lambda kind, shape, code: kind.__new__(kind, shape, code)
         if (module, name) == ("_codecs", "encode"):  # how Python 3 writes bytes for Python 2
-            return _encode_latin1
+            return lambda text, _: text.encode("latin1")
         raise pickle.UnpicklingError(f"it names {module}.{name}")
-
-
-def _empty_array(kind: type[np.ndarray], shape: tuple[int, ...], code: bytes) -> np.ndarray:
-    return kind.__new__(kind, shape, code)  # type: ignore[arg-type]
-
-
-def _encode_latin1(text: str, encoding: str) -> bytes:
-    return text.encode("latin1")
 
 
 def _read_batch(path: Path) -> Iterator[tuple[Pixels, str]]:
@@ -130,13 +122,7 @@ def read_archives(folder: Path, split: str) -> Iterator[tuple[Pixels, str]]:
                     if wanted and suffix_of(Path(parts[2])) in SUFFIXES:
                         data = tar.extractfile(member)
                         assert data is not None  # of a regular file it never is
-                        yield _decode(data.read(), f"{member.name} in {path}"), parts[1]
+                        picture = picture_of(data.read(), f"{member.name} in {path}")
+                        yield np.asarray(picture), parts[1]
         except (tarfile.TarError, EOFError, OSError) as error:
             raise ValueError(f"{path} is damaged ({error}): fetch it again") from error
-
-
-def _decode(data: bytes, name: str) -> Pixels:
-    try:
-        return np.asarray(decode_image(data, MAX_IMAGE_PIXELS))
-    except DecodeError as error:
-        raise ValueError(f"{name} cannot be decoded ({error}): take it out") from error

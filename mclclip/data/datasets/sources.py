@@ -110,10 +110,7 @@ def file_sample(
     suffix = suffix_of(path)
     if size is None and suffix in IMAGE_EXTENSIONS:
         return _sample(number, path.read_bytes(), suffix, attributes)
-    try:
-        image = decode_image(path.read_bytes(), MAX_IMAGE_PIXELS)
-    except DecodeError as error:
-        raise ValueError(f"{path} cannot be decoded ({error}): take it out") from error
+    image = picture_of(path.read_bytes(), str(path))
     if size is not None:
         scale = size / min(image.size)
         width, height = (max(1, round(side * scale)) for side in image.size)
@@ -124,6 +121,14 @@ def file_sample(
             )
         image = image.resize((width, height), Image.Resampling.BICUBIC)
     return _sample(number, _png(image), "png", attributes)
+
+
+def picture_of(data: bytes, name: str) -> Image.Image:
+    """The decoded image; ValueError, which says its ``name``, where it cannot be decoded."""
+    try:
+        return decode_image(data, MAX_IMAGE_PIXELS)
+    except DecodeError as error:
+        raise ValueError(f"{name} cannot be decoded ({error}): take it out") from error
 
 
 def suffix_of(path: Path) -> str:

@@ -86,7 +86,8 @@ def build(
             random = np.random.default_rng([seed, 1, combination, copy])
             pixels = render(shape, texture, colour, random, texture_period)
             facts = {"shape": shape, "texture": texture, "colour": colour}
-            yield png_sample(number, _resized(pixels, size), facts)
+            resized = Image.fromarray(pixels).resize((size, size), Image.Resampling.BILINEAR)
+            yield png_sample(number, np.asarray(resized), facts)
 
     return {"train": samples(test[False]), "test": samples(test[True])}
 
@@ -112,11 +113,6 @@ def render(
 def _turned(x: Coordinates, y: Coordinates, angle: float) -> tuple[Coordinates, Coordinates]:
     cos, sin = np.float32(np.cos(angle)), np.float32(np.sin(angle))
     return x * cos + y * sin, y * cos - x * sin
-
-
-def _resized(pixels: Pixels, size: int) -> Pixels:
-    image = Image.fromarray(pixels)
-    return np.asarray(image.resize((size, size), Image.Resampling.BILINEAR))
 
 
 # --- shapes: points [-1, 1] x [-1, 1], y downwards -> inside or not -------------------------------
@@ -153,16 +149,12 @@ def _on_circle(radii: list[float]) -> _Corners:
     ]
 
 
-def _circle(x: Coordinates, y: Coordinates) -> Mask:
-    return np.asarray(x * x + y * y < 1)
-
-
 _T = 1 / 3
 SHAPES: dict[str, Callable[[Coordinates, Coordinates], Mask]] = {
     "triangle": _polygons([(0, -1), (1, 1), (-1, 1)]),
     "square": _polygons(_box(-1, -1, 1, 1)),
     "plus": _polygons(_box(-_T, -1, _T, 1), _box(-1, -_T, 1, _T)),
-    "circle": _circle,
+    "circle": lambda x, y: np.asarray(x * x + y * y < 1),
     "tee": _polygons(_box(-1, -1, 1, -_T), _box(-_T, -1, _T, 1)),
     "rhombus": _polygons([(0, -1), (0.6, 0), (0, 1), (-0.6, 0)]),
     "pentagon": _polygons(_on_circle([1.0] * 5)),

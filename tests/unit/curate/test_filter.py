@@ -18,10 +18,10 @@ from mclclip.curate import filter as filtering
 from mclclip.curate import near
 from mclclip.curate.filter import CODES
 from mclclip.data.groups import LabelBlocks
+from mclclip.data.labels import SampleWeights
 from mclclip.data.options import DataConfig, PlanConfig
 from mclclip.data.row_store import rows_path
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.sample_weights import SampleWeights
 from mclclip.files import record_of
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, Layout, read_manifest

@@ -14,8 +14,8 @@ import pytest
 from mclclip.data.coverage import coverage_report
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.groups import GroupedIndex, LabelBlocks, StageGroups
+from mclclip.data.labels import WEIGHT_UNIT, SampleWeights, drawn_rows
 from mclclip.data.options import DataConfig, PlanConfig, Policy, SourceConfig
-from mclclip.data.sample_weights import UNIT, SampleWeights, drawn_rows
 from mclclip.files import write_json
 from mclclip.run.artifacts import INTENT
 from tests.batches import grouped_index
@@ -55,8 +55,8 @@ def test_an_epoch_in_blocks_draws_the_same_samples_as_often(block: int) -> None:
 def test_a_group_draws_every_row_as_often_as_its_weight_says(num_rows: int) -> None:
     """Against the definition: pieces of equal weight, one random point in each."""
     rng = np.random.default_rng(num_rows)
-    units = np.rint(rng.choice([0.01, 0.5, 1, 3.7], num_rows) * UNIT).astype(np.int64)
-    ends, draws = np.cumsum(units), max(1, int(units.sum() // UNIT))
+    units = np.rint(rng.choice([0.01, 0.5, 1, 3.7], num_rows) * WEIGHT_UNIT).astype(np.int64)
+    ends, draws = np.cumsum(units), max(1, int(units.sum() // WEIGHT_UNIT))
     number = np.arange(draws)
     found = np.zeros(num_rows)
     epochs = 40
@@ -84,7 +84,7 @@ def test_every_run_of_draws_has_a_point_of_its_own() -> None:
     """By one point for all, weights of 0.5 would draw all even rows of a group or all odd ones."""
     draws, run = 2560, 64
     rows, _ = drawn_rows(
-        np.cumsum(np.full(2 * draws, UNIT // 2)),
+        np.cumsum(np.full(2 * draws, WEIGHT_UNIT // 2)),
         np.tile([[0, 2 * draws]], (draws, 1)),
         np.full(draws, draws),
         np.arange(draws),
@@ -98,7 +98,7 @@ def test_every_run_of_draws_has_a_point_of_its_own() -> None:
 
 def test_huge_groups_do_not_overflow() -> None:
     """The last draws of a group of 400 M draws and weights up to the largest."""
-    ends = np.cumsum(np.full(1000, 10_000 * UNIT, np.int64)) + 2**52
+    ends = np.cumsum(np.full(1000, 10_000 * WEIGHT_UNIT, np.int64)) + 2**52
     ends[0] = 2**52
     draws = 400_000_000
     number = np.array([0, 1, draws // 2, draws - 1])
@@ -155,8 +155,8 @@ def test_a_group_of_few_draws_is_drawn_from_at_least_once() -> None:
 
 def test_more_draws_than_can_be_computed_with_are_refused() -> None:
     with pytest.raises(ValueError, match=r"3,000,000,000 draws .* at most 2,000,000,000: lower"):
-        weights().draws(np.array([3 * 10**9 * UNIT]))
-    assert weights().draws(np.array([2 * 10**9 * UNIT])).tolist() == [2 * 10**9]
+        weights().draws(np.array([3 * 10**9 * WEIGHT_UNIT]))
+    assert weights().draws(np.array([2 * 10**9 * WEIGHT_UNIT])).tolist() == [2 * 10**9]
 
 
 def test_no_sample_in_use_is_the_plans_own_error() -> None:
@@ -220,9 +220,16 @@ def test_weights_of_samples_and_sources_multiply(opened: Callable[..., Any]) -> 
     assert opened() is None
     assert opened(a=1.0, b=1.0) is None
     all_ids = np.arange(6)
-    assert (opened(b=3.0).units(all_ids) / UNIT).tolist() == [1, 1, 1, 1, 3, 3]
+    assert (opened(b=3.0).units(all_ids) / WEIGHT_UNIT).tolist() == [1, 1, 1, 1, 3, 3]
     both = opened([0, 1, 2, 0.5, 1, 1e-9], b=0.5)
-    assert both.units(all_ids).tolist() == [0, UNIT, 2 * UNIT, UNIT // 2, UNIT // 2, 1]
+    assert both.units(all_ids).tolist() == [
+        0,
+        WEIGHT_UNIT,
+        2 * WEIGHT_UNIT,
+        WEIGHT_UNIT // 2,
+        WEIGHT_UNIT // 2,
+        1,
+    ]
     assert opened(per_epoch=100).num_draws == 100
     shards = SimpleNamespace(shards=[SimpleNamespace(source=name) for name in "ab"])
     assert opened(b=3.0).by_source(shards) == {"a": 0.4, "b": 0.6}
