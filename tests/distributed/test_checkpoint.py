@@ -351,7 +351,7 @@ def save_with_failure(
 
     owner: Any = {
         "data": (torch, "save"),
-        "checksums": (step_files, "describe"),
+        "checksums": (step_files, "checksum"),
         "list": (step_files.files, "write_json"),
         "rename": (os, "rename"),
         "copy": (step_files, "own_part"),

@@ -285,7 +285,7 @@ from tests.unit.test_checkpoint import Source
 def die(*args, **options):
     os.kill(os.getpid(), signal.SIGKILL)
 
-where = {"write": (step_files, "write"), "checksum": (step_files, "describe"),
+where = {"write": (step_files, "write"), "checksum": (step_files, "checksum"),
          "publish": (files, "write_json"), "rename": (os, "rename"),
          "remove": (step_files.shutil, "rmtree")}[sys.argv[2]]
 options = CheckpointConfig(keep=1, asynchronous=sys.argv[3] == "True")
@@ -434,7 +434,7 @@ def break_in(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     owner: Any = {
         "data": (step_files, "write"),
-        "checksums": (step_files, "describe"),
+        "checksums": (step_files, "checksum"),
         "list": (step_files.files, "write_json"),
         "rename": (step_files.os, "rename"),
         "folder": (Path, "mkdir"),
