@@ -302,7 +302,7 @@ class TrainingBatches(Dataset[Batch]):
         A loader gives its workers steps in turn, so that the next one is num_workers later. At the
         end of a training that batch is read in vain.
         """
-        if self.dataset.reader.has_urls:
+        if self.dataset.reader.urls:
             worker = get_worker_info()
             epoch, epoch_step = divmod(
                 step + (worker.num_workers if worker else 1), self.steps_per_epoch

@@ -43,7 +43,7 @@ class ShardReader:
     Reads are positional (``pread``), so a file handle carries no state: processes that inherit it
     over a fork do not disturb each other. Handles are not pickled. Threads may share a reader;
     their reads take turns, and only one of them prefetches. Many ranges of shards behind urls are
-    best asked for by `prefetch` first.
+    best asked for by `prefetch` first. ``urls`` are the numbers of those behind urls.
     """
 
     # Ranges that were begun to be read, and how to take and to give up their bytes.
@@ -52,20 +52,15 @@ class ShardReader:
     def __init__(self, files: Sequence[StoredFile], options: DataConfig | None = None) -> None:
         options = options or DataConfig()
         self._files, self._max_open_files = list(files), options.max_open_files
-        self._urls = {n for n, file in enumerate(files) if protocol_of(file.path) is not None}
+        self.urls = {n for n, file in enumerate(files) if protocol_of(file.path) is not None}
         remote, self._cache = options.remote, None
         self._remote = Remote(remote)
-        if self._urls and remote.cache is not None:
+        if self.urls and remote.cache is not None:
             max_bytes = int(remote.cache_gib * 2**30)
             # With few requests under way, which those that somebody waits for do not stand behind.
             patient = Remote(replace(remote, in_flight=2))
             self._cache = ShardCache(Path(remote.cache).expanduser(), max_bytes, patient)
         self._start_empty()
-
-    @property
-    def has_urls(self) -> bool:
-        """Whether some shards lie behind urls."""
-        return bool(self._urls)
 
     def prefetch(self, ranges: Iterable[Range]) -> None:
         """Reads ranges of shards behind urls side by side, each for the next ``read`` of it.
@@ -94,7 +89,7 @@ class ShardReader:
             self._coming = (wanted, *self._remote.start(self._of_urls(wanted)))
 
     def _behind_urls(self, ranges: Iterable[Range]) -> list[Range]:
-        return [r for r in ranges if r[0] in self._urls and self._copy(r[0]) is None]
+        return [r for r in ranges if r[0] in self.urls and self._copy(r[0]) is None]
 
     def _of_urls(self, ranges: Iterable[Range]) -> list[UrlRange]:
         files = self._files
@@ -126,13 +121,13 @@ class ShardReader:
 
     def read_in_store(self, shard: int, offset: int, size: int) -> bytes | None:
         """The bytes of a shard behind a url, read from its store alone; None for a file."""
-        if shard not in self._urls:
+        if shard not in self.urls:
             return None
         return self._remote.read_ranges(self._of_urls([(shard, offset, size)]))[0]
 
     def _copy(self, shard: int) -> Path | None:
         """The copy on a local disk of a shard behind a url, where there is one."""
-        if self._cache is None or shard not in self._urls:
+        if self._cache is None or shard not in self.urls:
             return None
         return self._cache.path_of(self._files[shard])
 
@@ -181,7 +176,7 @@ class ShardReader:
         return handle
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_files", "_max_open_files", "_remote", "_urls", "_cache")
+        names = ("_files", "_max_open_files", "_remote", "urls", "_cache")
         return {name: self.__dict__[name] for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -418,7 +418,7 @@ def loader_of(
         bad_ids=known_bad,
     )
     dataset.check()
-    cheap = dataset.reads_text and (objective.reads.digests or not dataset.reader.has_urls)
+    cheap = dataset.reads_text and (objective.reads.digests or not dataset.reader.urls)
     if cheap and steps.start == 0 and job.context.is_main:
         report_equal(batches, clean_caption)
     paths = [clean(file.path) for file in dataset.locations.files]

@@ -65,10 +65,8 @@ class Silence:
         if num_workers:
             Send(signal.SIGSTOP, ("workers",))()
         else:
-            from mclclip.data import samples
-
             read, _ = os.pipe()
-            setattr(samples.os, "pread", lambda *_: os.read(read, 1))  # noqa: B010
+            setattr(os, "pread", lambda *_: os.read(read, 1))  # noqa: B010
         if self.then is not None:
             threading.Timer(self.after_s, self.then).start()
 
