@@ -10,6 +10,7 @@ import logging
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -197,7 +198,7 @@ class Reader:
     """Reads the outcomes of the items of rows, each file once."""
 
     def __init__(self) -> None:
-        self._read: dict[Path, dict[str, Outcomes]] = {}
+        self._read = cache(outcomes.read)
 
     def __call__(self, row: Result, path: Path | None) -> Outcomes:
         """The outcomes of a row, whose file is ``path``.
@@ -209,11 +210,9 @@ class Reader:
                 f"{row.model} on {row.benchmark} has no outcomes of items, it was evaluated by an "
                 "older version: evaluate again with 'mclclip eval --force'"
             )
-        if path not in self._read:
-            self._read[path] = outcomes.read(path)
-        if row.metric not in self._read[path]:
+        if row.metric not in (found := self._read(path)):
             raise ValueError(f"{path} has no outcomes of {row.metric}: evaluate again with --force")
-        return self._read[path][row.metric]
+        return found[row.metric]
 
 
 def _compared(read: Reader, a: Row, b: Row) -> Comparison:

@@ -18,6 +18,8 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from mclclip.files import needed
+
 Floats = NDArray[np.floating[Any]]
 Integers = NDArray[np.int64]
 
@@ -59,13 +61,8 @@ def library(what: str) -> Any:
     Raises ValueError, one line that says that ``what`` needs it, where it is missing or broken.
     """
     try:
-        import faiss
-
+        faiss = needed("faiss", what, EXTRA)
         _ = faiss.IndexFlatIP  # a folder without files, as a removed build leaves, is imported too
-    except ModuleNotFoundError:
-        raise ValueError(
-            f"{what} needs the package faiss, which is not installed: {EXTRA}"
-        ) from None
     except (ImportError, AttributeError) as error:
         raise ValueError(
             f"{what} needs the package faiss, which is broken ({error}): see 'mclclip doctor'"

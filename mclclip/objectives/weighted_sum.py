@@ -99,15 +99,12 @@ class Options(ObjectiveOptions):
     def reads(self) -> Reads:
         """Returns what any of the terms reads."""
         every = [term.objective.reads for term in self.terms]
+        flags = ("captions", "logit_scale", "logit_bias", "groups", "digests")
         return Reads(
-            captions=any(r.captions for r in every),
-            logit_scale=any(r.logit_scale for r in every),
-            logit_bias=any(r.logit_bias for r in every),
-            groups=any(r.groups for r in every),
+            **{name: any(getattr(reads, name) for reads in every) for name in flags},
             clusters=max(r.clusters for r in every),
             threshold=next((r.threshold for r in every if r.clusters), None),
             attribute=next((r.attribute for r in every if r.attribute), None),
-            digests=any(r.digests for r in every),
             base=frozenset[Any]().union(*(r.base for r in every)),
             edits=next((r.edits for r in every if r.edits), None),
         )
