@@ -60,21 +60,17 @@ class Judge(Protocol):
     @property
     def benchmarks(self) -> Mapping[str, BenchmarkConfig]:
         """Benchmarks by name, the one that decides first."""
-        ...
 
     @property
     def read_texts(self) -> list[str]:
         """Those that compare images with texts."""
-        ...
 
     @property
     def context(self) -> Context:
         """Where encoders are measured."""
-        ...
 
     def measure(self, encoder: Encoder, path: Path, model_name: str) -> list[Result]:
         """The encoder's rows on all benchmarks, which ``path`` then has too."""
-        ...
 
 
 def run(
