@@ -334,8 +334,7 @@ class _Ranker:
         """Products of query q with the candidates columns[starts[q]:starts[q + 1]], one query after
         the other; summed in float64, returned in float32."""
         ends, ids = torch.from_numpy(starts), torch.from_numpy(columns)
-        products: Features = pair_products(queries, self.exact, ends, ids).float().numpy()
-        return products
+        return pair_products(queries, self.exact, ends, ids).float().numpy()
 
 
 _Counted = tuple[IntArray, IntArray, IntArray, BoolArray]

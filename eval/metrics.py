@@ -91,8 +91,7 @@ def hits_at(ranks: IntArray, k: int) -> BoolArray:
     """Whether each query's rank is at most ``k``, [Q] (ValueError unless k >= 1)."""
     if k < 1:
         raise ValueError(f"recall at {k} is not defined: k counts from 1")
-    hits: BoolArray = ranks <= k
-    return hits
+    return ranks <= k
 
 
 def chance_at(k: int, candidates: int, right: IntArray) -> float:

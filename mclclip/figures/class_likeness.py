@@ -50,8 +50,7 @@ def gate_similarity(gates: ArrayLike) -> NDArray[np.float64]:
     """[C, C]: the number of dimensions that two classes both open, whose gates [C, D] are above a
     half."""
     sharp = (np.asarray(gates) > _OPEN).astype(np.float64)
-    shared: NDArray[np.float64] = sharp @ sharp.T
-    return shared
+    return sharp @ sharp.T
 
 
 def _draw_tables(path: Path, panels: dict[str, tuple[list[str], NDArray[Any]]]) -> None:

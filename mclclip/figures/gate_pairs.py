@@ -63,8 +63,7 @@ def most_open(gates: ArrayLike, classes: ArrayLike, count: int) -> NDArray[np.in
     """[count]: the dimensions with the highest mean of ``gates`` [C, D] over some classes, highest
     first."""
     mean = np.asarray(gates, dtype=np.float64)[np.asarray(classes)].mean(axis=0)
-    dimensions: NDArray[np.int64] = np.argsort(-mean, kind="stable")[:count].astype(np.int64)
-    return dimensions
+    return np.argsort(-mean, kind="stable")[:count].astype(np.int64)
 
 
 FIGURE = Figure(draw, GATES)

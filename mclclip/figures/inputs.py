@@ -107,8 +107,7 @@ class PixelEncoder(nn.Module):
         """[N, D]: the features of pixels [N, C, H, W], a batch at a time."""
         with torch.no_grad():
             parts = [self(batch).cpu() for batch in torch.split(pixels, batch_size)]
-        features: NDArray[np.float32] = torch.cat(parts).numpy()
-        return features
+        return torch.cat(parts).numpy()
 
     def of_samples(self, inputs: Inputs, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """[n, D]: the features of samples, which are read a batch at a time."""

@@ -130,8 +130,7 @@ def quietest_dimensions(
     """
     chosen = np.asarray(features)[np.isin(np.asarray(labels), pair)]
     order = np.argsort(chosen.astype(np.float64).var(axis=0), kind="stable")
-    quietest: Integers = order[:count].astype(np.int64)
-    return quietest
+    return order[:count].astype(np.int64)
 
 
 def _least_alike(

@@ -190,8 +190,7 @@ class Encoder(nn.Module):
                 picture = decode_image(Path(picture).read_bytes(), MAX_IMAGE_PIXELS)
             except DecodeError as error:
                 raise ValueError(f"{picture} cannot be decoded ({error}): leave it out") from None
-        tensor: Tensor = self.preprocess_val(picture)
-        return tensor
+        return self.preprocess_val(picture)
 
     def _joined(self, parts: Sequence[Tensor]) -> NDArray[np.float32]:
         if not parts:

@@ -119,8 +119,7 @@ class TransformersModel(nn.Module):
 
 def _rows(output: Any) -> Tensor:
     """Features [B, E]: transformers 4 returns them, transformers 5 an output that holds them."""
-    rows: Tensor = output if isinstance(output, Tensor) else output.pooler_output
-    return rows
+    return output if isinstance(output, Tensor) else output.pooler_output
 
 
 def load(name: str) -> TransformersModel:

@@ -343,8 +343,7 @@ class _ClassBatch:
         self.figures: dict[str, Tensor] = {}
 
         def moved(tensor: Tensor) -> Tensor:
-            on_device: Tensor = to_device(tensor, rows.device)
-            return on_device
+            return to_device(tensor, rows.device)
 
         self.counted = moved((labels >= 0).any(dim=1))
         self.num_positives = moved((labels >= 0).sum().clamp_min(1))

@@ -346,8 +346,7 @@ def keyed_noise(seed: int, step: int, view: int, sample_id: Tensor, count: int) 
     positions = torch.arange(count, device=sample_id.device)
     bits = mix_tensors(seed, step_word, view_word, sample_id[:, None], positions)
     high = (bits >> (64 - _NOISE_BITS)) & ((1 << _NOISE_BITS) - 1)
-    numbers: Tensor = high.to(torch.float32) / (1 << _NOISE_BITS)
-    return numbers
+    return high.to(torch.float32) / (1 << _NOISE_BITS)
 
 
 class _Mirrored(nn.Conv2d):

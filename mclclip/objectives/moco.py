@@ -249,8 +249,7 @@ class _WithCopy(Objective):
         modified keys; and which rows have no negatives."""
         queries = features / self.temperature
         if not self.epsilon:
-            losses: tuple[Tensor, Tensor] = row_losses(queries, keys, pairs)
-            return losses
+            return row_losses(queries, keys, pairs)
         (negatives,), positives = log_sums(queries, keys, pairs), pairs.own_logits(queries, keys)
         shift, weights = self.epsilon / self.temperature, weights_of(self.term)
         return modified_losses(negatives, positives, shift, weights), negatives == float("-inf")

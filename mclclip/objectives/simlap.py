@@ -401,9 +401,7 @@ class SimLAP(Objective):
         else:
             queries = functional.normalize(rows) * gates.square()
             candidates = functional.normalize(candidates)
-        result: tuple[Tensor, Tensor, Tensor]
-        result = pair_losses(scale * queries, weights, candidates, pairs, self.tile)
-        return result
+        return pair_losses(scale * queries, weights, candidates, pairs, self.tile)
 
 
 class MomentumSimLAP(SimLAP):
