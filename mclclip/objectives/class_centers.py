@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -341,10 +342,7 @@ class _ClassBatch:
         self.centers, self.scale, self.margin, self.tile = centers, scale, margin, tile
         self.shape, rows = labels.shape, centers.rows
         self.figures: dict[str, Tensor] = {}
-
-        def moved(tensor: Tensor) -> Tensor:
-            return to_device(tensor, rows.device)
-
+        moved = partial(to_device, device=rows.device)
         self.counted = moved((labels >= 0).any(dim=1))
         self.num_positives = moved((labels >= 0).sum().clamp_min(1))
         # The pairs of a row and a positive class, by row, and their order by class.
