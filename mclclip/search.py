@@ -18,8 +18,6 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from mclclip.files import needed
-
 Floats = NDArray[np.floating[Any]]
 Integers = NDArray[np.int64]
 
@@ -61,8 +59,13 @@ def library(what: str) -> Any:
     Raises ValueError, one line that says that ``what`` needs it, where it is missing or broken.
     """
     try:
-        faiss = needed("faiss", what, EXTRA)
+        import faiss
+
         _ = faiss.IndexFlatIP  # a folder without files, as a removed build leaves, is imported too
+    except ModuleNotFoundError:
+        raise ValueError(
+            f"{what} needs the package faiss, which is not installed: {EXTRA}"
+        ) from None
     except (ImportError, AttributeError) as error:
         raise ValueError(
             f"{what} needs the package faiss, which is broken ({error}): see 'mclclip doctor'"
