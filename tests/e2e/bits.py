@@ -49,6 +49,11 @@ KINDS: dict[str, tuple[str, ...]] = {
                      "train.engine.name=fsdp", "cluster.method=two_level"),
     "simclr": ("num_stages=1", *(f"{part}.objective={{kind: nt_xent, temperature: 0.1}}"
                                  for part in ("base", "train"))),
+    "moco": ("num_stages=1", *(f"{part}.objective={{kind: moco, version: v3, predictor: [16, 8]}}"
+                               for part in ("base", "train"))),
+    "moco_queue": ("num_stages=1", "train.objective={kind: moco, queue_size: 48}"),
+    "simlap": (*CENTERS, "train.objective={kind: simlap, momentum: 0.9}"),
+    "hcl": ("num_stages=1", "train.objective={kind: hcl}", "base.objective={kind: ifm}"),
     "single_label": (*CENTERS, "train.objective.kind=single_label",
                      "train.objective.labels_per_sample=1", "train.objective.margin=cos"),
 }  # fmt: skip
