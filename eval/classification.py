@@ -17,7 +17,7 @@ from mclclip.eval.features import Extractor, Features, over_ranks
 from mclclip.eval.images import LabelledImages, Part, image_items
 from mclclip.eval.metrics import BoolArray, FloatArray, IntArray, hits_at
 from mclclip.eval.outcomes import Outcomes
-from mclclip.eval.results import Figure, figure
+from mclclip.eval.results import Measurement, figure
 from mclclip.files import digest_file
 from mclclip.models.encoder import Encoder
 from mclclip.ranks.collectives import together
@@ -158,7 +158,7 @@ def check_metric(metric: Metric, num_classes: int, labels: str | None) -> None:
 
 def ranked_figures(
     outcomes: Mapping[str, tuple[Outcomes, float]], headline: str, protocol: Mapping[str, Any]
-) -> list[Figure]:
+) -> list[Measurement]:
     """A figure per metric, from its outcomes and its chance in percent; one is the headline."""
     return [
         figure(
@@ -184,7 +184,7 @@ def area(scores: FloatArray, positive: BoolArray, items: Sequence[str]) -> Outco
     return Outcomes(items, scores, truth=positive, statistic="roc_auc")
 
 
-def area_figures(strict: Outcomes, protocol: Mapping[str, Any]) -> list[Figure]:
+def area_figures(strict: Outcomes, protocol: Mapping[str, Any]) -> list[Measurement]:
     """The figure of ``area``, and where pairs tie ``roc_auc_half_ties``: scikit-learn's figure,
     which counts them half."""
     half = replace(strict, statistic="roc_auc_half_ties")
@@ -219,7 +219,9 @@ def precisions(
     )
 
 
-def precision_figure(outcomes: Outcomes, num_images: int, protocol: Mapping[str, Any]) -> Figure:
+def precision_figure(
+    outcomes: Outcomes, num_images: int, protocol: Mapping[str, Any]
+) -> Measurement:
     """The figure of what ``precisions`` returns."""
     ranked = len(set(outcomes.strata or ()))
     settings = {**protocol, "num_images": num_images, "num_ranked_classes": ranked}
@@ -231,7 +233,7 @@ def accuracy_figures(
     data: LabelledFeatures,
     protocol: dict[str, Any],
     metric: Metric = "accuracy",
-) -> list[Figure]:
+) -> list[Measurement]:
     """``accuracy`` and ``mean_per_class`` in percent of labels [Q] predicted for ``data.test``.
 
     ``metric`` names the headline. Chance is the score of always answering the most frequent class

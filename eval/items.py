@@ -85,7 +85,7 @@ class ItemSet:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PublishedLayout:
     """How a data set is published.
 
     files: part -> its file; sizes: part -> number of items in the published file, where known;
@@ -119,7 +119,7 @@ class _Record:
     key: str | int
     value: Any
     part: str
-    layout: Layout
+    layout: PublishedLayout
     folder: Path
     num_texts: int | None
 
@@ -264,8 +264,8 @@ def _whatsup(record: _Record) -> Item:
 _COCO = "images: val2017 of COCO (cocodataset.org, terms of Flickr)"
 
 
-def _aro(part: str, file: str, size: int, field_of_kind: str) -> Layout:
-    return Layout(
+def _aro(part: str, file: str, size: int, field_of_kind: str) -> PublishedLayout:
+    return PublishedLayout(
         {part: file},
         {part: size},
         partial(_visual_genome, field_of_kind=field_of_kind),
@@ -279,8 +279,8 @@ _REPLACED_AND_SWAPPED = dict(
     replace_obj=1652, replace_att=788, replace_rel=1406, swap_obj=245, swap_att=666
 )
 
-LAYOUTS: Mapping[str, Layout] = {
-    "sugarcrepe": Layout(
+LAYOUTS: Mapping[str, PublishedLayout] = {
+    "sugarcrepe": PublishedLayout(
         {part: f"{part}.json" for part in (*_REPLACED_AND_SWAPPED, "add_obj", "add_att")},
         _REPLACED_AND_SWAPPED | {"add_obj": 2062, "add_att": 692},
         _sugarcrepe,
@@ -289,7 +289,7 @@ LAYOUTS: Mapping[str, Layout] = {
         images="val2017",
         by_id=True,
     ),
-    "sugarcrepe_pp": Layout(
+    "sugarcrepe_pp": PublishedLayout(
         {part: f"{part}.json" for part in _REPLACED_AND_SWAPPED},
         _REPLACED_AND_SWAPPED,
         _sugarcrepe_pp,
@@ -297,7 +297,7 @@ LAYOUTS: Mapping[str, Layout] = {
         captions="data",
         images="val2017",
     ),
-    "winoground": Layout(
+    "winoground": PublishedLayout(
         {"winoground": "examples.jsonl"},
         {"winoground": 400},
         partial(_quadruple, key="id"),
@@ -305,7 +305,7 @@ LAYOUTS: Mapping[str, Layout] = {
         "only): data/examples.jsonl, and data/images.zip unpacked to images/",
         images="images",
     ),
-    "naturalbench": Layout(
+    "naturalbench": PublishedLayout(
         {"naturalbench": "metadata.json"},
         {},
         partial(_quadruple, key="index"),
@@ -315,7 +315,7 @@ LAYOUTS: Mapping[str, Layout] = {
     ),
     "aro_relation": _aro("relation", "visual_genome_relation.json", 23_937, "relation_name"),
     "aro_attribute": _aro("attribute", "visual_genome_attribution.json", 28_748, "attributes"),
-    "aro_order": Layout(
+    "aro_order": PublishedLayout(
         {"order": "order.json"},
         {},
         _order,
@@ -324,7 +324,7 @@ LAYOUTS: Mapping[str, Layout] = {
         "COCO_Order or Flickr30k_Order as JSON, once for all encoders, and name the file in "
         "captions; images of COCO and Flickr30k (terms of Flickr)",
     ),
-    "whatsup": Layout(
+    "whatsup": PublishedLayout(
         {
             "controlled_a": "controlled_images_dataset.json",
             "controlled_b": "controlled_clevr_dataset.json",
@@ -345,7 +345,7 @@ LAYOUTS: Mapping[str, Layout] = {
             "vg_two": "vg_images/{}.jpg",
         },
     ),
-    "pairs": Layout(
+    "pairs": PublishedLayout(
         {part: f"{part}.json" for part in (*RULES, CONFUSED)},
         {},
         _made_pair,
@@ -443,7 +443,7 @@ def _struck(path: Path, names: set[str], not_read: set[str]) -> set[str]:
     return struck & names
 
 
-def _read_part(path: Path, layout: Layout, part: str, folder: Path) -> list[Item]:
+def _read_part(path: Path, layout: PublishedLayout, part: str, folder: Path) -> list[Item]:
     """The items of a file; ValueError for an id given twice and for what is no text."""
     if not path.is_file():
         raise FileNotFoundError(f"no {path}: {layout.source}")

@@ -34,7 +34,7 @@ Level = Literal["headline", "table", "detail"]
 
 
 @dataclass(frozen=True)
-class Figure:
+class Measurement:
     """One figure of one benchmark, without the model's name.
 
     value, ci_low, ci_high: in the unit of the outcomes; count: number of trials; protocol: how it
@@ -102,7 +102,7 @@ def figure(
     protocol: Mapping[str, Any],
     *,
     level: Level = "table",
-) -> Figure:
+) -> Measurement:
     """The figure of a metric, from the outcomes of its items, in their unit.
 
     Its interval is Wilson's, of the mean over strata and with the items of a unit together where
@@ -124,14 +124,14 @@ def figure(
     if unit != PERCENT:
         settings["unit"] = unit.name
     value, low, high = (unit.scale * number for number in (measured.value(), low, high))
-    return Figure(metric, value, len(measured), low, high, settings, measured)
+    return Measurement(metric, value, len(measured), low, high, settings, measured)
 
 
-def record(path: Path, figures: Sequence[Figure], model: str, benchmark: str) -> list[Result]:
+def record(path: Path, figures: Sequence[Measurement], model: str, benchmark: str) -> list[Result]:
     """Writes the figures of one model on one benchmark into results.jsonl, and the outcomes of
     their items beside it; returns the rows. Outcomes that no row names any more are removed."""
     known = {one.metric: one.outcomes for one in figures if one.outcomes is not None}
-    names = [f.name for f in fields(Figure) if f.name != "outcomes"]
+    names = [f.name for f in fields(Measurement) if f.name != "outcomes"]
     rows = [Result(model, benchmark, **{n: getattr(one, n) for n in names}) for one in figures]
     if known:
         name, data = outcomes.encode(known)

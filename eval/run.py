@@ -215,7 +215,7 @@ def run_suite(
 
 
 @dataclass(frozen=True)
-class Judge:
+class SuiteJudge:
     """Benchmarks that encoders in memory are measured on, by a verb that makes encoders.
 
     ``benchmarks`` are checked before the first encoder is made. Encoders lie on the device of
@@ -259,7 +259,7 @@ def judge(
     device: str = "auto",
     models: Sequence[str] = (),
     choice: str = "",
-) -> Judge:
+) -> SuiteJudge:
     """The benchmark ``held_out``, which is retrieval on a folder of shards with captions, before
     those of a suite; see ``run`` for ``suite`` and ``only``. ``variables`` are NAME=VALUE.
 
@@ -291,7 +291,7 @@ def judge(
     trained_on = _trained_on([_named(text)[1] for text in models])
     choices = dict.fromkeys(benchmarks, choice) if choice else {}
     context = Context(device=pick_device(device))
-    return Judge(benchmarks, context, trained_on=trained_on, choices=choices)
+    return SuiteJudge(benchmarks, context, trained_on=trained_on, choices=choices)
 
 
 def _trained_on(models: Sequence[str | Path], config: Config | None = None) -> list[TrainingImages]:

@@ -86,7 +86,8 @@ class _Words:
         return "" if between.strip() else self[number + 1]
 
     def content(self, number: int) -> str:
-        """The next word where it is one of content, as a thing's name is; else empty."""
+        """The word after the ``number``-th one; empty where there is none, and for a function word
+        or a number."""
         word = self.after(number)
         return "" if word in _lists("functions") or word.isdigit() else word
 

@@ -300,7 +300,8 @@ def render(comparisons: Sequence[Comparison], format: Format) -> str:
 
 
 def _cells(c: Comparison, head: str) -> dict[str, str]:
-    """The figures as text; ``head``: of the values, which name their unit below any other one."""
+    """The cells of a comparison by their columns. ``head`` is the column of the value; where it is
+    not the name of the unit, the value names its unit."""
     d = c.difference
     own, _, change, low, high = c.texts()
     return {

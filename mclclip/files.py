@@ -231,7 +231,7 @@ def open_own(path: Path, mode: Literal["r", "w"]) -> TextIO:
 # --- documents -------------------------------------------------------------------------------
 
 
-class _Refused(ValueError):
+class Refused(ValueError):
     """Says what is wrong with a document, without its name, which comes before it."""
 
 
@@ -255,7 +255,7 @@ def parse_json(data: str | bytes, where: str, *, unique_keys: bool = False) -> A
         value = json.loads(data, object_pairs_hook=_unique if unique_keys else None)
         if _is_deeper(value, MAX_DEPTH):
             raise RecursionError
-    except _Refused as error:
+    except Refused as error:
         raise ValueError(f"{where} {error}") from None
     except ValueError as error:  # also text that is not UTF-8, and numbers of 5,000 digits
         raise ValueError(f"{where} is not valid JSON: {error}") from None
@@ -268,7 +268,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for key, value in pairs:
         if key in fields:
-            raise _Refused(f"has the key {key!r} twice")
+            raise Refused(f"has the key {key!r} twice")
         fields[key] = value
     return fields
 

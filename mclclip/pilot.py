@@ -230,8 +230,9 @@ def _price(config: Config, planned: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _forgotten(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Items that stage 0 finds and stage 1 alone does not, in each headline metric of shares: over
-    all items, and in each stratum, where p-values are corrected for the number of strata."""
+    """Of each headline metric that counts items: those that stage 0 gets right and the encoder of
+    stage 1 (not a joined one) wrong, of all items and of each stratum; p-values of strata are
+    corrected for their number (Holm)."""
     items = {(row.model, row.benchmark, row.metric): (row, path) for row, path in rows}
     read, forgotten = Reader(), []
     for c in compare.compare(rows, ["stage_1"], "stage_0"):

@@ -216,7 +216,7 @@ def _products(rows: Floats, places: Integers, query: NDArray[np.float64]) -> NDA
 
 
 @dataclass(frozen=True)
-class Pairs:
+class NearPairs:
     """Pairs of rows, the lower one first, with their cosines: rows [P, 2], cosines [P]."""
 
     rows: Integers
@@ -248,7 +248,7 @@ def near_pairs(
     *,
     what: str = "a search of near rows",
     make: MakeIndex | None = None,
-) -> Iterator[Pairs]:
+) -> Iterator[NearPairs]:
     """Yields pairs of ``rows`` [N, D] whose cosine is above ``above``, some at a time, each once.
     The verbs have checked that it lies between 0 and 1.
 
@@ -265,7 +265,7 @@ def near_pairs(
             bank, last = _Bank(np.asarray(rows[block]), faiss, make), block
         asked = np.asarray(rows[cut])
         for places, own in bank.near(asked, above, shift=block.start - cut.start):
-            yield Pairs(places + [cut.start, block.start], own)
+            yield NearPairs(places + [cut.start, block.start], own)
 
 
 def near_rows(
@@ -275,7 +275,7 @@ def near_rows(
     *,
     what: str = "a search of near rows",
     make: MakeIndex | None = None,
-) -> Iterator[Pairs]:
+) -> Iterator[NearPairs]:
     """Yields pairs of a row of ``queries`` [Q, D] and one of ``bank`` [N, D], in this order, whose
     cosine is above ``above``, some at a time, each once.
 
@@ -287,7 +287,7 @@ def near_rows(
         part = _Bank(np.asarray(bank[block]), faiss, make)
         for cut in cuts(len(queries), QUERY_ROWS):
             for places, own in part.near(np.asarray(queries[cut]), above):
-                yield Pairs(places + [cut.start, block.start], own)
+                yield NearPairs(places + [cut.start, block.start], own)
 
 
 class _Bank:

@@ -22,7 +22,7 @@ from pydantic.types import PositiveInt
 from mclclip.options import STRICT
 
 if TYPE_CHECKING:
-    from mclclip.eval.results import Figure
+    from mclclip.eval.results import Measurement
 
 KINDS = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 """Kinds of benchmarks: the names of the modules beside this one."""
@@ -30,20 +30,20 @@ KINDS = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 @dataclass(frozen=True)
 class Evaluator:
-    """A protocol.
+    """How one kind of benchmark is measured.
 
     evaluate     ``evaluate(extractor, root, *, options...)`` -> figures. Its keyword options, with
                  their types and defaults, are the options of a benchmark, and are checked by them
     needs        what a folder must hold, for messages; perhaps as a function of the options
     reads_text   whether images are compared with texts, which an image encoder alone cannot do
     is_loss      whether smaller figures are better
-    files        options that name files or folders below the benchmark's
+    files        options of ``evaluate`` whose values are paths inside of the benchmark's folder
     check        ``check(root, **options)`` raises before a run what can be known without reading
                  every sample
     judged       the folder of the images that figures are of, where there are others to learn from
     """
 
-    evaluate: Callable[..., list[Figure]]
+    evaluate: Callable[..., list[Measurement]]
     needs: str | Callable[..., str]
     reads_text: bool
     is_loss: bool = False

@@ -24,7 +24,7 @@ from mclclip.eval.logistic import MAX_ITERATIONS, Solver
 from mclclip.eval.metrics import IntArray
 from mclclip.eval.outcomes import Outcomes, joined
 from mclclip.eval.protocols import Evaluator, knn, linear_probe
-from mclclip.eval.results import Figure, figure
+from mclclip.eval.results import Measurement, figure
 from mclclip.ranks.collectives import together
 
 Probe = Literal["linear", "knn"]
@@ -86,7 +86,7 @@ def evaluate(
     solver: Solver = "auto",
     k: PositiveInt = 10,
     max_train: PositiveInt | None = None,
-) -> list[Figure]:
+) -> list[Measurement]:
     """Accuracy in percent of every attribute, as a metric of its name, on the shards ``root/test``
     with a classifier trained on ``root/train``; ``mean`` is over attributes.
 

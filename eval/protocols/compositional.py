@@ -44,7 +44,7 @@ from mclclip.eval.items import LAYOUTS, Item, LayoutName, read_items
 from mclclip.eval.metrics import BoolArray, FloatArray, item_similarities, match_margins
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.protocols import Evaluator
-from mclclip.eval.results import Figure, Level, figure
+from mclclip.eval.results import Level, Measurement, figure
 from mclclip.ranks.collectives import together
 
 log = logging.getLogger("mclclip")
@@ -182,7 +182,7 @@ class _Figures:
         level: Level = "table",
         strata: Callable[[Item], str] | None = None,
         trials: str = "items",
-    ) -> list[Figure]:
+    ) -> list[Measurement]:
         """The share of ``groups`` of rows in which each item is right, or the mean of the shares of
         ``strata``."""
         margins = [np.concatenate([self.margins[side][row] for row in group]) for group in groups]
@@ -215,7 +215,7 @@ class _Figures:
 
     def by_part(
         self, prefix: str, side: Side, of_part: Level = "table", average: Level = "headline"
-    ) -> list[Figure]:
+    ) -> list[Measurement]:
         """A figure per part, and their mean."""
         figures = []
         for part in dict.fromkeys(item.part for item in self.items):
@@ -224,7 +224,7 @@ class _Figures:
         every = self.rows()
         return figures + self.of(f"{prefix}average", side, every, average, lambda item: item.part)
 
-    def by_kind(self, keep: Callable[[Item], bool]) -> list[Figure]:
+    def by_kind(self, keep: Callable[[Item], bool]) -> list[Measurement]:
         """The mean over the kinds to ``keep``, and the share of all items."""
         if not (rows := self.rows(keep)):
             raise ValueError(
@@ -245,7 +245,7 @@ def _has_equal_texts(item: Item) -> bool:
     )
 
 
-def _of_whatsup(figures: _Figures) -> list[Figure]:
+def _of_whatsup(figures: _Figures) -> list[Measurement]:
     made = figures.by_part("", "text")
     for part in dict.fromkeys(item.part for item in figures.items if item.kind):
         sets: dict[str, dict[str, int]] = {}
@@ -267,7 +267,7 @@ def _of_whatsup(figures: _Figures) -> list[Figure]:
     return made
 
 
-def _figures(layout: LayoutName, figures: _Figures) -> list[Figure]:
+def _figures(layout: LayoutName, figures: _Figures) -> list[Measurement]:
     """The figures of a layout; see ``evaluate``."""
     every = figures.rows()
     if layout in ("sugarcrepe", "pairs"):
@@ -309,7 +309,7 @@ def evaluate(
     parts: Sequence[str] | None = None,
     prompt: str = "",
     missing: Literal["refuse", "leave_out"] = "refuse",
-) -> list[Figure]:
+) -> list[Measurement]:
     """The figures of a compositional benchmark in a published ``layout``, in percent.
 
     sugarcrepe, pairs: a metric per part and their mean ``average`` (chance 50). sugarcrepe_pp: the

@@ -24,7 +24,7 @@ from mclclip.eval.images import image_items, read_shards
 from mclclip.eval.metrics import FloatArray
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.protocols import Evaluator
-from mclclip.eval.results import Figure, figure
+from mclclip.eval.results import Measurement, figure
 from mclclip.ranks.collectives import together
 from mclclip.ranks.process_group import SINGLE, Context
 
@@ -45,7 +45,7 @@ def evaluate(
     images: str = ".",
     max_samples: PositiveInt | None = None,
     chunk_bytes: int = CHUNK_BYTES,
-) -> list[Figure]:
+) -> list[Measurement]:
     """The loss in nats, and its two directions, over all samples as one batch; smaller is better,
     and log(samples) is chance. The interval is that of a mean over samples.
 

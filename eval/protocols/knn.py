@@ -20,7 +20,7 @@ from mclclip.eval.features import Extractor, over_ranks
 from mclclip.eval.images import read_parts
 from mclclip.eval.metrics import IntArray
 from mclclip.eval.protocols import Evaluator
-from mclclip.eval.results import Figure
+from mclclip.eval.results import Measurement
 from mclclip.ranks.collectives import together
 from mclclip.ranks.process_group import Context
 
@@ -85,7 +85,7 @@ def evaluate(
     weights: Weights = "majority",
     temperature: PositiveFloat = TEMPERATURE,
     feature: Feature = "projected",
-) -> list[Figure]:
+) -> list[Measurement]:
     """Accuracy and ``mean_per_class`` in percent of the images in ``root/test``, each classified by
     its ``k`` nearest images of ``root/train``; both hold a folder per class.
 

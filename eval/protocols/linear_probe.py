@@ -39,7 +39,7 @@ from mclclip.eval.logistic import MAX_ITERATIONS, Classifier, Solver
 from mclclip.eval.metrics import BoolArray, IntArray
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.protocols import Evaluator
-from mclclip.eval.results import Figure
+from mclclip.eval.results import Measurement
 from mclclip.ranks.collectives import on_main, together
 from mclclip.ranks.process_group import Context
 
@@ -146,8 +146,8 @@ def train(
 def predict(
     context: Context, data: LabelledFeatures, **options: Any
 ) -> tuple[IntArray, dict[str, Any]]:
-    """Labels [Q] of ``data.test`` by ``train``'s classifier of images with one label each, the same
-    on every rank, and what a row's protocol says of it."""
+    """Trains the classifier of images with one label each; returns its labels [Q] of ``data.test``,
+    equal on all ranks, and the protocol of the row of results."""
     [classifier], protocol = train(context, data, **options)
     assert classifier is not None
     return on_main(lambda: classifier.predict(data.test)), protocol
@@ -240,7 +240,7 @@ def evaluate(
     seed: NonNegativeInt = 0,
     max_iterations: PositiveInt = MAX_ITERATIONS,
     solver: Solver = "auto",
-) -> list[Figure]:
+) -> list[Measurement]:
     """Figures in percent of the test images under a classifier that was trained on the others;
     ``read_parts`` says where they lie, without ``labels`` and with it.
 

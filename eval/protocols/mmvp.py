@@ -21,7 +21,7 @@ from mclclip.eval.metrics import BoolArray
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.protocols import Evaluator
 from mclclip.eval.protocols.compositional import Side, chance_of, item_margins
-from mclclip.eval.results import Figure, Level, figure
+from mclclip.eval.results import Level, Measurement, figure
 from mclclip.files import below
 from mclclip.ranks.collectives import together
 
@@ -45,7 +45,7 @@ def evaluate(
     prompt: str = PROMPT,
     directions: Sequence[str] = DIRECTIONS[:1],
     near_tie: float = NEAR_TIE,
-) -> list[Figure]:
+) -> list[Measurement]:
     """MMVP-VLM's figures: per Type, ``average`` over Types, ``pooled`` over pairs; in percent.
 
     A pair is right where both its decisions are (chance 25). ``directions``: statement_to_image is

@@ -30,7 +30,7 @@ from mclclip.eval.images import image_items, read_shards
 from mclclip.eval.metrics import chance_at, hits_at
 from mclclip.eval.outcomes import Outcomes, joined
 from mclclip.eval.protocols import Evaluator
-from mclclip.eval.results import Figure, Level, figure
+from mclclip.eval.results import Level, Measurement, figure
 from mclclip.ranks.collectives import together
 
 log = logging.getLogger("mclclip")
@@ -75,7 +75,7 @@ def evaluate(
     shard_captions: str = "txt",
     ks: Sequence[int] = KS,
     chunk_bytes: int = CHUNK_BYTES,
-) -> list[Figure]:
+) -> list[Measurement]:
     """R@k of image_to_text and text_to_image, in percent, each over its own queries.
 
     ``captions``: the file or folder of captions (see ``read_captions``); ``images``: the folder
@@ -127,7 +127,7 @@ def _recalls(
     ks: Sequence[int],
     chunk_bytes: int,
     settings: dict[str, Any],
-) -> list[Figure]:
+) -> list[Measurement]:
     """The recalls of both directions, from features of images, which have ``names``, and captions.
 
     The captions of an image are one unit of the outcomes.
@@ -166,7 +166,9 @@ def _recalls(
     return figures
 
 
-def _of_languages(languages: Sequence[str], by_language: Sequence[list[Figure]]) -> list[Figure]:
+def _of_languages(
+    languages: Sequence[str], by_language: Sequence[list[Measurement]]
+) -> list[Measurement]:
     """The means over languages, and each language's own figures as details.
 
     An image is one draw, in however many languages it is asked for.

@@ -35,7 +35,7 @@ from mclclip.eval.metrics import IntArray, hits_at
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.prompts import Classes, find_names, find_templates
 from mclclip.eval.protocols import Evaluator
-from mclclip.eval.results import Figure
+from mclclip.eval.results import Measurement
 from mclclip.ranks.collectives import together
 
 log = logging.getLogger("mclclip")
@@ -78,7 +78,7 @@ def evaluate(
     classes: Classes = None,
     templates: str | Sequence[str] = "simple",
     metric: Metric = "accuracy",
-) -> list[Figure]:
+) -> list[Measurement]:
     """Zero-shot classification in percent, with the headline that ``metric`` names.
 
     Figures are ``top1``, ``top5`` (where there are more than 5 classes) and ``mean_per_class`` (of
@@ -139,7 +139,7 @@ def _of_ranks(
     classes: Sequence[str],
     metric: Metric,
     protocol: Mapping[str, Any],
-) -> list[Figure]:
+) -> list[Measurement]:
     """The figures of images with one label [N], a row of ``classes``, from the ranks [N] of it."""
     first, chance = hits_at(ranks, 1), 100 / len(classes)
     outcomes = {"top1": (Outcomes(items, first), chance)}

@@ -37,7 +37,7 @@ from mclclip.clustering.options import Algorithm
 from mclclip.clustering.rows import (
     Integers,
     Mask,
-    Rows,
+    RankRows,
     num_not_finite,
     tiles,
 )
@@ -63,7 +63,7 @@ def held_by(rank: int, world_size: int, num_clusters: int) -> range:
     return range(cut[first].start, cut[stop - 1].stop) if first < stop else range(0)
 
 
-def hold(rows: Rows, num_clusters: int, sharded: bool | None) -> WholeCentroids:
+def hold(rows: RankRows, num_clusters: int, sharded: bool | None) -> WholeCentroids:
     """The holder of K centroids for ``rows``. ``sharded`` None: sharded if there are several ranks
     and K D is at least ``SHARDED_FROM``.
     """
@@ -79,7 +79,7 @@ class WholeCentroids:
     methods here, have one row for each of these ids.
     """
 
-    def __init__(self, rows: Rows, num_clusters: int) -> None:
+    def __init__(self, rows: RankRows, num_clusters: int) -> None:
         self.rows, self.num_clusters = rows, num_clusters
         self.held = range(num_clusters)
         self._rows_per_tile = choose_tile(rows.context.device, num_clusters, rows.arithmetic)[0]
@@ -213,7 +213,7 @@ class WholeCentroids:
 class ShardedCentroids(WholeCentroids):
     """Each rank holds the ids ``held_by`` and sees all rows, one block of every rank at a time."""
 
-    def __init__(self, rows: Rows, num_clusters: int) -> None:
+    def __init__(self, rows: RankRows, num_clusters: int) -> None:
         super().__init__(rows, num_clusters)
         self.held = held_by(rows.context.rank, rows.context.world_size, num_clusters)
 
@@ -328,7 +328,7 @@ def assign_blocks(
     labels than centroids and for another width than the rows', and, after the last block, for NaN
     or infinite rows: on all ranks alike.
     """
-    rows = Rows(blocks, valid, algorithm, context, 0, arithmetic)
+    rows = RankRows(blocks, valid, algorithm, context, 0, arithmetic)
     if centroids.ndim != 2 or centroids.shape[1] != rows.dim:
         raise ValueError(f"centroids are {list(centroids.shape)}: wanted [K, {rows.dim}]")
     stop = len(centroids) if held is None else held.stop
@@ -386,7 +386,7 @@ def _in_order(holder: WholeCentroids, centroids: Tensor, count: int) -> Iterator
         rows.refuse_not_finite(bad)
 
 
-def _of_block(rows: Rows, number: int, packed: Tensor) -> Assignment:
+def _of_block(rows: RankRows, number: int, packed: Tensor) -> Assignment:
     """The assignment of all rows of a block. ``packed`` [m, L] begins with the distances and ids of
     its valid rows.
     """

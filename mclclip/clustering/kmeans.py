@@ -27,7 +27,7 @@ from mclclip.clustering.arithmetic import CHOSEN, Arithmetic
 from mclclip.clustering.centroids import WholeCentroids, assign_blocks, hold, passes
 from mclclip.clustering.nearest import ROWS_PER_PASS, squared_distance, unpack
 from mclclip.clustering.options import Algorithm, Init
-from mclclip.clustering.rows import Integers, Mask, Rows
+from mclclip.clustering.rows import Integers, Mask, RankRows
 from mclclip.data.arrays import ROWS_PER_BLOCK, Floats, cut_blocks
 from mclclip.ranks.collectives import all_reduce_sum, together
 from mclclip.ranks.process_group import SINGLE, Context
@@ -107,7 +107,7 @@ def fit(
     Raises ValueError for NaN or infinite rows, and for more clusters than there are rows or (but
     with ``keep_empty``) distinct rows: on all ranks alike.
     """
-    rows = Rows(blocks, valid, algorithm, context, cache_bytes, arithmetic)
+    rows = RankRows(blocks, valid, algorithm, context, cache_bytes, arithmetic)
     if not 1 <= num_clusters <= rows.num_valid:
         raise ValueError(too_many(num_clusters, f"{rows.num_valid:,} usable rows"))
     holder = hold(rows, num_clusters, sharded)
@@ -147,7 +147,9 @@ def is_plus_plus(init: Init, num_clusters: int) -> bool:
     return init == "plus_plus" or (init == "auto" and num_clusters <= PLUS_PLUS_UP_TO)
 
 
-def plus_plus(rows: Rows, sample: Tensor, num_clusters: int, rng: np.random.Generator) -> Tensor:
+def plus_plus(
+    rows: RankRows, sample: Tensor, num_clusters: int, rng: np.random.Generator
+) -> Tensor:
     """K rows of ``sample`` [S, D], drawn by greedy k-means++, as centroids [K, D].
 
     Rows are drawn with a probability proportional to their squared distance to the nearest centroid
@@ -343,7 +345,7 @@ def fit_two_level(
     more splits than clusters, and as ``fit`` does.
     """
     words = [seed] if isinstance(seed, int) else list(seed)
-    rows = Rows(blocks, valid, algorithm, context, 0, arithmetic)
+    rows = RankRows(blocks, valid, algorithm, context, 0, arithmetic)
     if not 1 <= num_clusters <= rows.num_valid:
         raise ValueError(too_many(num_clusters, f"{rows.num_valid:,} usable rows"))
     splits = num_splits or max(1, round(num_clusters**0.5))
@@ -389,7 +391,9 @@ def share_out(num_clusters: int, sizes: Integers) -> Integers:
     return shares
 
 
-def _split(rows: Rows, splits: int, words: list[int], options: dict[str, Any]) -> list[Integers]:
+def _split(
+    rows: RankRows, splits: int, words: list[int], options: dict[str, Any]
+) -> list[Integers]:
     """Clusters all rows into groups; returns the ascending row numbers of each group."""
     common: dict[str, Any] = {"algorithm": rows.algorithm, "valid": rows.valid}
     common |= {"context": rows.context, "arithmetic": rows.arithmetic}
@@ -403,7 +407,11 @@ def _split(rows: Rows, splits: int, words: list[int], options: dict[str, Any]) -
 
 
 def _cluster_groups(
-    rows: Rows, groups: list[Integers], shares: Integers, words: list[int], options: dict[str, Any]
+    rows: RankRows,
+    groups: list[Integers],
+    shares: Integers,
+    words: list[int],
+    options: dict[str, Any],
 ) -> dict[int, KMeans]:
     """Clusters each group on one rank. Returns the groups of this rank, by number."""
     context = rows.context
@@ -429,7 +437,9 @@ def _cluster_groups(
     return cluster_own() if context.world_size == 1 else together(cluster_own)
 
 
-def _exchange(rows: Rows, of_groups: dict[int, KMeans], shares: Integers, held: range) -> Tensor:
+def _exchange(
+    rows: RankRows, of_groups: dict[int, KMeans], shares: Integers, held: range
+) -> Tensor:
     """Sends the centroids of one group after the other to all ranks, and returns those with the ids
     ``held``, which this rank keeps.
     """

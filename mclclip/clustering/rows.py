@@ -42,7 +42,7 @@ R = TypeVar("R")
 _ROWS_PER_SUM = 1024  # rows that ``survey`` sums at once; last bits depend on it, so it is fixed
 
 
-class Rows:
+class RankRows:
     """The valid rows of this rank's blocks as float32 on the device, unit length if spherical.
 
     ``blocks`` [n_i, D] and ``valid`` [N] are the whole data, alike on all ranks of ``context``. As

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from mclclip.files import MAX_DEPTH, read_bounded
+from mclclip.files import MAX_DEPTH, Refused, read_bounded
 
 MAX_YAML_BYTES = 1 << 20  # some seconds of parsing
 MAX_YAML_VALUES = 100_000
@@ -22,10 +22,6 @@ MAX_YAML_VALUES = 100_000
 _TAG = "tag:yaml.org,2002:"
 _TYPES = ("map", "seq", "str", "int", "float", "bool", "null")
 _LONGEST_NUMBER = 400  # digits; of more, yaml and Python take minutes
-
-
-class _Refused(ValueError):
-    """Says what is wrong with a document, without its name, which comes before it."""
 
 
 def read_yaml(path: Path) -> Any:
@@ -65,7 +61,7 @@ def _one_line(where: str, read: Callable[[], Any]) -> Any:
     """Returns ``read()``; its errors become a ValueError of one line that begins with ``where``."""
     try:
         return read()
-    except _Refused as error:
+    except Refused as error:
         raise ValueError(f"{where} {error}") from None
     except Exception as error:  # yaml lets errors of many kinds through, such as for "!!int ''"
         cause = " ".join(str(error).split()) or type(error).__name__
@@ -100,7 +96,7 @@ class _Loader(yaml.SafeLoader):
         assert node is not None  # a bracket or a quote has begun
         rest = self.buffer[node.end_mark.index :].strip("\0 ")
         if rest:
-            raise _Refused(f"has {rest!r} behind its value: leave it out, or put all in quotes")
+            raise Refused(f"has {rest!r} behind its value: leave it out, or put all in quotes")
         return self.construct_document(node)
 
     def scalar(self, text: str) -> Any:
@@ -116,14 +112,14 @@ class _Loader(yaml.SafeLoader):
         """Composes a node and checks it."""
         self._open += 1
         if self._open > MAX_DEPTH + 1:
-            raise _Refused(f"is nested deeper than {MAX_DEPTH} levels")
+            raise Refused(f"is nested deeper than {MAX_DEPTH} levels")
         is_alias = self.check_event(yaml.AliasEvent)
         node = super().compose_node(parent, index)
         self._open -= 1
         if node is not None and node not in self._sizes:
             if is_alias:
                 line = node.start_mark.line + 1
-                raise _Refused(f"has a value that contains itself, which begins in line {line}")
+                raise Refused(f"has a value that contains itself, which begins in line {line}")
             self._sizes[node] = self._measure(node)
         return node
 
@@ -136,10 +132,10 @@ class _Loader(yaml.SafeLoader):
             parts = node.value if isinstance(node, yaml.SequenceNode) else []
             is_number = node.tag in (f"{_TAG}int", f"{_TAG}float")
             if is_number and not parts and len(node.value) > _LONGEST_NUMBER:
-                raise _Refused(f"has a number of {len(node.value)} digits")
+                raise Refused(f"has a number of {len(node.value)} digits")
             if not parts and _reads_differently(node):
                 text, value = node.value, str(self.construct_object(node)).lower()
-                raise _Refused(
+                raise Refused(
                     f"has {text} in line {node.start_mark.line + 1}, which YAML 1.1 reads as "
                     f"{value}: write {value} if you mean it, or '{text}' in quotes for a text"
                 )
@@ -148,9 +144,9 @@ class _Loader(yaml.SafeLoader):
         nested = not isinstance(node, yaml.ScalarNode)
         levels = int(nested) + max((depth for _, depth in sizes), default=0)
         if values > MAX_YAML_VALUES:
-            raise _Refused(f"stands for more than {MAX_YAML_VALUES:,} values: make it smaller")
+            raise Refused(f"stands for more than {MAX_YAML_VALUES:,} values: make it smaller")
         if levels > MAX_DEPTH:
-            raise _Refused(f"is nested deeper than {MAX_DEPTH} levels")
+            raise Refused(f"is nested deeper than {MAX_DEPTH} levels")
         return values, levels
 
 
@@ -170,7 +166,7 @@ def _check_keys(node: yaml.MappingNode) -> None:
             continue
         name, line = (key.tag, key.value), key.start_mark.line + 1
         if name in lines:
-            raise _Refused(
+            raise Refused(
                 f"has the key {key.value!r} twice, in line {lines[name]} and in line {line}: keep "
                 "one of them"
             )

@@ -47,7 +47,7 @@ from mclclip.options import named_path
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Artifact, Force, read_manifest
-from mclclip.search import Integers, Pairs
+from mclclip.search import Integers, NearPairs
 
 log = logging.getLogger("mclclip")
 
@@ -280,7 +280,7 @@ def within_caps(rows: Integers, per_image: int, max_pairs: int) -> tuple[list[in
 
 
 def find(
-    pairs: Iterable[Pairs],
+    pairs: Iterable[NearPairs],
     second: near.Embeddings,
     *,
     above: float,

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from mclclip import files, search
 from mclclip.config import Config
 from mclclip.curate import near
-from mclclip.curate.inputs import Inputs, open_inputs
+from mclclip.curate.inputs import CurateInputs, open_inputs
 from mclclip.data.arrays import save_npy
 from mclclip.options import named_path
 from mclclip.ranks import collectives
@@ -170,7 +170,7 @@ def _run(config: Config, stage: int, name: str, options: Options, force: Force) 
     return directory
 
 
-def _log_scores(inputs: Inputs) -> None:
+def _log_scores(inputs: CurateInputs) -> None:
     """Logs quantiles of the scores, and how many samples have none."""
     bad = f"{int((~inputs.usable).sum()):,} without an embedding"
     if (scores := inputs.scores) is None:
@@ -214,7 +214,7 @@ class Decisions:
         return dict(zip(CODES, counts, strict=True))
 
 
-def _decide(inputs: Inputs, options: Options) -> Decisions:
+def _decide(inputs: CurateInputs, options: Options) -> Decisions:
     """Runs every filter in turn, on what those before it left."""
     count = len(inputs.index)
     reasons = np.where(inputs.usable, 0, CODES.index("no_embedding")).astype(np.uint8)
@@ -232,8 +232,9 @@ def _decide(inputs: Inputs, options: Options) -> Decisions:
     return decisions
 
 
-def _leave_out_evaluation_images(inputs: Inputs, above: float, decisions: Decisions) -> None:
-    """Leaves out copies of evaluation images; of several images the nearest is recorded."""
+def _leave_out_evaluation_images(inputs: CurateInputs, above: float, decisions: Decisions) -> None:
+    """Leaves out every usable sample that is a near copy (cosine above ``above``) of an evaluation
+    image, and records the nearest one of them."""
     counts = {}
     ids = np.flatnonzero(inputs.usable)
     for number, other in enumerate(inputs.others):
@@ -283,7 +284,7 @@ def top_share(scores: NDArray[np.floating], share: float) -> NDArray[np.bool_]:
     return chosen
 
 
-def _leave_out_near_duplicates(inputs: Inputs, above: float, decisions: Decisions) -> None:
+def _leave_out_near_duplicates(inputs: CurateInputs, above: float, decisions: Decisions) -> None:
     """Leaves out near-duplicates of samples that are kept."""
     left = decisions.reasons == 0
     of, decisions.counts["near_duplicates"] = near.copies_among(
@@ -295,7 +296,7 @@ def _leave_out_near_duplicates(inputs: Inputs, above: float, decisions: Decision
     decisions.cosines[ids] = near.cosines_of(inputs.images, ids, of[ids])
 
 
-def _log_near_pairs(inputs: Inputs, seed: int) -> None:
+def _log_near_pairs(inputs: CurateInputs, seed: int) -> None:
     """Logs how many samples are near another, so that a threshold can be chosen.
 
     Of many samples some are compared, drawn by the seed, and the numbers of all are estimated.
@@ -345,7 +346,7 @@ def _log_near_pairs(inputs: Inputs, seed: int) -> None:
 # --- what is written -----------------------------------------------------------------------------
 
 
-def _write(artifact: Artifact, inputs: Inputs, decisions: Decisions) -> None:
+def _write(artifact: Artifact, inputs: CurateInputs, decisions: Decisions) -> None:
     """Writes the files of the decisions and finishes the artifact; logs what is left out, and the
     override that trains on the rest."""
     directory, reasons, scores = artifact.directory, decisions.reasons, decisions.scores
@@ -386,7 +387,7 @@ def _write(artifact: Artifact, inputs: Inputs, decisions: Decisions) -> None:
     log.info("filter: to train on what is kept: %s", f"train.plan.weights={path}")
 
 
-def _write_left_out(path: Path, inputs: Inputs, decisions: Decisions) -> None:
+def _write_left_out(path: Path, inputs: CurateInputs, decisions: Decisions) -> None:
     """Writes a line of JSON per sample that is a copy, or has no embedding, in index order."""
     named = [CODES.index(name) for name in ("no_embedding", "against", "near_duplicate")]
     every, keys = np.flatnonzero(np.isin(decisions.reasons, named)), inputs.index.keys

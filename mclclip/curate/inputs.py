@@ -43,7 +43,7 @@ class EvaluationImages:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class CurateInputs:
     """The embeddings of a stage and what they are compared with, opened and checked.
 
     index      of N samples
@@ -86,7 +86,7 @@ class Inputs:
 
 def open_inputs(
     config: Config, stage: int, *, scores: bool, clusters: bool | None, against: Sequence[str]
-) -> Inputs:
+) -> CurateInputs:
     """Opens the inputs of the filters of a stage; the errors are those of ``filter.run``.
 
     scores    whether samples are left out by their scores, so that captions must be there
@@ -117,7 +117,7 @@ def open_inputs(
     if len({other.name for other in others}) < len(others):
         raise ValueError("--against names two sets alike: give each a NAME=FOLDER of its own")
     digests |= {f"against_{other.name}": other.digest for other in others}
-    return Inputs(index, images, texts, no_scores, labels, others, digests)
+    return CurateInputs(index, images, texts, no_scores, labels, others, digests)
 
 
 def _why_no_scores(run: Run, config: Config, stage: int, images: RowStore) -> str:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from mclclip import search
 from mclclip.data.row_store import RowStore
 from mclclip.run import runlog
-from mclclip.search import Floats, Integers, Pairs
+from mclclip.search import Floats, Integers, NearPairs
 
 Embeddings = RowStore | Floats
 """Rows [N, D], on disk or in memory, which are read by slices and by sorted numbers."""
@@ -85,7 +85,7 @@ def near_pairs(
     labels: NDArray[np.integer] | None = None,
     *,
     what: str,
-) -> Iterator[Pairs]:
+) -> Iterator[NearPairs]:
     """Yields all pairs of usable samples whose cosine is above ``above``, some at a time.
 
     rows    [N, D], which need not have unit length; a row of zeros is near nothing
@@ -104,7 +104,7 @@ def near_pairs(
             description=f"{what}, blocks",
         )
         for piece in search.near_pairs(Subset(rows, ids), above, blocks, what=what):
-            yield Pairs(ids[piece.rows], piece.cosines)
+            yield NearPairs(ids[piece.rows], piece.cosines)
         return
     # Rows of a cluster are scattered over all files, so those of several small clusters are read
     # together; a larger one is read block by block.
@@ -118,13 +118,13 @@ def near_pairs(
         members = groups.ids[starts[0] : starts[-1]]
         if len(members) > held_rows:
             for piece in search.near_pairs(Subset(rows, members), above, what=what):
-                yield Pairs(members[piece.rows], piece.cosines)
+                yield NearPairs(members[piece.rows], piece.cosines)
             continue
         order = np.argsort(members)
         held = rows[members[order]][np.argsort(order)]
         for begin, end in pairwise((starts - starts[0]).tolist()):
             for piece in search.near_pairs(held[begin:end], above, what=what):
-                yield Pairs(members[begin:end][piece.rows], piece.cosines)
+                yield NearPairs(members[begin:end][piece.rows], piece.cosines)
 
 
 class Groups:
@@ -165,7 +165,7 @@ class Groups:
 
 def equal_pairs(
     rows: Embeddings, usable: NDArray[np.bool_], above: float, *, what: str
-) -> Iterator[Pairs]:
+) -> Iterator[NearPairs]:
     """Yields (first, copy) for every usable row of which an earlier usable one has the same bits.
 
     A picture that is in a data set n times has n (n - 1) / 2 near pairs, of which these n - 1 are
@@ -188,7 +188,7 @@ def equal_pairs(
         left, right = rows[sources][inverse], rows[pairs[:, 1]]
         own = search.cosines(left, right)
         equal = (left == right).all(axis=1) & (own > above)
-        yield Pairs(pairs[equal], own[equal])
+        yield NearPairs(pairs[equal], own[equal])
 
 
 def nearest_other(
@@ -242,7 +242,7 @@ class Components:
         _, first = np.unique(parts, return_index=True)
         self._above[nodes] = nodes[first][parts]
 
-    def add_all(self, pieces: Iterable[Pairs]) -> int:
+    def add_all(self, pieces: Iterable[NearPairs]) -> int:
         """Joins the samples of pairs that come some at a time; returns the number of pairs."""
         number = 0
         for piece in pieces:

@@ -89,7 +89,8 @@ def _pulled_back(
     of_parameters: Sequence[Tensor | None],
     features: dict[str, Tensor],
 ) -> dict[str, Tensor]:
-    """The sum of the products of features and the objective's parameters, and their gradients."""
+    """A sum whose backward hands the kept gradients to the features and the objective's parameters:
+    that of each of these times its gradient."""
     products = [(features[name] * gradient).sum() for name, gradient in of_features.items()]
     pairs = zip(_trained(objective), of_parameters, strict=False)
     products += [(p * gradient).sum() for p, gradient in pairs if gradient is not None]

@@ -254,7 +254,7 @@ def _weighted(config: Config, context: Context, variant: str, force: Force) -> P
     path = layout.joined("concat_weighted")
     fields = {"name": "concat_weighted", "captions": config.export.weights.captions}
 
-    def prepare() -> tuple[dict[str, Path], dict[str, str], held_out.Pairs, bool]:
+    def prepare() -> tuple[dict[str, Path], dict[str, str], held_out.HeldOutPairs, bool]:
         stages, inputs = _stages(config, layout)
         pairs = held_out.read(config)
         inputs["held_out"] = pairs.digest

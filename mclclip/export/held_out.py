@@ -43,7 +43,7 @@ Batch = tuple[NDArray[np.float64], NDArray[np.bool_]]
 
 
 @dataclass(frozen=True)
-class Pairs:
+class HeldOutPairs:
     """Images with one caption each, and where they are from.
 
     digest  of the shards' contents and the ordered keys of the pairs
@@ -84,7 +84,7 @@ def check(config: Config) -> None:
             )
 
 
-def read(config: Config) -> Pairs:
+def read(config: Config) -> HeldOutPairs:
     """The pairs of ``export.weights``; ValueError where a training draws their images."""
     check(config)
     options = config.export.weights
@@ -103,7 +103,7 @@ def read(config: Config) -> Pairs:
         )
     shards = {path.name: files.digest_file(path) for path in sorted({i.path for i in images})}
     keys = [f"{image.path.name}/{image.key}" for image in images]
-    return Pairs(
+    return HeldOutPairs(
         images,
         [data.captions[first[row]] for row in rows],
         digest=files.digest_json([shards, files.digest_keys(keys)]),
@@ -111,7 +111,9 @@ def read(config: Config) -> Pairs:
     )
 
 
-def fit(config: Config, context: Context, stages: Mapping[str, Path], pairs: Pairs) -> StageWeights:
+def fit(
+    config: Config, context: Context, stages: Mapping[str, Path], pairs: HeldOutPairs
+) -> StageWeights:
     """Fits the weights of exported stages, given by name, on the pairs, and logs them.
 
     All ranks call it, and share the work on features.

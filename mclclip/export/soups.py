@@ -55,7 +55,7 @@ _ADVICE = (
 
 
 class Judge(Protocol):
-    """Measures encoders that lie in memory (``eval.run.Judge``)."""
+    """Measures encoders that lie in memory (``eval.run.SuiteJudge``)."""
 
     @property
     def benchmarks(self) -> Mapping[str, BenchmarkConfig]:

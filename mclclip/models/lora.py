@@ -85,7 +85,7 @@ def add_lora(
     """
     if any(_adapted(model)):
         raise ValueError("the model has LoRA adapters already: merge them first")
-    adapted: list[tuple[nn.Module, towers.Layout]] = [(model.visual, model.layout)]
+    adapted: list[tuple[nn.Module, towers.TowerLayout]] = [(model.visual, model.layout)]
     if text and model.reads_texts:
         adapted.append((model.text_tower, model.text_layout))
     unlocked = [

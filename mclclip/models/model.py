@@ -137,7 +137,7 @@ class Model(nn.Module):
         return self._layout
 
     @property
-    def text_layout(self) -> towers.Layout:
+    def text_layout(self) -> towers.TowerLayout:
         """Layout of the text tower. Raises ValueError where its blocks are not found."""
         return towers.text_layout(self.text_tower)
 

@@ -1,7 +1,7 @@
 """Layouts of towers: the names of their parts, and how to run a part of an image tower.
 
 Freezing, layer-wise decay, adapters and the trunk/tail split all use one table of names, a
-`Layout`. This file has the layouts of open_clip's own image towers and of text towers; those of
+`TowerLayout`. This file has those of open_clip's own image towers and of text towers; those of
 timm's and torchvision's are in `backbones`. At the end the context of a text tower is stretched.
 Nothing here imports open_clip or timm.
 """
@@ -24,7 +24,7 @@ channels of a position side by side."""
 
 
 @dataclass(frozen=True)
-class Layout:
+class TowerLayout:
     """The names of a tower's parts, relative to the tower.
 
     A name is a submodule or a parameter. `embedding` lies before the first block; it is empty for
@@ -95,7 +95,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class ImageLayout(Layout):
+class ImageLayout(TowerLayout):
     """The layout of an image tower, which can also run a part of the tower.
 
     finish      (tower, output of the last block, project) -> features [B, D]
@@ -269,7 +269,7 @@ def resnet_layout(tower: nn.Module) -> ImageLayout:
     )  # fmt: skip
 
 
-def text_layout(tower: nn.Module) -> Layout:
+def text_layout(tower: nn.Module) -> TowerLayout:
     """Layout of a text tower: `CLIP` itself, or the `text` of `CustomTextCLIP`.
 
     The tower is open_clip's own transformer or one of Hugging Face. Raises ValueError where no
@@ -277,7 +277,7 @@ def text_layout(tower: nn.Module) -> Layout:
     """
     transformer = getattr(tower, "transformer", None)
     if getattr(transformer, "resblocks", None) is not None:
-        return Layout(
+        return TowerLayout(
             embedding=present(tower, "token_embedding", "positional_embedding", "cls_emb"),
             blocks=numbered(tower, "transformer.resblocks"),
             norm=("ln_final",),
@@ -304,7 +304,7 @@ def text_layout(tower: nn.Module) -> Layout:
         elif tensor.startswith("transformer.") and ".pooler." not in tensor:
             side.append(tensor)
     top = ("transformer.pooler", "proj")
-    return Layout(tuple(before), numbered(tower, name), tuple(after), top)
+    return TowerLayout(tuple(before), numbered(tower, name), tuple(after), top)
 
 
 # --- a longer context ------------------------------------------------------------------------

@@ -44,7 +44,7 @@ _KINDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 
 
 @dataclass(frozen=True)
-class Pixels:
+class ProcessedPixels:
     """Image -> [3, H, W], by the model's own image processor."""
 
     processor: Any
@@ -97,7 +97,7 @@ class TransformersModel(nn.Module):
         )
         length, vocabulary = int(text.max_position_embeddings), int(text.vocab_size)
         self.tokenizer = _Tokens(tokenizer, length, vocabulary, lower)
-        self.preprocess_val = Pixels(processor)
+        self.preprocess_val = ProcessedPixels(processor)
 
     def logit_scale(self) -> Tensor:
         """The multiplier of cosines, 0-dimensional or [1]."""

@@ -171,7 +171,7 @@ class Cost:
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Batch(Protocol):
+class BatchFields(Protocol):
     """The fields of a batch that objectives read (``data.batches.Batch``)."""
 
     views: list[Tensor]
@@ -236,7 +236,7 @@ class Objective(Stepping):
         """
         return None
 
-    def features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def features(self, model: nn.Module, batch: BatchFields) -> dict[str, Tensor]:
         """Returns the model's features of this rank's batch, by name.
 
         ``image_features`` are those of the first view, ``image_features_1`` of the second, and so
@@ -251,7 +251,7 @@ class Objective(Stepping):
             features[f"image_features_{number}"] = model(image=view)["image_features"]
         return features
 
-    def added_features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def added_features(self, model: nn.Module, batch: BatchFields) -> dict[str, Tensor]:
         """Further features by names of their own, such as those of more texts or of a frozen copy
         of the model; none by default. Any number of a sum's terms may add some."""
         return {}

@@ -32,7 +32,7 @@ from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, Posi
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mclclip.objectives.base import Batch, Cost, Facts, Objective, Setting, Sizes
+from mclclip.objectives.base import BatchFields, Cost, Facts, Objective, Setting, Sizes
 from mclclip.objectives.contrast import (
     AnyTemperature,
     Between,
@@ -225,7 +225,7 @@ class FeatureDropout(Objective):
         """The adversary."""
         return [self.adversary]
 
-    def features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def features(self, model: nn.Module, batch: BatchFields) -> dict[str, Tensor]:
         """The model's features of the changed views, and ``view_change``: [b], the mean change of
         a sample's pixels. Raises ValueError for another number of views than two."""
         if len(batch.views) != 2:

@@ -31,7 +31,7 @@ from pydantic.types import NonNegativeFloat
 from torch import Tensor, nn
 
 from mclclip.caption_rules import HardCaptions
-from mclclip.objectives.base import Batch, Objective, Reads, Setting
+from mclclip.objectives.base import BatchFields, Objective, Reads, Setting
 from mclclip.objectives.contrast import (
     AnyTemperature,
     Between,
@@ -137,7 +137,7 @@ class InfoNCE(Contrast):
         num = 0 if hard_captions is None else hard_captions.per_caption
         self.names += tuple(f"edited_features_{number}" for number in range(num))
 
-    def added_features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def added_features(self, model: nn.Module, batch: BatchFields) -> dict[str, Tensor]:
         """The features of the edited captions, ``edited_features_0`` and so on [b, D]."""
         if self.hard_captions is None:
             return {}

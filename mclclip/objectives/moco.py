@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mclclip.objectives.base import (
-    Batch,
+    BatchFields,
     Cost,
     Facts,
     Objective,
@@ -278,7 +278,7 @@ class QueuedKeys(_WithCopy):
         self.register_buffer("position", torch.zeros((), dtype=torch.int64))
         self._new: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
-    def features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def features(self, model: nn.Module, batch: BatchFields) -> dict[str, Tensor]:
         """The model's features of the first view, and as ``keys`` the copy's of the second."""
         first, second = batch.views
         features = model(image=first, text=batch.text, text_features=batch.text_features)
@@ -354,7 +354,7 @@ class BatchKeys(_WithCopy):
             dim = setting.model.feature_dim
             self.predictor = predictor_of(dim, options.predictor, setting.seed).to(setting.dtype)
 
-    def features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def features(self, model: nn.Module, batch: BatchFields) -> dict[str, Tensor]:
         """The model's features of both views, and the copy's as ``keys`` and ``keys_1``."""
         return super().features(model, batch) | self.copy.keys(batch.views)
 
@@ -381,9 +381,7 @@ class BatchKeys(_WithCopy):
             `loss`: 2 tau times the sum over both directions of the mean over this rank's rows.
             `rows_without_negatives`: of the global batch, with loss 0 and gradient 0.
         """
-        groups = labels[:, 0]
-        every = collectives.gather(groups), collectives.gather(sample_id)
-        pairs = Pairs(groups, sample_id, *every, collectives.rank() * len(groups), self.tile)
+        pairs = Pairs.over_ranks(labels[:, 0], sample_id, self.tile)
         total = torch.zeros_like(image_features[0, 0])
         alone = torch.zeros(())
         for view, others in ((image_features, keys_1), (image_features_1, keys)):

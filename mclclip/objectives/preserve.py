@@ -29,7 +29,15 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
 
-from mclclip.objectives.base import Batch, Cost, Objective, ObjectiveOptions, Reads, Setting, Sizes
+from mclclip.objectives.base import (
+    BatchFields,
+    Cost,
+    Objective,
+    ObjectiveOptions,
+    Reads,
+    Setting,
+    Sizes,
+)
 from mclclip.objectives.row_losses import TILE, Pairs, divergences, wide
 from mclclip.options import STRICT
 from mclclip.ranks import collectives
@@ -150,7 +158,7 @@ class Preserve(Objective):
         self.factor = 1.0 + (self.end_factor - 1.0) * step / max(total - 1, 1)
 
     @not_compiled
-    def added_features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def added_features(self, model: nn.Module, batch: BatchFields) -> dict[str, Tensor]:
         """The copy's features of the same crops and texts, as ``copied_image_features`` and so on;
         none where they come from disk."""
         (copied,) = self._copy
@@ -242,8 +250,7 @@ class Preserve(Objective):
             return torch.stack(means).sum()
         every = [collectives.gather_with_grad(side) for side in own]
         every_base = [collectives.gather(side) for side in base]
-        marks = collectives.gather(groups), collectives.gather(sample_id)
-        pairs = Pairs(groups, sample_id, *marks, collectives.rank() * len(groups), self.tile)
+        pairs = Pairs.over_ranks(groups, sample_id, self.tile)
         means = []
         for side, other in ((0, 1), (1, 0)) if self.captions else ((0, 0),):
             queries, base_queries = self.scale * own[side], self.scale * base[side]

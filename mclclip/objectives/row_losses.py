@@ -25,6 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from mclclip.ranks import collectives
 from mclclip.ranks.process_group import not_compiled
 
 
@@ -62,6 +63,24 @@ class Pairs:
     digests: tuple[Tensor, ...] = ()
     all_digests: tuple[Tensor, ...] = ()
     kept: Kept = "negatives"
+
+    @classmethod
+    def over_ranks(
+        cls, groups: Tensor, sample_id: Tensor, tile: int, digests: Sequence[Tensor] = ()
+    ) -> Pairs:
+        """This rank's rows among the columns of all ranks; a collective."""
+        own = groups, sample_id, *digests
+        all_groups, all_sample_ids, *all_digests = map(collectives.gather, own)
+        return cls(
+            groups,
+            sample_id,
+            all_groups,
+            all_sample_ids,
+            collectives.rank() * len(groups),
+            tile,
+            digests=tuple(digests),
+            all_digests=tuple(all_digests),
+        )
 
     def own(self, keys: Tensor) -> Tensor:
         """[b, D]: of the columns' keys [B, D], those of the rows' own pairs."""
@@ -134,7 +153,7 @@ def log_sums(
 @not_compiled
 def sum_kept(keys: Tensor, pairs: Pairs) -> Tensor:
     """The sum of the keys that each row keeps, [b, D], differentiable once in ``keys``."""
-    sums: Tensor = _Sums.apply(keys, pairs)  # type: ignore[no-untyped-call]
+    sums: Tensor = _SumKept.apply(keys, pairs)  # type: ignore[no-untyped-call]
     return sums
 
 
@@ -337,7 +356,7 @@ class _LogSums(torch.autograd.Function):
         return grad_queries, grad_keys, None, None
 
 
-class _Sums(torch.autograd.Function):
+class _SumKept(torch.autograd.Function):
     """See ``sum_kept``."""
 
     @staticmethod

@@ -193,13 +193,7 @@ class Sigmoid(Objective):
         """This rank's rows among the columns of all ranks."""
         reads_digests = self.equal_captions != "negatives"
         own = tuple(given[name] for name in DIGESTS) if reads_digests else ()
-        groups = labels[:, 0]
-        every = collectives.gather(groups), collectives.gather(sample_id)
-        first = collectives.rank() * len(labels)
-        all_digests = tuple(map(collectives.gather, own))
-        return Pairs(
-            groups, sample_id, *every, first, self.tile, digests=own, all_digests=all_digests
-        )
+        return Pairs.over_ranks(labels[:, 0], sample_id, self.tile, own)
 
 
 # A compiler would unroll the loop over tiles.
@@ -230,7 +224,7 @@ def sigmoid_sums(
     return total, alone
 
 
-class _Sums:
+class _PairSums:
     """The sum over pairs, and its gradients, as chunks of keys come by."""
 
     def __init__(self, queries: Tensor, scale: Tensor, bias: Tensor) -> None:
@@ -268,7 +262,7 @@ class _Sums:
 
 
 def _around_the_ring(
-    sums: _Sums, keys: Tensor, pairs: Pairs, need_grad: bool, positives: bool
+    sums: _PairSums, keys: Tensor, pairs: Pairs, need_grad: bool, positives: bool
 ) -> Tensor | None:
     """Adds the pairs with all ranks' keys; returns the gradient of this rank's, by the scale.
 
@@ -312,7 +306,7 @@ class _SigmoidSums(torch.autograd.Function):
         positives: bool,
     ) -> tuple[Tensor, Tensor]:
         with choose_no_autocast(queries.device):
-            sums = _Sums(queries, scale.to(queries.dtype), bias.to(queries.dtype))
+            sums = _PairSums(queries, scale.to(queries.dtype), bias.to(queries.dtype))
             by_keys = _around_the_ring(sums, keys, pairs, ctx.needs_input_grad[1], positives)
             by_scale = (sums.products * queries).sum()
             by_keys = None if by_keys is None else by_keys * sums.scale

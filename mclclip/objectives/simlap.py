@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mclclip.objectives.base import (
-    Batch,
+    BatchFields,
     Classes,
     Cost,
     Facts,
@@ -412,6 +412,6 @@ class MomentumSimLAP(SimLAP):
         assert options.momentum is not None
         self.copy = MomentumCopy(setting.model, options.momentum, "cosine")
 
-    def features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def features(self, model: nn.Module, batch: BatchFields) -> dict[str, Tensor]:
         """The model's features of both views, and the copy's as ``keys`` and ``keys_1``."""
         return super().features(model, batch) | self.copy.keys(batch.views)

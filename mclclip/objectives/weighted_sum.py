@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any, Literal
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from mclclip.objectives.base import (
     AnyObjective,
-    Batch,
+    BatchFields,
     Cost,
     Facts,
     Objective,
@@ -99,15 +100,16 @@ class Options(ObjectiveOptions):
     def reads(self) -> Reads:
         """Returns what any of the terms reads."""
         every = [term.objective.reads for term in self.terms]
-        flags = ("captions", "logit_scale", "logit_bias", "groups", "digests")
-        return Reads(
-            **{name: any(getattr(reads, name) for reads in every) for name in flags},
-            clusters=max(r.clusters for r in every),
-            threshold=next((r.threshold for r in every if r.clusters), None),
-            attribute=next((r.attribute for r in every if r.attribute), None),
-            base=frozenset[Any]().union(*(r.base for r in every)),
-            edits=next((r.edits for r in every if r.edits), None),
-        )
+
+        def joined(name: str) -> Any:
+            values = [getattr(reads, name) for reads in every]
+            if isinstance(values[0], frozenset):
+                return frozenset[Any]().union(*values)
+            if isinstance(values[0], int):  # a number, or whether it is read
+                return max(values)
+            return next((value for value in values if value is not None), None)
+
+        return Reads(**{item.name: joined(item.name) for item in fields(Reads)})
 
     def check(self, facts: Facts) -> None:
         """Raises ValueError where one of the terms does."""
@@ -146,7 +148,7 @@ class WeightedSum(Objective):
     """The weighted sum of several losses of the same features.
 
     The parts of every term carry its number and kind, such as ``1_info_nce/loss``. At most one term
-    may change what the model sees or add features; all terms get its features.
+    may change what the model sees, and all terms get its features; any may add further ones.
     """
 
     terms: Any  # Objectives: a ModuleList is typed as one of modules
@@ -178,7 +180,7 @@ class WeightedSum(Objective):
             total = total.to(own.device) + weight * own
         return total
 
-    def features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def features(self, model: nn.Module, batch: BatchFields) -> dict[str, Tensor]:
         """The features of the term that makes its own, and the model's of every view."""
         own = next(filter(_makes_features, self.terms), None)
         if own is None:
@@ -189,7 +191,7 @@ class WeightedSum(Objective):
                 features[name] = model(image=view)["image_features"]
         return features
 
-    def added_features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def added_features(self, model: nn.Module, batch: BatchFields) -> dict[str, Tensor]:
         """The features that any of the terms adds."""
         added: dict[str, Tensor] = {}
         for term in self.terms:

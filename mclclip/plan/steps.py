@@ -221,7 +221,8 @@ def _epoch(sizes: str, report: Coverage) -> dict[str, Any]:
 
 
 def _grouped(num_samples: int, radices: tuple[int, ...], sizes: str) -> GroupSizes:
-    """All labels of ``radices`` with the sizes that are assumed."""
+    """Groups for a plan before there are clusters: all labels of ``radices``, equally large, or in
+    each stage cluster k in proportion to 1 / k."""
     share = np.ones(1)
     for radix in radices:
         cluster = np.ones(radix) if sizes == "equal" else 1 / np.arange(1, radix + 1)

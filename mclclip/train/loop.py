@@ -105,9 +105,9 @@ class Trainee(nn.Module):
                 view = normalized(view, *self._normalization)
             views.append(view.double() if self.precision == "float64" else view)
         batch.views = views
-        if self.precision == "float64" and batch.text_features is not None:
-            batch.text_features = batch.text_features.double()
         if self.precision == "float64":
+            if batch.text_features is not None:
+                batch.text_features = batch.text_features.double()
             doubled = {n: t.double() for n, t in batch.extras.items() if t.is_floating_point()}
             batch.extras |= doubled
         return batch

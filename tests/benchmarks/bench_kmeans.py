@@ -25,7 +25,7 @@ import torch
 
 from mclclip.clustering import kmeans
 from mclclip.clustering.centroids import hold
-from mclclip.clustering.rows import Rows
+from mclclip.clustering.rows import RankRows
 from mclclip.data.arrays import cut_blocks
 from mclclip.data.row_store import RowBlocks, RowStore
 from mclclip.ranks import collectives
@@ -172,7 +172,7 @@ def one_iteration(sharded: bool) -> tuple[float, float]:
     """Peak MiB and seconds of assigning some rows to a million centroids and updating these."""
     context = here()
     data = np.random.default_rng(0).standard_normal((MILLION_ROWS, MILLION_DIM), dtype=np.float32)
-    rows = Rows(cut_blocks([data]), None, "spherical", context, cache_bytes=None)
+    rows = RankRows(cut_blocks([data]), None, "spherical", context, cache_bytes=None)
 
     def iterate() -> None:
         with rows.torch_settings():

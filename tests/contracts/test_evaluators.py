@@ -20,7 +20,7 @@ from mclclip.eval import outcomes, results
 from mclclip.eval import run as evaluation
 from mclclip.eval.features import Extractor
 from mclclip.eval.protocols import KINDS, BenchmarkConfig, evaluator
-from mclclip.eval.results import Figure
+from mclclip.eval.results import Measurement
 from tests.contracts.evaluator_cases import CASES, NUM_CLASSES, Case
 from tests.distributed.conftest import here
 from tests.matrix import kept
@@ -43,7 +43,7 @@ def perfect(case: Case, size: int) -> PlantedEncoder:
     return encoder
 
 
-def measured(case: Case, root: Path, encoder: Any) -> list[Figure]:
+def measured(case: Case, root: Path, encoder: Any) -> list[Measurement]:
     """The figures of the encoder."""
     extractor = Extractor(encoder, batch_size=8)
     return evaluator(case.kind).evaluate(extractor, root, **case.options)

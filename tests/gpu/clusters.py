@@ -19,7 +19,7 @@ from mclclip.clustering.options import Algorithm
 from mclclip.data.arrays import cut_blocks
 from mclclip.eval import features
 from mclclip.ranks.process_group import Context
-from mclclip.search import Pairs, choose_index, near_rows, nearest, nearest_to_few
+from mclclip.search import NearPairs, choose_index, near_rows, nearest, nearest_to_few
 from tests.gpu import Skip
 from tests.gpu.checks import Where, check, close, no_faiss, random, same_bits, unit
 from tests.nearest_checks import assign, check_nearest, every_arithmetic, fit
@@ -271,7 +271,7 @@ def searches(where: Where) -> str:
     return f"faiss {faiss.__version__}"
 
 
-def _sorted(parts: Iterator[Pairs]) -> Floats:
+def _sorted(parts: Iterator[NearPairs]) -> Floats:
     """Pairs and their cosines [P, 3]."""
     found = np.concatenate([np.column_stack([part.rows, part.cosines]) for part in parts])
     return found[np.lexsort((found[:, 1], found[:, 0]))]

@@ -9,7 +9,7 @@ import torch
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor, nn
 
-from mclclip.objectives.base import Batch, Objective, ObjectiveOptions, Reads, Setting
+from mclclip.objectives.base import BatchFields, Objective, ObjectiveOptions, Reads, Setting
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.options import STRICT
 from mclclip.ranks import collectives
@@ -78,7 +78,7 @@ class Adversary(Objective):
     def outside(self) -> Sequence[OutsideParameters]:
         return [self.pattern]
 
-    def features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def features(self, model: nn.Module, batch: BatchFields) -> dict[str, Tensor]:
         changed = batch.views[0] + self.size * torch.tanh(self.pattern.pixels)
         return dict(model(image=changed, text=batch.text, text_features=batch.text_features))
 

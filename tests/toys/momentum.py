@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mclclip.objectives.base import Batch, Objective, ObjectiveOptions, Setting
+from mclclip.objectives.base import BatchFields, Objective, ObjectiveOptions, Setting
 from mclclip.options import STRICT
 from mclclip.ranks import collectives
 
@@ -45,7 +45,7 @@ class Momentum(Objective):
         self.register_buffer("filled", torch.zeros((), dtype=torch.int64))
         self.keys: Tensor | None = None
 
-    def features(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def features(self, model: nn.Module, batch: BatchFields) -> dict[str, Tensor]:
         features = model(image=batch.views[0])
         with torch.no_grad():
             features["keys"] = self.copy(image=batch.views[1])["image_features"]

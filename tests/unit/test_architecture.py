@@ -209,6 +209,16 @@ def test_only_one_file_imports_open_clip() -> None:
     assert importers <= {"models/clip.py", "doctor.py"}
 
 
+def test_a_class_has_a_name_of_its_own() -> None:
+    """But for the options of plugins, and what users know as a run."""
+    places: dict[str, list[str]] = {}
+    for path in MODULES:
+        for node in nodes_of(path):
+            if isinstance(node, ast.ClassDef) and node.name not in ("Options", "Run"):
+                places.setdefault(node.name, []).append(path)
+    assert not {name: paths for name, paths in places.items() if len(paths) > 1}
+
+
 FILE_LINES, FUNCTION_LINES = 500, 60
 
 

@@ -271,7 +271,7 @@ class StandIn:
         return np.take_along_axis(products, near, axis=1).astype(np.float32), near
 
 
-def in_order(parts: Iterator[search.Pairs]) -> tuple[np.ndarray, np.ndarray]:
+def in_order(parts: Iterator[search.NearPairs]) -> tuple[np.ndarray, np.ndarray]:
     found = list(parts)
     rows = np.concatenate([np.zeros((0, 2), np.int64), *(part.rows for part in found)])
     own = np.concatenate([np.zeros(0), *(part.cosines for part in found)])

@@ -167,8 +167,8 @@ def write(source: Source, out: Path) -> None:
 
 
 def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
-    """The files as numpy and pandas read them: samples drawn by a seed are looked up by their key,
-    and their rows compared with the run's. The probes are not used."""
+    """Reads the written files with numpy and pandas, looks samples that a seed draws up by their
+    key, and compares their rows with the run's. ``probes`` is not used."""
     rows, random = _Rows(source), np.random.default_rng(0)
     index, shards = rows.run.index, rows.run.index.shards
     largest = {"img": 0.0, "text": 0.0}

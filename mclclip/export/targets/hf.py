@@ -96,6 +96,6 @@ def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
     other = load_model(f"{transformers_encoder.PREFIX}{out}")
     stock = f"{runtime}, its own image processor"
     proofs = [certificate.compare(source.encoder, other, stock, probes)]
-    other.preprocess_val = transformers_encoder.Pixels(own)
+    other.preprocess_val = transformers_encoder.ProcessedPixels(own)
     runtime = f"{runtime}, OpenClipImageProcessor"
     return [*proofs, certificate.compare(source.encoder, other, runtime, probes)]

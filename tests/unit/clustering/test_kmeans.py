@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mclclip.clustering import kmeans
 from mclclip.clustering.centroids import hold
-from mclclip.clustering.rows import Rows
+from mclclip.clustering.rows import RankRows
 from mclclip.data.arrays import cut_blocks
 from mclclip.ranks.process_group import Context, num_threads
 from tests.nearest_checks import assign, fit
@@ -164,7 +164,7 @@ def test_sums_of_moved_rows_are_those_of_all_rows(sharded: bool, threads: int) -
     valid = np.random.default_rng(4).random(900) < 0.9
     valid[BLOCK : 2 * BLOCK] = False
     with num_threads(threads):
-        rows = Rows(cut_blocks([data], BLOCK), valid, "euclidean", Context(), None)
+        rows = RankRows(cut_blocks([data], BLOCK), valid, "euclidean", Context(), None)
         rows.survey()
         kept, shown = hold(rows, 6, sharded), []
         for seed in (1, 2, 3, 2):

@@ -19,7 +19,7 @@ from mclclip.eval.features import Extractor
 from mclclip.eval.images import Region
 from mclclip.eval.items import LAYOUTS, read_items
 from mclclip.eval.protocols import compositional
-from mclclip.eval.results import Figure
+from mclclip.eval.results import Measurement
 from tests import fuzzing
 from tests.compositional_folders import SUGARCREPE, write
 from tests.matrix import fuller_in_soak
@@ -28,7 +28,7 @@ Draw = Callable[[Path, int], None]
 KINDS = {"aro_attribute": 50}  # each pair of attributes needs 25 items
 
 
-def evaluate(encoder: Any, root: Path, layout: Any, **options: Any) -> dict[str, Figure]:
+def evaluate(encoder: Any, root: Path, layout: Any, **options: Any) -> dict[str, Measurement]:
     """Figures by metric."""
     figures = compositional.evaluate(
         Extractor(encoder, batch_size=256), root, layout=layout, **options
@@ -37,7 +37,7 @@ def evaluate(encoder: Any, root: Path, layout: Any, **options: Any) -> dict[str,
     return {figure.metric: figure for figure in figures}
 
 
-def values(figures: dict[str, Figure]) -> dict[str, float]:
+def values(figures: dict[str, Measurement]) -> dict[str, float]:
     return {name: figure.value for name, figure in figures.items()}
 
 

@@ -229,7 +229,7 @@ def test_table_fits_a_terminal_and_counts_what_it_leaves_out() -> None:
 def test_names_that_others_gave_are_shown_escaped_and_read_again(tmp_path: Path) -> None:
     """A Type of a benchmark is the name of a figure."""
     name = "a\x1b[2J\nb\u2028c\x85d"
-    figure = results.Figure(name, 50.0, 4, 20.0, 80.0)
+    figure = results.Measurement(name, 50.0, 4, 20.0, 80.0)
     rows = results.record(tmp_path / "results.jsonl", [figure], name, name)
     assert results.read(tmp_path / "results.jsonl") == rows
     text = results.table(rows)
