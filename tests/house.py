@@ -26,15 +26,15 @@ from tests.unit.test_architecture import edges
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
-    "files": 220,
-    "lines": 36_130,
-    "functions": 2_895,
-    "functions of two lines or fewer": 755,
-    "classes": 339,
+    "files": 219,
+    "lines": 36_083,
+    "functions": 2_882,
+    "functions of two lines or fewer": 747,
+    "classes": 338,
     "dataclasses": 165,
     "options": 287,
     "arrows between rooms": 310,
-    "lines of tests": 50_174,
+    "lines of tests": 50_153,
 }
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 SILENT |= {tokenize.ENCODING, tokenize.ENDMARKER}

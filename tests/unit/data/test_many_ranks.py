@@ -26,7 +26,7 @@ class Numbers:
 
     def __init__(self) -> None:
         self.index = SimpleNamespace(drawn_captions=lambda ids, keys: np.zeros(len(ids), np.int64))
-        self.reader, self.transform, self.tokenizer = SimpleNamespace(has_urls=False), None, None
+        self.reader, self.transform, self.tokenizer = SimpleNamespace(urls=()), None, None
         self.extras, self.trunk = (), None
 
     def read_many(self, sample_ids: np.ndarray) -> list[int]:
