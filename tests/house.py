@@ -4,8 +4,9 @@
     python -m tests.house mclclip/data    one room, counts alone
     python -m tests.house --modules       every module with what its docstring begins with
 
-``make lint`` runs the first, and it fails where a count is above its ceiling. A change that makes
-a count smaller lowers the ceiling with it; one that needs more says in its commit message for what.
+``make lint`` runs the first, and it fails where a count is more than a hundredth above its ceiling:
+a new figure, evaluator, target or objective finds room. A change that makes a count smaller lowers
+the ceiling with it; one that needs more raises it and says in its commit message for what.
 
 Lines are those that hold code: no blank line, comment or docstring. A function's body is counted
 without its docstring. Options are the fields of checked dataclasses. An arrow goes from a room to
@@ -34,8 +35,9 @@ CEILINGS = {
     "dataclasses": 165,
     "options": 287,
     "arrows between rooms": 310,
-    "lines of tests": 50_153,
+    "lines of tests": 50_162,
 }
+ROOM = 1.01
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 SILENT |= {tokenize.ENCODING, tokenize.ENDMARKER}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -115,10 +117,10 @@ def main() -> int:
     counts["arrows between rooms"] = len(edges())
     counts["lines of tests"] = count_all(files_in("tests"))["lines"]
     for name, ceiling in CEILINGS.items():
-        note = " <- too many" if counts[name] > ceiling else ""
-        print(f"{counts[name]:7,} {name} (at most {ceiling:,}){note}")
-    if above := [name for name, ceiling in CEILINGS.items() if counts[name] > ceiling]:
-        print(f"above the ceiling: {', '.join(above)}. See first what can go; where nothing can,")
+        note = " <- too many" if counts[name] > ceiling * ROOM else ""
+        print(f"{counts[name]:7,} {name} (ceiling {ceiling:,}){note}")
+    if above := [name for name, ceiling in CEILINGS.items() if counts[name] > ceiling * ROOM]:
+        print(f"too many: {', '.join(above)}. See first what can go; where nothing can,")
         print("raise CEILINGS in tests/house.py, and say in the commit message for what.")
     return int(bool(above))
 

@@ -346,7 +346,8 @@ class Case:
     parameters outside whose gradient is autograd's alone.
     ``zero``: DeepSpeed runs it; ``resnet``: its model has batch norms; ``coupled``: any sample
     influences any other across groups, as by batch norms of its own or a mean over the batch;
-    ``frozen_text``: the text tower is locked.
+    ``frozen_text``: the text tower is locked; ``autocast``: under autocast it is computed in bf16,
+    or a network of its own is, where all other objectives are computed in fp32.
     """
 
     settings: dict[str, Any]
@@ -356,6 +357,7 @@ class Case:
     resnet: bool = False
     coupled: bool = False
     frozen_text: bool = False
+    autocast: bool = False
 
     def options(self) -> ObjectiveOptions:
         return options_of(self.settings)
@@ -465,32 +467,38 @@ CASES: dict[str, Case] = {
         lambda: batch_keys(0.4, 0.1, 0.0),
         cached=False,
         coupled=True,
+        autocast=True,
     ),
     "simlap": Case(
         {"kind": "simlap", **SMALL, "penalty": "bernoulli", "penalty_weight": 0.3},
         lambda: simlap("arbitrary", 0.2, penalty=0.3),
         cached=False,
+        autocast=True,
     ),
     "simlap-momentum": Case(
         {"kind": "simlap", **SMALL, "momentum": 0.9, "groups": True, "temperature": LEARNABLE},
         lambda: simlap("arbitrary", "learnable"),
         cached=False,
+        autocast=True,
     ),
     "simlap-code": Case(
         {"kind": "simlap", **SMALL, "norm": "none", "score": "code", "pairs": "distinct"},
         lambda: simlap("distinct", 0.2, code=True),
         cached=False,
+        autocast=True,
     ),
     "simlap-open": Case(
         {"kind": "simlap", "gates": "open", "pairs": "identical", "temperature": None},
         lambda: simlap("identical", None),
+        autocast=True,
     ),
-    "feature_dropout": Case(MAKER, contrastive("views", contrast.info_nce, 0.4)),
+    "feature_dropout": Case(MAKER, contrastive("views", contrast.info_nce, 0.4), autocast=True),
     "feature_dropout-resnet": Case(
         MAKER | {"temperature": LEARNABLE},
         contrastive("views", contrast.info_nce, "learnable"),
         cached=False,
         resnet=True,
+        autocast=True,
     ),
     "weighted_sum": Case(
         {
@@ -562,8 +570,12 @@ CASES: dict[str, Case] = {
         },
         weighted((0.7, lambda: edited("own", 1)), (0.3, contrastive("captions", hard(1.0, 0.1)))),
     ),
-    "toy_two_views": Case({"kind": "toy_two_views"}, lambda: two_views_without_a_mask),
-    "toy_momentum": Case({"kind": "toy_momentum"}, lambda: toy_momentum, zero=False),
+    "toy_two_views": Case(
+        {"kind": "toy_two_views"}, lambda: two_views_without_a_mask, autocast=True
+    ),
+    "toy_momentum": Case({"kind": "toy_momentum"}, lambda: toy_momentum, zero=False, autocast=True),
     "toy_adversary": Case({"kind": "toy_adversary"}, contrastive("captions", contrast.info_nce)),
-    "toy_prototypes": Case({"kind": "toy_prototypes"}, lambda: toy_prototypes, cached=False),
+    "toy_prototypes": Case(
+        {"kind": "toy_prototypes"}, lambda: toy_prototypes, cached=False, autocast=True
+    ),
 }

@@ -230,14 +230,8 @@ def pulled_back(name: str, autocast: bool, again: bool = False) -> list[Tensor]:
 OWN = [n for n, case in CASES.items() if case.settings["kind"] in TILED]
 
 
-WIDENED = TILED - {"simlap"} | {"preserve"}
-WIDE = [n for n, case in CASES.items() if case.settings["kind"] in WIDENED]
-WIDE.remove("moco-v3-predictor")
-
-
-@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("name", [n for n, case in CASES.items() if not case.autocast])
 def test_arithmetic_is_fp32_under_autocast(name: str) -> None:
-    """But for networks of an objective's own."""
     for got, wanted in zip(pulled_back(name, True), pulled_back(name, False), strict=True):
         assert got is wanted is None or (got.dtype == torch.float32 and torch.equal(got, wanted))
 

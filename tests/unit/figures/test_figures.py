@@ -300,7 +300,7 @@ def test_help_names_a_figure_for_which_an_encoder_runs(
 def test_a_figure_is_found_by_its_module(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One file is all that a new figure needs."""
+    """Besides it a new figure has a test and a row in its page."""
     (tmp_path / "toy_figure.py").write_text(
         "from mclclip.figures.inputs import Figure\n"
         "def draw(inputs, path):\n"
