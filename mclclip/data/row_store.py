@@ -128,8 +128,9 @@ def read_note(directory: Path, number: int) -> Note | None:
 def shards_done(
     directory: Path, index: SampleIndex, mine: Sequence[int]
 ) -> tuple[dict[int, str], list[int]]:
-    """Of the shards ``mine``: samples without a row, by reason, of those that are done and whose
-    samples without one are what they were; and the numbers of the other shards."""
+    """Why samples of the done shards among ``mine`` have no row, by sample id; and the numbers of
+    the shards that are still to be written. A shard is done where its note can be read, and the
+    bytes of its samples without a row are those that the note names."""
     reasons: dict[int, str] = {}
     missing = []
     for number in mine:
