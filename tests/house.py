@@ -28,7 +28,7 @@ from tests.unit.test_architecture import edges
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
     "files": 219,
-    "lines": 36_083,
+    "lines": 36_085,
     "functions": 2_882,
     "functions of two lines or fewer": 747,
     "classes": 338,

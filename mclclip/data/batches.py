@@ -319,7 +319,9 @@ class TrainingBatches(Dataset[Batch]):
     ) -> list[Sample | BadSample]:
         """The samples, augmented and with a caption; the result does not depend on the others."""
         numbers = self.caption_numbers(sample_ids, epoch, occurrence).tolist()
-        draws = self._keys(_EXTRAS, epoch, sample_ids, occurrence).tolist()
+        draws = [0] * len(raws)
+        if self.dataset.extras:
+            draws = self._keys(_EXTRAS, epoch, sample_ids, occurrence).tolist()
         parts, keys = self.sentence_draws(sample_ids, epoch, occurrence), []
         for view in range(self.num_views):  # without occurrences the first view has no number
             further = ([view] if view else []) if occurrence is None else [view, occurrence]

@@ -154,8 +154,9 @@ class Sigmoid(Objective):
         Returns:
             `loss`: sum over this rank's images and the texts of all ranks, divided by b. Its mean
             over the ranks is the global loss. `rows_without_negatives`: number of samples of the
-            global batch that have no pair but their own. `equal_captions`: as ``contrast.count_equal`` gives it,
-            where digests are read. `logit_scale`, `logit_bias`: those used.
+            global batch that have no pair but their own. `equal_captions`: as
+            ``contrast.count_equal`` gives it, where digests are read. `logit_scale`, `logit_bias`:
+            those used.
 
         Raises ValueError for features that do not fit.
         """
