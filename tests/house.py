@@ -28,14 +28,14 @@ from tests.unit.test_architecture import edges
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
     "files": 219,
-    "lines": 36_085,
+    "lines": 36_087,
     "functions": 2_882,
     "functions of two lines or fewer": 747,
     "classes": 338,
     "dataclasses": 165,
     "options": 287,
     "arrows between rooms": 310,
-    "lines of tests": 50_162,
+    "lines of tests": 50_165,
 }
 ROOM = 1.01
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}

@@ -38,7 +38,7 @@ LARGEST = 100.0
 error would push it without end."""
 _BATCH = 1024  # held-out pairs that are each other's wrong answers
 Rows = NDArray[np.floating[Any]]
-Batch = tuple[NDArray[np.float64], NDArray[np.bool_]]
+CosineBatch = tuple[NDArray[np.float64], NDArray[np.bool_]]
 """Cosines [S, b, b] of images and texts, and [b, b] where a text is an answer that counts."""
 
 
@@ -180,7 +180,9 @@ def fit_weights(
     return StageWeights(weights, total, float(best.fun), float(equal.fun), len(captions))
 
 
-def _batches(images: Sequence[Rows], texts: Sequence[Rows], captions: Sequence[str]) -> list[Batch]:
+def _batches(
+    images: Sequence[Rows], texts: Sequence[Rows], captions: Sequence[str]
+) -> list[CosineBatch]:
     seen: dict[str, int] = {}
     codes = np.array([seen.setdefault(caption, len(seen)) for caption in captions])
     order = np.random.default_rng(0).permutation(len(codes))
@@ -194,7 +196,7 @@ def _batches(images: Sequence[Rows], texts: Sequence[Rows], captions: Sequence[s
 
 
 def _loss(
-    scales: NDArray[np.float64], batches: Sequence[Batch]
+    scales: NDArray[np.float64], batches: Sequence[CosineBatch]
 ) -> tuple[float, NDArray[np.float64]]:
     """CLIP's loss of both directions, mean over pairs, of sum_s scales_s c_s, and its gradient."""
     loss, gradient, pairs = 0.0, np.zeros(len(scales)), sum(len(keep) for _, keep in batches)

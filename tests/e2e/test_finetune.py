@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import photos
+from tests import photos, tiny
 from tests.e2e.conftest import KillAfter, Shell
 
 
@@ -23,14 +23,16 @@ def words(pictures: Path, out: Path, *more: str) -> list[str | Path]:
     return ["finetune", pictures, "--captions", table, *given]
 
 
-def test_killed_and_called_again_it_ends(shell: Shell, pictures: Path, tmp_path: Path) -> None:
-    """With the same bits as an undisturbed one: ``unit/test_api.py``, where it is interrupted."""
-    killed = words(pictures, tmp_path / "run")
+def test_killed_and_called_again_it_ends_with_the_same_bits(
+    shell: Shell, pictures: Path, tmp_path: Path
+) -> None:
+    whole = shell.ok(*words(pictures, tmp_path / "whole"))
+    assert "Better: " in whole.stdout and "Beyond chance: " in whole.stdout
+    killed = words(pictures, tmp_path / "killed")
     assert shell(*killed, inside=KillAfter("update", 7)).code == -9  # within stage 1
-    assert not (tmp_path / "run/stage_1/export/manifest.json").exists()
-    again = shell.ok(*killed)
-    assert "resumed from" in again.stderr
-    assert "Better: " in again.stdout and "Beyond chance: " in again.stdout
+    assert not (tmp_path / "killed/stage_1/export/manifest.json").exists()
+    assert "resumed from" in shell.ok(*killed).stderr
+    assert tiny.digests(tmp_path / "whole") == tiny.digests(tmp_path / "killed")
 
 
 @pytest.mark.slow
