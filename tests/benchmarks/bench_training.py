@@ -10,6 +10,7 @@ on the GPU at most, or the process's resident set.
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import statistics
@@ -106,7 +107,7 @@ def theirs(setting: Setting, interpreter: str) -> Measured:
         "batch-size": setting.batch,
         "precision": "amp_bf16" if setting.precision == "bf16" else setting.precision,
         "epochs": 1,
-        "workers": 2,
+        "workers": max(2, (os.cpu_count() or 2) - 2),
         "warmup": 0,
         "lr": 1e-6,
         "wd": 0.2,

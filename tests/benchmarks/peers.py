@@ -36,11 +36,12 @@ def python(*, reads_shards: bool) -> str | None:
 def run(
     interpreter: str, words: Sequence[str], threads: int = 1
 ) -> subprocess.CompletedProcess[str]:
-    """Ends like ``subprocess.run``, from the checkout, with its modules on the path."""
+    """Ends like ``subprocess.run``, from the checkout, with its modules first on the path."""
+    path = os.pathsep.join(filter(None, [str(timing.ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
         [interpreter, *words],
         capture_output=True,
         text=True,
         cwd=timing.ROOT,
-        env=os.environ | {"PYTHONPATH": str(timing.ROOT), "OMP_NUM_THREADS": str(threads)},
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)},
     )

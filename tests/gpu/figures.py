@@ -385,7 +385,7 @@ def _mfu(where: Where, step: Step, variants: Sequence[Step] = ()) -> Iterator[Ro
         )
 
 
-@figure("training step beside open_clip_train", limit_s=240.0)
+@figure("training step beside open_clip_train", limit_s=420.0)
 def beside_open_clip(where: Where) -> Iterator[Row]:
     """open_clip's own entry point on its synthetic data; see tests.benchmarks.bench_training."""
     from tests.benchmarks import bench_training as bench
@@ -395,24 +395,29 @@ def beside_open_clip(where: Where) -> Iterator[Row]:
     if interpreter is None:
         raise Skip(peers.MISSING)
     settings = [
-        bench.Setting("ViT-B-32", 1024, "all", False, "bf16", 20, 2),
+        bench.Setting("ViT-B-32", 1024, "all", False, "bf16", 12, 2),
         bench.Setting("ViT-L-14", 256, 6, False, "bf16", 10, 2),
+        bench.Setting("ViT-L-14", 256, "all", False, "bf16", 10, 2),
+        bench.Setting("ViT-L-14", 256, "all", True, "bf16", 10, 2),
     ]
     if not where.on_gpu:
         settings = [bench.Setting("ViT-B-32", 2, 1, False, "fp32", 1, 1)]
     for setting in settings:
         title = f"{setting.model}, batch {setting.batch}, {setting.image_blocks} blocks"
+        title += ", compiled" if setting.compiled else ""
         theirs = bench.theirs(setting, interpreter)
         mine = bench.memory.in_fresh_process(bench.ours, setting)
-        first_s = theirs.step_s - theirs.data_s
-        for name, found in (("open_clip", theirs), ("mclclip", mine)):
-            step_s = found.step_s - found.data_s
+        # A GPU computes while the loader is waited for, so that only a CPU's waiting is left out.
+        steps_s = [step.step_s - (0 if where.on_gpu else step.data_s) for step in (theirs, mine)]
+        for name, found, step_s in zip(
+            ("open_clip", "mclclip"), (theirs, mine), steps_s, strict=True
+        ):
             yield Row(
                 f"{title}: {name}",
                 setting.batch / step_s,
                 "samples/s",
-                step_s / first_s,
-                f"{found.peak_gib:.1f} GiB, waiting for data ({found.data_s:.3f} s) left out",
+                step_s / steps_s[0],
+                f"{found.peak_gib:.1f} GiB, waited {found.data_s:.3f} s of a step for data",
             )
 
 
@@ -444,4 +449,5 @@ def compiled(where: Where) -> Iterator[Row]:
     if not where.on_gpu:
         raise Skip("compiles for minutes on a CPU")
     step = Step(batch=256)
-    yield from _mfu(where, step, [step, replace(step, compiled=True)])
+    fused = replace(step, compiled=True)
+    yield from _mfu(where, step, [step, fused, replace(fused, deterministic=True)])

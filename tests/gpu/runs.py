@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -173,16 +174,20 @@ from mclclip import cli
 from tests.e2e.conftest import KillAfter
 if int(sys.argv[1]):
     KillAfter("update", int(sys.argv[1]))()
-cli.main(sys.argv[2:])
+sys.exit(cli.main(sys.argv[2:]))
 """
 
 
 @check("kill -9 and resume, fp16, in the background", "fp16", "asynchronous", limit_s=240.0)
 @check("kill -9 and resume, bf16", "bf16", limit_s=240.0)
 @check("kill -9 and resume, fp32", "fp32", limit_s=240.0)
-def killed(where: Where, precision: str, saving: str = "") -> str:
+@check("kill -9 and resume, compiled, bf16", "bf16", "", "model", limit_s=400.0)
+def killed(where: Where, precision: str, saving: str = "", compiled: str = "") -> str:
     """Weights, moments and losses are those of an undisturbed training, bit for bit."""
+    if compiled and not where.on_gpu and "MCLCLIP_SLOW" not in os.environ:
+        raise Skip("compiles for a minute on a CPU: set MCLCLIP_SLOW=1")
     options = [
+        f"base.engine.compile={compiled or 'off'}",
         f"base.precision={precision}",
         f"base.checkpoint.asynchronous={str(saving == 'asynchronous').lower()}",
         "base.log_every=1",
