@@ -199,6 +199,26 @@ def start_loader_worker(worker: int) -> None:
     torch.set_num_threads(1)
 
 
+def choose_num_threads(cores: int) -> int:
+    """Intra-op threads of a process that may use so many cores.
+
+    One core is left to what reads pictures: OpenMP's threads spin while they wait for each other,
+    and a thread of them without a core slows a step to a tenth.
+    """
+    return max(cores - 1, 1)
+
+
+def _leave_a_core() -> None:
+    """Applies ``choose_num_threads`` to this process, unless its user has chosen fewer threads."""
+    if "OMP_NUM_THREADS" in os.environ or not hasattr(os, "sched_getaffinity"):
+        return
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(min(torch.get_num_threads(), choose_num_threads(cores)))
+
+
+_leave_a_core()  # whoever imports mclclip computes so: a verb, a program, a worker before it starts
+
+
 @contextmanager
 def num_threads(count: int | None) -> Iterator[None]:
     """Runs a block with ``count`` intra-op threads (None: unchanged)."""
