@@ -306,10 +306,11 @@ def run_verb(args: Mapping[str, Any]) -> None:
     def work(context: Context) -> None:
         done = run(context, **given)
         if context.is_main:
+            page = done.report()  # before the table: standard output may end at any line
             print(results.table(done.result_rows))
             print("", *done.verdict(), sep="\n")
             print(f"The best encoder: {done.exports()[done.best()]}")
-            print(f"Report, to open in a browser: {done.report()}")
+            print(f"Report, to open in a browser: {page}")
 
     process.run(_first(given["out"], given["overrides"]), "finetune", work)
 
