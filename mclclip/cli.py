@@ -149,6 +149,11 @@ def _config(args: argparse.Namespace) -> object:
 
 
 def _doctor(args: argparse.Namespace) -> object:
+    if args.versions:
+        from mclclip import shipped
+
+        print(shipped.constraints(), end="")
+        return None
     if args.data is None:
         if args.overrides:
             raise ValueError(f"{args.overrides[0]} is for --data CONFIG: add that, or leave it out")
@@ -273,7 +278,8 @@ def _call(args: argparse.Namespace) -> int:
     from mclclip.run import runlog
 
     runlog.setup(int(os.environ.get("RANK", "0")), "DEBUG" if args.verbose else "INFO")
-    if args.verb not in _QUICK and "torch" not in sys.modules:
+    needs_torch = args.verb not in _QUICK and not getattr(args, "versions", False)
+    if needs_torch and "torch" not in sys.modules:
         runlog.log.info("loading torch")
     if args.standalone:
         code = args.function(args)
