@@ -1,7 +1,7 @@
 """Recipes, launch scripts, SLURM scripts and a constraints file that the package carries.
 
-In a checkout they are links to ``launch/``, ``slurm/`` and ``constraints.txt``. Nothing heavy is imported here: a wrong
-name of a recipe is refused before torch is loaded.
+In a checkout they are links to ``launch/``, ``slurm/`` and ``constraints.txt``. Nothing heavy is
+imported here: a wrong name of a recipe is refused before torch is loaded.
 """
 
 from __future__ import annotations
