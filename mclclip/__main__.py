@@ -5,7 +5,7 @@ from mclclip.ranks import signals
 if __name__ == "__main__":
     signals.install_handlers()  # before the imports below, which take a moment
     try:
-        from mclclip.cli import main
+        from mclclip.cli import command
     except (KeyboardInterrupt, signals.Preempted) as asked:
         signals.end_now(asked, signals.code_of(asked))
-    main()
+    command()

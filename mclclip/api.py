@@ -33,7 +33,7 @@ from mclclip.data.tables import Table, open_table
 from mclclip.eval import results
 from mclclip.models.encoder import Encoder, load_model
 from mclclip.plan.machine import GIB, Machine
-from mclclip.ranks import collectives
+from mclclip.ranks import collectives, process_group
 from mclclip.ranks.process_group import Context
 from mclclip.run import runlog
 from mclclip.run.artifacts import Artifact, is_finished
@@ -217,7 +217,9 @@ def run(
         return str(folder / SETTINGS)
 
     settings = collectives.on_main(settle)
-    pipeline.run(configuration.load(settings), context, force=force)
+    settled = configuration.load(settings)
+    with process_group.num_threads(settled.num_threads):
+        pipeline.run(settled, context, force=force)
     return Run.open(out)
 
 
@@ -304,10 +306,11 @@ def run_verb(args: Mapping[str, Any]) -> None:
     def work(context: Context) -> None:
         done = run(context, **given)
         if context.is_main:
+            page = done.report()  # before the table: standard output may end at any line
             print(results.table(done.result_rows))
             print("", *done.verdict(), sep="\n")
             print(f"The best encoder: {done.exports()[done.best()]}")
-            print(f"Report, to open in a browser: {done.report()}")
+            print(f"Report, to open in a browser: {page}")
 
     process.run(_first(given["out"], given["overrides"]), "finetune", work)
 

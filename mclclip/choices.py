@@ -25,6 +25,7 @@ from mclclip.models.memory import load_shapes
 from mclclip.models.options import ModelConfig, num_blocks
 from mclclip.plan import memory
 from mclclip.plan.machine import GIB, Machine
+from mclclip.ranks.process_group import choose_num_threads
 from mclclip.shipped import RECIPES
 
 FEWEST = 100
@@ -91,7 +92,7 @@ def _choices(at: Situation) -> Iterator[Choice]:
     else:
         yield "device", "cpu", "no GPU was found or named"
     if not on_gpu:
-        threads = max(at.cores - 1, 1)
+        threads = choose_num_threads(at.cores)
         yield "num_threads", threads, f"of {at.cores} cores; the rest reads pictures"
     yield "data.sources.mine.shards", str(at.data / "train" / "*.tar"), "what is not held out"
     yield "data.sources.mine.captions", "json:captions", "all captions; an epoch draws one of them"

@@ -11,10 +11,11 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mclclip import process
 from mclclip.flags import build_parser, check_paths
+from mclclip.ranks import signals
 
 if TYPE_CHECKING:
     from mclclip.config import Config
@@ -148,6 +149,11 @@ def _config(args: argparse.Namespace) -> object:
 
 
 def _doctor(args: argparse.Namespace) -> object:
+    if args.versions:
+        from mclclip import shipped
+
+        print(shipped.constraints(), end="")
+        return None
     if args.data is None:
         if args.overrides:
             raise ValueError(f"{args.overrides[0]} is for --data CONFIG: add that, or leave it out")
@@ -197,9 +203,17 @@ _FUNCTIONS: dict[str, Callable[..., object]] = {
 # --- main --------------------------------------------------------------------------------------
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Parses, runs one verb, and ends the process with its exit code (see ``process``)."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses, runs one verb, and returns its exit code (see ``process``), for a program that goes
+    on: its signals are handled as before."""
     words = sys.argv[1:] if argv is None else argv
+    with signals.handled_as_before():
+        return process.answer(lambda: _call(_parse(words)), "--debug" in words)
+
+
+def command() -> NoReturn:
+    """``main`` as the command ``mclclip``, which ends the process with the exit code."""
+    words = sys.argv[1:]
     process.end(lambda: _call(_parse(words)), "--debug" in words)
 
 
@@ -264,7 +278,8 @@ def _call(args: argparse.Namespace) -> int:
     from mclclip.run import runlog
 
     runlog.setup(int(os.environ.get("RANK", "0")), "DEBUG" if args.verbose else "INFO")
-    if args.verb not in _QUICK and "torch" not in sys.modules:
+    needs_torch = args.verb not in _QUICK and not getattr(args, "versions", False)
+    if needs_torch and "torch" not in sys.modules:
         runlog.log.info("loading torch")
     if args.standalone:
         code = args.function(args)

@@ -163,6 +163,7 @@ def _cpu() -> Iterator[Finding]:
     text += f", bf16 {'in hardware' if hardware else 'emulated'}"
     if (torch := _torch()) is not None:
         threads = os.environ.get("OMP_NUM_THREADS", "not set")
+        import_module("mclclip.ranks.process_group")  # leaves a core to reading, as every verb does
         text += f", torch uses {torch.get_num_threads()} threads (OMP_NUM_THREADS {threads})"
     yield finding("cpu", text)
 

@@ -338,6 +338,8 @@ def _add_checks(verbs: Any) -> None:
     data = "check the data of this configuration instead (YAML, or a shipped recipe's name): "
     data += "copies, lengths, sizes, what cannot be decoded, groups"
     verb.add_argument("--data", metavar="CONFIG", help=data)
+    versions = "print the versions that are known to work together, for pip install --constraint"
+    verb.add_argument("--versions", action="store_true", help=versions)
     _add_overrides(verb)
     verb = _add(verbs, "config")
     _add_config_options(verb)

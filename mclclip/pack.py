@@ -23,6 +23,7 @@ from typing import Any
 
 from mclclip.data.shard_scan import IMAGE_EXTENSIONS, REASONS, Findings, split_member_name
 from mclclip.data.shard_writer import PackedSample, check_foreign, image_extension, write_shards
+from mclclip.data.spellings import explain_missing
 from mclclip.data.table_formats import CAPTION_COLUMNS
 from mclclip.data.tables import Row, Table, open_table
 from mclclip.files import Roots
@@ -106,7 +107,18 @@ def pack(
         raise _nothing_usable(table, findings, source, command)
     artifact = Artifact.open(out, **opened, force=force)
     samples = itertools.chain([first], samples)
-    return _write(artifact, samples, total, samples_per_shard, findings)
+    packed = _write(artifact, samples, total, samples_per_shard, findings)
+    if spelling := _explain_missing(table, findings):
+        log.warning("pack: %s", spelling)
+    return packed
+
+
+def _explain_missing(table: Table, findings: Findings) -> str | None:
+    """Returns how the first image that was not found is spelt on disk; None where none is near."""
+    counts = {} if table.holds_images else findings.to_json()
+    reasons = [name for name in ("missing_image", "unsupported_extension") if name in counts]
+    causes = (explain_missing(table.root, counts[name]["examples"][0]) for name in reasons)
+    return next(filter(None, causes), None)
 
 
 def _nothing_usable(
@@ -114,7 +126,9 @@ def _nothing_usable(
 ) -> ValueError:
     told = "; ".join(findings.lines(_REASONS)) or "it has no rows"
     missing = findings.to_json().get("missing_image")
-    if missing and not table.holds_images:
+    if spelling := _explain_missing(table, findings):
+        told += f". {spelling}"
+    elif missing and not table.holds_images:
         name = missing["examples"][0]
         there = [p for p in (table.path.parent, source.parent) if (p / name).is_file()]
         folder = str(there[0] if there else "FOLDER")

@@ -20,9 +20,9 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from mclclip.ranks import failures, signals
+from mclclip.ranks import failures, signals, streams
 from mclclip.ranks.signals import EXIT_PREEMPTED, Preempted
 
 if TYPE_CHECKING:
@@ -52,29 +52,33 @@ def start() -> None:
         die_with_parent()
 
 
-def end(work: Callable[[], int], debug: bool) -> None:
-    """Calls ``work``, prints its error if it raises one, and ends the process with an exit code."""
+def end(work: Callable[[], int], debug: bool) -> NoReturn:
+    """Calls ``work`` as ``answer`` does, and ends the process with its exit code."""
+    streams.outlive_readers()
+    _leave(answer(work, debug))
+
+
+def answer(work: Callable[[], int], debug: bool) -> int:
+    """Calls ``work``, prints its error if it raises one, and returns the exit code."""
     try:
         start()
         code = work()
         signals.ignore()
+    except SystemExit as parsed:  # argparse has printed its help, or what is wrong
+        return EXIT_OK if parsed.code is None else int(parsed.code)
     except (Exception, KeyboardInterrupt, Preempted) as error:
         try:
             code = _failed(error, debug)
         except (KeyboardInterrupt, Preempted):  # a request that came before it could be ignored
             code = _failed(error, debug)
-    _leave(code)
+    return code
 
 
 def _failed(error: BaseException, debug: bool) -> int:
     """Records and prints an error; returns its exit code."""
     signals.ignore()
     code = exit_code(error)
-    if isinstance(error, BrokenPipeError):  # such as 'mclclip doctor | head', or a run's own pipes
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not hasattr(error, _RECORDED):
-            return EXIT_OK
-    elif not hasattr(error, _RECORDED):
+    if not hasattr(error, _RECORDED):
         record_early(error, code)
     if isinstance(error, Exception):
         signals.set_action(
@@ -131,7 +135,9 @@ def run(
                 )  # fmt: skip
             raise
 
-    context = process_group.init(config.device, deterministic=config.deterministic)
+    context = process_group.init(
+        config.device, deterministic=config.deterministic, wait_s=config.peer_timeout_s
+    )
     if check is not None:
         collectives.on_main(partial(check, context))
     layout = Layout.of(config)
@@ -202,7 +208,7 @@ def _recorded(
         raise
 
 
-def _leave(code: int) -> None:
+def _leave(code: int) -> NoReturn:
     """Ends the process; without the interpreter's shutdown if torch was loaded."""
     finished = code == EXIT_OK
     if code == EXIT_PREEMPTED and "TORCHELASTIC_RUN_ID" in os.environ:

@@ -1,7 +1,7 @@
-"""Recipes, launch scripts and SLURM scripts that the package carries.
+"""Recipes, launch scripts, SLURM scripts and a constraints file that the package carries.
 
-In a checkout they are links to ``launch/`` and ``slurm/``. Nothing heavy is imported here: a wrong
-name of a recipe is refused before torch is loaded.
+In a checkout they are links to ``launch/``, ``slurm/`` and ``constraints.txt``. Nothing heavy is
+imported here: a wrong name of a recipe is refused before torch is loaded.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ _COPIED = ("launch/*.sh", "launch/recipes/*.*", "slurm/*.sbatch")
 def recipe_names() -> list[str]:
     """The names of all shipped recipes, sorted."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def constraints() -> str:
+    """The versions of packages that are known to work together, as a constraints file of pip."""
+    return (_PACKAGE / "constraints.txt").read_text()
 
 
 def find_recipe(where: Path | str) -> Path:

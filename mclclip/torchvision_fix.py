@@ -10,12 +10,15 @@ Import this module before torchvision, open_clip or timm, in every process:
 
     import mclclip.torchvision_fix  # noqa: F401
 
-It does nothing where the extension loads, and nothing a second time.
+It does nothing where the operators exist once torchvision's own loader has run, and nothing a
+second time. An operator that was declared here and is loaded for real afterwards would end the
+process, so nothing is declared where torchvision's loader is not found.
 """
 
-import importlib.machinery
+import importlib
 import importlib.util
-from pathlib import Path
+import sys
+import types
 
 import torch
 
@@ -32,40 +35,41 @@ def status() -> str:
     return _STATUS
 
 
-def _extension_path() -> Path | None:
-    """Returns the file of torchvision's extension, by the rule torchvision itself uses.
+def _operators_exist() -> bool:
+    return hasattr(torch.ops.torchvision, "nms")
 
-    torchvision is not imported for it, because a failed import would leave half a package behind.
+
+def _load_extension(folders: list[str]) -> None:
+    """Runs torchvision's own module that loads its extension, without the rest of the package.
+
+    Which file the extension is, and by which rule it is found, differs from release to release. An
+    import of all of torchvision would leave half a package behind where it fails.
     """
-    package = importlib.util.find_spec("torchvision")
-    if package is None or not package.submodule_search_locations:
-        return None
-    finder = importlib.machinery.FileFinder(
-        package.submodule_search_locations[0],
-        (importlib.machinery.ExtensionFileLoader, importlib.machinery.EXTENSION_SUFFIXES),
-    )
-    extension = finder.find_spec("_C")
-    return Path(extension.origin) if extension and extension.origin else None
-
-
-def _extension_loads() -> bool:
-    path = _extension_path()
-    if path is None:
-        return False
+    package = types.ModuleType("torchvision")
+    package.__path__ = folders
+    sys.modules["torchvision"] = package
     try:
-        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
-    except (ImportError, OSError):
-        return False  # linked against libraries that this torch does not bring
-    return True
+        importlib.import_module("torchvision.extension")
+    except RuntimeError:  # another CUDA than torch's: `import torchvision` says so by itself
+        return
+    finally:
+        for name in [*sys.modules]:
+            if name.partition(".")[0] == "torchvision":
+                del sys.modules[name]
 
 
 def _apply() -> str:
     """Declares the missing schemas; returns the status."""
-    if importlib.util.find_spec("torchvision") is None:
+    package = importlib.util.find_spec("torchvision")
+    if package is None:
         return "not needed: torchvision is not installed"
-    if hasattr(torch.ops.torchvision, "nms"):
+    if _operators_exist():
         return "not needed: the operators exist already"
-    if _extension_loads():
+    try:
+        _load_extension([*(package.submodule_search_locations or [])])
+    except ModuleNotFoundError as error:
+        return f"not applied: this torchvision has no {error.name}"
+    if _operators_exist():
         return "not needed: torchvision's extension loads"
     library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     for name, schema in _SCHEMAS.items():

@@ -42,7 +42,8 @@ class Config:
     algorithms; an operation that has none raises. It takes 5 to 8 % of a step of a ViT-L-14 (a
     CPU gives the same bits anyway)."""
     num_threads: PositiveInt | None = None
-    """Intra-op threads per process (null: torch's choice)."""
+    """Intra-op threads per process (null: OMP_NUM_THREADS where it is set, else torch's choice, but
+    at most all cores but one)."""
     wall_time_s: PositiveFloat | None = None
     """Seconds after which a training saves and the run leaves as if pre-empted (null: no limit)."""
     peer_timeout_s: PositiveFloat = 600.0

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mclclip.data.shard_scan import Findings
+from mclclip.data.spellings import FILE_URL
 from mclclip.data.table_formats import (
     CAPTION_COLUMNS,
     DELIMITERS,
@@ -257,6 +258,10 @@ def _digest(path: Path, files: Sequence[Path]) -> str:
 # --- columns -------------------------------------------------------------------------------------
 
 
+def _is_url(name: str) -> bool:
+    return "://" in name and not name.startswith(FILE_URL)
+
+
 def _image_column(
     path: Path, root: Path, table: Format, given: str | None, first: bool, ask: _Ask
 ) -> str:
@@ -266,7 +271,7 @@ def _image_column(
     paths = [
         name for name in named(table.columns, IMAGE_COLUMNS) if isinstance(table.columns[name], str)
     ]
-    addresses = [name for name in paths if "://" in table.columns[name]]
+    addresses = [name for name in paths if _is_url(table.columns[name])]
     found = stored or [name for name in paths if name not in addresses]
     if len(found) == 1 or (found and first):
         return found[0]

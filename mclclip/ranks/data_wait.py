@@ -126,6 +126,9 @@ def obeying(request: Request) -> Iterator[None]:
 @contextmanager
 def limited(timeout_s: float) -> Iterator[None]:
     """While the block runs in the main thread, waiting for data has a limit (``wait_for``)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     stop = threading.Event()
     before = signal.signal(_NUDGE, _raise)
     thread = threading.Thread(

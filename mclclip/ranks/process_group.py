@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, ParamSpec, TypeVar
 
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from mclclip.ranks.failures import Lost
 from mclclip.ranks.parent_death import die_with_parent, start_pool_worker
 
 log = logging.getLogger("mclclip")
@@ -48,6 +49,7 @@ class Context:
 SINGLE = Context()
 STARTED = time.monotonic()  # of this process
 TIMEOUT = datetime.timedelta(days=1)
+_SILENT_S = 3.0  # ranks that start together come within so many seconds of each other
 
 
 def under_torchrun() -> bool:
@@ -114,18 +116,44 @@ def to_device(tensor: Tensor, device: torch.device, memory: Memory | None = None
     return tensor.to(device, non_blocking=True)
 
 
-def init(device: str = "auto", *, deterministic: bool = False) -> Context:
+def init(
+    device: str = "auto", *, deterministic: bool = False, wait_s: float | None = None
+) -> Context:
     """Joins torchrun's process group and returns this process's Context once all ranks have joined;
-    without torchrun there is one process and no group. Arguments and errors are those of
-    ``pick_device``."""
+    without torchrun there is one process and no group. A group that another library has opened is
+    joined as it is. Errors are those of ``pick_device`` and ``join``, and ValueError for variables
+    that name no place among ranks."""
     if not under_torchrun():
+        if any(name.startswith("ACCELERATE_") for name in os.environ):
+            log.warning(
+                "accelerate started this process without a rank: it runs as one rank of one; "
+                "'torchrun --nproc-per-node N -m mclclip ...' starts N"
+            )
         return Context(device=pick_device(device, deterministic=deterministic))
+    rank, world_size, local_rank = _read_place()
     die_with_parent()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     where = pick_device(device, local_rank, deterministic=deterministic)
-    join(where, rank, world_size)
+    if not dist.is_initialized():
+        join(where, rank, world_size, wait_s=wait_s)
     return Context(rank, world_size, local_rank, where)
+
+
+def _read_place() -> tuple[int, int, int]:
+    """Rank, number of ranks and local rank of the environment; raises ValueError for wrong ones."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    values = {name: os.environ.get(name, "") for name in names}
+    values["LOCAL_RANK"] = values["LOCAL_RANK"] or "0"
+    numbers = {name: values[name] for name in names if name != "MASTER_ADDR"}
+    wrong = [name for name, value in numbers.items() if not value.isdecimal()]
+    if not wrong and int(values["RANK"]) >= int(values["WORLD_SIZE"]):
+        wrong = ["RANK"]
+    if wrong:
+        said = ", ".join(f"{name}={value or '(not set)'}" for name, value in values.items())
+        raise ValueError(
+            f"{wrong[0]} of the environment does not fit ({said}): start ranks with torchrun, "
+            "which sets them all, or unset RANK and WORLD_SIZE to run as one process"
+        )
+    return int(values["RANK"]), int(values["WORLD_SIZE"]), int(values["LOCAL_RANK"])
 
 
 def join(
@@ -133,14 +161,16 @@ def join(
     rank: int,
     world_size: int,
     timeout: datetime.timedelta = TIMEOUT,
+    wait_s: float | None = None,
     **options: Any,
 ) -> None:
     """Opens the default group; returns once all ranks have opened it.
 
     ``timeout`` is that of a collective; it is long, since ranks may wait for hours while the first
-    one indexes (``peer_watch`` finds dead ranks). Further options are torch's. Runs in a thread:
-    torch does not react to signals while it waits for the addresses of its peers, so a rank that
-    waits for a killed one could only be ended by SIGKILL.
+    one indexes (``peer_watch`` finds dead ranks). Raises Lost where the other ranks have not come
+    after ``wait_s`` (None: no limit). Further options are torch's. Runs in a thread: torch does
+    not react to signals while it waits for the addresses of its peers, so a rank that waits for a
+    killed one could only be ended by SIGKILL.
     """
     # Objects and barriers go over gloo: a rank that waits there sees a peer's death at once.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -158,7 +188,26 @@ def join(
             joined.set_exception(error)
 
     threading.Thread(target=open_group, name="join", daemon=True).start()
-    joined.result()
+    _wait_for_ranks(joined, rank, world_size, wait_s)
+
+
+def _wait_for_ranks(joined: Future[None], rank: int, world_size: int, wait_s: float | None) -> None:
+    """Returns once this rank has joined; says what it waits for where the others do not come."""
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    waiting = f"rank {rank} waits at {where} for the other {world_size - 1} of {world_size} ranks"
+    cause = (
+        f"RANK={rank} and WORLD_SIZE={world_size} are set in the environment: start the others, or "
+        "unset both to run as one process"
+    )
+    with suppress(TimeoutError):
+        joined.result(_SILENT_S if wait_s is None else min(_SILENT_S, wait_s))
+        return
+    limit = "" if wait_s is None else f" for up to {wait_s:g} s (peer_timeout_s)"
+    log.warning("%s%s; %s", waiting, limit, cause)
+    try:
+        joined.result(None if wait_s is None else max(wait_s - _SILENT_S, 0))
+    except TimeoutError:
+        raise Lost(f"{waiting}, which did not come within {wait_s:g} s; {cause}") from None
 
 
 def shutdown() -> None:
@@ -197,6 +246,26 @@ def start_loader_worker(worker: int) -> None:
     """``worker_init_fn`` of every DataLoader: ``start_pool_worker``, and one thread for torch."""
     start_pool_worker()
     torch.set_num_threads(1)
+
+
+def choose_num_threads(cores: int) -> int:
+    """Intra-op threads of a process that may use so many cores.
+
+    One core is left to what reads pictures: OpenMP's threads spin while they wait for each other,
+    and a thread of them without a core slows a step to a tenth.
+    """
+    return max(cores - 1, 1)
+
+
+def _leave_a_core() -> None:
+    """Applies ``choose_num_threads`` to this process, unless its user has chosen fewer threads."""
+    if "OMP_NUM_THREADS" in os.environ or not hasattr(os, "sched_getaffinity"):
+        return
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(min(torch.get_num_threads(), choose_num_threads(cores)))
+
+
+_leave_a_core()  # whoever imports mclclip computes so: a verb, a program, a worker before it starts
 
 
 @contextmanager

@@ -68,14 +68,36 @@ def install_handlers() -> None:
     if threading.current_thread() is not threading.main_thread():
         return
     _State.ending = False
-    if _State.wake is None:
-        _start_clock()
+    wake = _start_clock() if _State.wake is None else _State.wake
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _on_request)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signal.signal(signal.SIGHUP, _on_request)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _on_interrupt)
+
+
+@contextmanager
+def handled_as_before() -> Iterator[None]:
+    """After the block, signals are handled as before it and no request stands, for a process that
+    goes on."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (*_REQUESTS, signal.SIGINT, signal.SIGCHLD)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    wakeup = signal.set_wakeup_fd(-1)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if handler is not None:  # None: a handler that was not installed by Python
+                signal.signal(number, handler)
+        signal.set_wakeup_fd(wakeup)
+        _State.name = _State.due = _State.code = None
+        _State.interrupted = _State.ending = False
+        _State.interrupts = 0
 
 
 def ignore() -> None:
@@ -217,16 +239,16 @@ def line_of(error: BaseException) -> str:
     return "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
 
 
-def _start_clock() -> None:
-    """The interpreter writes the number of every signal that arrives into a pipe, whatever the main
-    thread does; a thread reads it."""
+def _start_clock() -> int:
+    """Starts a thread that reads the numbers of signals from a pipe, and returns the pipe's end for
+    ``signal.set_wakeup_fd``: the interpreter writes there whatever the main thread does."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     _State.wake = write
-    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=_forget)
     _quiet_hooks()
     threading.Thread(target=_watch, args=(read,), name="signals", daemon=True).start()
+    return write
 
 
 def _forget() -> None:

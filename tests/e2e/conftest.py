@@ -1,7 +1,7 @@
 """``shell``: the command line in processes of its own, without the seconds that imports take.
 
 A server process imports everything once and forks a process per command (and per rank), which
-calls ``cli.main`` as ``python -m mclclip`` does and ends with its exit code. Ranks find each other
+calls ``cli.command`` as ``python -m mclclip`` does. Ranks find each other
 as under torchrun, by environment variables.
 """
 
@@ -209,7 +209,8 @@ def _child(
         inside()
     from mclclip import cli
 
-    cli.main(arguments)
+    sys.argv[1:] = arguments
+    cli.command()
 
 
 LABELLED = ("index", "train --stage 0", "export --stage 0", "embed --stage 0", "cluster --stage 0")

@@ -72,7 +72,13 @@ def needed() -> set[str]:
     evaluation = tiny.ROOT / "eval"
     found |= {f"mclclip/eval/{path.relative_to(evaluation)}" for path in evaluation.rglob("*.py")}
     found |= {f"mclclip/eval/suites/{path.name}" for path in evaluation.glob("suites/*")}
-    shipped = ("py.typed", "caption_words.json", "make_pairs.html", "report/page.css")
+    shipped = (
+        "py.typed",
+        "constraints.txt",
+        "caption_words.json",
+        "make_pairs.html",
+        "report/page.css",
+    )
     found |= {f"mclclip/{name}" for name in shipped}
     report = tiny.ROOT / "mclclip" / "report"
     found |= {f"mclclip/report/{path.name}" for path in report.glob("*.html")}

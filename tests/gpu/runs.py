@@ -174,7 +174,8 @@ from mclclip import cli
 from tests.e2e.conftest import KillAfter
 if int(sys.argv[1]):
     KillAfter("update", int(sys.argv[1]))()
-sys.exit(cli.main(sys.argv[2:]))
+del sys.argv[1]
+cli.command()
 """
 
 

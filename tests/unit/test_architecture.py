@@ -58,7 +58,7 @@ ROOMS["race"] = {*ROOMS}
 # What looks at a sample of the data indexes it.
 ROOMS["data_check"] = {"doctor", "index", "config", "data", "models", "ranks", "run"}
 # The front door: the settings of a run, and the public functions.
-ROOMS["choices"] = {"config", "models", "plan"}
+ROOMS["choices"] = {"config", "models", "plan", "ranks"}
 ROOMS["process"] = {"ranks", "run", "config"}
 ROOMS["api"] = {*ROOMS}
 ROOMS["process"] = {"ranks", "run", "config"}

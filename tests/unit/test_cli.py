@@ -54,21 +54,15 @@ def quiet_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     """main(*words) in this process -> its exit code, stdout and stderr."""
-
-    def leave(code: int) -> NoReturn:
-        raise SystemExit(code)
-
-    monkeypatch.setattr(process, "_leave", leave)
     # The handlers of signals stay the tests'.
     monkeypatch.setattr(process, "start", lambda: None)
     monkeypatch.setattr(signals, "ignore", lambda: None)
     monkeypatch.setattr(signals, "set_action", lambda _: None)
 
     def call(*words: str) -> SimpleNamespace:
-        with pytest.raises(SystemExit) as caught:
-            cli.main(words)
+        code = cli.main(words)
         out, err = capsys.readouterr()
-        return SimpleNamespace(code=caught.value.code, out=out, err=err)
+        return SimpleNamespace(code=code, out=out, err=err)
 
     return call
 
@@ -160,9 +154,8 @@ def test_wrong_paths_and_names_are_refused_before_torch_is_loaded(tmp_path: Path
         ("race --config ucm --remedies mcl d.e=f --seeds 1 x g.h=i", "--seeds got 1 x: wanted"),
     ]
     code = (
-        "import sys; from mclclip import cli, process\n"
-        "process._leave = lambda code: print(code, 'torch' not in sys.modules)\n"
-        "for words in sys.argv[1:]: cli.main(words.split())"
+        "import sys; from mclclip import cli\n"
+        "for words in sys.argv[1:]: print(cli.main(words.split()), 'torch' not in sys.modules)"
     )
     command = [sys.executable, "-c", code, *(words.format(*[tmp_path] * 2) for words, _ in wrong)]
     shown = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -239,10 +232,9 @@ def test_help_needs_nothing_heavy() -> None:
 
 def test_checking_a_configuration_needs_no_models() -> None:
     code = (
-        "import sys; from mclclip import cli, process\n"
+        "import sys; from mclclip import cli\n"
         "heavy = {'open_clip', 'timm', 'torchvision', 'transformers'}\n"
-        "process._leave = lambda code: print(code, heavy.isdisjoint(sys.modules))\n"
-        "cli.main(['config', 'run_dir=x'])"
+        "print(cli.main(['config', 'run_dir=x']), heavy.isdisjoint(sys.modules))"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.splitlines()[-1] == "0 True"

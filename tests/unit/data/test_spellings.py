@@ -1,0 +1,34 @@
+"""Names that are spelt otherwise than on disk: each cause is said."""
+
+import unicodedata
+from pathlib import Path
+
+import pytest
+
+from mclclip.data.spellings import explain_missing
+
+NFC, NFD = (unicodedata.normalize(form, "é") for form in ("NFC", "NFD"))
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        (f"sub/caf{NFC}.jpg", "Unicode form"),
+        (f"file://{{}}/sub/caf{NFD}.jpg", "file://"),
+        (f"file:{{}}/sub/caf{NFD}.jpg", "file://"),
+        (f"sub\\caf{NFD}.jpg", "backslashes"),
+        (f"sub/caf{NFD}", ".jpg"),
+        (f"SUB/caf{NFC}.JPG", "capital letters"),
+    ],
+)
+def test_the_cause_is_said(tmp_path: Path, name: str, cause: str) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / f"caf{NFD}.jpg").touch()
+    explained = explain_missing(tmp_path, name.format(tmp_path))
+    assert explained is not None and cause in explained
+
+
+def test_nothing_is_said_of_a_name_that_nothing_is_near(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").touch()
+    for name in ("a.jpg", "b.jpg", "sub/a.jpg", "", "..", "a.jpg/b"):
+        assert explain_missing(tmp_path, name) is None
