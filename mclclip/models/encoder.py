@@ -32,6 +32,7 @@ from mclclip.models.loading import common_config, load_towers, refuse_without_we
 from mclclip.models.model import Model, unit
 from mclclip.models.options import Variant
 from mclclip.options import brief, first_problem, with_prefix
+from mclclip.shipped import RECIPES
 
 RANDOM = "random"
 """Stands for random weights in the place of open_clip's tag."""
@@ -480,9 +481,12 @@ def load_model(
 
 def split_name(where: str | Path) -> tuple[str | Path, str | None]:
     """Splits ``NAME@PRETRAINED``; an existing path is a name, even with an @ in it. Nothing behind
-    the @, as of a variable that is not set, is no tag."""
+    the @, as of a variable that is not set, is no tag. A name of a model config that is shipped
+    beside the recipes, such as ``tiny_clip``, becomes its path."""
     path = str(where).removeprefix(transformers_encoder.PREFIX).removeprefix("local-dir:")
-    if "@" not in path or Path(path).exists():
-        return where, None
-    name, _, tag = str(where).rpartition("@")
-    return name, tag or None
+    name, tag = where, None
+    if "@" in path and not Path(path).exists():
+        name, _, tag = str(where).rpartition("@")
+    shipped = RECIPES / f"{name}.json"
+    is_shipped = Path(name).name == str(name) and not Path(name).exists() and shipped.is_file()
+    return str(shipped) if is_shipped else name, tag or None
