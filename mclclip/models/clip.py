@@ -44,12 +44,14 @@ from mclclip.models import (
     state_dicts,
     tokenizer,
     towers,
+    transformers_folder,
     transforms,
     weights,
 )
 from mclclip.models.weights import fetched, one_line, quiet
 from mclclip.options import nearest
 
+_KINDS = (CLIPVisionCfg, CLIPTextCfg, PreprocessCfg)
 _BIG_VISION = (".npz", ".npy")  # weights of SigLIP's authors, which open_clip reads
 
 IMAGENET_NAMES: tuple[str, ...] = tuple(open_clip.IMAGENET_CLASSNAMES)
@@ -71,11 +73,20 @@ def find(
     pretrained: str | None = None,
     load_weights: bool = True,
 ) -> tuple[dict[str, Any], Path | None, Path | None]:
-    """The checked configuration, the weights file, and the directory of a tokenizer's files.
+    """The checked configuration, the weights file (the folder of a model of transformers), and the
+    directory of a tokenizer's files.
 
     Raises the errors of `loading.load_towers` that concern them.
     """
     label, directory = str(name).removeprefix("local-dir:"), None
+    if str(name).startswith(transformers_folder.PREFIX):
+        _refuse_pretrained(str(name), pretrained)
+        directory = transformers_folder.find(str(name))
+        config = transformers_folder.read_config(directory, _simple_tokenizer(77))
+        config_check.check(config, None, _published(), _KINDS, str(directory))
+        if load_weights:
+            transformers_folder.check_weights(directory, config)
+        return config, directory if load_weights else None, directory
     if isinstance(name, Mapping) or str(name).endswith(".json"):
         config = weights.read_model_config(name)
         file = _weights_file(pretrained, str(name))
@@ -98,8 +109,7 @@ def find(
     else:
         config, file = _of_open_clip(label.replace("/", "-"), str(name), pretrained)
     whose = "the model config" if isinstance(name, Mapping) else str(name)
-    kinds = (CLIPVisionCfg, CLIPTextCfg, PreprocessCfg)
-    config_check.check(config, file, _published(), kinds, whose)
+    config_check.check(config, file, _published(), _KINDS, whose)
     return config, file, directory
 
 
@@ -234,10 +244,17 @@ def is_without_weights(name: str | Path | Mapping[str, Any]) -> bool:
 class _ProvenTokenizer(HFTokenizer):  # type: ignore[misc]  # open_clip has no types
     """A tokenizer whose files lie beside a model, and whose tokens are checked (`tokens_of`)."""
 
-    def __init__(self, directory: Path, vocabulary: int, **options: Any) -> None:
+    def __init__(self, directory: Path, vocabulary: int, kind: str, **options: Any) -> None:
         self._vocabulary, self._where = vocabulary, f"in {directory}"
+        library = config_check.library()
+        if kind == config_check.FAST:  # open_clip asks for AutoTokenizer, which takes the slow one
+            self.tokenizer_mode, self.strip_sep_token = "", False
+            self.context_length = options["context_length"]
+            self.clean_fn = get_clean_fn(options.get("clean", "whitespace"))
+            self.tokenizer = getattr(library, kind).from_pretrained(str(directory))
+            return
         # With an empty configuration, transformers does not look in config.json for other classes.
-        config = config_check.library().PretrainedConfig()
+        config = library.PretrainedConfig()
         super().__init__(str(directory), config=config, **options)
 
     def __call__(self, texts: str | list[str], context_length: int | None = None) -> torch.Tensor:
@@ -275,9 +292,9 @@ def tokenizer_of(text_cfg: Mapping[str, Any], directory: Path | None, vocabulary
     if directory is None or not (directory / config_check.TOKENIZER_CONFIG).is_file():
         return tokenizer.LazyTokenizer(functools.partial(_hub_tokenizer, name, options), length)
     config_check.library()
-    config_check.check_tokenizer_files(directory)
-    tokenizer.prove(directory, length)
-    proven = _made(functools.partial(_ProvenTokenizer, directory, vocabulary, **options))
+    kind = config_check.tokenizer_class(directory)
+    tokenizer.prove(directory, length, kind)
+    proven = _made(functools.partial(_ProvenTokenizer, directory, vocabulary, kind, **options))
     with torch.device("cpu"):  # a plan makes models on "meta", where ids have no values
         proven([*tokenizer.PROBES])
     return proven
@@ -330,7 +347,9 @@ def build(config: Mapping[str, Any], seed: int, random_text: bool) -> Any:
 def fill(clip: Any, file: Path) -> None:
     """Loads a file of weights into a whole model; ValueError for code, damage, or another model."""
     with _loading(file), quiet():
-        if file.suffix in _BIG_VISION:
+        if file.is_dir():
+            transformers_folder.fill(clip, file)
+        elif file.suffix in _BIG_VISION:
             open_clip.load_checkpoint(clip, str(file))
         else:
             tensors = convert_state_dict(clip, state_dicts.read(file))

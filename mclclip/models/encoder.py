@@ -25,7 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from mclclip import files
-from mclclip.models import clip, transformers_encoder, weights
+from mclclip.models import clip, transformers_folder, weights
 from mclclip.models.inputs import Picture, pictures_of, texts_of, transformed
 from mclclip.models.loading import common_config, load_towers, refuse_without_weights
 from mclclip.models.model import Model, unit
@@ -88,7 +88,7 @@ class Encoder(nn.Module):
 
     def __init__(
         self,
-        stages: Sequence[Model | transformers_encoder.TransformersModel],
+        stages: Sequence[Model],
         variant: Variant | None = None,
         *,
         num_trunk_blocks: int = 0,
@@ -112,8 +112,7 @@ class Encoder(nn.Module):
     def __repr__(self) -> str:
         """What the encoder is, in a line or two; `stages` has the models themselves."""
         size = sum(parameter.numel() for parameter in self.parameters()) / 1e6
-        reads_texts = getattr(self.stages[0], "reads_texts", True)
-        towers = "image and text towers" if reads_texts else "image tower alone"
+        towers = "image and text towers" if self.stages[0].reads_texts else "image tower alone"
         if self.variant is not None:
             towers = f"{len(self.stages)} stages joined as {self.variant}, {towers}"
         scale = f"{self.logit_scale:.4g}"
@@ -468,13 +467,9 @@ def load_model(
     if pretrained is None:
         name, pretrained = split_name(name)
     path = Path(str(name).removeprefix("local-dir:"))
-    of_transformers = str(name).startswith(transformers_encoder.PREFIX)
-    is_concat = not of_transformers and (path / weights.CONCAT).is_file()
-    if pretrained and (of_transformers or is_concat):
-        raise ValueError(f"pretrained is {pretrained!r}, but {name} brings its own weights")
-    if of_transformers:
-        return Encoder([transformers_encoder.load(str(name))]).to(device)
-    if is_concat:
+    if (path / weights.CONCAT).is_file():
+        if pretrained:
+            raise ValueError(f"pretrained is {pretrained!r}, but {name} brings its own weights")
         return load_concat(path).to(device)
     if pretrained is None:
         refuse_without_weights(name)
@@ -486,7 +481,7 @@ def split_name(where: str | Path) -> tuple[str | Path, str | None]:
     """Splits ``NAME@PRETRAINED``; an existing path is a name, even with an @ in it. Nothing behind
     the @, as of a variable that is not set, is no tag. A name of a model config that is shipped
     beside the recipes, such as ``tiny_clip``, becomes its path."""
-    path = str(where).removeprefix(transformers_encoder.PREFIX).removeprefix("local-dir:")
+    path = str(where).removeprefix(transformers_folder.PREFIX).removeprefix("local-dir:")
     name, tag = where, None
     if "@" in path and not Path(path).exists():
         name, _, tag = str(where).rpartition("@")
