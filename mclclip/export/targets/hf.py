@@ -164,6 +164,9 @@ def usage(source: Source) -> str:
     """How the export is loaded, for its card."""
     options = ", trust_remote_code=True" * source.is_concat
     code = "; the model's code lies beside its weights" * source.is_concat
+    others = "sentence-transformers loads the folder too."
+    if source.is_concat:
+        others = "sentence-transformers does not know a joined encoder: export the soup or a stage."
     return f'''```python
 from transformers import AutoModel, AutoProcessor, pipeline
 
@@ -173,7 +176,7 @@ processor = AutoProcessor.from_pretrained("FOLDER"{options})
 ```
 
 FOLDER is this folder or repository{code}. The image processor is transformers' own, and the table
-below says how far its pixels are from those of the training. The exact one lies in
+below says how far its pixels are from those of the training. {others} The exact one lies in
 `{processors.EXACT}/` with its code:
 
 ```python
