@@ -28,7 +28,8 @@ PYTHONS = [sys.executable, *filter(None, os.environ.get("MCLCLIP_CLIENT_PYTHONS"
 CLIENT = """
 import importlib.util as u, json, sys
 spec = u.spec_from_file_location("fix", sys.argv[3])
-spec.loader.exec_module(u.module_from_spec(spec))
+fix = u.module_from_spec(spec)
+spec.loader.exec_module(fix)
 import transformers
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModel, AutoProcessor, AutoTokenizer, pipeline
