@@ -27,7 +27,7 @@ from mclclip.eval.prompts import naming_benchmark
 from mclclip.eval.protocols import BenchmarkConfig, evaluator
 from mclclip.eval.results import Reference, Result
 from mclclip.files import digest_file, digest_json
-from mclclip.models import transformers_encoder
+from mclclip.models import transformers_folder
 from mclclip.models.encoder import RANDOM, Encoder, load_model, split_name
 from mclclip.models.loading import refuse_without_weights
 from mclclip.opened_run import Run
@@ -336,14 +336,9 @@ def evaluation_digest(benchmark: BenchmarkConfig, identity: str, precision: str)
 
 
 def identity_of(model: str | Path, pretrained: str | None = None) -> str:
-    """Digest of a model's files, or of its name where it is no directory.
-
-    A model of transformers on the hub is downloaded for that."""
-    if str(model).startswith(transformers_encoder.PREFIX):
-        directory = transformers_encoder.find(str(model))
-        return digest_json(
-            [(path.name, digest_file(path)) for path in transformers_encoder.files_of(directory)]
-        )
+    """Digest of a model's files, or of its name where it is no directory."""
+    if str(model).startswith(transformers_folder.PREFIX):
+        return transformers_folder.digest(str(model))
     directory = Path(str(model).removeprefix("local-dir:"))
     if not directory.is_dir():
         files = [Path(name) for name in (str(model), pretrained) if name]

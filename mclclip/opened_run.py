@@ -126,6 +126,17 @@ class Run:
 
     # --- its parts ---
 
+    def __repr__(self) -> str:
+        """The folder, what it holds, and how many figures there are; nothing is read or cached."""
+        stages, controls = (
+            ", ".join(sorted(path.name for path in self.directory.glob(f"{kind}/"))) or "none"
+            for kind in ("stage_*", "controls/*")
+        )
+        rows = self.layout.results
+        figures = rows.read_bytes().count(b"\n") if rows.is_file() else 0
+        what = f"stages: {stages}; controls: {controls}; figures: {figures}"
+        return f"{type(self).__name__}: {self.directory}\n  {what}"
+
     @cached_property
     def index(self) -> SampleIndex:
         """The sample index. Raises FileNotFoundError where there is none, and RuntimeError where

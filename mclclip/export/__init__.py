@@ -23,7 +23,7 @@ from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
 from mclclip.export import held_out
-from mclclip.models import soup, weights
+from mclclip.models import soup, transformers_folder, weights
 from mclclip.models.clip import is_without_weights
 from mclclip.models.encoder import StageWeights, save_concat
 from mclclip.models.loading import load_towers
@@ -134,7 +134,9 @@ def _untrained_identity(config: Config) -> dict[str, Any]:
         fields["long_context"] = True
     if isinstance(model.name, str):
         path = Path(model.name.removeprefix("local-dir:"))
-        if path.is_dir():  # identified by content, not by path
+        if model.name.startswith(transformers_folder.PREFIX):
+            fields["name"] = transformers_folder.digest(model.name)
+        elif path.is_dir():  # identified by content, not by path
             fields["name"] = files.digest_file(weights.find_weights(path))
         elif path.is_file():
             fields["name"] = files.digest_json(files.read_json(path))

@@ -220,7 +220,8 @@ def read_probes(images: Path | None, texts: Path | None, num_images: int) -> Pro
     if not paths:
         raise FileNotFoundError(f"no pictures below {images}: give a folder of .jpg or .png files")
     pictures: dict[str, Any] = {}
-    for path in paths[:: -(-len(paths) // num_images)]:
+    count = min(num_images, len(paths))
+    for path in (paths[int(place)] for place in np.linspace(0, len(paths) - 1, count)):
         try:
             image = decode(path.read_bytes(), MAX_IMAGE_PIXELS, reads_arrays=False)
         except DecodeError as error:

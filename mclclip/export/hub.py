@@ -12,10 +12,9 @@ or holds an export of mclclip; in any other one nothing is touched.
 from __future__ import annotations
 
 import glob
-import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -68,6 +67,8 @@ def card(to: str, source: Source, proofs: Sequence[Certificate]) -> str:
     if run is not None:
         rows = [(name, str(value)) for name, value in origin(source, run, options).items()]
         parts += ["## Origin\n", _table("what | value", rows), ""]
+    if usage := getattr(targets.find(to), "usage", None):
+        parts += ["## How to load it\n", usage(source), ""]
     parts += [
         "## Held against its source\n",
         "Largest difference of features of equal pixels and tokens; of pixels in shades of 255; "
@@ -88,7 +89,7 @@ def card(to: str, source: Source, proofs: Sequence[Certificate]) -> str:
     for row in benchmark_rows(source, run):
         digits = row.unit.decimals([row.value])
         value, low, high = (f"{n:.{digits}f}" for n in (row.value, row.ci_low, row.ci_high))
-        protocol = _escaped(json.dumps(row.protocol))[:200]
+        protocol = _escaped(_in_words(row.protocol))
         names = (_escaped(row.benchmark), _escaped(row.metric), value, _escaped(row.unit.name))
         measured.append((*names, f"{low} to {high}", str(row.count), protocol))
     heads = "benchmark | metric | value | unit | 95 % interval | items | protocol"
@@ -155,6 +156,16 @@ def benchmark_rows(source: Source, run: Path | None) -> list[Result]:
         return []
     name = Layout(run, variant).model_name(source.name)
     return [row for row in results.read(path) if row.model == name][:_MOST_ROWS]
+
+
+def _in_words(protocol: Mapping[str, Any]) -> str:
+    """A protocol's fields as NAME: VALUE; of a list or a mapping the number of its values, which
+    results.jsonl has."""
+    shown = {
+        name: f"{len(value)} values" if isinstance(value, list | dict) else value
+        for name, value in protocol.items()
+    }
+    return ", ".join(f"{name}: {value}" for name, value in shown.items())
 
 
 # --- the repository ----------------------------------------------------------------------------

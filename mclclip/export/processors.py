@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from mclclip import files
-from mclclip.models import config_check, tokenizer, transformers_encoder, weights
+from mclclip.models import config_check, tokenizer, transformers_folder, weights
 from mclclip.models.model import Model
 
 _PROCESSOR = "image_processing_open_clip"  # module of the own image processor, here and in exports
+EXACT = "exact_processor"
+"""The folder of an export that holds the image processor of open_clip's pixels."""
 _START, _END = "<|startoftext|>", "<|endoftext|>"
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
@@ -25,12 +27,12 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cl
 
 
 def write_image_processors(out: Path, settings: Mapping[str, Any], kind: str) -> None:
-    """Writes a stock image processor of the class `kind`, whose file names the own one as remote
-    code, and the own one's code. Without `trust_remote_code`, transformers' AutoImageProcessor
-    takes the stock one.
+    """Writes transformers' own image processor, and in the folder `EXACT` the one of open_clip's
+    pixels, whose code lies beside it and runs where a user trusts it.
 
-    `settings` are open_clip's options of the validation transform. Raises ValueError for a way to
-    resize that transformers has not.
+    `settings` are open_clip's options of the validation transform; `kind` is ``CLIP`` or
+    ``Siglip``, as transformers names its classes. Raises ValueError for a way to resize that it
+    has not.
     """
     resize, size = settings.get("resize_mode") or "shortest", settings["size"]
     height, width = size if isinstance(size, list | tuple) else (size, size)
@@ -42,7 +44,9 @@ def write_image_processors(out: Path, settings: Mapping[str, Any], kind: str) ->
         )
     methods = {"bicubic": 3, "bilinear": 2, "nearest": 0}
     record = {
-        "image_processor_type": kind,
+        # SigLIP's class squeezes pictures, and in transformers 4 it cuts nothing out.
+        "image_processor_type": f"{'CLIP' if resize == 'shortest' else kind}ImageProcessor",
+        "processor_class": f"{kind}Processor",
         "do_convert_rgb": True,
         "do_resize": True,
         "size": {"shortest_edge": height} if resize == "shortest" else sides,
@@ -54,18 +58,22 @@ def write_image_processors(out: Path, settings: Mapping[str, Any], kind: str) ->
         "do_normalize": True,
         "image_mean": list(settings["mean"]),
         "image_std": list(settings["std"]),
-        "auto_map": {"AutoImageProcessor": f"{_PROCESSOR}.OpenClipImageProcessor"},
     }
-    files.write_json(out / transformers_encoder.PREPROCESSOR, record)
-    own = Path(__file__).with_name(f"{_PROCESSOR}.py")
-    files.write_bytes(out / own.name, own.read_bytes())
+    files.write_json(out / transformers_folder.PREPROCESSOR, record)
+    exact, own = out / EXACT, Path(__file__).with_name(f"{_PROCESSOR}.py")
+    exact.mkdir()
+    files.write_bytes(exact / own.name, own.read_bytes())
+    record["auto_map"] = {"AutoImageProcessor": f"{_PROCESSOR}.OpenClipImageProcessor"}
+    record["image_processor_type"] = "OpenClipImageProcessor"
+    del record["processor_class"]
+    files.write_json(exact / transformers_folder.PREPROCESSOR, record)
 
 
 def own_processor(out: Path) -> Any:
-    """The own image processor with the settings of a folder: the class of this package, never the
-    file in the folder."""
+    """The image processor of open_clip's pixels with the settings of an export: the class of this
+    package, never the file in the folder."""
     cls = import_module(f"mclclip.export.{_PROCESSOR}").OpenClipImageProcessor
-    return cls.from_pretrained(str(out))
+    return cls.from_pretrained(str(out / EXACT))
 
 
 # --- texts -------------------------------------------------------------------------------------

@@ -8,10 +8,11 @@ could bring code.
 import copy
 import functools
 import os
-import pickle
+import re
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +23,8 @@ import mclclip.torchvision_fix  # noqa: F401
 
 # isort: split
 import open_clip
-from open_clip.model import CLIPTextCfg, CLIPVisionCfg
+from open_clip.convert import convert_state_dict
+from open_clip.model import CLIPTextCfg, CLIPVisionCfg, convert_to_custom_text_state_dict
 from open_clip.modified_resnet import ModifiedResNet
 from open_clip.pretrained import download_pretrained_from_hf
 from open_clip.timm_model import TimmModel
@@ -35,9 +37,22 @@ from open_clip.tokenizer import (
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from open_clip.transformer import VisionTransformer
 
-from mclclip.models import backbones, config_check, tokenizer, towers, transforms, weights
+from mclclip import files
+from mclclip.models import (
+    backbones,
+    config_check,
+    state_dicts,
+    tokenizer,
+    towers,
+    transformers_folder,
+    transforms,
+    weights,
+)
 from mclclip.models.weights import fetched, one_line, quiet
 from mclclip.options import nearest
+
+_KINDS = (CLIPVisionCfg, CLIPTextCfg, PreprocessCfg)
+_BIG_VISION = (".npz", ".npy")  # weights of SigLIP's authors, which open_clip reads
 
 IMAGENET_NAMES: tuple[str, ...] = tuple(open_clip.IMAGENET_CLASSNAMES)
 """CLIP's names of ImageNet-1k's classes, in the order of their sorted WordNet ids."""
@@ -58,14 +73,25 @@ def find(
     pretrained: str | None = None,
     load_weights: bool = True,
 ) -> tuple[dict[str, Any], Path | None, Path | None]:
-    """The checked configuration, the weights file, and the directory of a tokenizer's files.
+    """The checked configuration, the weights file (the folder of a model of transformers), and the
+    directory of a tokenizer's files.
 
     Raises the errors of `loading.load_towers` that concern them.
     """
     label, directory = str(name).removeprefix("local-dir:"), None
+    if str(name).startswith(transformers_folder.PREFIX):
+        _refuse_pretrained(str(name), pretrained)
+        directory = transformers_folder.find(str(name))
+        config = transformers_folder.read_config(directory, _simple_tokenizer(77))
+        config_check.check(config, None, _published(), _KINDS, str(directory))
+        if load_weights:
+            transformers_folder.check_weights(directory, config)
+        return config, directory if load_weights else None, directory
     if isinstance(name, Mapping) or str(name).endswith(".json"):
         config = weights.read_model_config(name)
         file = _weights_file(pretrained, str(name))
+        label = "the model config" if isinstance(name, Mapping) else label
+        config = _completed(config, label, file)
     elif str(name).startswith("local-dir:") or os.path.isdir(label):
         _refuse_pretrained(str(name), pretrained)
         directory = Path(label)
@@ -83,8 +109,7 @@ def find(
     else:
         config, file = _of_open_clip(label.replace("/", "-"), str(name), pretrained)
     whose = "the model config" if isinstance(name, Mapping) else str(name)
-    kinds = (CLIPVisionCfg, CLIPTextCfg, PreprocessCfg)
-    config_check.check(config, file, _published(), kinds, whose)
+    config_check.check(config, file, _published(), _KINDS, whose)
     return config, file, directory
 
 
@@ -99,6 +124,10 @@ def _of_open_clip(
 ) -> tuple[dict[str, Any], Path | None]:
     """The configuration and the weights file of a name of open_clip's own."""
     if (model_cfg := open_clip.get_model_config(label)) is None:
+        if twin := _twin(name):
+            raise ValueError(
+                f"{name!r} is no name of open_clip's, where the same model is {twin}: give that"
+            )
         near = nearest(label, open_clip.list_models())
         raise ValueError(
             f"{name!r} is neither a directory nor an open_clip model (nearest: "
@@ -106,19 +135,71 @@ def _of_open_clip(
         )
     tag = open_clip.get_pretrained_cfg(label, pretrained) if pretrained else {}
     if not tag:
-        return {"model_cfg": model_cfg}, _weights_file(pretrained, label)
-    # open_clip only warns of another activation, and every feature would be slightly wrong.
-    wanted, got = bool(tag.get("quick_gelu")), bool(model_cfg.get("quick_gelu"))
-    of_timm = model_cfg["vision_cfg"].get("timm_model_name")
-    if wanted != got and not of_timm:
-        other = f"{label}-quickgelu" if wanted else label.removesuffix("-quickgelu")
-        raise ValueError(
-            f"the weights {pretrained!r} were trained with quick_gelu={wanted}, but {label!r} has "
-            f"quick_gelu={got}: use the model {other!r}"
-        )
+        file = _weights_file(pretrained, label)
+        return _completed({"model_cfg": model_cfg}, label, file), file
+    _check_gelu(model_cfg, label, bool(tag.get("quick_gelu")), f"the weights {pretrained!r}")
     what = f"the weights {pretrained!r} of {label!r}"
     file = fetched(what, lambda: open_clip.download_pretrained(tag))
     return {"model_cfg": model_cfg, "preprocess_cfg": dict(tag)}, Path(file)
+
+
+def _check_gelu(model_cfg: Mapping[str, Any], label: str, wanted: bool, whose: str) -> None:
+    """Raises ValueError where weights were trained with another activation than the model's, of
+    which open_clip only warns, and every feature would be slightly wrong."""
+    got = bool(model_cfg.get("quick_gelu"))
+    if wanted == got or model_cfg["vision_cfg"].get("timm_model_name"):
+        return
+    other = f"{label}-quickgelu" if wanted else label.removesuffix("-quickgelu")
+    known = other in open_clip.list_models()
+    advice = f"use the model {other!r}" if known else f"set quick_gelu: {str(wanted).lower()}"
+    raise ValueError(
+        f"{whose} were trained with quick_gelu={wanted}, but {label!r} has quick_gelu={got}: "
+        f"{advice}"
+    )
+
+
+def _completed(config: dict[str, Any], label: str, file: Path | None) -> dict[str, Any]:
+    """The configuration of a model whose weights are a file, with what the file and the records
+    beside it say. Raises ValueError where they were trained with another activation."""
+    model_cfg = config["model_cfg"]
+    if file is None or "text_cfg" not in model_cfg or "vision_cfg" not in model_cfg:
+        return config
+    recorded = state_dicts.recorded_quick_gelu(file)
+    if recorded is not None:
+        _check_gelu(model_cfg, label, recorded, f"the weights {file}")
+    if file.suffix in _BIG_VISION:
+        return config
+    with _loading(file):
+        return {**config, "model_cfg": state_dicts.complete_config(model_cfg, file)}
+
+
+_TWINS = re.compile(
+    r"(?:.*/)?(clip-vit|siglip2?)-(base|large|huge|so400m|giant-opt)-patch(\d+)(?:-(\d+))?",
+    re.IGNORECASE,
+)
+_SIZES = {"base": "B", "large": "L", "huge": "H", "so400m": "SO400M", "giant-opt": "gopt"}
+
+
+def _twin(name: str) -> str | None:
+    """open_clip's name of the model that transformers (``openai/clip-vit-base-patch32``), a
+    repository of the hub, or letters of another case call ``name``; None where there is none."""
+    models = {model.lower(): model for model in open_clip.list_models()}
+    if same := models.get(name.replace("/", "-").lower()):
+        return same
+    if parts := _TWINS.fullmatch(name):
+        kind, size, patch, side = parts.groups()
+        side = "" if side in (None, "224") else f"-{side}"
+        kinds = {"clip-vit": "", "siglip": "-SigLIP", "siglip2": "-SigLIP2"}
+        model = f"ViT-{_SIZES[size.lower()]}-{patch}{kinds[kind.lower()]}{side}"
+        if kind.lower() == "clip-vit":
+            model += "-quickgelu"
+        tags = open_clip.list_pretrained_tags_by_model(model)
+        return f"{model}@{tags[0]}" if tags else None
+    for model, tag in open_clip.list_pretrained():
+        repository = open_clip.get_pretrained_cfg(model, tag).get("hf_hub") or ""
+        if repository.rstrip("/").lower() == name.lower():
+            return f"{model}@{tag}"
+    return None
 
 
 def _refuse_pretrained(name: str, pretrained: str | None) -> None:
@@ -163,10 +244,17 @@ def is_without_weights(name: str | Path | Mapping[str, Any]) -> bool:
 class _ProvenTokenizer(HFTokenizer):  # type: ignore[misc]  # open_clip has no types
     """A tokenizer whose files lie beside a model, and whose tokens are checked (`tokens_of`)."""
 
-    def __init__(self, directory: Path, vocabulary: int, **options: Any) -> None:
+    def __init__(self, directory: Path, vocabulary: int, kind: str, **options: Any) -> None:
         self._vocabulary, self._where = vocabulary, f"in {directory}"
+        library = config_check.library()
+        if kind == config_check.FAST:  # open_clip asks for AutoTokenizer, which takes the slow one
+            self.tokenizer_mode, self.strip_sep_token = "", False
+            self.context_length = options["context_length"]
+            self.clean_fn = get_clean_fn(options.get("clean", "whitespace"))
+            self.tokenizer = getattr(library, kind).from_pretrained(str(directory))
+            return
         # With an empty configuration, transformers does not look in config.json for other classes.
-        config = config_check.library().PretrainedConfig()
+        config = library.PretrainedConfig()
         super().__init__(str(directory), config=config, **options)
 
     def __call__(self, texts: str | list[str], context_length: int | None = None) -> torch.Tensor:
@@ -204,9 +292,9 @@ def tokenizer_of(text_cfg: Mapping[str, Any], directory: Path | None, vocabulary
     if directory is None or not (directory / config_check.TOKENIZER_CONFIG).is_file():
         return tokenizer.LazyTokenizer(functools.partial(_hub_tokenizer, name, options), length)
     config_check.library()
-    config_check.check_tokenizer_files(directory)
-    tokenizer.prove(directory, length)
-    proven = _made(functools.partial(_ProvenTokenizer, directory, vocabulary, **options))
+    kind = config_check.tokenizer_class(directory)
+    tokenizer.prove(directory, length, kind)
+    proven = _made(functools.partial(_ProvenTokenizer, directory, vocabulary, kind, **options))
     with torch.device("cpu"):  # a plan makes models on "meta", where ids have no values
         proven([*tokenizer.PROBES])
     return proven
@@ -258,20 +346,30 @@ def build(config: Mapping[str, Any], seed: int, random_text: bool) -> Any:
 
 def fill(clip: Any, file: Path) -> None:
     """Loads a file of weights into a whole model; ValueError for code, damage, or another model."""
+    with _loading(file), quiet():
+        if file.is_dir():
+            transformers_folder.fill(clip, file)
+        elif file.suffix in _BIG_VISION:
+            open_clip.load_checkpoint(clip, str(file))
+        else:
+            tensors = convert_state_dict(clip, state_dicts.read(file))
+            if not hasattr(clip, "positional_embedding"):
+                tensors = convert_to_custom_text_state_dict(tensors)
+            state_dicts.fill(clip, tensors, file)
+    weights.refuse_not_finite(clip, str(file))
+
+
+@contextmanager
+def _loading(file: Path) -> Iterator[None]:
+    """Makes every error within one line about the weights: a file that is damaged, or holds code,
+    or is of another model, is refused by torch with many kinds of errors."""
     if file.suffix == ".safetensors":
         weights.check_header(file)
     try:
-        with quiet():
-            if file.suffix not in (".safetensors", ".npz", ".npy"):
-                # open_clip would retry without weights_only after a TypeError; here it is refused.
-                torch.load(file, map_location="meta", weights_only=True)
-            open_clip.load_checkpoint(clip, str(file), strict=True, weights_only=True)
-    except Exception as error:  # damaged file, pickled code, other model: torch raises many kinds
-        cause = one_line(error)
-        if isinstance(error, pickle.UnpicklingError):  # torch would advise to run the file's code
-            cause = "it is neither safetensors nor a plain state dict saved by torch"
+        yield
+    except Exception as error:
+        cause = files.message_of(error, 900) if type(error) is ValueError else one_line(error)
         raise ValueError(f"the weights {file} do not load ({cause})") from error
-    weights.refuse_not_finite(clip, str(file))
 
 
 def layout_of(visual: nn.Module) -> towers.ImageLayout | str:

@@ -41,6 +41,9 @@ from mclclip import files
 from mclclip.options import brief, first_problem, nearest
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
+FAST = "PreTrainedTokenizerFast"
+"""transformers' class of every tokenizer that is data alone (tokenizer.json)."""
+_SLOW_BESIDE_FAST = ("SiglipTokenizer",)  # published beside the file of a fast tokenizer
 BACKBONE = "backbone"
 """The field of a `vision_cfg` that names a tower of `backbones`."""
 
@@ -295,10 +298,12 @@ def check_hub_name(name: str) -> None:
         )
 
 
-def check_tokenizer_files(directory: Path) -> None:
-    """Raises ValueError where the tokenizer in a model directory is more than data.
+def tokenizer_class(directory: Path) -> str:
+    """transformers' class that reads the tokenizer in a model directory: the one that its files
+    name, or `FAST` where they name a slow one beside the file of a fast one.
 
-    Raises FileNotFoundError where there is none.
+    Raises ValueError where the tokenizer is more than data, and FileNotFoundError where there is
+    none.
     """
     path = Path(directory) / TOKENIZER_CONFIG
     if not path.is_file():
@@ -315,12 +320,15 @@ def check_tokenizer_files(directory: Path) -> None:
     # A tokenizer's files may name the slow class; transformers then loads the fast one.
     name, transformers = record.get("tokenizer_class"), library()
     kinds = [getattr(transformers, f"{name}{suffix}", None) for suffix in ("", "Fast")]
-    fast = transformers.PreTrainedTokenizerFast
-    if not any(inspect.isclass(kind) and issubclass(kind, fast) for kind in kinds):
-        raise ValueError(
-            f"tokenizer_class in {path} is {brief(name)}, wanted a fast tokenizer of transformers "
-            "(such as PreTrainedTokenizerFast): save the tokenizer as one"
-        )
+    fast = getattr(transformers, FAST)
+    if any(inspect.isclass(kind) and issubclass(kind, fast) for kind in kinds):
+        return "AutoTokenizer"
+    if name in _SLOW_BESIDE_FAST and (directory / "tokenizer.json").is_file():
+        return FAST
+    raise ValueError(
+        f"tokenizer_class in {path} is {brief(name)}, wanted a fast tokenizer of transformers "
+        f"(such as {FAST}): save the tokenizer as one"
+    )
 
 
 def library() -> Any:

@@ -21,23 +21,22 @@ from typing import Any, get_args, overload
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from mclclip import files
-from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode_image
-from mclclip.models import clip, transformers_encoder, weights
+from mclclip.models import clip, transformers_folder, weights
+from mclclip.models.inputs import Picture, pictures_of, texts_of, transformed
 from mclclip.models.loading import common_config, load_towers, refuse_without_weights
 from mclclip.models.model import Model, unit
 from mclclip.models.options import Variant
 from mclclip.options import brief, first_problem, with_prefix
+from mclclip.shipped import RECIPES
 
 RANDOM = "random"
 """Stands for random weights in the place of open_clip's tag."""
 _SCHEMAS = (1, 2)  # 2: has weights of its stages, which a reader of 1 would overlook
 _MOST_STAGES = 64
-Picture = str | Path | Image.Image
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Encoder(nn.Module):
         encoder = mclclip.load_model("ViT-B-32-quickgelu@openai")
         cosines = encoder.encode_image(["a.jpg", "b.jpg"]) @ encoder.encode_text(["a dog"]).T
 
-    `encode_image` and `encode_text` take pictures (paths or PIL images) and texts, and give numpy.
+    `encode_image` and `encode_text` take pictures (`inputs.Picture`) and texts, and give numpy.
     They also take what is already transformed (`preprocess_val`, `tokenizer`), on any device, and
     then give tensors on the encoder's device. Features are unit rows in fp32 without a graph.
     Without a text tower, texts raise ValueError. The models are frozen and put into eval mode.
@@ -89,7 +88,7 @@ class Encoder(nn.Module):
 
     def __init__(
         self,
-        stages: Sequence[Model | transformers_encoder.TransformersModel],
+        stages: Sequence[Model],
         variant: Variant | None = None,
         *,
         num_trunk_blocks: int = 0,
@@ -109,6 +108,18 @@ class Encoder(nn.Module):
         self.tokenizer = stages[0].tokenizer
         self.preprocess_val = stages[0].preprocess_val
         self.eval()
+
+    def __repr__(self) -> str:
+        """What the encoder is, in a line or two; `stages` has the models themselves."""
+        size = sum(parameter.numel() for parameter in self.parameters()) / 1e6
+        towers = "image and text towers" if self.stages[0].reads_texts else "image tower alone"
+        if self.variant is not None:
+            towers = f"{len(self.stages)} stages joined as {self.variant}, {towers}"
+        scale = f"{self.logit_scale:.4g}"
+        return (
+            f"Encoder: {towers}, {size:.1f} million parameters, on {self.device}\n"
+            f"  features of {self.embed_dim} numbers, of unit length; logit scale {scale}"
+        )
 
     @property
     def device(self) -> torch.device:
@@ -144,14 +155,15 @@ class Encoder(nn.Module):
     ) -> Tensor | NDArray[np.float32]:
         """[B, 3, H, W] -> unit [B, E]; n pictures, `batch_size` at a time -> unit [n, E] of numpy.
 
-        Raises FileNotFoundError and ValueError for a path that is missing or no picture.
+        Pictures are paths, PIL images, arrays uint8 [H, W, 3] (or one [N, H, W, 3]), bytes or open
+        files of encoded pictures, and tensors [3, H, W] that `preprocess_val` made. Raises
+        FileNotFoundError for a path that is missing, and ValueError for what is no picture.
         """
         if not isinstance(images, Tensor):
-            pictures = [images] if isinstance(images, Picture) else [*images]
-            parts = [
-                self.encode_image(torch.stack([*map(self._transformed, part)]))
-                for part in _parts(pictures, batch_size)
-            ]
+            parts = []
+            for part in _parts(pictures_of(images), batch_size):
+                pixels = [transformed(picture, self.preprocess_val) for picture in part]
+                parts.append(self.encode_image(torch.stack(pixels)))
             return self._joined(parts)
         features = self.stage_features(images)
         if self.variant is None:
@@ -175,22 +187,13 @@ class Encoder(nn.Module):
         if not isinstance(tokens, Tensor):
             if self.tokenizer is None:
                 raise ValueError("the encoder has no text tower: it encodes images alone")
-            texts = [tokens] if isinstance(tokens, str) else [*tokens]
-            parts = [self.encode_text(self.tokenizer(part)) for part in _parts(texts, batch_size)]
+            several = _parts(texts_of(tokens), batch_size)
+            parts = [self.encode_text(self.tokenizer(texts)) for texts in several]
             return self._joined(parts)
         features = self.stage_text_features(tokens)
         if self.variant is None:
             return unit(features[0])
         return join_text_features(features, self.stage_weights)
-
-    def _transformed(self, picture: Picture) -> Tensor:
-        """[3, H, W], as evaluation sees it."""
-        if not isinstance(picture, Image.Image):
-            try:
-                picture = decode_image(Path(picture).read_bytes(), MAX_IMAGE_PIXELS)
-            except DecodeError as error:
-                raise ValueError(f"{picture} cannot be decoded ({error}): leave it out") from None
-        return self.preprocess_val(picture)
 
     def _joined(self, parts: Sequence[Tensor]) -> NDArray[np.float32]:
         if not parts:
@@ -464,13 +467,9 @@ def load_model(
     if pretrained is None:
         name, pretrained = split_name(name)
     path = Path(str(name).removeprefix("local-dir:"))
-    of_transformers = str(name).startswith(transformers_encoder.PREFIX)
-    is_concat = not of_transformers and (path / weights.CONCAT).is_file()
-    if pretrained and (of_transformers or is_concat):
-        raise ValueError(f"pretrained is {pretrained!r}, but {name} brings its own weights")
-    if of_transformers:
-        return Encoder([transformers_encoder.load(str(name))]).to(device)
-    if is_concat:
+    if (path / weights.CONCAT).is_file():
+        if pretrained:
+            raise ValueError(f"pretrained is {pretrained!r}, but {name} brings its own weights")
         return load_concat(path).to(device)
     if pretrained is None:
         refuse_without_weights(name)
@@ -480,9 +479,12 @@ def load_model(
 
 def split_name(where: str | Path) -> tuple[str | Path, str | None]:
     """Splits ``NAME@PRETRAINED``; an existing path is a name, even with an @ in it. Nothing behind
-    the @, as of a variable that is not set, is no tag."""
-    path = str(where).removeprefix(transformers_encoder.PREFIX).removeprefix("local-dir:")
-    if "@" not in path or Path(path).exists():
-        return where, None
-    name, _, tag = str(where).rpartition("@")
-    return name, tag or None
+    the @, as of a variable that is not set, is no tag. A name of a model config that is shipped
+    beside the recipes, such as ``tiny_clip``, becomes its path."""
+    path = str(where).removeprefix(transformers_folder.PREFIX).removeprefix("local-dir:")
+    name, tag = where, None
+    if "@" in path and not Path(path).exists():
+        name, _, tag = str(where).rpartition("@")
+    shipped = RECIPES / f"{name}.json"
+    is_shipped = Path(name).name == str(name) and not Path(name).exists() and shipped.is_file()
+    return str(shipped) if is_shipped else name, tag or None

@@ -13,11 +13,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip import files
-from mclclip.models import backbones, clip, config_check, towers, weights
+from mclclip.models import backbones, clip, config_check, towers, transformers_folder, weights
 from mclclip.models.lora import add_lora
 from mclclip.models.model import Model
 from mclclip.models.tokenizer import fetched
-from mclclip.models.transformers_encoder import PREFIX
 from mclclip.models.weights import one_line
 from mclclip.options import brief
 
@@ -41,9 +40,10 @@ def load_towers(
     """Loads a model on the CPU in fp32, in eval mode, with nothing locked.
 
     Args:
-        name: an open_clip name, a directory (`local-dir:PATH` or `PATH`), `hf-hub:ORG/NAME`, or a
-            model config: a JSON file or a mapping with `embed_dim`, `vision_cfg` (of open_clip's
-            fields, or `backbones.Backbone`'s) and `text_cfg` (without it: an image tower alone).
+        name: an open_clip name, a directory (`local-dir:PATH` or `PATH`), `hf-hub:ORG/NAME`, a CLIP
+            or SigLIP of transformers (`hf:FOLDER`, `hf:ORG/NAME`), or a model config: a JSON file
+            or a mapping with `embed_dim`, `vision_cfg` (of open_clip's fields, or
+            `backbones.Backbone`'s) and `text_cfg` (without it: an image tower alone).
         pretrained: open_clip's tag of the weights or a file; not with directories and hub models,
             which bring their own. Without weights they are drawn by `seed`.
         image_weights: a safetensors file of the image tower's weights (`tensors_of_image_tower`),
@@ -61,7 +61,6 @@ def load_towers(
     directory, its config, weights or tokenizer are missing, or neither cached nor reachable.
     The global generators are neither used nor changed.
     """
-    _refuse_transformers(name)
     config, file, directory = clip.find(name, pretrained, load_weights)
     model_cfg, tokenizer = config["model_cfg"], None
     if text and "text_cfg" in model_cfg:
@@ -243,7 +242,6 @@ def model_config(name: Name) -> dict[str, Any]:
 def check_tokenizer(name: Name) -> None:
     """Raises FileNotFoundError or ValueError where the tokenizer of a model that is to be trained
     cannot be had; reads no weights. Ids are checked where the model is loaded."""
-    _refuse_transformers(name)
     config, _, directory = clip.find(name, load_weights=False)
     text_cfg = config["model_cfg"].get("text_cfg") or {}
     if text_cfg.get("hf_tokenizer_name"):
@@ -261,20 +259,14 @@ def model_tokenizer(name: Name) -> Any:
 
 def refuse_without_weights(name: str | Path) -> None:
     """Raises ValueError, which lists the tags, for the name of an architecture alone; before that,
-    the errors of its configuration."""
+    the errors of its configuration, and of that of a folder of transformers."""
+    if str(name).startswith(transformers_folder.PREFIX):
+        model_config(name)
     if clip.is_without_weights(name):
         model_config(name)
         raise ValueError(
             f"{name} names no weights: give {name}@TAG with a tag of open_clip's (tags: "
             f"{clip.tags(str(name))}), {name}@FILE with a file of weights, or {name}@random"
-        )
-
-
-def _refuse_transformers(name: Name) -> None:
-    if str(name).startswith(PREFIX):
-        raise ValueError(
-            f"{name} is a model of transformers, which can be evaluated but not trained or joined: "
-            "use the same model's name in open_clip, or hf-hub:ORG/NAME of its open_clip weights"
         )
 
 

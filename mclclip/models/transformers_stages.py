@@ -14,7 +14,8 @@ LLaVA reads them in two ways, and needs no change for either:
                 Their projector takes `hidden_size` channels in all, which must be `num_stages`
                 times `width` then: `from_pretrained(..., hidden_size=...)`, or in config.json
 
-Importing this module registers both with AutoConfig and AutoModel. Exports have a copy of it beside
+Importing this module registers both with AutoConfig and AutoModel, and the second with the class of
+the pipeline for zero-shot classification. Exports have a copy of it beside
 their weights, which `trust_remote_code=True` runs; it needs torch and transformers (4.37 or newer),
 and nothing of mclclip.
 """
@@ -26,8 +27,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForZeroShotImageClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.models.clip.modeling_clip import CLIPOutput
 
 
 class _Sizes(PretrainedConfig):  # type: ignore[misc]
@@ -304,9 +312,14 @@ class StagesModel(_Loaded):
         return _joined(rows * repeats, self.config.vision_config.stage_weights)
 
     def forward(
-        self, input_ids: Tensor | None = None, pixel_values: Tensor | None = None, **kwargs: Any
-    ) -> dict[str, Tensor]:
-        """`image_embeds`, `text_embeds`, and `logits_per_image` where both are given."""
+        self,
+        input_ids: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """transformers' `CLIPOutput` with `image_embeds` [B, S*D], `text_embeds` [N, S*D], and
+        where both are given `logits_per_image` [B, N] and `logits_per_text`."""
         found: dict[str, Tensor] = {}
         if pixel_values is not None:
             found["image_embeds"] = self.get_image_features(pixel_values)
@@ -315,9 +328,12 @@ class StagesModel(_Loaded):
         if len(found) == 2:
             cosines = found["image_embeds"] @ found["text_embeds"].T
             found["logits_per_image"] = self.logit_scale.exp() * cosines
-        return found
+            found["logits_per_text"] = found["logits_per_image"].T
+        output = CLIPOutput(**found)
+        return output if return_dict is not False else output.to_tuple()
 
 
 for _config, _model in ((StagesVisionConfig, StagesVisionModel), (StagesConfig, StagesModel)):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
     AutoModel.register(_config, _model, exist_ok=True)
+AutoModelForZeroShotImageClassification.register(StagesConfig, StagesModel, exist_ok=True)

@@ -91,9 +91,11 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not Path(directory).is_dir():
         raise FileNotFoundError(f"no model directory at {directory}")
     if not path.is_file():
+        advice = "give the directory that 'mclclip export' wrote"
+        if (Path(directory) / IMAGE_CONFIG).is_file():
+            advice = f"a model of Hugging Face transformers is named hf:{directory}"
         raise FileNotFoundError(
-            f"{directory} has no {CONFIG}, so it is no exported model: give the directory that "
-            "'mclclip export' wrote"
+            f"{directory} has no {CONFIG}, so it is no exported model: {advice}"
         )
     config = files.read_model_json(path)
     if not isinstance(config, dict) or "model_cfg" not in config:

@@ -240,3 +240,11 @@ def test_an_image_that_cannot_be_read_is_one_line(made: Path, tmp_path: Path) ->
     run = Run(root / "run", options, checks_index=False)
     with pytest.raises(RuntimeError, match=r"sample made/00047 cannot be read \(truncated\)"):
         run.images([47])
+
+
+def test_a_run_says_what_it_holds_and_reads_nothing(made: Path) -> None:
+    run = Run.open(made)
+    shown = repr(run)
+    assert len(shown.splitlines()) <= 5
+    assert str(made) in shown and "stage_1" in shown and "15" in shown
+    assert "stages" not in vars(run) and "result_rows" not in vars(run)

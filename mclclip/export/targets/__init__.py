@@ -89,7 +89,8 @@ class ExportTarget(Protocol):
     """A library's layout, as its module gives it.
 
     A module may have more: ``PRECISIONS``, the number formats that it writes (default: fp32 alone),
-    and ``inputs(source)``, digests by name of what it reads beside the files of the source.
+    ``inputs(source)``, digests by name of what it reads beside the files of the source, and
+    ``usage(source)``, how the export is loaded, for its card.
     """
 
     CARD: Mapping[str, str]

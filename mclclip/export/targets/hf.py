@@ -2,25 +2,28 @@
 
 open_clip's plain ViT becomes a `CLIPModel`, open_clip's SigLIP a `SiglipModel`, both without code
 of ours. A joined encoder becomes a `StagesModel` (`models/transformers_stages.py`, which is copied
-beside its weights). Every folder has a stock image processor and one whose pixels are open_clip's.
+beside its weights). Every folder names transformers' own image processor, with which pipelines and
+auto classes load it without a question, and holds one of open_clip's pixels in a folder below it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mclclip import files
 from mclclip.export import certificate, layouts, processors
 from mclclip.export.certificate import Certificate, Probes
 from mclclip.export.targets import Source
-from mclclip.models import config_check, transformers_encoder, weights
-from mclclip.models.encoder import Encoder, load_model
+from mclclip.models import config_check, transformers_folder, transformers_layout, weights
+from mclclip.models.model import unit
 
 CARD = {"library_name": "transformers", "pipeline_tag": "zero-shot-image-classification"}
 IS_MODEL = True
@@ -30,13 +33,13 @@ def write(source: Source, out: Path) -> None:
     """Writes the folder; see the module. Raises ValueError for a model that none of the three
     holds."""
     config_check.library()
-    model, kind = source.encoder.stages[0], "CLIPImageProcessor"
+    model, kind = source.encoder.stages[0], "CLIP"
     if source.is_concat:
         config, tensors = layouts.stages(source.encoder)
-    elif layouts.is_siglip(source.single("transformers' CLIPModel")):
-        (config, tensors), kind = layouts.siglip(model), "SiglipImageProcessor"
+    elif transformers_layout.is_siglip(source.single("transformers' CLIPModel")):
+        (config, tensors), kind = transformers_layout.siglip(model), "Siglip"
     else:
-        config, tensors = layouts.clip(model)
+        config, tensors = transformers_layout.clip(model)
     if config["model_type"] == "siglip":
         processors.write_cleaning_tokenizer(source.directory, model, out)
     else:
@@ -50,14 +53,14 @@ def write_model(
     out: Path,
     config: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
-    kind: str = "CLIPImageProcessor",
+    kind: str = "CLIP",
 ) -> None:
-    """Writes configuration, weights and image processors, the stock one of the class `kind`; of a
+    """Writes configuration, weights and image processors (`kind` is ``CLIP`` or ``Siglip``); of a
     joined encoder the code of its model too."""
     if source.is_concat:
-        code = Path(transformers_encoder.__file__).with_name(f"{layouts.STAGES}.py")
+        code = Path(transformers_folder.__file__).with_name(f"{layouts.STAGES}.py")
         files.write_bytes(out / code.name, code.read_bytes())
-    files.write_bytes(out / transformers_encoder.CONFIG, json.dumps(config, indent=2).encode())
+    files.write_bytes(out / transformers_folder.CONFIG, json.dumps(config, indent=2).encode())
     settings = source.encoder.stages[0].config["preprocess_cfg"]
     processors.write_image_processors(out, settings, kind)
     weights.write_tensors(out / "model.safetensors", tensors)
@@ -73,7 +76,7 @@ def load_stages(out: Path) -> Any:
 def load(cls: Any, out: Path, **options: Any) -> Any:
     """A model of a class of transformers. Raises ValueError where the weights lack a tensor, which
     transformers would fill at random, with a warning only."""
-    with transformers_encoder.silent(config_check.library()):
+    with silent(config_check.library()):
         model, found = cls.from_pretrained(
             str(out), output_loading_info=True, local_files_only=True, **options
         )
@@ -83,19 +86,100 @@ def load(cls: Any, out: Path, **options: Any) -> Any:
     return model.eval()
 
 
+@contextmanager
+def silent(transformers: Any) -> Iterator[None]:
+    """Keeps the library's reports and progress bars from the terminal."""
+    library = transformers.utils.logging
+    verbosity, with_bars = library.get_verbosity(), library.is_progress_bar_enabled()
+    library.set_verbosity(library.CRITICAL)
+    library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        library.set_verbosity(verbosity)
+        if with_bars:
+            library.enable_progress_bar()
+
+
+class _Runtime:
+    """A model of transformers with its tokenizer and an image processor, as `certificate.compare`
+    runs it."""
+
+    def __init__(self, model: Any, tokenizer: Any, processor: Any) -> None:
+        self.model, self.processor, self._tokenizer = model, processor, tokenizer
+        self.context_length = int(model.config.text_config.max_position_embeddings)
+        self.logit_scale = model.logit_scale.exp().item()
+
+    def preprocess_val(self, image: Any) -> Tensor:
+        """A picture -> [3, H, W]."""
+        made = self.processor(images=image.convert("RGB"), return_tensors="pt")
+        pixels: Tensor = made["pixel_values"][0]
+        return pixels
+
+    def tokenizer(self, texts: list[str]) -> Tensor:
+        """N strings -> int64 [N, context]."""
+        options = {"padding": "max_length", "truncation": True, "max_length": self.context_length}
+        tokens: Tensor = self._tokenizer(texts, return_tensors="pt", **options)["input_ids"]
+        return tokens
+
+    @torch.no_grad()
+    def encode_image(self, images: Tensor) -> Tensor:
+        """[B, 3, H, W] -> unit [B, E]."""
+        return unit(_rows(self.model.get_image_features(pixel_values=images)))
+
+    @torch.no_grad()
+    def encode_text(self, tokens: Tensor) -> Tensor:
+        """[B, context] int64 -> unit [B, E]."""
+        return unit(_rows(self.model.get_text_features(input_ids=tokens)))
+
+
+def _rows(output: Any) -> Tensor:
+    """Features [B, E]: transformers 4 returns them, transformers 5 an output that holds them."""
+    return output if isinstance(output, Tensor) else output.pooler_output
+
+
 def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
-    """transformers with its stock image processor and, in a second entry, with the own one; of a
-    joined encoder with the own one alone."""
-    transformers, own = config_check.library(), processors.own_processor(out)
-    runtime = f"transformers {transformers.__version__}"
+    """transformers with the image processor that its AutoImageProcessor takes, on Pillow and on
+    torchvision, and with the exact one."""
+    transformers = config_check.library()
+    model = load_stages(out) if source.is_concat else load(transformers.AutoModel, out)
+    with silent(transformers):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(out), local_files_only=True)
+        stock = transformers.AutoImageProcessor.from_pretrained
+        processors_ = {
+            "AutoImageProcessor on Pillow": stock(str(out), use_fast=False),
+            "AutoImageProcessor on torchvision": stock(str(out), use_fast=True),
+            "OpenClipImageProcessor": processors.own_processor(out),
+        }
+        name = f"transformers {transformers.__version__}, {type(model).__name__}"
+        return [
+            certificate.compare(
+                source.encoder, _Runtime(model, tokenizer, made), f"{name}, {what}", probes
+            )
+            for what, made in processors_.items()
+        ]
+
+
+def usage(source: Source) -> str:
+    """How the export is loaded, for its card."""
+    options = ", trust_remote_code=True" * source.is_concat
+    code = "; the model's code lies beside its weights" * source.is_concat
+    others = "sentence-transformers loads the folder too."
     if source.is_concat:
-        tokenizer = transformers.CLIPTokenizer.from_pretrained(str(out))
-        model = transformers_encoder.TransformersModel(load_stages(out), own, tokenizer)
-        runtime = f"{runtime}, StagesModel, OpenClipImageProcessor"
-        return [certificate.compare(source.encoder, Encoder([model]), runtime, probes)]
-    other = load_model(f"{transformers_encoder.PREFIX}{out}")
-    stock = f"{runtime}, its own image processor"
-    proofs = [certificate.compare(source.encoder, other, stock, probes)]
-    other.preprocess_val = transformers_encoder.ProcessedPixels(own)
-    runtime = f"{runtime}, OpenClipImageProcessor"
-    return [*proofs, certificate.compare(source.encoder, other, runtime, probes)]
+        others = "sentence-transformers does not know a joined encoder: export the soup or a stage."
+    return f'''```python
+from transformers import AutoModel, AutoProcessor, pipeline
+
+classify = pipeline("zero-shot-image-classification", model="FOLDER"{options})
+model = AutoModel.from_pretrained("FOLDER"{options})
+processor = AutoProcessor.from_pretrained("FOLDER"{options})
+```
+
+FOLDER is this folder or repository{code}. The image processor is transformers' own, and the table
+below says how far its pixels are from those of the training. {others} The exact one lies in
+`{processors.EXACT}/` with its code:
+
+```python
+from transformers import AutoImageProcessor
+processor = AutoImageProcessor.from_pretrained("FOLDER/{processors.EXACT}", trust_remote_code=True)
+```'''

@@ -29,7 +29,7 @@ from torch import Tensor
 from mclclip.export import certificate, layouts
 from mclclip.export.certificate import Certificate, Probes
 from mclclip.export.targets import Source, hf
-from mclclip.models import config_check, weights
+from mclclip.models import config_check, transformers_layout, weights
 from mclclip.models.model import unit
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Layout
@@ -51,7 +51,7 @@ def write(source: Source, out: Path) -> None:
         config, tensors = layouts.stages(source.encoder)
         hf.write_model(source, out, *layouts.stages_tower(config, tensors))
         return
-    config, tensors = layouts.clip(source.single("transformers' CLIPModel"))
+    config, tensors = transformers_layout.clip(source.single("transformers' CLIPModel"))
     tower = config["vision_config"] | {
         "architectures": ["CLIPVisionModel"],
         "model_type": "clip_vision_model",

@@ -149,6 +149,10 @@ def _export(
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
     model = onnx.load(str(path))
+    # The exporter does not know the width of an attention pool, and runtimes ask the graph for it.
+    with torch.no_grad():
+        width = graph(example).shape[1]
+    model.graph.output[0].type.tensor_type.shape.dim[1].dim_value = width
     if half:
         _halve(onnx, model.graph)
     onnx.checker.check_model(model)

@@ -24,21 +24,33 @@ import timm
 from mclclip import files
 from mclclip.export import certificate
 from mclclip.export.certificate import Certificate, Probes
-from mclclip.export.layouts import OPEN_CLIP, TIMM, Table, blocks, renamed, transposed
 from mclclip.export.targets import Source
 from mclclip.models import weights
 from mclclip.models.model import Model, unit
+from mclclip.models.transformers_layout import (
+    OPEN_CLIP,
+    TIMM,
+    Changed,
+    Table,
+    blocks,
+    renamed,
+    transposed,
+)
 from mclclip.models.weights import one_line
 
 CARD = {"library_name": "timm"}
 IS_MODEL = True
 _VIT: Table = {
-    "visual.class_embedding": ("cls_token", lambda tensor: tensor.reshape(1, 1, -1)),
-    "visual.positional_embedding": ("pos_embed", lambda tensor: tensor[None]),
+    "visual.class_embedding": Changed(
+        "cls_token", lambda tensor: tensor.reshape(1, 1, -1), lambda tensor: tensor.reshape(-1)
+    ),
+    "visual.positional_embedding": Changed(
+        "pos_embed", lambda tensor: tensor[None], lambda tensor: tensor[0]
+    ),
     "visual.conv1.weight": "patch_embed.proj.weight",
     "visual.ln_pre": "norm_pre",
     "visual.ln_post": "norm",
-    "visual.proj": ("head.weight", transposed),
+    "visual.proj": transposed("head.weight"),
     **blocks("visual.transformer.resblocks", OPEN_CLIP, "blocks", TIMM),
 }
 

@@ -92,7 +92,7 @@ def siglip(folder: Path, text: dict[str, object] | None = None, **changes: objec
     """SigLIP's architecture, of which the fixture `narrow_siglip` makes a tiny one, beside a text
     tower of its kind. ``text`` and ``changes`` are changes of text_cfg and of other parts; None:
     without it."""
-    config = described()
+    config, settings = described(), changes.pop("preprocess_cfg", None)
     config |= {
         "init_logit_bias": -10.0, "custom_text": True,
         "vision_cfg": {
@@ -107,6 +107,8 @@ def siglip(folder: Path, text: dict[str, object] | None = None, **changes: objec
         | (text or {}),
     }  # fmt: skip
     kept = {key: value for key, value in (config | changes).items() if value is not None}
+    if settings:
+        kept = {"model_cfg": kept, "preprocess_cfg": settings}
     return save_moved(kept, folder)
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 import mclclip
 from mclclip.data.decode import decode_image
 from mclclip.export import certificate, convert
-from mclclip.export.processors import own_processor
+from mclclip.export.processors import EXACT, own_processor
 from mclclip.export.targets import hf
 from tests.unit.export.models import exported, joined, the_certificate
 
@@ -25,7 +25,7 @@ def test_the_code_in_an_export_is_not_run(tmp_path: Path) -> None:
     out = convert.run("hf", joined(tmp_path), tmp_path / "hf")
     clip = convert.run("hf", tmp_path / "stage_0", tmp_path / "clip")
     for folder in (out, clip):
-        code = [*folder.glob("*.py")]
+        code = [*folder.rglob("*.py")]
         assert code
         for path in code:
             path.write_text("raise SystemExit('it ran')")
@@ -55,10 +55,36 @@ def test_the_own_image_processor_gives_open_clips_pixels(tmp_path: Path, mode: s
         assert moved == 0  # nothing is cut off, so the stock one is equal too
     else:
         assert moved >= 6
-    stock_proof, own_proof = the_certificate(out), the_certificate(out, 1)
-    assert own_proof["pixels"] == 0.0 and own_proof["image_features_own_pixels"] <= 1e-5
-    assert own_proof["runtime"].endswith("OpenClipImageProcessor")
-    assert stock_proof["runtime"].endswith("its own image processor")
+    exact = the_certificate(out, 2)
+    assert exact["pixels"] == 0.0 and exact["image_features_own_pixels"] <= 1e-5
+    assert exact["runtime"].endswith("OpenClipImageProcessor")
+
+
+@pytest.mark.parametrize(("number", "slow"), [(0, True), (1, False)], ids=["Pillow", "torchvision"])
+def test_the_certificate_measures_the_processor_that_users_get(
+    tmp_path: Path, number: int, slow: bool
+) -> None:
+    source = exported(tmp_path / "own")
+    out = convert.run("hf", source, tmp_path / "hf")
+    own, proof = mclclip.load_model(source), the_certificate(out, number)
+    load = transformers.AutoImageProcessor.from_pretrained
+    stock, pictures = load(out, use_fast=not slow), certificate.drawn_images()
+    shades = 255 * torch.tensor(own.stages[0].config["preprocess_cfg"]["std"])[:, None, None]
+    moved = [
+        (stock(images=image, return_tensors="pt")["pixel_values"][0] - own.preprocess_val(image))
+        for image in pictures.values()
+    ]
+    largest = max(float((difference.abs() * shades).max()) for difference in moved)
+    assert proof["pixels"] == pytest.approx(largest, abs=0.01)
+    assert slow or largest > 0.5  # torchvision rounds otherwise than Pillow
+    assert proof["num_images"] == len(pictures)
+
+
+def test_as_many_pictures_are_compared_as_were_asked_for(tmp_path: Path) -> None:
+    for number in range(9):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    assert len(certificate.read_probes(tmp_path, None, 8).images) == 8
+    assert len(certificate.read_probes(tmp_path, None, 20).images) == 9
 
 
 def test_the_own_image_processor_turns_pictures_upright(tmp_path: Path) -> None:
@@ -78,15 +104,18 @@ def test_the_own_image_processor_turns_pictures_upright(tmp_path: Path) -> None:
     assert torch.equal(found, wanted)
 
 
-def test_the_file_in_the_export_is_that_processor(tmp_path: Path) -> None:
-    """For those who have no mclclip and trust the code; without trust, it is the stock one."""
+def test_the_folder_of_the_exact_processor_is_for_those_who_trust_its_code(tmp_path: Path) -> None:
+    """For those who have no mclclip; the export itself names the stock one, and asks nothing."""
     out = convert.run("hf", exported(tmp_path / "own"), tmp_path / "hf")
     shutil.copytree(out, tmp_path / "elsewhere")
     load = transformers.AutoImageProcessor.from_pretrained
     image = certificate.drawn_images()["edges 50x40"]
-    trusted = load(tmp_path / "elsewhere", trust_remote_code=True)
+    trusted = load(tmp_path / "elsewhere" / EXACT, trust_remote_code=True)
     assert type(trusted).__name__ == "OpenClipImageProcessor"
     wanted = mclclip.load_model(tmp_path / "own").preprocess_val(image)
     found = trusted(images=image, return_tensors="pt")["pixel_values"][0]
     assert torch.equal(found, wanted)
-    assert type(load(tmp_path / "elsewhere")).__name__.startswith("CLIPImageProcessor")
+    stock = load(tmp_path / "elsewhere", trust_remote_code=True)
+    assert type(stock).__name__.startswith("CLIPImageProcessor")
+    assert "auto_map" not in (out / "preprocessor_config.json").read_text()
+    assert "auto_map" not in (out / "config.json").read_text()

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+import mclclip
 from mclclip.export import convert
 from mclclip.export.targets import Source
 from mclclip.export.targets import onnx as target
-from tests.unit.export.models import exported, joined, the_certificate
+from tests.unit.export.models import exported, joined, source_of, the_certificate
 
 needs_onnx = pytest.mark.skipif(
     not (util.find_spec("onnx") and util.find_spec("onnxruntime")),
@@ -32,6 +33,18 @@ def test_half_the_bytes_and_the_difference_is_measured(tmp_path: Path) -> None:
     assert 1e-6 < proof["image_features"] < 5e-3 and 1e-6 < proof["text_features"] < 5e-3
     with pytest.raises(ValueError, match="--precision fp16 is of --to onnx, and this is --to hf"):
         convert.run("hf", source, tmp_path / "out", precision="fp16")
+
+
+@needs_onnx
+@pytest.mark.parametrize("kind", ["vit", "resnet", "concat_raw"])
+def test_a_graph_names_the_width_of_its_features(tmp_path: Path, kind: str) -> None:
+    """Runtimes and vector stores ask the graph for it; the batch alone is of any size."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    source = source_of(kind, tmp_path)
+    out, width = convert.run("onnx", source, tmp_path / "out"), mclclip.load_model(source).embed_dim
+    for name in ("image.onnx", "text.onnx"):
+        (output,) = onnxruntime.InferenceSession(str(out / name)).get_outputs()
+        assert output.shape == ["batch", width]
 
 
 @needs_onnx

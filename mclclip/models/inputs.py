@@ -1,0 +1,101 @@
+"""Reads what `Encoder.encode_image` and `Encoder.encode_text` are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from io import BufferedIOBase
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode_image
+from mclclip.options import brief
+
+Picture = str | Path | Image.Image | NDArray[np.uint8] | bytes | BinaryIO | Tensor
+"""A picture: its path, Pillow's image, an array uint8 [H, W, 3], the bytes or the open file of an
+encoded picture, or a tensor [C, H, W] that is already transformed (`preprocess_val`)."""
+
+_WANTED = (
+    "wanted paths, PIL images, arrays uint8 [H, W, 3], bytes or files of pictures, or tensors "
+    "[C, H, W] that preprocess_val made"
+)
+
+
+def pictures_of(images: Picture | Sequence[Picture]) -> list[Picture]:
+    """The pictures of a call: one alone, or several; an array [N, H, W, 3] is N of them."""
+    is_array = isinstance(images, np.ndarray)
+    if isinstance(images, str | Path | Image.Image | bytes | bytearray) or hasattr(images, "read"):
+        return [images]  # type: ignore[list-item]
+    if is_array and images.ndim < 4:
+        return [images]
+    try:
+        return [*images]  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"a picture is {_kind(images)}: {_WANTED}") from None
+
+
+def transformed(picture: Picture, transform: Callable[[Any], Tensor]) -> Tensor:
+    """The picture as [C, H, W], as evaluation sees it.
+
+    Raises FileNotFoundError for a path that leads nowhere, and ValueError for what is no picture.
+    """
+    if isinstance(picture, Tensor):
+        if picture.ndim != 3 or not picture.is_floating_point():
+            raise ValueError(f"a picture is {_kind(picture)}: {_WANTED}")
+        return picture
+    if isinstance(picture, Image.Image):
+        return transform(picture)
+    if isinstance(picture, np.ndarray):
+        reads_arrays = bool(getattr(transform, "reads_arrays", False))
+        right = picture.ndim == 3 and (reads_arrays or picture.shape[2] == 3)
+        if picture.dtype != np.uint8 or not right:
+            raise ValueError(f"a picture is {_kind(picture)}: {_WANTED}")
+        return transform(picture if reads_arrays else Image.fromarray(picture))
+    data, name = _bytes_of(picture)
+    try:
+        return transform(decode_image(data, MAX_IMAGE_PIXELS))
+    except DecodeError as error:
+        raise ValueError(f"{name} cannot be decoded ({error}): leave it out") from None
+
+
+def _bytes_of(picture: Any) -> tuple[bytes, str]:
+    """The bytes of an encoded picture, and what a message calls it."""
+    if isinstance(picture, str | Path):
+        if "://" in str(picture):
+            raise ValueError(f"{brief(str(picture))} is a url: read it, and give its bytes")
+        return Path(picture).read_bytes(), str(picture)
+    if isinstance(picture, bytes | bytearray):
+        return bytes(picture), f"a picture of {len(picture):,} bytes"
+    if isinstance(picture, BufferedIOBase) or hasattr(picture, "read"):
+        data = picture.read()
+        if isinstance(data, bytes):
+            return data, str(getattr(picture, "name", f"a file of {len(data):,} bytes"))
+        raise ValueError("a picture is a file that was opened as text: open it with mode 'rb'")
+    raise ValueError(f"a picture is {_kind(picture)}: {_WANTED}")
+
+
+def _kind(value: Any) -> str:
+    """The type of a value, with the shape and the kind of its numbers where it has them."""
+    if isinstance(value, np.ndarray | Tensor):
+        kind = str(value.dtype).removeprefix("torch.")
+        return f"{type(value).__name__} {kind} {[*value.shape]}"
+    return type(value).__name__
+
+
+def texts_of(texts: object) -> list[str]:
+    """The texts of a call: one alone, or several. Raises ValueError for what is no text."""
+    try:
+        several = [texts] if isinstance(texts, str) else [*texts]  # type: ignore[misc]
+    except TypeError:
+        several = [texts]
+    for number, text in enumerate(several):
+        if not isinstance(text, str):
+            shown = "" if text is None else f" ({brief(text)})"
+            raise ValueError(
+                f"text {number} is {_kind(text)}{shown}: wanted strings, or tokens as one tensor"
+            )
+    return [str(text) for text in several]

@@ -1,0 +1,236 @@
+"""Reads files of weights that other programs saved, and fits their tensors to a model.
+
+A training saves more than a model's tensors: they lie under a key of a checkpoint, and the names of
+a model that was compiled, wrapped or part of a larger module all begin with the same words. These
+are taken off. What still does not fit is one line with names of both sides.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mclclip import files
+from mclclip.models import weights
+
+log = logging.getLogger("mclclip")
+
+# Keys of checkpoints under which a model's tensors lie, the first that is there counts: trained
+# weights come before their moving average, which is read where it is all there is.
+_KEYS = ("state_dict", "model_state_dict", "model", "module", "ema", "model_ema", "state_dict_ema")
+_TOWERS = {"visual", "text"}  # all names of one tower begin with these, which are no prefixes
+_CONSTANTS = {"input_resolution", "context_length", "vocab_size"}  # beside OpenAI's tensors
+_MOST_EXTRA_POSITIONS = 8  # class token and registers before the grid of an image tower
+
+
+def read(file: Path, device: str = "cpu") -> dict[str, Tensor]:
+    """The tensors of a model in a safetensors file or in what torch.save wrote, by their names in
+    the model; on the device "meta" without values.
+
+    Raises ValueError for TorchScript, pickled code, damage, and a file without tensors.
+    """
+    if file.suffix == ".safetensors":
+        with weights.open_tensors(file) as opened:
+            if device == "meta":
+                shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}
+                saved: Any = {
+                    name: torch.empty(shape, device="meta") for name, shape in shapes.items()
+                }
+            else:
+                saved = {name: opened.get_tensor(name) for name in opened.keys()}
+    else:
+        saved = _unpickled(file, device)
+    while isinstance(saved, Mapping) and (
+        held := [key for key in _KEYS if isinstance(saved.get(key), Mapping)]
+    ):
+        saved = saved[held[0]]
+        if len(held) > 1 and device != "meta":
+            log.info("%s holds %s: %s is read", file, " and ".join(held), held[0])
+    is_model = isinstance(saved, Mapping) and all(isinstance(name, str) for name in saved)
+    tensors = {n: t for n, t in saved.items() if isinstance(t, Tensor)} if is_model else {}
+    if not tensors:
+        raise ValueError(
+            f"it holds {_held(saved)} and no tensors of a model by their names: save the model's "
+            "state_dict() in a file of its own"
+        )
+    return _without_prefix({n: t for n, t in tensors.items() if n not in _CONSTANTS})
+
+
+def _unpickled(file: Path, device: str) -> Any:
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            if any(name.endswith("/constants.pkl") for name in archive.namelist()):
+                raise ValueError(
+                    "it is TorchScript, a program, which mclclip never runs: where you trust it, "
+                    f"write its tensors alone with torch.save(torch.jit.load({file.name!r}, "
+                    "map_location='cpu').state_dict(), 'weights.pt'), and give weights.pt"
+                )
+    try:
+        return torch.load(file, map_location=device, weights_only=True)
+    except pickle.UnpicklingError as error:  # torch would advise to run the file's code
+        raise ValueError(
+            "it is neither safetensors nor a plain state dict saved by torch"
+        ) from error
+
+
+def _held(saved: object) -> str:
+    if isinstance(saved, Mapping):
+        return f"a mapping with {_some([str(key) for key in saved])}"
+    return f"a {type(saved).__name__}"
+
+
+def _without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Takes off words that all names begin with, such as ``_orig_mod.`` or ``module.model.``."""
+    while len(firsts := {name.partition(".")[0] for name in tensors}) == 1:
+        (first,) = firsts
+        if first in _TOWERS or first in tensors:
+            break
+        tensors = {name.removeprefix(f"{first}."): tensor for name, tensor in tensors.items()}
+    return tensors
+
+
+def recorded_quick_gelu(file: Path) -> bool | None:
+    """Whether a file of weights was trained with quick GELU, by what its trainer left beside it: a
+    model's ``open_clip_config.json``, or ``params.txt`` of open_clip's training above its
+    checkpoints. None where nothing says so."""
+    beside, params = file.parent / weights.CONFIG, file.parent.parent / "params.txt"
+    if beside.is_file():
+        config = weights.read_config(file.parent)["model_cfg"]
+        return bool(config.get("quick_gelu")) if isinstance(config, Mapping) else None
+    if file.parent.name != "checkpoints" or not params.is_file():
+        return None
+    text = files.read_bounded(params, 1 << 20).decode(errors="replace")
+    lines = dict(line.partition(": ")[::2] for line in text.splitlines())
+    model = lines.get("model", "").strip()
+    return lines.get("force_quick_gelu") == "True" or model.endswith("-quickgelu")
+
+
+def complete_config(model_cfg: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """The model config with what the names in a file of weights say beside it: a text tower that is
+    a module (``custom_text``, of open_clip's --force-custom-text) and a logit bias (of --siglip).
+
+    Logs one line where something is added. Raises the errors of `read`.
+    """
+    names = read(file, "meta").keys()
+    added: dict[str, Any] = {}
+    if not model_cfg.get("custom_text") and any(name.startswith("text.") for name in names):
+        added["custom_text"] = True
+    if "logit_bias" in names and model_cfg.get("init_logit_bias") is None:
+        added["init_logit_bias"] = -10.0  # open_clip's; the weights bring the value
+    if added:
+        fields = ", ".join(f"{name}: {str(value).lower()}" for name, value in added.items())
+        log.info("the names in %s complete the model's configuration: %s", file, fields)
+    return {**model_cfg, **added}
+
+
+def fill(clip: Any, tensors: dict[str, Tensor], file: Path) -> None:
+    """Loads the tensors of a file into open_clip's module.
+
+    Positions of another number are resized, with a line in the log. Raises ValueError, which lists
+    what the model lacks and what the file has, where they do not fit.
+    """
+    own = clip.state_dict()
+    for name in ("logit_scale", "logit_bias"):
+        if name in own and name in tensors and tensors[name].numel() == own[name].numel():
+            tensors[name] = tensors[name].reshape(own[name].shape)
+    if "logit_bias" in own and "logit_bias" not in tensors:  # CLIP's weights for SigLIP's training
+        tensors["logit_bias"] = torch.zeros_like(own["logit_bias"])
+    tensors = {n: t for n, t in tensors.items() if n in own or not n.endswith("position_ids")}
+    _resize_positions(clip, tensors, own, file)
+    _check_names(tensors, own)
+    clip.load_state_dict(tensors, strict=True)
+
+
+def _check_names(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    lacking = [name for name in own if name not in tensors]
+    strange = [name for name in tensors if name not in own]
+    shaped = [n for n in own if n in tensors and own[n].shape != tensors[n].shape]
+    problems = []
+    if lacking:
+        problems.append(
+            f"it lacks {len(lacking)} of the model's {len(own)} tensors: {_some(lacking)}"
+        )
+    if strange:
+        problems.append(f"it has {len(strange)} that the model has not: {_some(strange)}")
+    if shaped:
+        pairs = [f"{n} {[*tensors[n].shape]} for {[*own[n].shape]}" for n in shaped]
+        problems.append(f"{len(shaped)} have another shape than the model's: {_some(pairs)}")
+    if not problems:
+        return
+    layout = " (transformers' names: give the folder as hf:FOLDER)"
+    of_transformers = any(name.startswith(("vision_model.", "text_model.")) for name in strange)
+    raise ValueError("; ".join(problems) + layout * of_transformers)
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(map(files.clean, names[:3]))[:300]
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown or "nothing"
+
+
+# --- positions -----------------------------------------------------------------------------------
+
+
+def _resize_positions(
+    clip: Any, tensors: dict[str, Tensor], own: Mapping[str, Tensor], file: Path
+) -> None:
+    """Fits the numbers of positions to the model's: those of pictures and of texts that are read in
+    both directions are interpolated; of a causal text tower the first stay as they are, since a
+    position has a meaning of its own there."""
+    for name in ("visual.positional_embedding", "visual.trunk.pos_embed"):
+        if _differ_in_number(tensors.get(name), own.get(name)):
+            resized = _resized_grid(tensors[name], own[name], clip.visual)
+            if resized is not None:
+                before, after = tensors[name].shape[-2], own[name].shape[-2]
+                log.info("%s: %d positions of pictures are resized to %d", file, before, after)
+                tensors[name] = resized
+    text = getattr(clip, "text", clip)
+    for name in ("positional_embedding", "text.positional_embedding"):
+        if not _differ_in_number(tensors.get(name), own.get(name)):
+            continue
+        before, after = len(tensors[name]), len(own[name])
+        if getattr(text, "attn_mask", None) is None:
+            rows = tensors[name].T[None].float()
+            rows = functional.interpolate(rows, size=after, mode="linear")[0].T
+            tensors[name] = rows.to(tensors[name].dtype)
+            log.info("%s: %d positions of texts are resized to %d", file, before, after)
+        elif after < before:
+            tensors[name] = tensors[name][:after]
+            log.info("%s: of %d positions of texts the first %d are read", file, before, after)
+        else:
+            raise ValueError(
+                f"its texts have {before} positions, the model's {after}, and a causal text tower "
+                f"has none to add: set context_length: {before} in text_cfg of the configuration"
+            )
+
+
+def _differ_in_number(saved: Tensor | None, own: Tensor | None) -> bool:
+    if saved is None or own is None or saved.ndim != own.ndim:
+        return False
+    return saved.shape[-2] != own.shape[-2] and saved.shape[-1] == own.shape[-1]
+
+
+def _resized_grid(saved: Tensor, own: Tensor, visual: nn.Module) -> Tensor | None:
+    """[(1,) k + n, D] -> the model's number of positions, as open_clip resizes them: bicubic, with
+    antialiasing; k positions of no patch stay. None where the grids are not known."""
+    rows = saved.reshape(-1, saved.shape[-1]).float()
+    side = math.isqrt(len(rows))
+    extra, wanted = len(rows) - side * side, own.shape[-2]
+    grid: Any = getattr(visual, "grid_size", None)
+    height, width = grid or 2 * (math.isqrt(max(wanted - extra, 0)),)
+    if extra > _MOST_EXTRA_POSITIONS or height * width + extra != wanted or not side:
+        return None
+    patches = rows[extra:].reshape(1, side, side, -1).permute(0, 3, 1, 2)
+    patches = functional.interpolate(
+        patches, (height, width), mode="bicubic", antialias=True, align_corners=False
+    )
+    patches = patches.permute(0, 2, 3, 1).reshape(height * width, -1)
+    return torch.cat([rows[:extra], patches]).reshape(own.shape).to(saved.dtype)

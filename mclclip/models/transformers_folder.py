@@ -1,0 +1,434 @@
+"""Reads a folder of a CLIP or SigLIP model of Hugging Face transformers as an open_clip model.
+
+What is read is weights, tokenizer and preprocessing: the mapping that ``export --to hf`` writes,
+backwards. So such a model is evaluated, fine-tuned and exported as any other. Folders of
+transformers 4 (``preprocessor_config.json``) and 5 (``processor_config.json``) are read.
+
+Models may come from strangers: only configurations of these two kinds are read, only safetensors,
+only fast tokenizers, which are data, and no code that comes with a model is run.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor
+
+from mclclip import files
+from mclclip.models import config_check, transformers_layout, weights
+from mclclip.options import brief
+
+log = logging.getLogger("mclclip")
+
+PREFIX = "hf:"
+"""Begins the name of such a model: ``hf:FOLDER`` or ``hf:ORG/NAME`` on the hub."""
+
+CONFIG, PREPROCESSOR, PROCESSOR = "config.json", "preprocessor_config.json", "processor_config.json"
+# Keys by which transformers takes kernels, quantizers or Python from elsewhere.
+_BRINGS_CODE = {
+    "auto_map", "attn_implementation", "_attn_implementation", "_attn_implementation_internal",
+    "quantization_config", "per_layer_config", "kernel_config",
+}  # fmt: skip
+_FILES = ("*.json", "*.txt", "*.model", "*.safetensors", "*.safetensors.index.json")
+_LIBRARY_S = "mclclip_stages"  # model_type of a joined encoder
+# What transformers takes where a configuration leaves a field out.
+_BLOCKS = {"num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
+_OF_CLIP = {"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}
+_OF_SIGLIP = {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
+_IMAGE = _BLOCKS | {"hidden_size": 768, "image_size": 224, "num_channels": 3}
+_DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
+    "clip": {
+        "vision_config": _IMAGE | _OF_CLIP | {"patch_size": 32},
+        "text_config": _OF_CLIP
+        | {
+            "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12,
+            "num_attention_heads": 8, "vocab_size": 49_408, "max_position_embeddings": 77,
+            "eos_token_id": 49_407,
+        },
+    },
+    "siglip": {
+        "vision_config": _IMAGE | _OF_SIGLIP | {"patch_size": 16},
+        "text_config": _BLOCKS
+        | _OF_SIGLIP
+        | {"hidden_size": 768, "vocab_size": 32_000, "max_position_embeddings": 64},
+    },
+}  # fmt: skip
+_INTERPOLATIONS = {0: "nearest", 2: "bilinear", 3: "bicubic"}
+_CLIPS_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIPS_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+def find(name: str) -> Path:
+    """The folder of a model; a name of the hub is downloaded, or found in the cache. Raises
+    FileNotFoundError where there is none, or it lacks a file."""
+    where = name.removeprefix(PREFIX)
+    directory = Path(where)
+    if not directory.is_dir():
+        if where.count("/") != 1 or where.startswith((".", "/", "~")):
+            raise FileNotFoundError(
+                f"no folder {where}: give hf:FOLDER, or hf:ORG/NAME of a model on the hub"
+            )
+        from huggingface_hub import snapshot_download
+
+        what = f"the files of {where!r}"
+        directory = Path(
+            weights.fetched(what, lambda: snapshot_download(where, allow_patterns=[*_FILES]))
+        )
+    if not (directory / CONFIG).is_file():
+        raise FileNotFoundError(
+            f"{directory} has no {CONFIG}: a model of transformers has one, an export of mclclip "
+            f"or open_clip is named without {PREFIX}"
+        )
+    return directory
+
+
+def digest(name: str) -> str:
+    """Digest of the files that decide what a model answers; one on the hub is downloaded for it."""
+    directory = find(name)
+    paths = sorted({path for pattern in _FILES for path in directory.glob(pattern)})
+    return files.digest_json([(path.name, files.digest_file(path)) for path in paths])
+
+
+# --- its configuration as open_clip's ------------------------------------------------------------
+
+
+def read_config(directory: Path, clips_tokenizer: Any) -> dict[str, Any]:
+    """open_clip's configuration of the model in a folder: `model_cfg` and `preprocess_cfg`.
+
+    ``clips_tokenizer`` is CLIP's own tokenizer in open_clip: a model that has the same words takes
+    it, any other one the files of its folder. Raises FileNotFoundError where a file is missing, and
+    ValueError, which names what it found, for another architecture, what can bring code, sizes
+    beyond all models, and settings that open_clip has not.
+    """
+    config = files.read_model_json(directory / CONFIG)
+    kind = _check_config(config, directory)
+    vision, text = (_part(config, kind, name) for name in ("vision_config", "text_config"))
+    where = directory / CONFIG
+    text_cfg = _blocks(text, where) | {
+        "heads": text["num_attention_heads"],
+        "context_length": text["max_position_embeddings"],
+        "vocab_size": text["vocab_size"],
+    }
+    tokenizer_cfg = _tokenizer_cfg(directory, clips_tokenizer, text)
+    model_cfg: dict[str, Any]
+    if kind == "siglip":
+        free = {"no_causal_mask": True, "proj_bias": True, "pool_type": "last"}
+        model_cfg = {
+            "embed_dim": text.get("projection_size") or text["hidden_size"],
+            "init_logit_bias": -10.0,
+            "custom_text": True,
+            "vision_cfg": _timm_tower(vision, where),
+            "text_cfg": text_cfg | free | tokenizer_cfg,
+        }
+    else:
+        if (vision["hidden_act"] == "quick_gelu") != (text["hidden_act"] == "quick_gelu"):
+            raise ValueError(f"{where} has quick_gelu in one tower alone, which open_clip has not")
+        # Where the end of a text has not the largest id, as CLIP's has, it is looked for.
+        end = (
+            {}
+            if not tokenizer_cfg or text["eos_token_id"] == 2
+            else {"pool_type": "eos", "eos_id": text["eos_token_id"]}
+        )
+        model_cfg = {
+            "embed_dim": config.get("projection_dim", 512),
+            "quick_gelu": vision["hidden_act"] == "quick_gelu",
+            "vision_cfg": _blocks(vision, where)
+            | {
+                "image_size": vision["image_size"],
+                "patch_size": vision["patch_size"],
+                "head_width": vision["hidden_size"] // vision["num_attention_heads"],
+            },
+            "text_cfg": text_cfg | tokenizer_cfg | end,
+        }
+    preprocess = _preprocessing(directory, int(vision["image_size"]))
+    return {"model_cfg": model_cfg, "preprocess_cfg": preprocess}
+
+
+def _check_config(config: object, directory: Path) -> str:
+    """The `model_type`. Raises ValueError for another one, what can bring code, and sizes."""
+    where = str(directory / CONFIG)
+    if not isinstance(config, Mapping):
+        raise ValueError(f"{where} is no mapping: it is no model of transformers")
+    kind = config.get("model_type")
+    if kind == _LIBRARY_S:
+        raise ValueError(
+            f"{directory} is a joined encoder in transformers' layout, which is not read back: "
+            "give the folder that it was exported from, such as RUN/exports/concat_raw"
+        )
+    if kind not in _DEFAULTS:
+        raise ValueError(
+            f"model_type in {where} is {brief(kind)}, wanted one of {', '.join(_DEFAULTS)}: "
+            "transformers' models of other architectures are not read"
+        )
+    for name in ("vision_config", "text_config"):
+        if not isinstance(config.get(name), Mapping):
+            raise ValueError(f"{where} has no {name}: save the model of both towers")
+    for name, part in (
+        ("", config),
+        *((n, v) for n, v in config.items() if isinstance(v, Mapping)),
+    ):
+        what = f"{name} of {where}" if name else where
+        if brought := sorted(_BRINGS_CODE & {*map(str, part)}):
+            raise ValueError(
+                f"{what} has {brought[0]}, which can bring code of others: take it out if the "
+                "model works without"
+            )
+        for key, value in part.items():
+            if not isinstance(value, Mapping):
+                config_check.check_numbers(value, str(key), what)
+    return str(kind)
+
+
+def _part(config: Mapping[str, Any], kind: str, name: str) -> dict[str, Any]:
+    """A tower's configuration with transformers' defaults; ``NAME_dict`` of older versions wins."""
+    older = config.get(f"{name}_dict")
+    given = {**config[name], **(older if isinstance(older, Mapping) else {})}
+    part = _DEFAULTS[kind][name] | {key: value for key, value in given.items() if value is not None}
+    for key, default in _DEFAULTS[kind][name].items():
+        wrong = isinstance(part[key], bool) or not isinstance(part[key], type(default))
+        if wrong or (isinstance(default, int | float) and part[key] <= 0):
+            raise ValueError(f"{key} in {name} is {brief(part[key])}, wanted one such as {default}")
+    return part
+
+
+def _blocks(part: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    """Fields of open_clip's blocks, which both towers have."""
+    width, hidden = part["hidden_size"], part["intermediate_size"]
+    if width % part["num_attention_heads"]:
+        raise ValueError(f"{where} has {part['num_attention_heads']} heads for a width of {width}")
+    # A whole number of times the width, or a little more, since open_clip rounds down.
+    ratio = hidden / width if hidden % width == 0 else (hidden + 0.5) / width
+    fields = {"width": width, "layers": part["num_hidden_layers"], "mlp_ratio": ratio}
+    activation, eps = part["hidden_act"], part["layer_norm_eps"]
+    if activation not in ("quick_gelu", "gelu", "gelu_pytorch_tanh", "gelu_new"):
+        raise ValueError(f"hidden_act in {where} is {brief(activation)}, which open_clip has not")
+    if activation in ("gelu_pytorch_tanh", "gelu_new"):
+        fields["act_kwargs"] = {"approximate": "tanh"}
+    return fields | ({} if eps == 1e-5 else {"norm_kwargs": {"eps": eps}})
+
+
+def _timm_tower(vision: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    """The `vision_cfg` of the tower in timm with these sizes, of the same activation if there is
+    one; ValueError where there is none."""
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+             "image_size", "patch_size")  # fmt: skip
+    names = timm.list_models(f"vit_*_patch{vision['patch_size']}_siglip_{vision['image_size']}")
+    fitting = {}
+    for name in names:
+        with torch.device("meta"):
+            tower = transformers_layout.describe_siglip_tower(timm.create_model(name))
+        if all(tower[size] == vision[size] for size in sizes):
+            fitting[name] = tower["hidden_act"]
+    if not fitting:
+        described = ", ".join(f"{size} {vision[size]}" for size in sizes)
+        raise ValueError(
+            f"{where} describes an image tower of {described}, which none of timm's SigLIP towers "
+            "has, by which open_clip reads such a model"
+        )
+    name = min(fitting, key=lambda name: (fitting[name] != vision["hidden_act"], name))
+    if fitting[name] != vision["hidden_act"]:
+        log.warning(
+            "%s: the image tower has %s, and timm's %s has %s, as in open_clip: features differ a "
+            "little", where, vision["hidden_act"], name, fitting[name],
+        )  # fmt: skip
+    return {
+        "timm_model_name": name,
+        "timm_model_pretrained": False,
+        "timm_pool": "map",
+        "timm_proj": "none",
+        "image_size": vision["image_size"],
+    }
+
+
+def _preprocessing(directory: Path, image_size: int) -> dict[str, Any]:
+    """open_clip's settings of the folder's image processor. Raises ValueError for one whose
+    pictures open_clip cannot make."""
+    path = directory / PREPROCESSOR
+    if path.is_file():
+        record = files.read_model_json(path)
+    elif (path := directory / PROCESSOR).is_file():  # as transformers 5 saves all processors
+        whole = files.read_model_json(path)
+        record = whole.get("image_processor") if isinstance(whole, Mapping) else None
+    else:
+        raise FileNotFoundError(
+            f"{directory} has neither {PREPROCESSOR} nor {PROCESSOR}, which say how pictures are "
+            "made: save the processor there too (save_pretrained)"
+        )
+    if not isinstance(record, Mapping):
+        raise ValueError(f"{path} describes no image processor: save it again (save_pretrained)")
+    size, crop = _sides(record, "size", path), _sides(record, "crop_size", path)
+    is_shortest = "shortest_edge" in size
+    cuts = record.get("do_center_crop", is_shortest)
+    sides = [side for key, side in size.items()] + ([*crop.values()] if cuts else [])
+    problems = {
+        f"makes pictures of {sorted(set(sides))} pixels, the model takes {image_size}": any(
+            side != image_size for side in sides
+        )
+        or not sides,
+        "does not resize pictures": not record.get("do_resize", True),
+        "keeps the shape of pictures without a crop": is_shortest and not cuts,
+        "does not scale pixels by 1/255": not record.get("do_rescale", True)
+        or not math.isclose(record.get("rescale_factor", 1 / 255), 1 / 255, rel_tol=1e-3),
+        f"has resample {brief(record.get('resample'))}": record.get("resample", 3)
+        not in _INTERPOLATIONS,
+    }
+    if wrong := [problem for problem, holds in problems.items() if holds]:
+        raise ValueError(f"the image processor of {path} {wrong[0]}, which open_clip has not")
+    colours = {"mean": [0.0] * 3, "std": [1.0] * 3}
+    if record.get("do_normalize", True):
+        means = record.get("image_mean"), record.get("image_std")
+        colours = {"mean": means[0] or [*_CLIPS_MEAN], "std": means[1] or [*_CLIPS_STD]}
+    return colours | {
+        "size": [image_size, image_size],
+        "mode": "RGB",
+        "interpolation": _INTERPOLATIONS[record.get("resample", 3)],
+        "resize_mode": "shortest" if is_shortest else "squash",
+        "fill_color": 0,
+    }
+
+
+def _sides(record: Mapping[str, Any], field: str, path: Path) -> dict[str, int]:
+    """The sides that a field names; a plain number, as older versions wrote it, is the shortest
+    edge of what is resized, and both sides of what is cut out."""
+    value = record.get(field)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        value = {"shortest_edge": value} if field == "size" else {"height": value, "width": value}
+    for side in value.values():
+        if isinstance(side, bool) or not isinstance(side, int):
+            raise ValueError(f"{field} of {path} is {brief(side)}, wanted a number of pixels")
+        config_check.check_numbers(side, "image_size", f"{field} of {path}")
+    return {str(key): side for key, side in value.items()}
+
+
+# --- its tokenizer -------------------------------------------------------------------------------
+
+
+def _tokenizer_cfg(directory: Path, clips: Any, text: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `text_cfg` about the tokenizer: none for CLIP's own."""
+    path = directory / "tokenizer.json"
+    if path.is_file():
+        model = files.read_model_json(path)
+        model = model.get("model") if isinstance(model, Mapping) else None
+        words, merges = (
+            (model.get(key) for key in ("vocab", "merges"))
+            if isinstance(model, Mapping)
+            else (0, 0)
+        )
+    elif (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file():
+        words = files.read_model_json(directory / "vocab.json")
+        lines = files.read_bounded(directory / "merges.txt", 1 << 26).decode(errors="replace")
+        merges = [line for line in lines.splitlines() if line and not line.startswith("#version")]
+    else:
+        raise ValueError(
+            f"{directory} has neither tokenizer.json nor vocab.json with merges.txt: save the "
+            "model's fast tokenizer there (save_pretrained)"
+        )
+    if isinstance(words, Mapping) and _is_clips(words, merges, clips):
+        return {}
+    if not path.is_file():
+        raise ValueError(
+            f"{directory} has no tokenizer.json, and its words are not CLIP's: save the model's "
+            "fast tokenizer there (save_pretrained)"
+        )
+    record = (
+        files.read_model_json(directory / config_check.TOKENIZER_CONFIG)
+        if (directory / config_check.TOKENIZER_CONFIG).is_file()
+        else {}
+    )
+    kind = str(record.get("tokenizer_class")) if isinstance(record, Mapping) else ""
+    # transformers' slow class of SigLIP does to a text what its authors did; SigLIP 2 was trained
+    # on lower case, which Gemma's tokenizer leaves to the caller.
+    clean = "whitespace"
+    if kind.startswith("SiglipTokenizer"):
+        clean = "canonicalize"
+    elif kind.startswith(("Gemma", "Siglip2")):
+        clean = "lower"
+    # The name under which open_clip looks for the files of a tokenizer beside a model.
+    name = "timm/ViT-B-16-SigLIP2" if text["vocab_size"] == 256_000 else "timm/ViT-B-16-SigLIP"
+    return {"hf_tokenizer_name": name, "tokenizer_kwargs": {"clean": clean}}
+
+
+def _is_clips(words: Mapping[str, Any], merges: object, clips: Any) -> bool:
+    """Whether a vocabulary is that of CLIP's own tokenizer; the two words that begin and end a
+    text have other names."""
+    if not isinstance(merges, list) or len(words) != len(clips.encoder):
+        return False
+    pairs = [" ".join(merge) if isinstance(merge, list) else str(merge) for merge in merges]
+    last = len(clips.encoder) - 2
+    ranks = sorted(clips.bpe_ranks, key=clips.bpe_ranks.__getitem__)
+    same = all(words.get(word) == number for word, number in clips.encoder.items() if number < last)
+    return same and pairs == [" ".join(pair) for pair in ranks]
+
+
+# --- its weights ---------------------------------------------------------------------------------
+
+
+def check_weights(directory: Path, config: Mapping[str, Any]) -> None:
+    """Raises ValueError for weights that are no safetensors in this folder, an adapter's, or fewer
+    than the configuration describes, before memory is taken for them."""
+    found = [*directory.glob("*.safetensors")]
+    for path in found:
+        weights.check_header(path)
+    if not found:
+        raise ValueError(
+            f"{directory} has no *.safetensors: save the model with transformers' save_pretrained, "
+            "since files of other kinds could run code"
+        )
+    if (directory / "adapter_config.json").exists():
+        raise ValueError(f"{directory} holds an adapter: merge it into its model, and save that")
+    held = 0
+    for path in _files_of_weights(directory):
+        with weights.open_tensors(path) as file:
+            held += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
+    wanted = config_check.num_parameters(config["model_cfg"])
+    if wanted > held:
+        raise ValueError(
+            f"the configuration in {directory} describes {wanted:,} parameters, and the weights "
+            f"hold {held:,}"
+        )
+
+
+def _files_of_weights(directory: Path) -> list[Path]:
+    """The file of weights, or those that an index names, which lie in the folder."""
+    index = directory / "model.safetensors.index.json"
+    if not index.exists():
+        alone = directory / "model.safetensors"
+        return [alone] if alone.is_file() else sorted(directory.glob("*.safetensors"))[:1]
+    record = files.read_model_json(index)
+    names = record.get("weight_map") if isinstance(record, Mapping) else None
+    inside = {path.name for path in directory.glob("*.safetensors")}
+    if not isinstance(names, Mapping) or not {*map(str, names.values())} <= inside:
+        raise ValueError(f"{index} names files outside of its folder: save the model again")
+    return sorted({directory / str(name) for name in names.values()})
+
+
+def fill(clip: Any, directory: Path) -> None:
+    """Loads the weights of a folder into open_clip's module of its configuration. Raises ValueError
+    where they are not those of the model, or not finite."""
+    theirs: dict[str, Tensor] = {}
+    for path in _files_of_weights(directory):
+        theirs |= {name: tensor.float() for name, tensor in weights.read_tensors(path).items()}
+    own, table = clip.state_dict(), transformers_layout.CLIP
+    prefix = ""
+    if hasattr(clip, "text"):  # SigLIP
+        theirs, table, prefix = (
+            transformers_layout.split_pool(theirs),
+            transformers_layout.SIGLIP,
+            "text.",
+        )
+    plain = {name.removeprefix(prefix): name for name in own}
+    try:
+        tensors = transformers_layout.named_back(
+            {name: own[full] for name, full in plain.items()}, theirs, table
+        )
+    except ValueError as error:
+        raise ValueError(f"{error}: {directory} is damaged, or of another model") from None
+    weights.fill(clip, {plain[name]: tensor for name, tensor in tensors.items()}, f"in {directory}")

@@ -1,0 +1,86 @@
+"""What encode_image and encode_text take, and how they refuse what they do not."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mclclip.models.encoder import Encoder
+from mclclip.models.loading import load_towers
+
+CONFIG = {
+    "embed_dim": 8,
+    "vision_cfg": {"image_size": 16, "patch_size": 8, "layers": 1, "width": 16, "head_width": 8},
+    "text_cfg": {"context_length": 8, "vocab_size": 49408, "width": 8, "heads": 2, "layers": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def encoder() -> Encoder:
+    return Encoder([load_towers(CONFIG)])
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+    file = tmp_path_factory.mktemp("pictures") / "a.png"
+    Image.fromarray(pixels).save(file)
+    return file
+
+
+def test_a_picture_has_the_same_features_in_every_form(encoder: Encoder, path: Path) -> None:
+    data, image = path.read_bytes(), Image.open(path)
+    array = np.array(image)
+    wanted = encoder.encode_image([path])
+    forms: list[Any] = [path, str(path), image, array, data, io.BytesIO(data), open(path, "rb")]
+    for form in forms:
+        assert encoder.encode_image(form).tolist() == wanted.tolist(), type(form)
+    pixels = encoder.preprocess_val(image)
+    several = encoder.encode_image([array, data, io.BytesIO(data), pixels])
+    np.testing.assert_allclose(several, np.repeat(wanted, 4, 0), atol=1e-6)
+    np.testing.assert_allclose(encoder.encode_image(np.stack([array] * 2)), several[:2])
+    assert isinstance(encoder.encode_image(pixels[None]), torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    "images",
+    [
+        [torch.zeros(16, 16)],
+        [torch.zeros(3, 16, 16, dtype=torch.uint8)],
+        [np.zeros((16, 16, 3))],
+        np.zeros((16, 16, 4), np.uint8),
+        [None],
+        None,
+        7,
+        ["https://example.org/a.jpg"],
+        [io.StringIO("text")],
+        [b"no picture"],
+    ],
+    ids=str,
+)
+def test_what_is_no_picture_is_one_line(encoder: Encoder, images: Any) -> None:
+    with pytest.raises(ValueError) as raised:
+        encoder.encode_image(images)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("texts", [[None], None, [3], 3, ["a dog", float("nan")]], ids=str)
+def test_what_is_no_text_is_one_line(encoder: Encoder, texts: Any) -> None:
+    with pytest.raises(ValueError, match="text [01] is") as raised:
+        encoder.encode_text(texts)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_encoder_says_what_it_is(encoder: Encoder) -> None:
+    joined = Encoder([load_towers(CONFIG, seed=n) for n in range(2)], "raw", shared_text=False)
+    for each, width in ((encoder, 8), (joined, 16)):
+        assert len(repr(each).splitlines()) <= 5 and str(width) in repr(each)
+    assert "raw" in repr(joined)
+    images = Encoder([load_towers(CONFIG, text=False)])
+    assert repr(images) != repr(encoder)

@@ -1,0 +1,167 @@
+"""Files of weights that other programs saved: their keys, prefixes, positions and towers."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mclclip
+import mclclip.torchvision_fix  # noqa: F401
+from mclclip.models.loading import load_towers
+
+CONFIG: dict[str, Any] = {
+    "embed_dim": 8,
+    "vision_cfg": {"image_size": 16, "patch_size": 8, "layers": 1, "width": 16, "head_width": 8},
+    "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 8, "heads": 2, "layers": 1},
+}
+
+
+def changed(vision: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:
+    text = CONFIG["text_cfg"] | others.pop("text", {})
+    return CONFIG | {"vision_cfg": CONFIG["vision_cfg"] | (vision or {}), "text_cfg": text} | others
+
+
+def state(config: dict[str, Any] = CONFIG) -> dict[str, Tensor]:
+    return load_towers(config, seed=3).clip.state_dict()
+
+
+def saved(path: Path, value: Any) -> str:
+    torch.save(value, path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda s: s,
+        lambda s: {"state_dict": {f"module.{n}": t for n, t in s.items()}, "epoch": 3},
+        lambda s: {f"_orig_mod.{n}": t for n, t in s.items()},
+        lambda s: {"state_dict": {f"model.{n}": t for n, t in s.items()}, "version": "2"},
+        lambda s: {"model": {f"module._orig_mod.{n}": t for n, t in s.items()}},
+        lambda s: {"ema": {n: t + 1 for n, t in s.items()}, "model": s},
+        lambda s: {"ema": s, "step": 3},
+    ],
+    ids=["plain", "ddp", "compiled", "lightning", "nested", "ema_and_model", "ema"],
+)
+def test_weights_are_found_under_keys_and_prefixes(tmp_path: Path, wrap: Any) -> None:
+    """Trained weights before their average, which is read where it is alone."""
+    own = state()
+    loaded = load_towers(CONFIG, saved(tmp_path / "a.pt", wrap(own))).clip.state_dict()
+    assert all(torch.equal(loaded[name], own[name]) for name in own)
+
+
+def test_the_message_names_what_the_file_has_and_what_the_model_lacks(tmp_path: Path) -> None:
+    own = state()
+    other = {f"a.{n}" if "visual" in n else f"b.{n}": t for n, t in own.items()}
+    with pytest.raises(ValueError, match=r"b\.positional_embedding") as raised:
+        load_towers(CONFIG, saved(tmp_path / "a.pt", other))
+    assert " positional_embedding" in str(raised.value) and "\n" not in str(raised.value)
+    with pytest.raises(ValueError, match="logit_scale"):
+        lacking = {n: t for n, t in own.items() if n != "logit_scale"}
+        load_towers(CONFIG, saved(tmp_path / "b.pt", lacking))
+    with pytest.raises(ValueError, match=r"optimizer.*state_dict\(\)"):
+        load_towers(CONFIG, saved(tmp_path / "c.pt", {"optimizer": {}, "step": 3}))
+
+
+def test_torchscript_is_named_with_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "script.pt"
+    torch.jit.script(torch.nn.Linear(2, 2)).save(str(path))
+    with pytest.raises(ValueError, match=r"TorchScript.*state_dict\(\)"):
+        load_towers(CONFIG, str(path))
+
+
+def test_positions_of_pictures_are_resized(tmp_path: Path, caplog: Any) -> None:
+    path = saved(tmp_path / "a.pt", state())
+    with caplog.at_level(logging.INFO, "mclclip"):
+        model = load_towers(changed({"image_size": 32}), path)
+    own, new = state()["visual.positional_embedding"], model.visual.positional_embedding
+    assert len(own) == 5 and len(new) == 17
+    assert torch.equal(new[0], own[0])
+    torch.testing.assert_close(new[1:].mean(0), own[1:].mean(0), atol=0.02, rtol=0)
+    assert sum("positions" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_positions_of_a_causal_text_tower_are_cut(tmp_path: Path, caplog: Any) -> None:
+    """Texts that fit keep their features; interpolated positions would change all of them."""
+    path = saved(tmp_path / "a.pt", state())
+    with caplog.at_level(logging.INFO, "mclclip"):
+        shorter = load_towers(changed(text={"context_length": 9}), path)
+    whole = load_towers(CONFIG, path)
+    features = [m.encode_text(m.tokenizer(["a dog"])) for m in (whole, shorter)]
+    torch.testing.assert_close(features[0], features[1], atol=1e-6, rtol=0)
+    assert sum("positions" in record.getMessage() for record in caplog.records) == 1
+    with pytest.raises(ValueError, match="context_length: 16"):
+        load_towers(changed(text={"context_length": 40}), path)
+
+
+def test_positions_of_a_text_tower_without_a_mask_are_interpolated(tmp_path: Path) -> None:
+    free = {"no_causal_mask": True}
+    path = saved(tmp_path / "a.pt", state(changed(text=free)))
+    longer = load_towers(changed(text=free | {"context_length": 32}), path)
+    assert len(longer.clip.positional_embedding) == 32
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [{}, {"init_logit_bias": -10.0}], ids=["clip", "siglip"])
+@pytest.mark.parametrize("custom", [{}, {"custom_text": True}], ids=["flat", "custom_text"])
+def test_names_of_weights_complete_the_configuration(
+    tmp_path: Path, caplog: Any, bias: dict[str, Any], custom: dict[str, Any]
+) -> None:
+    """As open_clip_train saves them with --force-custom-text and --siglip."""
+    trained = bias | custom
+    own = load_towers(CONFIG | trained, seed=3)
+    path = saved(tmp_path / "a.pt", {"state_dict": own.clip.state_dict()})
+    with caplog.at_level(logging.INFO, "mclclip"):
+        model = load_towers(CONFIG, path)
+    assert trained.items() <= model.config["model_cfg"].items()
+    lines = sum("complete" in record.getMessage() for record in caplog.records)
+    assert lines == (1 if trained else 0)
+    texts = own.tokenizer(["a dog", "two"])
+    torch.testing.assert_close(model.encode_text(texts), own.encode_text(texts))
+    model.save(tmp_path / "export")
+    again = mclclip.load_model(tmp_path / "export").stages[0]
+    torch.testing.assert_close(again.encode_text(texts), own.encode_text(texts))
+
+
+def test_the_activation_recorded_beside_a_file_counts(tmp_path: Path) -> None:
+    quick = load_towers(CONFIG | {"quick_gelu": True})
+    quick.save(tmp_path / "export")
+    file = str(tmp_path / "export" / "open_clip_model.safetensors")
+    with pytest.raises(ValueError, match="quick_gelu"):
+        load_towers(CONFIG, file)
+    load_towers(CONFIG | {"quick_gelu": True}, file)
+    (tmp_path / "logs" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "logs" / "params.txt").write_text("force_quick_gelu: False\nmodel: ViT-B-32\n")
+    file = saved(tmp_path / "logs" / "checkpoints" / "epoch_1.pt", {"state_dict": state()})
+    load_towers(CONFIG, file)
+    with pytest.raises(ValueError, match="quick_gelu"):
+        load_towers(CONFIG | {"quick_gelu": True}, file)
+
+
+@pytest.mark.parametrize(
+    ("name", "twin"),
+    [
+        ("openai/clip-vit-base-patch32", "ViT-B-32-quickgelu@openai"),
+        ("openai/clip-vit-large-patch14-336", "ViT-L-14-336-quickgelu@openai"),
+        ("google/siglip-base-patch16-224", "ViT-B-16-SigLIP@webli"),
+        ("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "ViT-H-14@laion2b_s32b_b79k"),
+        ("vit-b-32@openai", "ViT-B-32"),
+    ],
+)
+def test_names_of_other_libraries_name_the_twin(name: str, twin: str) -> None:
+    with pytest.raises(ValueError, match="open_clip") as raised:
+        mclclip.load_model(name)
+    assert twin in str(raised.value)
+
+
+def test_a_model_config_that_is_shipped_is_known_by_its_name(tmp_path: Path) -> None:
+    encoder = mclclip.load_model("tiny_clip@random")
+    assert encoder.embed_dim == 64
+    (tmp_path / "tiny.json").write_text(json.dumps(CONFIG))
+    assert mclclip.load_model(f"{tmp_path / 'tiny.json'}@random").embed_dim == 8
