@@ -12,7 +12,7 @@ widen what many items know well.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from scipy.special import chdtri, ndtri, stdtrit
@@ -20,9 +20,6 @@ from scipy.special import chdtri, ndtri, stdtrit
 from mclclip.eval import outcomes
 from mclclip.eval.metrics import FloatArray, IntArray
 from mclclip.eval.outcomes import Difference, Outcomes
-
-POOLED_FROM = 4
-"""Comparisons of the same seeds and items from which their spread over seeds is one figure."""
 
 _FACTOR = 1 / float(chdtri(1, 0.85))
 """How much larger the spread of two seeds may be than it looks: the observed square exceeds this
@@ -40,118 +37,72 @@ class Spread:
     units         of the units' means over seeds, MS_a / (U S)
     seeds         of the seeds' differences, MS_b / (U S)
     rest          of what is left, MS_e / (U S), which is a part of both
-    unit_degrees  degrees of freedom of ``units``
-    seed_degrees  those of ``seeds``, S - 1, or more where comparisons are pooled
+    unit_degrees  degrees of freedom of ``units``; ``seeds`` has S - 1
     """
 
     units: FloatArray | float
     seeds: FloatArray | float
     rest: FloatArray | float
-    unit_degrees: FloatArray | int
+    unit_degrees: int
     num_seeds: int
-    seed_degrees: FloatArray | int
 
     def half_width(self, alpha: FloatArray | float) -> FloatArray:
         """Half the width of an interval of the level 1 - alpha.
 
-        From two degrees of freedom on it is sqrt(t_a^2 units + t_b^2 max(seeds - rest, 0)). A
-        single degree cannot show that a spread is small: there the seeds' part is taken ``_FACTOR``
-        times as large, and both with the quantile of a normal distribution.
+        From three seeds on it is sqrt(t_a^2 units + t_b^2 max(seeds - rest, 0)). Two seeds, a
+        single degree of freedom, cannot show that a spread is small: there the seeds' part is taken
+        ``_FACTOR`` times as large, and both with the quantile of a normal distribution.
         """
         tail = np.asarray(alpha) / 2
-        several = np.asarray(self.seed_degrees) > 1
+        if self.num_seeds == 2:
+            of_seeds = np.maximum(_FACTOR * self.seeds - self.rest, 0)
+            return np.asarray(np.sqrt(ndtri(tail) ** 2 * (self.units + of_seeds)))
         of_units = stdtrit(self.unit_degrees, tail) ** 2 * self.units
-        of_seeds = stdtrit(self.seed_degrees, tail) ** 2 * np.maximum(self.seeds - self.rest, 0)
-        safe = self.units + np.maximum(_FACTOR * self.seeds - self.rest, 0)
-        square = np.where(several, of_units + of_seeds, ndtri(tail) ** 2 * safe)
-        return np.asarray(np.sqrt(square))
+        of_seeds = np.maximum(self.seeds - self.rest, 0)
+        return np.asarray(np.sqrt(of_units + stdtrit(self.num_seeds - 1, tail) ** 2 * of_seeds))
 
     def p_values(self, values: FloatArray | float) -> FloatArray:
         """The levels at which the half width is as large as the difference, by bisection."""
         low, high = np.zeros(np.shape(values)), np.ones(np.shape(values))
         for _ in range(_STEPS):
             middle = (low + high) / 2
-            wide = self.half_width(middle) > np.abs(values)
+            wide = self.half_width(middle) >= np.abs(values)
             low, high = np.where(wide, middle, low), np.where(wide, high, middle)
         return np.asarray(high)
 
 
-def pooled(spreads: Sequence[Spread]) -> list[Spread]:
-    """The spreads of comparisons of the same seeds and items, with the mean of all for each one's
-    ``seeds``, whose degrees of freedom are those of all together; a comparison whose own is above
-    what chance makes of that mean (its 95 % quantile) keeps its own, and so do fewer than
-    ``POOLED_FROM``."""
-    if len(spreads) < POOLED_FROM:
-        return [*spreads]
-    degrees = spreads[0].num_seeds - 1
-    mean = np.mean([spread.seeds for spread in spreads], axis=0)
-    bound = mean * float(chdtri(degrees, 0.05)) / degrees
-    return [
-        replace(
-            spread,
-            seeds=np.where(spread.seeds > bound, spread.seeds, mean),
-            seed_degrees=np.where(spread.seeds > bound, degrees, degrees * len(spreads)),
-        )
-        for spread in spreads
-    ]
-
-
 def difference(pairs: Sequence[tuple[Outcomes, Outcomes]]) -> Difference:
-    """The difference of two methods, whose outcomes of every seed are a pair: the mean over seeds
-    (``differences`` of one comparison)."""
-    return differences([pairs])[0]
-
-
-def differences(
-    comparisons: Sequence[Sequence[tuple[Outcomes, Outcomes]]],
-) -> list[Difference]:
-    """The differences of several comparisons in one metric, of the same seeds and items, such as
-    those of a race: of each the pair of outcomes of every seed.
+    """The difference of two methods, whose outcomes of every seed are a pair: the mean over seeds.
 
     One seed: ``outcomes.difference``, which knows items alone. More: the interval and the p-value
-    of ``Spread``, pooled over the comparisons (``pooled``). The units' part has the invented units
-    of ``outcomes.bootstrap_strata``. Rankings, which are no sums over units, have jackknife
-    pseudo-values in the place of units' parts; where all of these are equal, as of a perfect
-    ranking against a collapsed one, it is a sign test. ``wins``, ``losses`` and ``items`` are of
-    the mean over seeds.
+    of ``Spread``. The units' part has the invented units of ``outcomes.bootstrap_strata``.
+    Rankings, which are no sums over units, have jackknife pseudo-values in the place of units'
+    parts; where all of these are equal, as of a perfect ranking against a collapsed one, it is a
+    sign test. ``wins``, ``losses`` and ``items`` are of the mean over seeds.
 
     Raises NotTheSame where items are not the same.
     """
-    if len(comparisons[0]) == 1:
-        return [outcomes.difference(*pairs[0]) for pairs in comparisons]
-    for pairs in comparisons:
-        for own, other in pairs:
-            outcomes.check_same_items(pairs[0][0], own)
-            outcomes.check_same_items(own, other)
-    every = [_parts(pairs) for pairs in comparisons]
-    spreads = pooled([_spread(parts) for parts in every])
-    return [
-        _settled(pairs, parts, spread)
-        for pairs, parts, spread in zip(comparisons, every, spreads, strict=True)
-    ]
-
-
-def _settled(
-    pairs: Sequence[tuple[Outcomes, Outcomes]], parts: Parts, spread: Spread
-) -> Difference:
+    if len(pairs) == 1:
+        return outcomes.difference(*pairs[0])
     first, num_seeds = pairs[0][0], len(pairs)
+    for own, other in pairs:
+        outcomes.check_same_items(first, own)
+        outcomes.check_same_items(own, other)
+    parts = _parts(pairs)
+    spread = _spread(parts, invented=first.truth is None)
     value = float(np.mean([own.value() - other.value() for own, other in pairs]))
-    units = int(first.unit.max()) + 1
-    half = float(spread.half_width(0.05))
-    if first.truth is not None and value and half < 1e-12:
+    units, half = int(first.unit.max()) + 1, float(spread.half_width(0.05))
+    if value and half < 1e-12:
         low, high, p_value = outcomes.sign_test(first, value)
         test = "sign test over units"
         return Difference(value, low, high, p_value, test, None, None, units, None)
-    test = f"{num_seeds} seeds crossed with items"
-    if spread.seed_degrees > num_seeds - 1:
-        test += f", their spread pooled to {int(spread.seed_degrees)} degrees of freedom"
     wins = losses = items = None
     if first.truth is None:
         better = first.measured_in.sign * parts[0].mean(axis=1)
         wins, losses = int((better > 1e-12).sum()), int((better < -1e-12).sum())
     if first.statistic == "mean":
         items = float(np.mean([np.sum(own.values) - np.sum(other.values) for own, other in pairs]))
-    p_value = float(spread.p_values(value)) if value else 1.0
+    p_value, test = float(spread.p_values(value)), f"{num_seeds} seeds crossed with items"
     return Difference(value, value - half, value + half, p_value, test, wins, losses, units, items)
 
 
@@ -185,13 +136,15 @@ def _pseudo_values(own: Outcomes, other: Outcomes) -> FloatArray:
     return whole - (number - 1) / number * left_out
 
 
-def _spread(parts: Parts) -> Spread:
+def _spread(parts: Parts, *, invented: bool) -> Spread:
     """The parts of the variance of the sum over units of the mean over seeds; units are drawn
-    within strata."""
+    within strata, which have ``invented`` units too or not."""
     values, _, stratum = parts
     num_seeds, strata = values.shape[1], np.unique(stratum)
     units = rest = 0.0
-    for count, rows, counts in outcomes.bootstrap_strata(*parts):
+    if not invented:
+        units = len(values) * float(values.mean(axis=1).var(ddof=min(1, len(values) - 1)))
+    for count, rows, counts in outcomes.bootstrap_strata(*parts) if invented else ():
         means, chances = rows.mean(axis=1), counts / counts.sum()
         spread = float(chances @ (means - chances @ means) ** 2)
         units += count * spread * outcomes.widened(count)
@@ -200,4 +153,4 @@ def _spread(parts: Parts) -> Spread:
         rest += outcomes.widened(len(own)) * float((left**2).sum()) / (num_seeds - 1) / num_seeds
     seeds = float(values.sum(axis=0).var(ddof=1)) / num_seeds
     degrees = max(len(values) - len(strata), 1)
-    return Spread(units, seeds, rest, degrees, num_seeds, num_seeds - 1)
+    return Spread(units, seeds, rest, degrees, num_seeds)

@@ -351,6 +351,12 @@ class Reader:
             raise ValueError(f"{path} has no outcomes of {row.metric}: evaluate again with --force")
         return found[row.metric]
 
+    def beside(self, row: Result, path: Path | None) -> Outcomes:
+        """The outcomes of a row, or of the mean over parts that stands beside a pooled figure."""
+        if row.metric == "pooled" and path is not None and "average" in (found := self._read(path)):
+            return found["average"]
+        return self(row, path)
+
 
 def _compared(read: Reader, a: Row, b: Row) -> Comparison:
     """Not corrected yet."""

@@ -106,9 +106,7 @@ def run(
         )
     counts = {rule: len(own) for rule, own in items.items()}
     listed = ", ".join(f"{rule} {count}" for rule, count in counts.items())
-    log.info(
-        "make-pairs: %d items, of at most %d by rule: %s", sum(counts.values()), per_rule, listed
-    )
+    log.info("make-pairs: %d items (%s)", sum(counts.values()), listed)
     artifact = Artifact.open(Path(out), **opened, force=force)
     _write(artifact.directory, fitting, images)
     log.info("make-pairs: look through %s, and mark what is wrong", Path(out) / "gallery.html")

@@ -319,9 +319,10 @@ def evaluate(
     sugarcrepe: a metric per part and their mean ``average`` (chance 50). pairs: the same below
     ``pooled``, the share of all items, since rules have unequal numbers of them. sugarcrepe_pp: a
     metric per part and ``average`` as ``ITT/`` and ``TOT/`` (33.3 each). winoground, naturalbench:
-    ``text``, ``image`` (25 each) and ``group`` (16.7). aro_relation, aro_attribute: ``average`` over kinds and ``pooled``
-    over items (50). aro_order: ``accuracy`` (20). whatsup: a metric per part and ``average``
-    (photographs 25, others 50), ``PART/pair`` (6.25) and ``PART/set`` (0.4) of photographs.
+    ``text``, ``image`` (25 each) and ``group`` (16.7). aro_relation, aro_attribute: ``average``
+    over kinds and ``pooled`` over items (50). aro_order: ``accuracy`` (20). whatsup: a metric per
+    part and ``average`` (photographs 25, others 50), ``PART/pair`` (6.25) and ``PART/set`` (0.4) of
+    photographs.
     ``captions``, ``images``, ``parts``: see ``read_items``, whose errors are raised. ``missing``:
     whether items without their images are refused, or left out and counted in the protocol.
     ``prompt`` is put before every caption.

@@ -88,9 +88,9 @@ def strip(
     )
 
 
-def strip_axis(ends: tuple[float, float]) -> Markup:
-    """The numbers of an axis below strips, from one end to the other."""
-    place = _Scale(*ends, 0.0, 100.0)
+def strip_axis(ends: tuple[float, float], *, whole: bool = False) -> Markup:
+    """The numbers of an axis below strips, from one end to the other; ``whole``: of counts."""
+    place = _Scale(*ends, 0.0, 100.0, whole)
     texts = "".join(
         f'<text class="tick" x="{place(tick):.1f}%" y="12" '
         f'text-anchor="{_anchor(tick, ends)}">{number(tick)}</text>'

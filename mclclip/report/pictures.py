@@ -242,19 +242,21 @@ def _exchanged(
     ]
     rows = {"won": np.flatnonzero(gained > 0).tolist(), "lost": np.flatnonzero(gained < 0).tolist()}
     won, lost = (Counter(kinds[n] for n in each) for each in rows.values())
-    most = max([*won.values(), *lost.values(), 1])
+    most = round(charts.round_ends(0, max([*won.values(), *lost.values(), 1]))[1] + 0.4)
     types = [
         (kind, won[kind], lost[kind], count, charts.balance(won[kind], lost[kind], most))
         for kind, count in Counter(kinds).items()
     ]
     examples: dict[str, list[dict[str, Any]]] = {"won": [], "lost": []}
     for name, each in rows.items():
-        shown = [own.items[n] for n in one_of_each(each, kinds) if own.items[n] in items]
+        turns = one_of_each(each, [f"{kinds[n]} {own.unit[n]}" for n in range(len(own))])
+        turns = one_of_each(turns, kinds)
+        shown = [own.items[n] for n in turns if own.items[n] in items]
         for item in shown[:EXAMPLES]:
             kind, pictures = items[item]
             figures = [(thumbnails.of_image(i, text), shortened(text)) for i, text in pictures]
             examples[name].append({"type": kind, "name": item, "pictures": figures})
-    return {"types": types, "axis": charts.strip_axis((-most, most)), **examples}
+    return {"types": types, "axis": charts.strip_axis((-most, most), whole=True), **examples}
 
 
 def one_of_each(rows: Sequence[int], kinds: Sequence[str]) -> list[int]:

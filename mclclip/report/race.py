@@ -19,7 +19,6 @@ from tabulate import tabulate
 from mclclip import __version__, compare
 from mclclip.compare import LEVEL, Comparison
 from mclclip.eval import outcomes, results, seeds
-from mclclip.eval.outcomes import Outcomes
 from mclclip.files import clean
 from mclclip.opened_run import Run
 from mclclip.report import charts, environment
@@ -119,21 +118,13 @@ def standings(
         is_main = benchmark in benchmarks and row.protocol.get("level") == "headline"
         if model != base.encoder or not is_main:
             continue
-        duels = [
-            (
-                against,
-                Duel.of(own, other, *(rows_of(o, (benchmark, name)) for o in (own, other)), read),
-            )
-            for against, other in others.items()
-            for own in remedies
-            if own.name != other.name
-        ]
-        for (against, _), one in zip(duels, _compared([duel for _, duel in duels]), strict=True):
-            whole[against].append(one)
-        for part in _parts_of(duels[0][1]):
-            split = [duel.part(part) for _, duel in duels]
-            for (against, _), one in zip(duels, _compared(split), strict=True):
-                parts[against].append((part, one))
+        for against, other in others.items():
+            for own in remedies:
+                if own.name != other.name:
+                    rows = rows_of(own, (benchmark, name)), rows_of(other, (benchmark, name))
+                    one, of_parts = _compared(own.name, other.name, *rows, read)
+                    whole[against].append(one)
+                    parts[against] += of_parts
     count = len(whole["base"])
     corrected = compare.corrected([*whole["base"], *whole["control"]])
     whole = {"base": corrected[:count], "control": corrected[count:]}
@@ -144,62 +135,47 @@ def standings(
     return Standings(whole, parts, len(base.runs))
 
 
-@dataclass(frozen=True)
-class Duel:
-    """Two entrants in a metric, or in a part of it: a row of each with the mean over seeds, and the
-    outcomes of both by seed."""
+def _compared(
+    own: str,
+    other: str,
+    rows: Sequence[compare.Row],
+    against: Sequence[compare.Row],
+    read: compare.Reader,
+) -> tuple[Comparison, list[Part]]:
+    """Two entrants in a metric by their means over seeds, and in its parts; not corrected yet.
 
-    row: results.Result
-    against: results.Result
-    pairs: Sequence[tuple[Outcomes, Outcomes]]
-
-    @classmethod
-    def of(
-        cls,
-        own: Entrant,
-        other: Entrant,
-        rows: Sequence[compare.Row],
-        against: Sequence[compare.Row],
-        read: compare.Reader,
-    ) -> Duel:
-        """``rows`` of the one and ``against`` of the other are those of every seed."""
-        means = [
-            replace(some[0][0], model=name, value=float(np.mean([row.value for row, _ in some])))
-            for name, some in ((own.name, rows), (other.name, against))
-        ]
-        pairs = [(read(*a), read(*b)) for a, b in zip(rows, against, strict=True)]
-        return cls(means[0], means[1], pairs)
-
-    def part(self, name: str) -> Duel:
-        """The same in one stratum of the metric."""
-        pairs = [(a.of_each_stratum()[name], b.of_each_stratum()[name]) for a, b in self.pairs]
-        scale, rows = self.row.unit.scale, []
-        for row, some in zip((self.row, self.against), zip(*pairs, strict=True), strict=True):
-            value = scale * float(np.mean([side.value() for side in some]))
-            rows.append(replace(row, value=value, count=len(some[0])))
-        return Duel(rows[0], rows[1], pairs)
-
-
-def _parts_of(duel: Duel) -> list[str]:
-    """The names of the parts of a metric that are shown."""
-    first = duel.pairs[0][0]
-    names = [*first.of_each_stratum()] if first.statistic == "mean" else []
-    return names if 1 < len(names) <= MOST_PARTS else []
-
-
-def _compared(duels: Sequence[Duel]) -> list[Comparison]:
-    """The duels of a metric as comparisons; not corrected yet."""
+    ``rows`` of the one and ``against`` of the other are those of every seed.
+    """
+    pairs = [(read(*a), read(*b)) for a, b in zip(rows, against, strict=True)]
+    # What is pooled over parts has none of its own: those of the benchmark's average are its parts.
+    with_parts = [(read.beside(*a), read.beside(*b)) for a, b in zip(rows, against, strict=True)]
+    means = [
+        replace(some[0][0], model=name, value=float(np.mean([row.value for row, _ in some])))
+        for name, some in ((own, rows), (other, against))
+    ]
+    scale, parts = means[0].unit.scale, []
     try:
-        differences = seeds.differences([duel.pairs for duel in duels])
+        difference = seeds.difference(pairs)
+        split = [
+            (a.of_each_stratum(), b.of_each_stratum())
+            for a, b in with_parts
+            if a.statistic == "mean"
+        ]
+        names = [*split[0][0]] if split else []
+        for name in names if 1 < len(names) <= MOST_PARTS else ():
+            part = [(a[name], b[name]) for a, b in split]
+            sides = []
+            for mean, some in zip(means, zip(*part, strict=True), strict=True):
+                value = scale * float(np.mean([side.value() for side in some]))
+                sides.append(replace(mean, value=value, count=len(some[0])))
+            of_part = seeds.difference(part)
+            parts.append((name, Comparison(sides[0], sides[1], of_part, of_part.p_value)))
     except outcomes.NotTheSame as error:
         raise ValueError(
-            f"two remedies were not measured on the same items of {duels[0].row.benchmark}: "
+            f"{own} and {other} were not measured on the same items of {means[0].benchmark}: "
             f"{error}; run the race with --force"
         ) from None
-    return [
-        Comparison(duel.row, duel.against, difference, difference.p_value)
-        for duel, difference in zip(duels, differences, strict=True)
-    ]
+    return Comparison(means[0], means[1], difference, difference.p_value), parts
 
 
 # --- in words and tables -------------------------------------------------------------------------
@@ -244,17 +220,15 @@ def _trust(found: Standings) -> str:
             "benchmarks alone, and another seed may differ. Give --seeds with several."
         )
     few = (
-        " Two seeds say little of how far seeds differ: it is taken to be five times as far as it "
-        "looks where it is not pooled."
+        " Two seeds say little of how far seeds differ, which is taken to be five times as far as "
+        "it looks: only large differences can be shown."
         if found.num_seeds == 2
         else ""
     )
     return (
         f"Differences are paired within each of {found.num_seeds} seeds and are means over them. "
-        "Intervals and p-values know how items differ and how seeds differ, each with its number. "
-        f"How seeds differ is one figure of all comparisons in a metric where they are "
-        f"{seeds.POOLED_FROM} or more, but for one that differs more than chance explains. "
-        f"The {number} p-values are corrected by Holm's method; intervals are of each difference "
+        "Intervals and p-values know how items differ and how seeds differ. The "
+        f"{number} p-values are corrected by Holm's method; intervals are of each difference "
         f"alone, so that one may exclude 0 without a verdict.{few}"
     )
 
