@@ -34,9 +34,9 @@ from mclclip.models.encoder import Encoder, load_model
 from mclclip.plan.machine import GIB, Machine
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
+from mclclip.report.verdict import Verdict
 from mclclip.run import runlog
 from mclclip.run.artifacts import Artifact, Force, is_finished
-from mclclip.verdict import Verdict
 
 __all__ = ["Encoder", "Run", "finetune", "load_model"]
 

@@ -106,10 +106,9 @@ def run(
         )
     counts = {rule: len(own) for rule, own in items.items()}
     listed = ", ".join(f"{rule} {count}" for rule, count in counts.items())
-    log.info("make-pairs: %d items (%s)", sum(counts.values()), listed)
     artifact = Artifact.open(Path(out), **opened, force=force)
     _write(artifact.directory, fitting, images)
-    log.info("make-pairs: look through %s, and mark what is wrong", Path(out) / "gallery.html")
+    log.info("make-pairs: %s; mark what is wrong in %s", listed, Path(out) / "gallery.html")
     return artifact.finish({"images": len(images), "items": counts})
 
 

@@ -27,7 +27,7 @@ from mclclip.opened_run import Run
 from mclclip.report import clusters, pictures, scores, story
 from mclclip.report.pictures import Thumbnails
 from mclclip.report.scores import Comparisons
-from mclclip.verdict import Verdict
+from mclclip.report.verdict import Verdict
 
 log = logging.getLogger("mclclip")
 

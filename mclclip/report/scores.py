@@ -15,7 +15,7 @@ from mclclip.eval.outcomes import PERCENT
 from mclclip.eval.results import Reference, Result
 from mclclip.opened_run import Run
 from mclclip.report import charts
-from mclclip.verdict import Verdict
+from mclclip.report.verdict import Verdict
 
 MINIMAL_PAIRS = "mmvp_vlm"
 """The protocol whose metrics are Types of minimal pairs."""

@@ -13,7 +13,7 @@ import pytest
 from mclclip import compare
 from mclclip.eval import results
 from mclclip.eval.outcomes import Outcomes
-from mclclip.verdict import Verdict
+from mclclip.report.verdict import Verdict
 
 NUM_PAIRS = 135
 ITEMS = [f"{2 * n + 1}-{2 * n + 2}" for n in range(NUM_PAIRS)]

@@ -150,7 +150,7 @@ def test_they_are_evaluated_by_rule(made: Path) -> None:
     )
     found = {figure.metric: figure for figure in figures}
     assert {*found} == {*names, "average", "pooled"}
-    headlines = [f.metric for f in figures if f.protocol["level"] == "headline"]
+    headlines = [f.metric for f in figures if f.protocol.get("level") == "headline"]
     assert headlines == ["pooled"] and figures[0].metric == "pooled"
     assert found["pooled"].count == sum(map(len, names.values()))
     assert {figure.value for figure in figures} == {100.0}
