@@ -2,7 +2,7 @@
 
 RUN is a run of ``mclclip finetune`` on UC Merced, whose folders are classes. Of the pictures in the
 share ``report``, which no training saw, it takes four whose nearest neighbour is of another class
-for the base and of their own class for the best encoder: one of each class, the base's highest
+for the base and of their own class for the tuned encoder: one of each class, the base's highest
 cosine first. It prints how many there are, how many of the opposite, and the names of the files
 that are shown, which NOTICE.md repeats.
 """
@@ -44,15 +44,15 @@ def main(run_dir: str, out: str) -> None:
     names = [path.parent.name for path in paths]
     classes = np.array(names)
     nearest, alike = {}, {}
-    for name in ("stage_0", run.best()):
+    for name in ("stage_0", run.tuned()):
         features = run.encoder(name).encode_image(pictures)
         cosines = features @ features.T
         np.fill_diagonal(cosines, -1.0)
         nearest[name], alike[name] = cosines.argmax(axis=1), cosines.max(axis=1)
-    base, best = nearest["stage_0"], nearest[run.best()]
-    wrong, right = classes[base] != classes, classes[best] == classes
+    base, tuned = nearest["stage_0"], nearest[run.tuned()]
+    wrong, right = classes[base] != classes, classes[tuned] == classes
     print(f"of {len(classes)} pictures the nearest is of another class for", end=" ")
-    print(f"{wrong.sum()} (base), {(~right).sum()} ({run.best()})")
+    print(f"{wrong.sum()} (base), {(~right).sum()} ({run.tuned()})")
     print(f"mended {(wrong & right).sum()}, broken {(~wrong & ~right).sum()}")
     chosen: dict[str, int] = {}
     for i in sorted(np.flatnonzero(wrong & right), key=lambda i: -alike["stage_0"][i]):
@@ -63,7 +63,7 @@ def main(run_dir: str, out: str) -> None:
     for y, title in enumerate(ROWS):
         draw.text((4, y * (SIDE + LINE) + SIDE // 2 - 16), title, "black", font)
     for x, i in enumerate([*chosen.values()][:4]):
-        for y, j in enumerate((i, int(base[i]), int(best[i]))):
+        for y, j in enumerate((i, int(base[i]), int(tuned[i]))):
             place = LEFT + x * (SIDE + GAP), y * (SIDE + LINE)
             shown.add(f"{names[j]}/{paths[j].name}")
             page.paste(pictures[j].resize((SIDE, SIDE)), place)

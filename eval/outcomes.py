@@ -312,8 +312,10 @@ def difference(a: Outcomes, b: Outcomes) -> Difference:
         low, high = map(float, np.quantile(drawn, [0.025, 0.975]))
     if a.truth is not None:
         tail = min(np.count_nonzero(drawn <= 0), np.count_nonzero(drawn >= 0))
-        p_value = min(1.0, 2.0 * (1 + tail) / (1 + len(drawn)))
-        return Difference(value, low, high, p_value, "bootstrap", None, None, num_units, None)
+        p_value, test = min(1.0, 2.0 * (1 + tail) / (1 + len(drawn))), "bootstrap"
+        if value and high - low < 1e-12:
+            (low, high, p_value), test = sign_test(a, value), "sign test over units"
+        return Difference(value, low, high, p_value, test, None, None, num_units, None)
     values, largest, stratum = by_unit(a, b)
     better, items = a.measured_in.sign * values, None
     wins, losses = int(np.count_nonzero(better > 0)), int(np.count_nonzero(better < 0))
@@ -350,6 +352,22 @@ def mcnemar(wins: int, losses: int) -> float:
     from scipy.stats import binomtest
 
     return float(binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
+
+
+def sign_test(ranking: Outcomes, value: float) -> tuple[float, float, float]:
+    """The bounds of a 95 % interval and the p-value of a difference of rankings that stays the same
+    whichever units are drawn, as of a perfect ranking against a collapsed one: every unit of the
+    rarer kind of item counts as one that was won."""
+    count = _rarer_units(ranking)
+    least = value * (2 * wilson_interval(count, count)[0] - 1)
+    return min(least, value), max(least, value), mcnemar(count, 0)
+
+
+def _rarer_units(ranking: Outcomes) -> int:
+    """Units of positives or of negatives, of which there are fewer."""
+    assert ranking.truth is not None
+    kinds = (ranking.truth, ~ranking.truth)
+    return min(len(np.unique(ranking.unit[kind])) for kind in kinds)
 
 
 def permutation(values: FloatArray) -> float:
@@ -439,9 +457,7 @@ def ranking_interval(outcomes: Outcomes) -> tuple[float, float]:
     drawn = _drawn(outcomes.unit, outcomes.value)
     low, high = np.quantile(drawn + (value - float(drawn.mean())), [0.025, 0.975])
     if high - low < 1e-9:
-        assert outcomes.truth is not None
-        kinds = (outcomes.truth, ~outcomes.truth)
-        rarer = min(len(np.unique(outcomes.unit[kind])) for kind in kinds)
+        rarer = _rarer_units(outcomes)
         return wilson_interval(value * rarer, rarer)
     return max(0.0, float(low)), min(1.0, float(high))
 

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from statistics import mean
 from typing import Any, Literal
 
 import numpy as np
@@ -213,16 +212,6 @@ def write(path: Path, rows: Sequence[Result]) -> None:
     kept = [row for row in read(path) if (row.model, row.benchmark) not in renewed]
     lines = [json.dumps(asdict(row), ensure_ascii=False, allow_nan=False) for row in kept + [*rows]]
     write_bytes(Path(path), ("\n".join(lines) + "\n" if lines else "").encode())
-
-
-def best(rows: Sequence[Result]) -> str | None:
-    """The encoder with the highest mean of the main metrics of ``CHOOSE``, of controls too; where
-    there is no such share, of those of all benchmarks. None without a main metric."""
-    main = [row for row in rows if row.protocol.get("level") == "headline"]
-    scores: dict[str, list[float]] = {}
-    for row in [row for row in main if row.benchmark == CHOOSE] or main:
-        scores.setdefault(row.model, []).append(row.unit.sign * row.value)
-    return max(scores, key=lambda name: mean(scores[name]), default=None)
 
 
 def trained_on(known: int, judged: int) -> str:

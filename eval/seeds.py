@@ -3,66 +3,106 @@
 The seeds of a pair are equal, so that what a seed changes for both (the order of the samples, the
 base where it is trained) does not count. Items are the same in every seed: those that one method
 happens to find do not become more by training again, so items and seeds are crossed.
+
+The variance of a mean difference has three parts (``Spread``), each with degrees of freedom of its
+own. An interval gives each part its own quantile (Howe, JASA 1974), so that two seeds do not
+widen what many items know well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import stdtr, stdtrit
+from scipy.special import chdtri, ndtri, stdtrit
 
 from mclclip.eval import outcomes
 from mclclip.eval.metrics import FloatArray, IntArray
 from mclclip.eval.outcomes import Difference, Outcomes
 
-NUM_DRAWS = 1_000
-BOOTSTRAP_FROM = 5
-"""Seeds from which their spread is bootstrapped; fewer ones give too few different draws."""
+_FACTOR = 1 / float(chdtri(1, 0.85))
+"""How much larger the spread of two seeds may be than it looks: the observed square exceeds this
+part of the true one in 85 % of cases."""
+
+_STEPS = 60  # of the bisection for a p-value
+_GROUPS = 500  # of units, of which a ranking is computed without each
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The parts of the variance of a mean difference over ``num_seeds`` seeds and all units, as
+    numbers or as arrays of one shape.
+
+    units         of the units' means over seeds, MS_a / (U S)
+    seeds         of the seeds' differences, MS_b / (U S)
+    rest          of what is left, MS_e / (U S), which is a part of both
+    unit_degrees  degrees of freedom of ``units``; ``seeds`` has S - 1
+    """
+
+    units: FloatArray | float
+    seeds: FloatArray | float
+    rest: FloatArray | float
+    unit_degrees: int
+    num_seeds: int
+
+    def half_width(self, alpha: FloatArray | float) -> FloatArray:
+        """Half the width of an interval of the level 1 - alpha.
+
+        From three seeds on it is sqrt(t_a^2 units + t_b^2 max(seeds - rest, 0)). Two seeds, a
+        single degree of freedom, cannot show that a spread is small: there the seeds' part is taken
+        ``_FACTOR`` times as large, and both with the quantile of a normal distribution.
+        """
+        tail = np.asarray(alpha) / 2
+        if self.num_seeds == 2:
+            of_seeds = np.maximum(_FACTOR * self.seeds - self.rest, 0)
+            return np.asarray(np.sqrt(ndtri(tail) ** 2 * (self.units + of_seeds)))
+        of_units = stdtrit(self.unit_degrees, tail) ** 2 * self.units
+        of_seeds = np.maximum(self.seeds - self.rest, 0)
+        return np.asarray(np.sqrt(of_units + stdtrit(self.num_seeds - 1, tail) ** 2 * of_seeds))
+
+    def p_values(self, values: FloatArray | float) -> FloatArray:
+        """The levels at which the half width is as large as the difference, by bisection."""
+        low, high = np.zeros(np.shape(values)), np.ones(np.shape(values))
+        for _ in range(_STEPS):
+            middle = (low + high) / 2
+            wide = self.half_width(middle) >= np.abs(values)
+            low, high = np.where(wide, middle, low), np.where(wide, high, middle)
+        return np.asarray(high)
 
 
 def difference(pairs: Sequence[tuple[Outcomes, Outcomes]]) -> Difference:
     """The difference of two methods, whose outcomes of every seed are a pair: the mean over seeds.
 
-    One seed: ``outcomes.difference``, which knows items alone. More: Student's t of S - 1 degrees
-    of freedom, for the interval and the p-value. Of two to four seeds its standard error is that of
-    the mean of the seeds' differences, joined with that of the items' means over seeds (the sum of
-    both variances, since all seeds have the same items). From five seeds a bootstrap of seeds and
-    of items gives it, widened by sqrt(S / (S - 1)); its percentiles are not used, because those of
-    five seeds are too narrow. ``wins``, ``losses`` and ``items`` are of the mean over seeds.
+    One seed: ``outcomes.difference``, which knows items alone. More: the interval and the p-value
+    of ``Spread``. The units' part has the invented units of ``outcomes.bootstrap_strata``.
+    Rankings, which are no sums over units, have jackknife pseudo-values in the place of units'
+    parts; where all of these are equal, as of a perfect ranking against a collapsed one, it is a
+    sign test. ``wins``, ``losses`` and ``items`` are of the mean over seeds.
 
     Raises NotTheSame where items are not the same.
     """
     if len(pairs) == 1:
         return outcomes.difference(*pairs[0])
-    first = pairs[0][0]
+    first, num_seeds = pairs[0][0], len(pairs)
     for own, other in pairs:
         outcomes.check_same_items(first, own)
         outcomes.check_same_items(own, other)
-    num_seeds, parts = len(pairs), _by_unit(pairs)
-    of_seeds = np.array([own.value() - other.value() for own, other in pairs])
-    value, freedom = float(of_seeds.mean()), num_seeds - 1
-    if num_seeds < BOOTSTRAP_FROM:
-        one = np.full((1, num_seeds), 1 / num_seeds)
-        of_items = _drawn(pairs, one) if parts is None else _item_error(parts)
-        error = float(np.hypot(of_seeds.std(ddof=1) / np.sqrt(num_seeds), of_items))
-        test = f"t over {num_seeds} seeds, and items"
-    else:
-        rng = np.random.default_rng(outcomes.SEED)
-        times = rng.multinomial(num_seeds, np.full(num_seeds, 1 / num_seeds), size=NUM_DRAWS)
-        shares = times / num_seeds
-        drawn = _drawn(pairs, shares) if parts is None else _drawn_of_means(parts, shares)
-        error = drawn * float(np.sqrt(num_seeds / freedom))
-        test = f"bootstrap of {num_seeds} seeds, and of items"
-    p_value = 2.0 * float(stdtr(freedom, -abs(value) / error)) if value else 1.0
-    half = error * float(stdtrit(freedom, 0.975))
+    parts = _parts(pairs)
+    spread = _spread(parts, invented=first.truth is None)
+    value = float(np.mean([own.value() - other.value() for own, other in pairs]))
+    units, half = int(first.unit.max()) + 1, float(spread.half_width(0.05))
+    if value and half < 1e-12:
+        low, high, p_value = outcomes.sign_test(first, value)
+        test = "sign test over units"
+        return Difference(value, low, high, p_value, test, None, None, units, None)
     wins = losses = items = None
-    if parts is not None:
+    if first.truth is None:
         better = first.measured_in.sign * parts[0].mean(axis=1)
         wins, losses = int((better > 1e-12).sum()), int((better < -1e-12).sum())
     if first.statistic == "mean":
         items = float(np.mean([np.sum(own.values) - np.sum(other.values) for own, other in pairs]))
-    units = int(first.unit.max()) + 1
+    p_value, test = float(spread.p_values(value)), f"{num_seeds} seeds crossed with items"
     return Difference(value, value - half, value + half, p_value, test, wins, losses, units, items)
 
 
@@ -71,47 +111,46 @@ Parts = tuple[FloatArray, FloatArray, IntArray]
 its stratum [U]."""
 
 
-def _by_unit(pairs: Sequence[tuple[Outcomes, Outcomes]]) -> Parts | None:
-    """The parts of a difference of means; None of rankings, which are no sums over units."""
-    if pairs[0][0].truth is not None:
-        return None
+def _parts(pairs: Sequence[tuple[Outcomes, Outcomes]]) -> Parts:
+    first = pairs[0][0]
+    if first.truth is not None:
+        pseudo = np.stack([_pseudo_values(own, other) for own, other in pairs], axis=1)
+        return pseudo, np.zeros(len(pseudo)), np.zeros(len(pseudo), dtype=np.int64)
     parts = [outcomes.by_unit(own, other) for own, other in pairs]
-    largest = parts[0][1] * (pairs[0][0].statistic == "mean")  # a loss has no largest value
+    largest = parts[0][1] * (first.statistic == "mean")  # a loss has no largest value
     return np.stack([values for values, _, _ in parts], axis=1), largest, parts[0][2]
 
 
-def _item_error(parts: Parts) -> float:
-    """The standard error of the sum over units of the mean over seeds, with units drawn with
-    replacement within strata."""
-    variance = 0.0
-    for count, rows, counts in outcomes.bootstrap_strata(*parts):
-        mean, chances = rows.mean(axis=1), counts / counts.sum()
-        spread = float(chances @ (mean - chances @ mean) ** 2)
-        variance += count * spread * outcomes.widened(count)
-    return float(np.sqrt(variance))
+def _pseudo_values(own: Outcomes, other: Outcomes) -> FloatArray:
+    """Jackknife pseudo-values of a difference of rankings over units, or over ``_GROUPS`` groups of
+    them, each divided by their number, so that they sum up to the difference."""
+    units = int(own.unit.max()) + 1
+    number = min(units, _GROUPS)
+    of_unit = np.random.default_rng(outcomes.SEED).permutation(units) % number
+    group, whole = of_unit[own.unit], own.value() - other.value()
+    left_out = np.empty(number)
+    for one in range(number):
+        weights = (group != one).astype(np.float64)
+        left_out[one] = own.value(weights) - other.value(weights)
+    left_out[np.isnan(left_out)] = whole  # a ranking without its only positive is not defined
+    return whole - (number - 1) / number * left_out
 
 
-def _drawn_of_means(parts: Parts, shares: FloatArray) -> float:
-    """The standard deviation of a difference of means in draws of units, within strata, and of
-    seeds, which count by ``shares`` [draws, S]."""
-    rng, total = np.random.default_rng([outcomes.SEED, 1]), np.zeros(len(shares))
-    for count, rows, counts in outcomes.bootstrap_strata(*parts):
-        chances = counts / counts.sum()
-        drawn = rng.multinomial(count, chances, size=len(shares)) @ rows
-        middle = count * (chances @ rows)
-        widened = middle + (drawn - middle) * np.sqrt(outcomes.widened(count))
-        total += (widened * shares).sum(axis=1)
-    return float(total.std())
-
-
-def _drawn(pairs: Sequence[tuple[Outcomes, Outcomes]], shares: FloatArray) -> float:
-    """The same of rankings; of shares [1, S] all draws have the same ones."""
-    rng, unit = np.random.default_rng([outcomes.SEED, 1]), pairs[0][0].unit
-    values = np.array(
-        [
-            [own.value(weights) - other.value(weights) for own, other in pairs]
-            for weights in outcomes.draws(rng, unit, NUM_DRAWS)
-        ]
-    )
-    widened = outcomes.widened(int(unit.max()) + 1)
-    return float(np.nanstd((values * shares).sum(axis=1)) * np.sqrt(widened))
+def _spread(parts: Parts, *, invented: bool) -> Spread:
+    """The parts of the variance of the sum over units of the mean over seeds; units are drawn
+    within strata, which have ``invented`` units too or not."""
+    values, _, stratum = parts
+    num_seeds, strata = values.shape[1], np.unique(stratum)
+    units = rest = 0.0
+    if not invented:
+        units = len(values) * float(values.mean(axis=1).var(ddof=min(1, len(values) - 1)))
+    for count, rows, counts in outcomes.bootstrap_strata(*parts) if invented else ():
+        means, chances = rows.mean(axis=1), counts / counts.sum()
+        spread = float(chances @ (means - chances @ means) ** 2)
+        units += count * spread * outcomes.widened(count)
+    for own in (values[stratum == name] for name in strata):
+        left = own - own.mean(axis=1, keepdims=True) - own.mean(axis=0) + own.mean()
+        rest += outcomes.widened(len(own)) * float((left**2).sum()) / (num_seeds - 1) / num_seeds
+    seeds = float(values.sum(axis=0).var(ddof=1)) / num_seeds
+    degrees = max(len(values) - len(strata), 1)
+    return Spread(units, seeds, rest, degrees, num_seeds)

@@ -23,10 +23,9 @@ from typing import Any
 
 import torch
 
-from mclclip import choices, compare, files, opened_run, pack, pipeline, process, report
+from mclclip import choices, compare, files, make_pairs, opened_run, pack, pipeline, process, report
 from mclclip import config as configuration
 from mclclip.choices import Situation
-from mclclip.compare import Comparison
 from mclclip.config import Config
 from mclclip.data.shard_scan import Findings
 from mclclip.data.tables import Table, open_table
@@ -35,8 +34,9 @@ from mclclip.models.encoder import Encoder, load_model
 from mclclip.plan.machine import GIB, Machine
 from mclclip.ranks import collectives, process_group
 from mclclip.ranks.process_group import Context
+from mclclip.report.verdict import Verdict
 from mclclip.run import runlog
-from mclclip.run.artifacts import Artifact, is_finished
+from mclclip.run.artifacts import Artifact, Force, is_finished
 
 __all__ = ["Encoder", "Run", "finetune", "load_model"]
 
@@ -51,55 +51,51 @@ class Run(opened_run.Run):
 
         run = mclclip.Run.open("runs/mine")
 
-    Beside what ``opened_run.Run`` has: ``encoder``, ``verdict`` and ``report``.
+    Beside what ``opened_run.Run`` has: ``encoder``, ``recommended``, ``tuned``, ``verdict`` and
+    ``report``.
     """
 
     def encoder(self, name: str | None = None, device: str = "cpu") -> Encoder:
-        """An encoder of the run by its name in ``results``; default is the best one on the share
-        ``choose`` (``best``).
+        """An encoder of the run by its name in ``results``.
 
-        Raises FileNotFoundError where it was not exported, and ValueError for an unknown name.
+        Without a name it is the one that the verdict recommends: the tuned one where it is better
+        than the base beyond chance, else the base, ``stage_0``, and one line in the log says so.
+        ``run.encoder(run.tuned())`` is the tuned one whatever the verdict. Raises FileNotFoundError
+        where it was not exported, and ValueError for an unknown name.
         """
-        name = name or self.best()
+        if name is None:
+            name, tuned = self.recommended(), self.tuned()
+            if name != tuned:
+                log.warning(
+                    "encoder() gives %s, the base: %s The tuned one is encoder(%r)",
+                    *(name, self.verdict()[0], tuned),
+                )
         paths = self.exports()
         if name not in paths:
             raise ValueError(f"no encoder {name!r} in {self.directory}: it has {', '.join(paths)}")
         return load_model(paths[name], device=device)
 
-    def best(self) -> str:
-        """The encoder with the highest mean of the share ``choose``'s main metrics, of controls
-        too; where there is no such share, of all benchmarks' main metrics."""
-        if (best := results.best(self.result_rows)) is None:
-            raise FileNotFoundError(
-                f"no results in {self.layout.results}: run 'mclclip eval' first"
-            )
-        return best
+    def recommended(self) -> str:
+        """The name of the encoder that the verdict recommends (``encoder``)."""
+        return self._judged().recommended
+
+    def tuned(self) -> str:
+        """The name of the trained encoder that stands for the run, whether it is proven or not:
+        that with the highest mean of the share ``choose``'s main metrics, of controls too (where
+        there is no such share, of all benchmarks'); a single model before a concat that is not
+        better beyond chance. ``stage_0`` where nothing else was measured."""
+        return compare.tuned(self._rows()) or compare.BASE
 
     def verdict(self) -> list[str]:
-        """Three sentences on the share ``report``: what got better than the base, what got worse,
-        and whether that is beyond chance and beyond the ungrouped control."""
-        best = self.best()
-        if best == "stage_0":
-            return [
-                "Better: nothing; on the share choose no encoder is better than the base.",
-                "Worse: nothing, since the base is kept.",
-                "Beyond chance: there is no gain to judge. More pictures, captions that say more, "
-                "or another base may help.",
-            ]
-        against, twin = {"the base": "stage_0"}, f"control_ungrouped_{best}"
-        rows = [row for row in compare.rows_of(self) if row[0].benchmark == results.REPORT]
-        if not best.startswith("control_") and twin in self.exports():
-            against["the same training without groups"] = twin
-        compared = {name: compare.compare(rows, [best], other) for name, other in against.items()}
-        better = [_gain(c) for c in compared["the base"] if c.gain > 0]
-        worse = [_gain(c) for c in compared["the base"] if c.gain < 0]
-        sure = [f"against {name} {_judged(judged)}" for name, judged in compared.items()]
-        of = f"({best} against the base, on the share report)"
-        return [
-            f"Better: {', '.join(better) or 'nothing'} {of}.",
-            f"Worse: {', '.join(worse) or 'nothing that was measured'}.",
-            f"Beyond chance: {'; '.join(sure)}. One training says nothing of other seeds.",
-        ]
+        """The verdict in sentences: what to use, what changed against the base and against the
+        ungrouped control, and how far to trust it."""
+        return self._judged().sentences()
+
+    def _judged(self) -> Verdict:
+        return Verdict.of(self._rows())
+
+    def _rows(self) -> list[compare.Row]:
+        return compare.read_runs([self.directory])
 
     def report(self) -> Page:
         """Writes ``report.html``, one page of all that the run left; returns its path, which a
@@ -206,7 +202,8 @@ def run(
             count = shares["train"]["samples"]
             machine, half = choose_machine(context)
             cores = len(os.sched_getaffinity(0)) // context.world_size
-            at = Situation(base, count, out / "data", out, machine, cores, half, seed)
+            pairs = _make_pairs(out, force=renew and "unfit")
+            at = Situation(base, count, out / "data", out, machine, cores, half, seed, pairs)
             text = choices.choose(at, overrides)
             files.write_bytes(folder / SETTINGS, text.encode())
             made.finish({"samples": count})
@@ -221,6 +218,17 @@ def run(
     with process_group.num_threads(settled.num_threads):
         pipeline.run(settled, context, force=force)
     return Run.open(out)
+
+
+def _make_pairs(out: Path, force: Force) -> Path | None:
+    """Makes minimal pairs of the share ``report``; None where its captions fit no rule."""
+    shards, folder = out / "data" / "report", out / choices.PAIRS
+    try:
+        make_pairs.run(shards, folder, captions="json:captions", force=force)
+    except make_pairs.NoItems as error:
+        log.info("there will be no minimal pairs: %s", error)
+        return None
+    return folder
 
 
 def _check_held_out(share: float) -> None:
@@ -274,7 +282,9 @@ def dry_run(
         samples = sum(1 for _ in rows) if table.holds_images else len({row.path for row in rows})
     machine = Machine(memory_gib=gpu_gib, elsewhere=True)
     train, cores = round(samples * (1 - 2 * held_out)), len(os.sched_getaffinity(0))
-    at = Situation(base, train, out / "data", out, machine, cores, seed=seed)
+    at = Situation(
+        base, train, out / "data", out, machine, cores, seed=seed, pairs=out / choices.PAIRS
+    )
     return choices.choose(at, overrides)
 
 
@@ -309,7 +319,10 @@ def run_verb(args: Mapping[str, Any]) -> None:
             page = done.report()  # before the table: standard output may end at any line
             print(results.table(done.result_rows))
             print("", *done.verdict(), sep="\n")
-            print(f"The best encoder: {done.exports()[done.best()]}")
+            exports, chosen = done.exports(), done.recommended()
+            print(f"Recommended: {exports[chosen]}")
+            if (tuned := done.tuned()) != chosen:
+                print(f"Tuned, not recommended: {exports[tuned]}")
             print(f"Report, to open in a browser: {page}")
 
     process.run(_first(given["out"], given["overrides"]), "finetune", work)
@@ -321,17 +334,3 @@ def _first(out: str | Path, overrides: Sequence[str]) -> Config:
     if moved := [each for each in top if each.startswith("run_dir=")]:
         raise ValueError(f"got {moved[0]}: the folder of the run is given as out, {out} here")
     return configuration.from_tree({"run_dir": str(out)}, top)
-
-
-def _gain(c: Comparison) -> str:
-    value, other, change, *_ = c.texts()
-    return (
-        f"{results.short_name(c.row.metric)} {other} -> {value} ({change} {c.row.unit.difference})"
-    )
-
-
-def _judged(judged: Sequence[Comparison]) -> str:
-    words = [
-        f"{results.short_name(c.row.metric)} is {c.verdict} (p = {c.corrected:.2g})" for c in judged
-    ]
-    return ", ".join(words)

@@ -28,6 +28,8 @@ from mclclip.plan.machine import GIB, Machine
 from mclclip.ranks.process_group import choose_num_threads
 from mclclip.shipped import RECIPES
 
+PAIRS = "pairs"
+"""The benchmark of minimal pairs, and its folder in a run."""
 FEWEST = 100
 """Pictures to train on, below which groups of them are no batches."""
 _USABLE = 0.9  # share of a device's memory that the plan may fill
@@ -47,6 +49,7 @@ class Situation:
     machine       ranks, and the memory of each GPU; ``memory_gib`` None: a CPU
     cores         processor cores of each rank
     half          the 16-bit format that the GPU computes in
+    pairs         folder of minimal pairs of the share ``report``; None: its captions give none
     """
 
     base: str
@@ -57,6 +60,7 @@ class Situation:
     cores: int
     half: str = "bf16"
     seed: int = 0
+    pairs: Path | None = None
 
 
 def choose(at: Situation, overrides: Sequence[str] = ()) -> str:
@@ -121,6 +125,11 @@ def _choices(at: Situation) -> Iterator[Choice]:
         yield f"eval.suite.{share}.path", str(at.data), "pictures held out by a hash of their bytes"
         yield f"eval.suite.{share}.options.captions", share, "the folder of its shards"
         yield f"eval.suite.{share}.options.shard_captions", "json:captions", "all captions"
+    if at.pairs is not None:
+        made = "minimal pairs of the share report: a caption beside an edit that is false"
+        yield f"eval.suite.{PAIRS}.kind", "compositional", made
+        yield f"eval.suite.{PAIRS}.path", str(at.pairs), "gallery.html there shows them"
+        yield f"eval.suite.{PAIRS}.options.layout", "pairs", "what make-pairs has written"
 
 
 def _trainings(

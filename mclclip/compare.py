@@ -1,17 +1,21 @@
 """Verb: results and the outcomes of items -> whether one encoder is really better than another.
 
 Encoders are compared on the same items, so that what is hard for both does not count. Tests and
-intervals are those of ``eval.outcomes``; p-values are corrected for the number of comparisons.
+intervals are those of ``eval.outcomes``. A run is judged by a family of comparisons that follows
+from its results alone (``family``). P-values are corrected over it, so that one comparison has the
+same p-value in the table, in the report and in the verdict, whatever else is shown beside it.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Literal
 
 from mclclip.eval import outcomes, results
@@ -28,19 +32,26 @@ log = logging.getLogger("mclclip")
 Format = Literal["text", "csv", "markdown", "latex"]
 Row = tuple[Result, Path | None]
 """A row of results.jsonl, and the file of its items, where it has one."""
+Pair = tuple[Row, Row]
+"""The rows of two encoders in the same metric of a benchmark."""
 
 LEVEL = 0.05
 """Corrected p-values below it are taken for a difference."""
 
+BASE, TWIN = "stage_0", "control_ungrouped_"
+"""The encoder that others are compared with, and what begins the name of an encoder's control."""
+
 
 @dataclass(frozen=True)
 class Comparison:
-    """One encoder against another in one metric of a benchmark; ``corrected``: Holm's p-value."""
+    """One encoder against another in one metric of a benchmark; ``corrected``: Holm's p-value over
+    a family of so many comparisons."""
 
     row: Result
     against: Result
     difference: Difference
     corrected: float
+    family: int = 1
 
     @property
     def verdict(self) -> Literal["better", "worse", "inside the noise"]:
@@ -74,8 +85,27 @@ class Comparison:
             f"{self.row.benchmark}, {short_name(self.row.metric)}: {self.row.model} has {own}, "
             f"{self.against.model} {other}, which is {change} {self.row.unit.difference} "
             f"(95 % interval {low} to {high}){items}: {self.verdict} "
-            f"(p {'' if self.corrected < 0.001 else '= '}{_rounded(self.corrected)})"
+            f"({self.p_text()}{self.reason()})"
         )
+
+    def p_text(self) -> str:
+        """The corrected p-value, such as ``p = 0.03``."""
+        return f"p {'' if self.corrected < 0.001 else '= '}{_rounded(self.corrected)}"
+
+    def reason(self) -> str:
+        """Why verdict and interval differ, where one says that there is a difference and the other
+        does not; else nothing."""
+        excludes = not self.difference.low <= 0 <= self.difference.high
+        if excludes and self.corrected >= LEVEL:
+            return (
+                "; the interval is of this difference alone, p is corrected over "
+                f"{self.family} comparisons"
+                if self.family > 1
+                else "; the interval is a bootstrap, the verdict goes by p"
+            )
+        if not excludes and self.corrected < LEVEL:
+            return "; the interval is wide since there are few units, the verdict goes by p"
+        return ""
 
 
 def run(
@@ -90,11 +120,11 @@ def run(
 ) -> list[Comparison]:
     """Compares ``models`` with ``against`` in the results of some run directories; prints a table.
 
-    ``models``: names in results.jsonl (default: all but ``against``); ``against``: default stage_0,
-    or the first model. With several runs a name has its run's before it, as in ``mine:stage_1``.
-    ``benchmarks`` and ``metrics`` (as results.jsonl or a table names them): default are all
-    benchmarks, and the metrics of the level ``headline``. ``out``: a file for the table instead of
-    the standard output.
+    Without any of these names: what the run is judged by (``family``). ``models``: names in
+    results.jsonl (default: all but ``against``); ``against``: default stage_0, or the first model.
+    With several runs a name has its run's before it, as in ``mine:stage_1``. ``benchmarks`` and
+    ``metrics`` (as results.jsonl or a table names them): default are all benchmarks, and the
+    metrics of the level ``headline``. ``out``: a file for the table instead of the standard output.
     Raises FileNotFoundError where there are no results or outcomes, and ValueError for unknown
     names and where encoders were not measured on the same items.
     """
@@ -118,47 +148,154 @@ def compare(
 ) -> list[Comparison]:
     """Compares encoders of ``rows``.
 
-    See ``run`` for the arguments and errors.
+    A comparison of the ``family`` is corrected over the whole of it, whether all of it is asked for
+    or not; others are corrected over those others. See ``run`` for the arguments and errors.
     """
     names = [*dict.fromkeys(row.model for row, _ in rows)]
-    against = against or ("stage_0" if "stage_0" in names else names[0])
-    wanted = [*models] or [name for name in names if name != against]
     if len(names) < 2:
         raise ValueError(f"there are results of one model, {names[0]}: evaluate another one too")
-    _known("model", [*wanted, against], names)
-    if against in wanted:
+    read, standard = Reader(), family(rows)
+    if models or against or benchmarks or metrics or not standard:
+        pairs = _asked(rows, models, against or _base(names), benchmarks, metrics)
+    else:
+        pairs = standard
+    in_family = {_key(pair) for pair in standard}
+    compared = {}
+    if any(_key(pair) in in_family for pair in pairs):
+        compared = _corrected_pairs(read, standard)
+    compared |= _corrected_pairs(read, [pair for pair in pairs if _key(pair) not in in_family])
+    return [compared[_key(pair)] for pair in pairs]
+
+
+def _asked(
+    rows: Sequence[Row],
+    models: Sequence[str],
+    against: str,
+    benchmarks: Sequence[str],
+    metrics: Sequence[str],
+) -> list[Pair]:
+    """The rows of ``models``, each with that of ``against``; ValueError for unknown names."""
+    names = [*dict.fromkeys(row.model for row, _ in rows)]
+    compared = [*models] or [name for name in names if name != against]
+    _known("model", [*compared, against], names)
+    if against in compared:
         raise ValueError(f"{against} cannot be compared with itself: name another --against")
     _known("benchmark", benchmarks, [*dict.fromkeys(row.benchmark for row, _ in rows)])
     every = [*dict.fromkeys(row.metric for row, _ in rows)]
     of_short = {short_name(metric): metric for metric in every}
     metrics = [of_short.get(metric, metric) for metric in metrics]
     _known("metric", metrics, every)
-    cells = {
-        (row.benchmark, row.metric, row.model): (row, path)
+    cells = [
+        (row, path)
         for row, path in rows
         if (not benchmarks or row.benchmark in benchmarks)
         and (row.metric in metrics if metrics else row.protocol.get("level") == "headline")
-    }
-    pairs = [
-        (own, base)
-        for benchmark, metric in dict.fromkeys(cell[:2] for cell in cells)
-        for model in wanted
-        if (own := cells.get((benchmark, metric, model)))
-        and (base := cells.get((benchmark, metric, against)))
     ]
+    pairs = _paired(cells, [(name, against) for name in compared])
     if not pairs:
         raise ValueError(
-            f"no metric of {', '.join(wanted)} was measured for {against} too: evaluate them on "
+            f"no metric of {', '.join(compared)} was measured for {against} too: evaluate them on "
             "the same benchmarks"
         )
-    read = Reader()
-    return corrected([_compared(read, own, base) for own, base in pairs])
+    return pairs
+
+
+def _paired(cells: Sequence[Row], names: Sequence[tuple[str, str]]) -> list[Pair]:
+    """The rows of each two encoders, in every metric that both were measured in."""
+    of = {(row.benchmark, row.metric, row.model): (row, path) for row, path in cells}
+    return [
+        (of[*metric, model], of[*metric, other])
+        for metric in dict.fromkeys(cell[:2] for cell in of)
+        for model, other in names
+        if (*metric, model) in of and (*metric, other) in of
+    ]
+
+
+def _key(pair: Pair) -> tuple[str, str, str, str]:
+    (row, _), (against, _) = pair
+    return row.benchmark, row.metric, row.model, against.model
+
+
+def _corrected_pairs(
+    read: Reader, pairs: Sequence[Pair]
+) -> dict[tuple[str, str, str, str], Comparison]:
+    made = corrected([_compared(read, own, base) for own, base in pairs])
+    return dict(zip(map(_key, pairs), made, strict=True))
 
 
 def corrected(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """The comparisons with p-values corrected for their number, by Holm's method."""
-    p_values = outcomes.holm([c.difference.p_value for c in comparisons])
-    return [replace(c, corrected=p) for c, p in zip(comparisons, p_values, strict=True)]
+    """The comparisons as one family: with p-values corrected for their number, by Holm's method."""
+    p_values, number = outcomes.holm([c.difference.p_value for c in comparisons]), len(comparisons)
+    return [
+        replace(c, corrected=p, family=number) for c, p in zip(comparisons, p_values, strict=True)
+    ]
+
+
+# --- what a run is judged by -------------------------------------------------------------------
+
+
+def family(rows: Sequence[Row]) -> list[Pair]:
+    """The comparisons that a run is judged by, a function of its results alone: rows of an encoder
+    and of what it is held against, in the main metrics of every benchmark.
+
+    Of a fine-tuning it is the encoder that the share ``choose`` has chosen (``tuned``), on all
+    other benchmarks; of other runs every encoder but the controls. Each is held against stage 0
+    and against its ungrouped control. Without a stage 0, as with several runs, all others are held
+    against the first.
+    """
+    names = [*dict.fromkeys(row.model for row, _ in rows)]
+    base, main = _base(names), _main(rows)
+    judged = [name for name in names if not name.startswith("control_")]
+    if base == BASE and (chosen := [row for row, _ in main if row.benchmark == results.CHOOSE]):
+        best = tuned(rows)
+        judged = [] if best is None else [best]
+        if len(chosen) < len(main):  # figures of the share that has chosen are too good
+            main = [(row, path) for row, path in main if row.benchmark != results.CHOOSE]
+    pairs = [(name, base) for name in judged if name != base]
+    pairs += [(name, TWIN + name) for name in judged if TWIN + name in names]
+    return _paired(main, pairs)
+
+
+def tuned(rows: Sequence[Row]) -> str | None:
+    """The trained encoder, of controls too, that stands for a run: that with the highest mean of
+    the main metrics of the share ``choose``, or of all benchmarks where there is no such share.
+
+    A single model goes before a concat that is not better beyond chance there, since every client
+    loads a single one. None where nothing but stage 0 was measured.
+    """
+    by_mean = means(rows)
+    order = sorted((n for n in by_mean if n != BASE), key=lambda n: -by_mean[n])
+    if not order or "concat_" not in order[0]:
+        return next(iter(order), None)
+    best, read, deciding = order[0], Reader(), _deciding(rows)
+    above = [name for name in order if by_mean[name] > by_mean.get(BASE, -math.inf)]
+    for single in (name for name in above if "concat_" not in name):
+        pairs = _paired(deciding, [(best, single)])
+        if all(c.verdict != "better" for c in _corrected_pairs(read, pairs).values()):
+            return single
+    return best
+
+
+def means(rows: Sequence[Row]) -> dict[str, float]:
+    """The mean of the metrics that decide which encoder is chosen, by encoder; of losses with the
+    other sign."""
+    values: dict[str, list[float]] = {}
+    for row, _ in _deciding(rows):
+        values.setdefault(row.model, []).append(row.unit.sign * row.value)
+    return {name: mean(each) for name, each in values.items()}
+
+
+def _deciding(rows: Sequence[Row]) -> list[Row]:
+    main = _main(rows)
+    return [(row, path) for row, path in main if row.benchmark == results.CHOOSE] or main
+
+
+def _main(rows: Sequence[Row]) -> list[Row]:
+    return [(row, path) for row, path in rows if row.protocol.get("level") == "headline"]
+
+
+def _base(names: Sequence[str]) -> str:
+    return BASE if BASE in names else names[0]
 
 
 def _known(what: str, given: Sequence[str], there: Sequence[str]) -> None:
@@ -213,6 +350,12 @@ class Reader:
         if row.metric not in (found := self._read(path)):
             raise ValueError(f"{path} has no outcomes of {row.metric}: evaluate again with --force")
         return found[row.metric]
+
+    def beside(self, row: Result, path: Path | None) -> Outcomes:
+        """The outcomes of a row, or of the mean over parts that stands beside a pooled figure."""
+        if row.metric == "pooled" and path is not None and "average" in (found := self._read(path)):
+            return found["average"]
+        return self(row, path)
 
 
 def _compared(read: Reader, a: Row, b: Row) -> Comparison:
@@ -290,11 +433,13 @@ def render(comparisons: Sequence[Comparison], format: Format) -> str:
         for c in comparisons
     ]
     tests = " and ".join(dict.fromkeys(c.difference.test for c in comparisons))
+    sizes = " and over ".join(dict.fromkeys(str(c.family) for c in comparisons))
     note = (
-        f"p: {tests}, corrected for {len(comparisons)} comparison(s) by Holm's method. "
+        f"p: {tests}, corrected by Holm's method over {sizes} comparisons: those that the run is "
+        "judged by make one family, and others that were asked for another. "
         f"Below {LEVEL} a difference is taken for real. Intervals (bootstrap) are of each "
-        "difference alone. Neither says how figures change with the seed of a training: train "
-        "several seeds."
+        "difference alone. A training with another seed may give other figures: train several "
+        "seeds before you believe a small difference."
     )
     return "\n".join([_blocks(comparisons), "", *lines, "", textwrap.fill(note, results.WIDTH)])
 
@@ -315,12 +460,14 @@ def _cells(c: Comparison, head: str) -> dict[str, str]:
 
 
 def _blocks(comparisons: Sequence[Comparison]) -> str:
-    """A table per benchmark and metric, with the encoder that is compared against in its head."""
+    """A table per benchmark, metric and encoder that is compared against, which its head names."""
     from tabulate import tabulate
 
+    groups: dict[tuple[str, str, str], list[Comparison]] = {}
+    for c in comparisons:
+        groups.setdefault((c.row.benchmark, c.row.metric, c.against.model), []).append(c)
     blocks = []
-    for benchmark, metric in dict.fromkeys((c.row.benchmark, c.row.metric) for c in comparisons):
-        own = [c for c in comparisons if (c.row.benchmark, c.row.metric) == (benchmark, metric)]
+    for (benchmark, metric, _), own in groups.items():
         base = own[0].against
         value = own[0].texts()[1]
         what = f"{clean(benchmark)}, {clean(short_name(metric))}"

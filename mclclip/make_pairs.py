@@ -46,6 +46,10 @@ _RULE, _CAPTION = 1, 2  # purposes of draws
 Items = dict[int, tuple[str, str, int]]
 
 
+class NoItems(ValueError):
+    """No rule fits any caption."""
+
+
 def run(
     shards: Path,
     out: Path,
@@ -62,10 +66,11 @@ def run(
     ``captions``: ``txt`` or ``json:FIELD``. ``rules``: some of ``caption_rules.RULES`` (default:
     all). ``confused``: what ``mclclip blindspots`` wrote for a run whose data source is these
     shards; its pairs make items of their own. ``per_rule``: items of a rule at most, each of
-    another picture; the average of the benchmark weighs all rules the same. ``seed`` decides which
-    pictures, captions and edits. A finished ``out`` of the same shards and settings is skipped.
+    another picture. ``seed`` decides which pictures, captions and edits. A finished ``out`` of the
+    same shards and settings is skipped.
 
-    Raises ValueError for wrong values and where there is no item, and the errors of what it reads.
+    Raises ValueError for wrong values, NoItems where there is no item, and the errors of what it
+    reads.
     """
     chosen = check_rules(rules or [*RULES])
     fewest, why = (1, "") if confused is None else (2, ", since --confused makes two items at once")
@@ -95,17 +100,16 @@ def run(
         items[CONFUSED] = _confused_items(spots, images, texts, per_rule, seed)
     fitting = {rule: own for rule, own in items.items() if own}
     if not fitting:
-        raise ValueError(
+        raise NoItems(
             f"no rule of {', '.join(chosen)} fits any of the {sum(map(len, texts)):,} captions in "
             f"{shards}: the rules are for English sentences, give other --rules or --shards"
         )
-    for rule, own in items.items():
-        note = "" if len(own) == per_rule else f", {per_rule} were asked for"
-        log.info("make-pairs: %s: %d items%s", rule, len(own), note)
+    counts = {rule: len(own) for rule, own in items.items()}
+    listed = ", ".join(f"{rule} {count}" for rule, count in counts.items())
     artifact = Artifact.open(Path(out), **opened, force=force)
     _write(artifact.directory, fitting, images)
-    log.info("make-pairs: look through %s, and mark what is wrong", Path(out) / "gallery.html")
-    return artifact.finish({"images": len(images), "items": {r: len(i) for r, i in items.items()}})
+    log.info("make-pairs: %s; mark what is wrong in %s", listed, Path(out) / "gallery.html")
+    return artifact.finish({"images": len(images), "items": counts})
 
 
 def _items(

@@ -3,7 +3,8 @@
 Sources, with the rule of the published code:
 
 - SugarCrepe (Hsieh et al., NeurIPS 2023): the image prefers its caption to a false one. Strict.
-- Pairs that ``mclclip make-pairs`` has written: the same, a part per rule.
+- Pairs that ``mclclip make-pairs`` has written: the same, a part per rule; the main figure is that
+  of all items together.
 - SugarCrepe++ (Dumpala et al., NeurIPS 2024): the image prefers both of two captions to a false
   one (ITT); among the three texts alone, the two captions are nearer to each other than each is to
   the false one (TOT). Strict.
@@ -270,7 +271,10 @@ def _of_whatsup(figures: _Figures) -> list[Measurement]:
 def _figures(layout: LayoutName, figures: _Figures) -> list[Measurement]:
     """The figures of a layout; see ``evaluate``."""
     every = figures.rows()
-    if layout in ("sugarcrepe", "pairs"):
+    if layout == "pairs":
+        pooled = figures.of("pooled", "text", every, "headline")
+        return pooled + figures.by_part("", "text", average="table")
+    if layout == "sugarcrepe":
         return figures.by_part("", "text")
     if layout == "sugarcrepe_pp":
         image_text = figures.by_part("ITT/", "text")
@@ -312,11 +316,13 @@ def evaluate(
 ) -> list[Measurement]:
     """The figures of a compositional benchmark in a published ``layout``, in percent.
 
-    sugarcrepe, pairs: a metric per part and their mean ``average`` (chance 50). sugarcrepe_pp: the
-    same as ``ITT/`` and ``TOT/`` (33.3 each). winoground, naturalbench: ``text``, ``image`` (25
-    each) and ``group`` (16.7). aro_relation, aro_attribute: ``average`` over kinds and ``pooled``
-    over items (50). aro_order: ``accuracy`` (20). whatsup: a metric per part and ``average``
-    (photographs 25, others 50), ``PART/pair`` (6.25) and ``PART/set`` (0.4) of photographs.
+    sugarcrepe: a metric per part and their mean ``average`` (chance 50). pairs: the same below
+    ``pooled``, the share of all items, since rules have unequal numbers of them. sugarcrepe_pp: a
+    metric per part and ``average`` as ``ITT/`` and ``TOT/`` (33.3 each). winoground, naturalbench:
+    ``text``, ``image`` (25 each) and ``group`` (16.7). aro_relation, aro_attribute: ``average``
+    over kinds and ``pooled`` over items (50). aro_order: ``accuracy`` (20). whatsup: a metric per
+    part and ``average`` (photographs 25, others 50), ``PART/pair`` (6.25) and ``PART/set`` (0.4) of
+    photographs.
     ``captions``, ``images``, ``parts``: see ``read_items``, whose errors are raised. ``missing``:
     whether items without their images are refused, or left out and counted in the protocol.
     ``prompt`` is put before every caption.

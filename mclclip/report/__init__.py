@@ -2,8 +2,9 @@
 
 The page is one file: it asks nothing of a network, holds no script, follows the light or dark theme
 of its reader, and fits a phone. It shows results, comparisons, clusters, neighbours, curves and
-costs, as far as the run has them; what is missing is named with the reason. Of many samples only
-some are read, which the page says.
+costs, as far as the run has them, and begins with the verdict. What cannot be read is named with
+the reason; the page ends with a list of what the run does not have. Of many samples only some are
+read, which the page says.
 
 A report changes nothing but its own file, which is replaced by rename. So it takes no lock, and may
 be made of a run that is training.
@@ -26,6 +27,7 @@ from mclclip.opened_run import Run
 from mclclip.report import clusters, pictures, scores, story
 from mclclip.report.pictures import Thumbnails
 from mclclip.report.scores import Comparisons
+from mclclip.report.verdict import Verdict
 
 log = logging.getLogger("mclclip")
 
@@ -91,78 +93,86 @@ def _content(run: Run) -> dict[str, Any]:
     """All variables of the template."""
     thumbnails, trainings = Thumbnails(run), story.trainings(run)
     comparisons = scores.comparisons(run)
-    clustered = _section(
-        lambda: clusters.clustered(run, thumbnails),
-        "There are no clusters: 'mclclip cluster --stage 0' makes them.",
-        samples_of=run,
-    )
+    verdict = comparisons.verdict
+    sections = _sections(run, thumbnails, verdict)
+    clustered = sections["clusters"]["content"] or ()
+    chapters = _section(lambda: story.chapters(run, trainings, clustered, comparisons), "")
     content = {
+        **sections,
+        "chapters": chapters,
         "version": __version__,
         "name": run.directory.resolve().name,
         "run": run,
-        "tables": _section(
-            lambda: scores.tables(run.result_rows, scores.references()),
-            "Nothing was evaluated yet: 'mclclip eval' does it.",
-        ),
         "model_colours": {scores.colour_of(row.model) for row in run.result_rows},
         "comparisons": comparisons,
+        "verdict_lines": [] if verdict is None else verdict.sentences(),
         "first_of_each": scores.first_of_each,
-        "exchanges": _section(
-            lambda: pictures.exchanges(run, thumbnails),
-            "No benchmark of minimal pairs was measured for two encoders.",
-        ),
-        "clusters": clustered,
         "label_rows": clusters.LABEL_ROWS,
-        "agreement": _section(
-            lambda: clusters.agreement(run),
-            "Agreement needs the clusters of two stages, or attributes of samples "
-            "(data.sources.NAME.attributes).",
-            samples_of=run,
-        ),
-        "anchors": _section(
-            lambda: pictures.anchors(run, thumbnails),
-            "There are no embeddings of more than a few samples: 'mclclip embed --stage 0' makes "
-            "them.",
-            samples_of=run,
-        ),
-        "feature_rows": pictures.FEATURE_ROWS,
-        "blindspots": _section(
-            lambda: pictures.blindspots(run, thumbnails),
-            "None were looked for: 'mclclip blindspots' finds them.",
-            samples_of=run,
-        ),
-        "filters": _section(
-            lambda: pictures.filters(run),
-            "No samples were chosen by their embeddings: 'mclclip filter' does it.",
-        ),
-        "curves": _section(lambda: story.curves(run), "No training has records."),
         "trainings": trainings,
         "seconds": story.total([one["seconds"] for one in trainings]),
         "rank_hours": story.total([one["rank_hours"] for one in trainings]),
         "colours": story.COLOURS,
-        "chapters": _section(
-            lambda: story.chapters(run, trainings, clustered["content"] or (), comparisons),
-            "The run has no stages.",
-        ),
         "summary": _summary(run, trainings, comparisons),
+        "not_there": [one["empty"] for one in sections.values() if one["empty"]],
     }
     return content | {"lost": thumbnails.lost()}
+
+
+def _sections(
+    run: Run, thumbnails: Thumbnails, verdict: Verdict | None
+) -> dict[str, dict[str, Any]]:
+    """The parts of the page by name (``_section``)."""
+    tuned = None if verdict is None else verdict.tuned
+    recommended = "stage_0" if verdict is None else verdict.recommended
+    return {
+        "tables": _section(
+            lambda: scores.tables(run.result_rows, scores.references()),
+            "figures ('mclclip eval')",
+        ),
+        "exchanges": _section(
+            lambda: pictures.exchanges(run, thumbnails, tuned),
+            "minimal pairs or queries that were measured for two encoders",
+        ),
+        "clusters": _section(
+            lambda: clusters.clustered(run, thumbnails),
+            "clusters ('mclclip cluster --stage 0')",
+            samples_of=run,
+        ),
+        "agreement": _section(
+            lambda: clusters.agreement(run),
+            "two groupings to compare: clusters of two stages, or data.sources.NAME.attributes",
+            samples_of=run,
+        ),
+        "anchors": _section(
+            lambda: pictures.anchors(run, thumbnails, recommended),
+            "embeddings of more than a few samples ('mclclip embed --stage 0')",
+            samples_of=run,
+        ),
+        "blindspots": _section(
+            lambda: pictures.blindspots(run, thumbnails),
+            "blind spots ('mclclip blindspots')",
+            samples_of=run,
+        ),
+        "filters": _section(lambda: pictures.filters(run), "filters ('mclclip filter')"),
+        "curves": _section(lambda: story.curves(run), "records of a training"),
+    }
 
 
 def _section(
     make: Callable[[], Sequence[Any]], needs: str, *, samples_of: Run | None = None
 ) -> dict[str, Any]:
-    """A part of the page: its ``content``, which ``make`` returns, or None and why it is
-    ``missing``: ``needs`` where there is nothing to show, or the error where files are missing or
-    damaged, or the samples of a run that it shows cannot be read."""
+    """A part of the page: its ``content``, which ``make`` returns, or None. It is ``empty``, which
+    is what the run does not have, or ``missing`` for a reason: files are missing or damaged, or the
+    samples of a run that it shows cannot be read."""
+    part: dict[str, Any] = {"content": None, "missing": "", "empty": ""}
     try:
         if samples_of is not None:
             _ = samples_of.dataset
         content = make()
     except (FileNotFoundError, RuntimeError, ValueError) as error:
         log.warning("report: a part is left out: %s", error)
-        return {"content": None, "missing": f"{error}."}
-    return {"content": content, "missing": ""} if content else {"content": None, "missing": needs}
+        return part | {"missing": f"{error}."}
+    return part | ({"content": content} if content else {"empty": needs})
 
 
 def _summary(
@@ -170,16 +180,16 @@ def _summary(
 ) -> list[tuple[str, str, str]]:
     """The most important figures: value, what it is, more about it."""
     tiles = []
-    best = scores.best_of(run, [row.model for row in run.result_rows])
-    if best is not None and (first := scores.reported(comparisons.of(best))):
-        (value, base, change, *_), unit = first.texts(), first.row.unit
-        more = f"{best} has {value} {unit.name}, stage 0 {base}: {first.verdict}"
-        tiles.append((change, f"{unit.difference} on {first.row.benchmark}", more))
-    if first := scores.reported([c for c in comparisons.with_control if c.row.model == best]):
-        (_, base, change, *_), unit = first.texts(), first.row.unit
-        what = f"{unit.difference} against the same training without groups"
-        more = f"{first.against.model} has {base} {unit.name}: {first.verdict}"
-        tiles.append((change, what, more))
+    if (verdict := comparisons.verdict) is not None:
+        for judged, other in (
+            (verdict.with_base, "the base"),
+            (verdict.with_control, "the same training without groups"),
+        ):
+            for first in judged[:1]:
+                (value, base, change, *_), row = first.texts(), first.row
+                what = f"{row.unit.difference} against {other}, {row.benchmark}"
+                more = f"{row.model} has {value} {row.unit.name}, {other} {base}: {first.verdict}"
+                tiles.append((change, what, more))
     if run.layout.index.is_dir():
         if samples := _section(lambda: [len(run.index)], "")["content"]:
             tiles.append((f"{samples[0]:,}", "samples", ""))

@@ -36,9 +36,8 @@ def lines(
     if not (every := [point for _, points in kept for point in points]):
         return Markup("")
     xs, ys = zip(*every, strict=True)
-    across = _Scale(min(xs), max(xs), _LEFT, WIDTH - _RIGHT)
-    room = 0.05 * (max(ys) - min(ys))
-    up = _Scale(min(ys) - room, max(ys) + room, HEIGHT - _BOTTOM, _TOP)
+    across = _Scale(*round_ends(min(xs), max(xs)), _LEFT, WIDTH - _RIGHT)
+    up = _Scale(*round_ends(min(ys), max(ys)), HEIGHT - _BOTTOM, _TOP)
     body = _axes(across, up, x)
     for colour, points in kept:
         # A line of one point would not be seen; one from it to itself is a dot.
@@ -57,7 +56,7 @@ def sizes(title: str, x: str, numbers: ArrayLike, colour: str) -> Markup:
     if len(heights) > MOST_SIZES:
         heights = heights[np.linspace(0, len(heights) - 1, MOST_SIZES).astype(np.int64)]
     across = _Scale(0.0, float(len(heights)), _LEFT, WIDTH - _RIGHT, whole=True)
-    up = _Scale(0.0, float(heights[0]), HEIGHT - _BOTTOM, _TOP)
+    up = _Scale(*round_ends(0.0, float(heights[0])), HEIGHT - _BOTTOM, _TOP)
     gap = 1.5 if len(heights) <= 40 else 0.0
     bars = "".join(
         f"M{across(number) + gap / 2:.1f},{up(0):.1f}V{up(height):.1f}"
@@ -69,19 +68,17 @@ def sizes(title: str, x: str, numbers: ArrayLike, colour: str) -> Markup:
 
 
 def strip(
-    figure: tuple[float, float, float],
-    colour: str,
-    *,
-    ends: tuple[float, float] = (0.0, 100.0),
-    digits: int = 1,
+    figure: tuple[float, float, float], colour: str, *, ends: tuple[float, float], digits: int = 1
 ) -> Markup:
     """A value, and the bounds of its interval: a point on a bar. The whole width goes from one of
-    ``ends`` to the other; its quarters are marked. ``digits``: decimals of what is read out."""
-    first, last = ends
-    value, low, high = (100 * (v - first) / (last - first) if last > first else 50 for v in figure)
+    ``ends`` to the other, and the places that ``strip_axis`` names are marked. ``digits``: decimals
+    of what is read out."""
+    place = _Scale(*ends, 0.0, 100.0)
+    value, low, high = map(place, figure)
     read_out = "{}, from {} to {}".format(*(f"{v:.{digits}f}" for v in figure))
     grid = "".join(
-        f'<line class="grid" x1="{mark}%" x2="{mark}%" y1="0" y2="18"/>' for mark in (25, 50, 75)
+        f'<line class="grid" x1="{mark:.1f}%" x2="{mark:.1f}%" y1="0" y2="18"/>'
+        for mark in map(place, place.ticks())
     )
     return Markup(
         f'<svg class="strip" role="img" aria-label="{read_out}">{grid}'
@@ -89,6 +86,38 @@ def strip(
         f'y1="9" y2="9"/><circle style="fill:var(--{colour})" cx="{value:.1f}%" cy="9" r="4.5"/>'
         "</svg>"
     )
+
+
+def strip_axis(ends: tuple[float, float], *, whole: bool = False) -> Markup:
+    """The numbers of an axis below strips, from one end to the other; ``whole``: of counts."""
+    place = _Scale(*ends, 0.0, 100.0, whole)
+    texts = "".join(
+        f'<text class="tick" x="{place(tick):.1f}%" y="12" '
+        f'text-anchor="{_anchor(tick, ends)}">{number(tick)}</text>'
+        for tick in place.ticks()
+    )
+    return Markup(
+        '<svg class="strip" aria-hidden="true"><line class="axis" x1="0%" x2="100%" y1="1" y2="1"/>'
+        f"{texts}</svg>"
+    )
+
+
+def _anchor(tick: float, ends: tuple[float, float]) -> str:
+    return "start" if tick <= ends[0] else "end" if tick >= ends[1] else "middle"
+
+
+def round_ends(
+    low: float, high: float, most: tuple[float, float] | None = None
+) -> tuple[float, float]:
+    """The ends of an axis that values from ``low`` to ``high`` lie on: round numbers that its ticks
+    name, within ``most``."""
+    if high <= low:
+        room = abs(low) / 10 or 1.0
+        low, high = low - room, high + room
+    step = _Scale(low, high, 0.0, 1.0).step()
+    low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
+    least, largest = most or (low, high)
+    return max(low, least), min(high, largest)
 
 
 def balance(won: int, lost: int, most: int) -> Markup:
@@ -122,15 +151,19 @@ class _Scale:
         share = (value - self.low) / width if width > 0 else 0.5
         return self.start + share * (self.stop - self.start)
 
-    def ticks(self) -> list[float]:
-        """Round numbers within the scale, two to six of them where it has a width."""
-        if self.high <= self.low:
-            return [self.low]
+    def step(self) -> float:
+        """The distance of two ticks; the scale must have a width."""
         least = (self.high - self.low) / 4
         power = 10.0 ** math.floor(math.log10(least))
         steps = (power * size for size in (1, 2, 2.5, 5, 10))
         step = next(step for step in steps if step >= least * (1 - 1e-9))
-        step = max(step, 1.0) if self.whole else step
+        return max(step, 1.0) if self.whole else step
+
+    def ticks(self) -> list[float]:
+        """Round numbers within the scale, two to six of them where it has a width."""
+        if self.high <= self.low:
+            return [self.low]
+        step = self.step()
         first = math.ceil(self.low / step - 1e-9)
         return [n * step for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
 

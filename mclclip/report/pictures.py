@@ -1,5 +1,5 @@
-"""Small pictures as data URIs, and the sections that are made of them: minimal pairs that one
-encoder gets right and another does not, nearest neighbours, blind spots, and filters."""
+"""Small pictures as data URIs, and the sections that are made of them: minimal pairs and queries
+that one encoder gets right and another does not, nearest neighbours, blind spots, and filters."""
 
 from __future__ import annotations
 
@@ -13,20 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from mclclip import compare, files
+from mclclip.compare import BASE, TWIN
 from mclclip.data.decode import DecodeError, as_picture, decode
 from mclclip.data.options import DataConfig
 from mclclip.data.samples import BadSample
-from mclclip.data.training_images import path_of
-from mclclip.eval.items import Item
+from mclclip.data.training_images import Readable, path_of
+from mclclip.eval.captions import read_captions_of_shards
+from mclclip.eval.images import StoredImage, image_items
+from mclclip.eval.items import read_items
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.protocols.mmvp import read_pairs
+from mclclip.eval.results import REPORT, Result, short_name
 from mclclip.figures.nearest import nearest_samples
 from mclclip.opened_run import Run
 from mclclip.report import charts
-from mclclip.report.scores import MINIMAL_PAIRS, best_of
+from mclclip.report.scores import MINIMAL_PAIRS
 from mclclip.run.artifacts import MANIFEST
 
 SIDE = 96
@@ -48,6 +53,11 @@ EXAMPLES = 4
 
 FEATURE_ROWS = 20_000
 """Rows at most of which the embeddings are read."""
+
+ENCODED = 512
+"""Samples at most that are encoded for the page."""
+
+_BATCH = 64
 
 ANCHORS, NEIGHBOURS = 5, 6
 
@@ -86,9 +96,15 @@ class Thumbnails:
 
         return self._picture(sample_id, self.caption(sample_id), stored)
 
-    def of_file(self, path: Path, text: str) -> Picture:
-        """The picture in a file."""
-        return self._picture(path, text, lambda: files.read_bounded(path, _MAX_FILE_BYTES))
+    def of_image(self, image: Readable, text: str) -> Picture:
+        """The picture in a file, or in a part of a shard."""
+
+        def stored() -> bytes:
+            if isinstance(image, StoredImage):
+                return image.read_bytes()
+            return files.read_bounded(path_of(image), _MAX_FILE_BYTES)
+
+        return self._picture(str(image), text, stored)
 
     def caption(self, sample_id: int) -> str:
         """The first caption; empty where there is none, or it cannot be read any more."""
@@ -146,75 +162,101 @@ def shortened(text: str) -> str:
 # --- minimal pairs -------------------------------------------------------------------------------
 
 
-def exchanges(run: Run, thumbnails: Thumbnails) -> list[dict[str, Any]]:
-    """The pairs won and lost against stage 0 and against the ungrouped control, by benchmark.
+Shown = tuple[str, list[tuple[Readable, str]]]
+"""The kind of an item, such as a Type or a rule, and its images, each with a text."""
 
-    benchmark, model, against  what was measured, and the two encoders
-    types      (Type, pairs won, pairs lost, pairs, the two as bars)
-    won, lost  examples; ``missing`` says why there are none where pairs were won or lost
+
+def exchanges(run: Run, thumbnails: Thumbnails, model: str | None) -> list[dict[str, Any]]:
+    """The minimal pairs and the queries that an encoder wins and loses against stage 0 and against
+    its ungrouped control, by benchmark and metric.
+
+    title, model, against  what was measured, and the two encoders
+    types      (kind, won, lost, items, the two as bars), and the ``axis`` of the bars
+    won, lost  examples; ``missing`` says why there are none where items were won or lost
 
     Raises FileNotFoundError and ValueError where outcomes are missing or damaged.
     """
     exchanged, read = [], compare.Reader()
-    rows = [
-        (row, path)
-        for row, path in compare.rows_of(run)
-        if row.metric == "average" and row.protocol.get("name") == MINIMAL_PAIRS
-    ]
-    for benchmark in dict.fromkeys(row.benchmark for row, _ in rows):
-        own = {row.model: (row, path) for row, path in rows if row.benchmark == benchmark}
-        model = best_of(run, [*own])
-        if model is None:
+    cells = {(r.benchmark, r.metric, r.model): (r, p) for r, p in compare.rows_of(run)}
+    for benchmark, metric in dict.fromkeys(cell[:2] for cell in cells):
+        own = cells.get((benchmark, metric, model or ""))
+        if own is None or not _has_items(own[0]):
             continue
-        pairs, missing = _pictured(run, benchmark)
-        for against in ("stage_0", f"control_ungrouped_{model}"):
-            if against in own:
-                outcomes = read(*own[model]), read(*own[against])
+        items, missing = _pictured(run, own[0])
+        for against in (BASE, f"{TWIN}{model}"):
+            if other := cells.get((benchmark, metric, against)):
+                outcomes = read(*own), read(*other)
                 if outcomes[0].items != outcomes[1].items:
                     raise ValueError(
                         f"{model} and {against} were not measured on the same pairs of {benchmark}"
                     )
-                names = {"benchmark": benchmark, "model": model, "against": against}
-                exchanged.append(
-                    names | {"missing": missing} | _exchanged(*outcomes, pairs, thumbnails)
-                )
+                title = f"{benchmark}, {short_name(metric)}"
+                names = {"title": title, "model": model, "against": against, "missing": missing}
+                exchanged.append(names | _exchanged(*outcomes, items, thumbnails))
     return exchanged
 
 
-def _pictured(run: Run, benchmark: str) -> tuple[dict[str, Item], str]:
-    """The pairs of a benchmark by name, or the reason why their pictures cannot be shown."""
-    known = None if run.config is None else run.config.eval.suite.get(benchmark)
+def _has_items(row: Result) -> bool:
+    """Whether the items of a row are shown: minimal pairs, and queries of the share report."""
+    main = {MINIMAL_PAIRS: "average", "pairs": "pooled"}.get(str(row.protocol.get("name")))
+    is_query = row.benchmark == REPORT and row.protocol.get("level") == "headline"
+    return is_query or row.metric == main
+
+
+def _pictured(run: Run, row: Result) -> tuple[dict[str, Shown], str]:
+    """The items of a row by name, or the reason why their pictures cannot be shown."""
+    known = None if run.config is None else run.config.eval.suite.get(row.benchmark)
     if known is None:
         return {}, "The configuration does not say where the pictures of this benchmark lie."
+    path, name = Path(known.path), row.protocol.get("name")
     try:
-        pairs = read_pairs(Path(known.path))
+        if name == MINIMAL_PAIRS:
+            pairs = read_pairs(path)
+            return {o.name: (o.kind, [*zip(o.images, o.texts, strict=True)]) for o in pairs}, ""
+        if name == "pairs":
+            made = read_items(path, "pairs").items
+            return {o.name: (o.part, [(o.images[0], " / not: ".join(o.texts))]) for o in made}, ""
+        return _queries(path, dict(known.options)), ""
     except (OSError, ValueError) as error:
         return {}, f"Their pictures are not there any more: {error}."
-    return {pair.name: pair for pair in pairs}, ""
+
+
+def _queries(root: Path, options: Mapping[str, Any]) -> dict[str, Shown]:
+    """The queries of a retrieval from shards, by their names in both directions."""
+    data = read_captions_of_shards(root / options["captions"], options["shard_captions"])
+    names, queries = image_items(data.images, root), dict[str, Shown]()
+    for number, (text, row) in enumerate(zip(data.captions, data.caption_image, strict=True)):
+        queries.setdefault(names[row], ("pictures", [(data.images[row], text)]))
+        queries[f"{names[row]}#{number}"] = ("captions", [(data.images[row], text)])
+    return queries
 
 
 def _exchanged(
-    own: Outcomes, other: Outcomes, pairs: Mapping[str, Item], thumbnails: Thumbnails
+    own: Outcomes, other: Outcomes, items: Mapping[str, Shown], thumbnails: Thumbnails
 ) -> dict[str, Any]:
-    """The ``types`` of the pairs with what was won and lost of them, and examples of both."""
-    kinds, gained = list(own.strata or [""] * len(own)), own.values - other.values
+    """The ``types`` of the items with what was won and lost of them, and examples of both."""
+    parts, gained = own.strata or ["all"] * len(own), own.values - other.values
+    kinds = [
+        items[item][0] if item in items else part
+        for item, part in zip(own.items, parts, strict=True)
+    ]
     rows = {"won": np.flatnonzero(gained > 0).tolist(), "lost": np.flatnonzero(gained < 0).tolist()}
     won, lost = (Counter(kinds[n] for n in each) for each in rows.values())
-    most = max([*won.values(), *lost.values()], default=0)
+    most = round(charts.round_ends(0, max([*won.values(), *lost.values(), 1]))[1] + 0.4)
     types = [
         (kind, won[kind], lost[kind], count, charts.balance(won[kind], lost[kind], most))
         for kind, count in Counter(kinds).items()
     ]
     examples: dict[str, list[dict[str, Any]]] = {"won": [], "lost": []}
     for name, each in rows.items():
-        items = [own.items[n] for n in one_of_each(each, kinds) if own.items[n] in pairs]
-        for pair in (pairs[item] for item in items[:EXAMPLES]):
-            pictures = [
-                (thumbnails.of_file(path_of(image), statement), shortened(statement))
-                for image, statement in zip(pair.images, pair.texts, strict=True)
-            ]
-            examples[name].append({"type": pair.kind, "name": pair.name, "pictures": pictures})
-    return {"types": types, **examples}
+        turns = one_of_each(each, [f"{kinds[n]} {own.unit[n]}" for n in range(len(own))])
+        turns = one_of_each(turns, kinds)
+        shown = [own.items[n] for n in turns if own.items[n] in items]
+        for item in shown[:EXAMPLES]:
+            kind, pictures = items[item]
+            figures = [(thumbnails.of_image(i, text), shortened(text)) for i, text in pictures]
+            examples[name].append({"type": kind, "name": item, "pictures": figures})
+    return {"types": types, "axis": charts.strip_axis((-most, most), whole=True), **examples}
 
 
 def one_of_each(rows: Sequence[int], kinds: Sequence[str]) -> list[int]:
@@ -229,36 +271,53 @@ def one_of_each(rows: Sequence[int], kinds: Sequence[str]) -> list[int]:
 # --- samples -------------------------------------------------------------------------------------
 
 
-def anchors(run: Run, thumbnails: Thumbnails) -> list[dict[str, Any]]:
-    """Samples drawn by the seed, each with its ``picture``; and by stage its nearest samples among
-    the rows that are read, nearest first.
+def anchors(run: Run, thumbnails: Thumbnails, recommended: str) -> list[dict[str, Any]]:
+    """Samples drawn by the seed, each with its ``picture``; and by encoder its nearest samples
+    ``among`` so many, nearest first: for stage 0 and the encoder that is recommended.
 
-    Empty where there are no embeddings, or too few. Raises RuntimeError where they are damaged.
+    Embeddings that the run has are read. An encoder without any encodes ``ENCODED`` samples;
+    one that was not exported is left out. Empty where there are too few samples, or no embeddings
+    of stage 0. Raises RuntimeError where they are damaged.
     """
-    ids = run.spread_ids(FEATURE_ROWS)
-    features = {
-        stage.name: stage.embeddings_of(ids) for stage in run.stages if stage.has("embeddings")
-    }
-    if not features:
+    embedded = {stage.name: stage for stage in run.stages if stage.has("embeddings")}
+    export = None if recommended in embedded else run.exports().get(recommended)
+    if BASE not in embedded:
         return []
+    ids = run.spread_ids(FEATURE_ROWS if export is None else ENCODED)
+    names = [name for name in dict.fromkeys((BASE, recommended)) if name in embedded]
+    features = {name: embedded[name].embeddings_of(ids) for name in names}
     usable = np.logical_and.reduce([(rows != 0).any(axis=1) for rows in features.values()])
-    ids = ids[usable]
+    ids, features = ids[usable], {name: rows[usable] for name, rows in features.items()}
     if len(ids) <= NEIGHBOURS:
         return []
+    if export is not None and (encoded := _encoded(run, export, ids)) is not None:
+        features[recommended] = encoded
     drawn = np.random.default_rng([run.seed, 5]).permutation(len(ids))[:ANCHORS]
-    near = {
-        name: nearest_samples(rows[usable], drawn, NEIGHBOURS)[1] for name, rows in features.items()
-    }
+    near = {name: nearest_samples(rows, drawn, NEIGHBOURS)[1] for name, rows in features.items()}
     return [
         {
             "picture": thumbnails.of_sample(int(ids[anchor])),
-            "stages": {
+            "among": len(ids),
+            "encoders": {
                 name: [thumbnails.of_sample(int(ids[row])) for row in rows[number]]
                 for name, rows in near.items()
             },
         }
         for number, anchor in enumerate(drawn)
     ]
+
+
+def _encoded(run: Run, export: Path, ids: NDArray[np.int64]) -> NDArray[np.float32] | None:
+    """The features of samples by an exported encoder; None of images that are no pictures."""
+    from mclclip.models.encoder import load_model
+
+    encoder, rows = load_model(export), []
+    for some in np.array_split(ids, max(len(ids) // _BATCH, 1)):
+        images = [image for image in run.images(some) if isinstance(image, Image.Image)]
+        if len(images) < len(some):
+            return None
+        rows.append(encoder.encode_image(images))
+    return np.concatenate(rows)
 
 
 def blindspots(run: Run, thumbnails: Thumbnails) -> list[dict[str, Any]]:

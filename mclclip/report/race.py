@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from scipy.special import stdtrit
 from tabulate import tabulate
 
 from mclclip import __version__, compare
@@ -148,6 +147,8 @@ def _compared(
     ``rows`` of the one and ``against`` of the other are those of every seed.
     """
     pairs = [(read(*a), read(*b)) for a, b in zip(rows, against, strict=True)]
+    # What is pooled over parts has none of its own: those of the benchmark's average are its parts.
+    with_parts = [(read.beside(*a), read.beside(*b)) for a, b in zip(rows, against, strict=True)]
     means = [
         replace(some[0][0], model=name, value=float(np.mean([row.value for row, _ in some])))
         for name, some in ((own, rows), (other, against))
@@ -156,7 +157,9 @@ def _compared(
     try:
         difference = seeds.difference(pairs)
         split = [
-            (a.of_each_stratum(), b.of_each_stratum()) for a, b in pairs if a.statistic == "mean"
+            (a.of_each_stratum(), b.of_each_stratum())
+            for a, b in with_parts
+            if a.statistic == "mean"
         ]
         names = [*split[0][0]] if split else []
         for name in names if 1 < len(names) <= MOST_PARTS else ():
@@ -216,12 +219,17 @@ def _trust(found: Standings) -> str:
             "Each remedy was trained with one seed: tests and intervals know the items of the "
             "benchmarks alone, and another seed may differ. Give --seeds with several."
         )
-    bound = -float(stdtrit(found.num_seeds - 1, LEVEL / 2 / max(number, 1)))
-    few = " Few seeds can show large differences alone; five show more." if bound > 8 else ""
+    few = (
+        " Two seeds say little of how far seeds differ, which is taken to be five times as far as "
+        "it looks: only large differences can be shown."
+        if found.num_seeds == 2
+        else ""
+    )
     return (
         f"Differences are paired within each of {found.num_seeds} seeds and are means over them. "
-        f"The smallest of {number} p-values is below {LEVEL} after Holm's correction where a "
-        f"difference is {bound:,.3g} times its standard error over seeds and items.{few}"
+        "Intervals and p-values know how items differ and how seeds differ. The "
+        f"{number} p-values are corrected by Holm's method; intervals are of each difference "
+        f"alone, so that one may exclude 0 without a verdict.{few}"
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 from mclclip import compare
 from mclclip.eval import results
 from mclclip.eval.outcomes import Outcomes
+from mclclip.report.verdict import Verdict
 
 NUM_PAIRS = 135
 ITEMS = [f"{2 * n + 1}-{2 * n + 2}" for n in range(NUM_PAIRS)]
@@ -47,8 +48,71 @@ def test_each_model_is_compared_in_the_headline(run_dir: Path, capsys: Any) -> N
     assert "mmvp, average, against stage_0 (40.0)" in text
     words = " ".join(text.split())
     assert "concat has 44.4, stage_0 40.0, which is +4.4 points" in words
-    assert "+6 of 135 pairs: inside the noise (p = 0.062)" in words  # 2 * 0.5^6, twice
-    assert "corrected for 3 comparison(s)" in text
+    # 2 * 0.5^6, twice; the interval alone would say that there is a difference.
+    assert "+6 of 135 pairs: inside the noise (p = 0.062; the interval is of this" in words
+    assert found[1].difference.low > 0 and "over 3 comparisons" in found[1].reason()
+    assert "over 3 comparisons" in words and not found[2].reason()
+
+
+def test_a_comparison_has_one_p_value_whatever_is_shown_beside_it(run_dir: Path) -> None:
+    every = {c.row.model: c.corrected for c in compare.run([run_dir])}
+    (alone,) = compare.run([run_dir], models=["concat"])
+    assert alone.corrected == every["concat"] > alone.difference.p_value and alone.family == 3
+    more = compare.run([run_dir], models=["concat"], metrics=["average", "Color"])
+    assert [(c.row.metric, c.family) for c in more] == [("average", 3), ("Color", 1)]
+
+
+def tuned(run_dir: Path, rights: dict[str, tuple[int, int]]) -> list[compare.Row]:
+    """The rows of a fine-tuning: right answers of encoders on the shares choose and report."""
+    for number, share in enumerate((results.CHOOSE, results.REPORT)):
+        evaluated(run_dir, {name: both[number] for name, both in rights.items()}, share)
+    return compare.read_runs([run_dir])
+
+
+TWIN = "control_ungrouped_stage_1"
+
+
+def test_a_fine_tuning_is_judged_by_the_encoder_that_was_chosen(tmp_path: Path) -> None:
+    rows = tuned(
+        tmp_path,
+        {"stage_0": (20, 30), "stage_1": (60, 70), "soup": (50, 90), TWIN: (40, 69)},
+    )
+    found = compare.run([tmp_path])
+    assert [(c.row.benchmark, c.row.model, c.against.model) for c in found] == [
+        ("report", "stage_1", "stage_0"),
+        ("report", "stage_1", TWIN),
+    ]
+    verdict = Verdict.of(rows)
+    assert verdict.recommended == verdict.tuned == "stage_1" and "stage_1" in verdict.headline
+    assert [c.corrected for c in verdict.family] == [c.corrected for c in found]
+    assert [c.verdict for c in verdict.with_control] == ["inside the noise"]
+
+
+@pytest.mark.parametrize(
+    ("rights", "says"),
+    [
+        ({"stage_0": (50, 60), "stage_1": (60, 62)}, "nothing is proven"),
+        ({"stage_0": (50, 60), "stage_1": (60, 20)}, "worse beyond chance"),
+        ({"stage_0": (50, 60), "stage_1": (50, 100)}, "no tuned encoder"),
+    ],
+)
+def test_without_a_proof_the_base_is_recommended(
+    tmp_path: Path, rights: dict[str, tuple[int, int]], says: str
+) -> None:
+    """Ties on the share to choose by go to the base too."""
+    verdict = Verdict.of(tuned(tmp_path, rights))
+    assert (verdict.recommended, verdict.tuned) == ("stage_0", "stage_1")
+    assert verdict.headline.startswith("Keep the base") and says in verdict.headline
+    assert "best" not in " ".join(verdict.sentences())
+
+
+@pytest.mark.parametrize(("concat", "chosen"), [(64, "soup"), (130, "concat_raw")])
+def test_a_single_model_goes_before_a_concat_that_is_not_better(
+    tmp_path: Path, concat: int, chosen: str
+) -> None:
+    rights = {"stage_0": (40, 40), "stage_1": (50, 50), "soup": (60, 60)}
+    rows = tuned(tmp_path, rights | {"concat_raw": (concat, 80)})
+    assert compare.tuned(rows) == chosen
 
 
 def test_one_pair_against_another_and_another_metric(run_dir: Path) -> None:

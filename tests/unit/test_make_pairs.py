@@ -149,7 +149,10 @@ def test_they_are_evaluated_by_rule(made: Path) -> None:
         Extractor(planted("perfect", 10), batch_size=4), made, layout="pairs"
     )
     found = {figure.metric: figure for figure in figures}
-    assert {*found} == {*names, "average"}
+    assert {*found} == {*names, "average", "pooled"}
+    headlines = [f.metric for f in figures if f.protocol.get("level") == "headline"]
+    assert headlines == ["pooled"] and figures[0].metric == "pooled"
+    assert found["pooled"].count == sum(map(len, names.values()))
     assert {figure.value for figure in figures} == {100.0}
     assert (
         found["average"].protocol["chance"] == 50 and found["average"].protocol["struck_items"] == 0

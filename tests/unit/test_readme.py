@@ -327,7 +327,7 @@ def test_the_notebook_was_run_to_its_end_and_shows_a_verdict() -> None:
     outputs = [output for cell in code for output in cell["outputs"]]
     assert not [output for output in outputs if output["output_type"] == "error"]
     printed = "".join("".join(output.get("text", "")) for output in outputs)
-    assert re.search(r"^Better: .*\nWorse: .*\nBeyond chance: ", printed, re.MULTILINE)
+    assert re.search(r"^(Keep the base|Take ).*\n\S+ against the base: ", printed, re.MULTILINE)
     pictures = [output for output in outputs if "image/png" in output.get("data", {})]
     assert len(pictures) == 2
 

@@ -49,12 +49,23 @@ def test_names_are_escaped() -> None:
 
 
 def test_strips_and_balances_are_in_percent() -> None:
-    assert 'cx="40.0%"' in charts.strip((40.0, 30.0, 50.0), "base")
+    assert 'cx="40.0%"' in charts.strip((40.0, 30.0, 50.0), "base", ends=(0.0, 100.0))
     loss = charts.strip((4.61, 4.6, 4.64), "base", ends=(4.6, 4.7), digits=3)
     assert 'cx="10.0%"' in loss and 'x1="0.0%" x2="40.0%"' in loss
     assert 'aria-label="4.610, from 4.600 to 4.640"' in loss
     bars = charts.balance(3, 1, 4)
     assert 'x="37.5%" width="12.5%"' in bars and 'x="50%" width="37.5%"' in bars
+
+
+def test_an_axis_ends_at_round_numbers_that_are_named() -> None:
+    ends = charts.round_ends(1.1, 9.3, (0.0, 100.0))
+    assert ends == (0.0, 10.0)
+    texts = re.findall(r">([^<]+)</text>", charts.strip_axis(ends))
+    assert (texts[0], texts[-1]) == ("0", "10") and len(texts) >= 3
+    assert charts.round_ends(93.0, 101.0, (0.0, 100.0))[1] == 100.0
+    assert charts.round_ends(3.0, 3.0)[0] < 3.0 < charts.round_ends(3.0, 3.0)[1]
+    counts = re.findall(r">([^<]+)</text>", charts.strip_axis((-1, 1), whole=True))
+    assert counts == ["-1", "0", "1"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,114 @@
+"""Which encoder of a run is recommended, in words: a tuned one that is proven, or else the base.
+
+The tuned encoder is chosen by one share of the pictures and compared with the base on others
+(``compare.family``). It is recommended where it is better than the base beyond chance in one main
+metric at least and worse in none. Ties go to the base, which costs nothing and has lost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from mclclip import compare
+from mclclip.compare import BASE, TWIN, Comparison, Row
+from mclclip.eval.results import REPORT, short_name
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict on a run.
+
+    tuned    the trained encoder that stands for the run (``compare.tuned``); None: there is none
+    is_ahead whether its mean is above the base's where it was chosen
+    family   the comparisons that the run is judged by
+    """
+
+    tuned: str | None
+    is_ahead: bool
+    family: Sequence[Comparison]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Verdict:
+        """The verdict that rows of results give.
+
+        Raises FileNotFoundError and ValueError where outcomes are missing or damaged.
+        """
+        tuned, means = compare.tuned(rows), compare.means(rows)
+        is_ahead = tuned is not None and (BASE not in means or means[tuned] > means[BASE])
+        family = compare.compare(rows) if compare.family(rows) else []
+        return cls(tuned, is_ahead, family)
+
+    @cached_property
+    def with_base(self) -> list[Comparison]:
+        """The comparisons of the tuned encoder with the base, those of the share report first."""
+        own = [c for c in self.family if (c.row.model, c.against.model) == (self.tuned, BASE)]
+        return sorted(own, key=lambda c: c.row.benchmark != REPORT)
+
+    @cached_property
+    def with_control(self) -> list[Comparison]:
+        """The comparisons of the tuned encoder with its ungrouped control."""
+        twin = f"{TWIN}{self.tuned}"
+        own = [c for c in self.family if (c.row.model, c.against.model) == (self.tuned, twin)]
+        return sorted(own, key=lambda c: c.row.benchmark != REPORT)
+
+    @property
+    def recommended(self) -> str:
+        """The encoder to use: the tuned one if it is proven, else the base; without figures of a
+        base the tuned one."""
+        verdicts = {c.verdict for c in self.with_base} or {"better"}
+        proven = self.is_ahead and "better" in verdicts and "worse" not in verdicts
+        return self.tuned if self.tuned is not None and proven else BASE
+
+    @property
+    def headline(self) -> str:
+        """The verdict in one sentence."""
+        if self.tuned is None:
+            return "Nothing was trained and measured yet."
+        if not self.with_base:
+            return f"Nothing is proven: {self.tuned} was not compared with a base."
+        worse = [_name(c) for c in self.with_base if c.verdict == "worse"]
+        better = [_name(c) for c in self.with_base if c.verdict == "better"]
+        if worse and not better:
+            return f"Keep the base: {self.tuned} is worse beyond chance ({', '.join(worse)})."
+        if worse:
+            return (
+                f"Keep the base, or decide what counts: {self.tuned} is better beyond chance in "
+                f"{', '.join(better)}, and worse in {', '.join(worse)}."
+            )
+        if not self.is_ahead:
+            return "Keep the base: no tuned encoder had higher figures where one was to be chosen."
+        if better:
+            return f"Take {self.tuned}: it is better than the base beyond chance."
+        return "Keep the base: nothing is proven."
+
+    def sentences(self) -> list[str]:
+        """The headline, the figures that it rests on, and how far to trust it."""
+        lines = [self.headline]
+        if self.with_base:
+            lines.append(f"{self.tuned} against the base: {_listed(self.with_base)}.")
+        if self.with_control:
+            lines.append(f"Against the same training without groups: {_listed(self.with_control)}.")
+        if self.family:
+            lines.append(
+                f"Each p is corrected over the {len(self.family)} comparisons that the run is "
+                "judged by. A training with another seed may end with another verdict."
+            )
+        return lines
+
+
+def _listed(comparisons: Sequence[Comparison]) -> str:
+    return "; ".join(map(_figure, comparisons))
+
+
+def _figure(c: Comparison) -> str:
+    value, other, change, *_ = c.texts()
+    return (
+        f"{_name(c)} {other} -> {value} ({change} {c.row.unit.difference}), {c.verdict} "
+        f"({c.p_text()}{c.reason()})"
+    )
+
+
+def _name(c: Comparison) -> str:
+    return f"{c.row.benchmark} {short_name(c.row.metric)}"
