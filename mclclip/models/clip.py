@@ -107,7 +107,17 @@ def _of_open_clip(
     tag = open_clip.get_pretrained_cfg(label, pretrained) if pretrained else {}
     if not tag:
         return {"model_cfg": model_cfg}, _weights_file(pretrained, label)
-    # open_clip only warns of another activation, and every feature would be slightly wrong.
+    _check_activation(label, pretrained, tag, model_cfg)
+    what = f"the weights {pretrained!r} of {label!r}"
+    file = fetched(what, lambda: open_clip.download_pretrained(tag))
+    return {"model_cfg": model_cfg, "preprocess_cfg": dict(tag)}, Path(file)
+
+
+def _check_activation(
+    label: str, pretrained: str | None, tag: Mapping[str, Any], model_cfg: Mapping[str, Any]
+) -> None:
+    """Raises ValueError for weights of another activation than the model's: open_clip only warns,
+    and every feature would be slightly wrong."""
     wanted, got = bool(tag.get("quick_gelu")), bool(model_cfg.get("quick_gelu"))
     of_timm = model_cfg["vision_cfg"].get("timm_model_name")
     if wanted != got and not of_timm:
@@ -116,9 +126,6 @@ def _of_open_clip(
             f"the weights {pretrained!r} were trained with quick_gelu={wanted}, but {label!r} has "
             f"quick_gelu={got}: use the model {other!r}"
         )
-    what = f"the weights {pretrained!r} of {label!r}"
-    file = fetched(what, lambda: open_clip.download_pretrained(tag))
-    return {"model_cfg": model_cfg, "preprocess_cfg": dict(tag)}, Path(file)
 
 
 def _refuse_pretrained(name: str, pretrained: str | None) -> None:
@@ -129,8 +136,12 @@ def _refuse_pretrained(name: str, pretrained: str | None) -> None:
 
 
 def check_tag(name: str, tag: str) -> None:
-    """Raises ValueError for what is neither a tag of open_clip's weights of ``name`` nor a file."""
-    if not open_clip.get_pretrained_cfg(name.replace("/", "-"), tag):
+    """Raises ValueError for what is neither a tag of open_clip's weights of ``name`` nor a file,
+    and for a tag of weights that were trained with another activation."""
+    label = name.replace("/", "-")
+    if cfg := open_clip.get_pretrained_cfg(label, tag):
+        _check_activation(label, tag, cfg, open_clip.get_model_config(label))
+    else:
         _weights_file(tag, name)
 
 

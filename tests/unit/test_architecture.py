@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "mclclip"
 # Ground: what every room may import. It imports nothing of ours but other ground.
 GROUND = {"files", "options", "randomness", "pair_products", "search", "torchvision_fix"}
-GROUND |= {"shipped", "caption_rules", "remedies"}
+GROUND |= {"shipped", "caption_rules", "remedies", "advice"}
 # Room -> the rooms that it may import, beside ground and itself.
 ROOMS: dict[str, set[str]] = {
     "ranks": set(),
@@ -58,7 +58,7 @@ ROOMS["race"] = {*ROOMS}
 # What looks at a sample of the data indexes it.
 ROOMS["data_check"] = {"doctor", "index", "config", "data", "models", "ranks", "run"}
 # The front door: the settings of a run, and the public functions.
-ROOMS["choices"] = {"config", "models", "plan"}
+ROOMS["choices"] = {"config", "data", "models", "plan"}
 ROOMS["process"] = {"ranks", "run", "config"}
 ROOMS["api"] = {*ROOMS}
 ROOMS["process"] = {"ranks", "run", "config"}
