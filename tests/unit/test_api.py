@@ -252,11 +252,9 @@ def test_a_mistake_is_refused_before_anything_is_packed(
 def test_weights_that_do_not_load_are_refused_before_anything_is_packed(tmp_path: Path) -> None:
     photos.write(tmp_path)
     (tmp_path / "weights.safetensors").write_bytes(b"no weights")
+    base = photos.base(tmp_path).replace("random", f"{tmp_path}/weights.safetensors")
     with pytest.raises(ValueError, match=r"weights\.safetensors"):
-        call(
-            tmp_path,
-            base=photos.base(tmp_path).replace("random", f"{tmp_path}/weights.safetensors"),
-        )
+        call(tmp_path, base=base, options=())
     assert not (tmp_path / "run/data").exists()
 
 
@@ -302,3 +300,27 @@ def test_copies_with_other_times_are_the_same_data_and_a_new_picture_is_named(
     (pictures / "000.txt").write_text("a picture of 999")  # of equal size
     with pytest.raises(ValueError, match=r"1 more \(new\.jpg\), 1 changed \(000\.txt\)"):
         again()
+
+
+def test_a_run_that_was_moved_has_its_pictures_and_does_not_make_its_old_folder(
+    tuned: tuple[Path, mclclip.Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, run = tuned
+    before = run.report().read_text().count("data:image")
+    moved = tmp_path / "elsewhere/mine"
+    shutil.copytree(folder / "run", moved)
+    with monkeypatch.context() as patched:
+        patched.chdir(tmp_path)
+        (folder / "run").rename(folder / "away")
+        try:
+            opened = mclclip.Run.open("elsewhere/mine")
+            page = opened.report().read_text()
+            same = api.configuration.load("elsewhere/mine/config.yaml")
+            other = api.configuration.load("elsewhere/mine/config.yaml", ["run_dir=new"])
+        finally:
+            assert not (folder / "run").exists()
+            (folder / "away").rename(folder / "run")
+    assert before and page.count("data:image") == before
+    assert same.run_dir == "elsewhere/mine" and other.run_dir == "new"
+    assert same.data.sources["mine"].shards == "elsewhere/mine/data/train/*.tar"
+    assert {str(one.path) for one in same.eval.suite.values()} == {"elsewhere/mine/data"}
