@@ -26,7 +26,8 @@ TRAINED_ON = round(SAMPLES * 0.8)  # without both shares that are held out
 def row(base: str, gib: int) -> str:
     """The row of a base on a GPU of so many GiB."""
     machine = Machine(memory_gib=gib, elsewhere=True)
-    text = choices.choose(Situation(base, TRAINED_ON, Path("data"), Path("run"), machine, cores=2))
+    at = Situation(base, TRAINED_ON, Path("data"), Path("run"), machine, cores=2)
+    _, text = choices.choose(at)
     train = yaml.safe_load(text)["train"]
     engine = train["engine"]
     ways = [f"{engine['micro_batch']} at a time"] if engine.get("micro_batch") else []

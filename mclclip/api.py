@@ -17,13 +17,25 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path, PosixPath
 from typing import Any
 
 import torch
 
-from mclclip import choices, compare, files, make_pairs, opened_run, pack, pipeline, process, report
+from mclclip import (
+    advice,
+    choices,
+    compare,
+    files,
+    make_pairs,
+    opened_run,
+    pack,
+    pipeline,
+    process,
+    report,
+)
 from mclclip import config as configuration
 from mclclip.choices import Situation
 from mclclip.config import Config
@@ -36,7 +48,7 @@ from mclclip.ranks import collectives, process_group
 from mclclip.ranks.process_group import Context
 from mclclip.report.verdict import Verdict
 from mclclip.run import runlog
-from mclclip.run.artifacts import Artifact, Force, is_finished
+from mclclip.run.artifacts import MANIFEST, Artifact, Force, Manifest
 
 __all__ = ["Encoder", "Run", "finetune", "load_model"]
 
@@ -44,6 +56,7 @@ log = logging.getLogger("mclclip")
 HELD_OUT = 0.1
 """Share of the pictures that each of the two held-out shares has."""
 SETTINGS = "settings.yaml"
+_MANY = 1_000_000  # pictures for which options are checked before it is known how many there are
 
 
 class Run(opened_run.Run):
@@ -172,51 +185,47 @@ def run(
     **packing: Any,
 ) -> Run:
     """``finetune`` in a process that has its place among the ranks and the lock of ``out``."""
+    folder = out / "finetune"
+    command = advice.words_of(
+        "finetune", images, *overrides, captions=captions, base=base, out=out, seed=seed,
+        held_out=held_out, **packing,
+    )  # fmt: skip
+    given = {name: value for name, _, value in (each.partition("=") for each in overrides)}
 
-    def settle() -> str:
-        choices.architecture(base)  # refused before hours of packing
+    def settle() -> tuple[str, Force]:
         _check_held_out(held_out)
+        # As long as nothing was trained, what a mistaken call left is made again where it differs.
+        anew: Force = "unfit" if force or not _has_trained(out) else False
         columns = {n: packing[n] for n in ("path_column", "caption_column") if n in packing}
-        given = ["--captions", str(captions)] if captions else []
-        command = ["mclclip", "finetune", str(images), *given, "--base", base, "--out", str(out)]
         table = None if captions is None else Path(captions)
-        _table(images, table, command=command, **columns)
-        # Until settings are chosen nothing depends on what a mistaken call may have packed.
-        renew = force or not is_finished(out / "finetune")
+        pictures = _table(images, table, command=command, **columns)
+        if anew:
+            count = _count(pictures) or _MANY
+            likely, _ = choices.choose(situation(round(count * (1 - 2 * held_out))), overrides)
+            pipeline.check(likely, context, reads_benchmarks=False)
+            choices.check_base(base, fetch=True)
         packed = pack.pack(
-            images, out / "data", captions=table, command=command, force=renew and "unfit",
+            images, out / "data", captions=table, command=command, force=anew,
             held_out={"choose": held_out, "report": held_out}, **packing,
         )  # fmt: skip
-        wanted = {"base": base, "seed": seed, "given": list(overrides)}
-        folder, inputs = out / "finetune", {"shards": packed.digest}
         made = Artifact.open(
-            folder, kind="finetune", config=wanted, inputs=inputs, force=renew and "unfit"
-        )
+            folder, kind="finetune", config={"base": base, "seed": seed} | given,
+            inputs={"shards": packed.digest}, force=anew,
+        )  # fmt: skip
         if not made.finished:
-            shares = packed.counts["shares"]
-            if lacking := [name for name, share in shares.items() if not share["captions"]]:
-                raise ValueError(
-                    f"{', '.join(lacking)} of {images} has no picture with a caption: give a table "
-                    "by --captions, or a text beside each picture (a.jpg, a.txt)"
-                )
-            count = shares["train"]["samples"]
-            machine, half = choose_machine(context)
-            cores = len(os.sched_getaffinity(0)) // context.world_size
-            pairs = _make_pairs(out, force=renew and "unfit")
-            at = Situation(base, count, out / "data", out, machine, cores, half, seed, pairs)
-            text = choices.choose(at, overrides)
-            files.write_bytes(folder / SETTINGS, text.encode())
-            made.finish({"samples": count})
-            log.info("chose the settings, each with its reason: %s", folder / SETTINGS)
-            log.info("'mclclip doctor --data %s' looks at the data", folder / SETTINGS)
-            for line in text.splitlines():
-                log.debug("%s", line)
-        return str(folder / SETTINGS)
+            pairs = _make_pairs(out, force=anew)
+            _write_settings(made, packed, images, partial(situation, pairs=pairs), overrides)
+        return str(folder / SETTINGS), anew
 
-    settings = collectives.on_main(settle)
+    def situation(count: int, pairs: Path | None = None) -> Situation:
+        machine, half = choose_machine(context)
+        cores = len(os.sched_getaffinity(0)) // context.world_size
+        return Situation(base, count, out / "data", out, machine, cores, half, seed, pairs)
+
+    settings, anew = collectives.on_main(settle)
     settled = configuration.load(settings)
     with process_group.num_threads(settled.num_threads):
-        pipeline.run(settled, context, force=force)
+        pipeline.run(settled, context, force=bool(anew))
     return Run.open(out)
 
 
@@ -229,6 +238,44 @@ def _make_pairs(out: Path, force: Force) -> Path | None:
         log.info("there will be no minimal pairs: %s", error)
         return None
     return folder
+
+
+def _write_settings(
+    made: Artifact,
+    packed: Manifest,
+    images: Path,
+    situation: Callable[[int], Situation],
+    overrides: Sequence[str],
+) -> None:
+    """Chooses the settings for what was packed of ``images``, and finishes their artifact."""
+    shares, path = packed.counts["shares"], made.directory / SETTINGS
+    count = shares["train"]["samples"]
+    _, text = choices.choose(situation(count), overrides)
+    if lacking := [name for name, share in shares.items() if not share["captions"]]:
+        raise ValueError(
+            f"{', '.join(lacking)} of {images} has no picture with a caption: give a table "
+            "by --captions, or a text beside each picture (a.jpg, a.txt)"
+        )
+    files.write_bytes(path, text.encode())
+    made.finish({"samples": count})
+    log.info("chose the settings, each with its reason: %s", path)
+    log.info("'mclclip doctor --data %s' looks at the data", path)
+    for line in text.splitlines():
+        log.debug("%s", line)
+
+
+def _has_trained(out: Path) -> bool:
+    """Whether a training of the run has finished, or has a checkpoint that it would go on from."""
+    folders = ("", "controls/*/", "pilot/", "pilot/controls/*/")
+    left = ("checkpoints/step_*", MANIFEST)
+    return any(any(out.glob(f"{at}stage_*/train/{name}")) for at in folders for name in left)
+
+
+def _count(table: Table) -> int | None:
+    """How many pictures a table names; None where only reading them all would say it."""
+    if table.holds_images:
+        return table.count
+    return len({row.path for row in table.rows(Findings())})
 
 
 def _check_held_out(share: float) -> None:
@@ -274,18 +321,21 @@ def dry_run(
     caption_column: str | None,
 ) -> str:
     """The settings that ``run`` would choose on a GPU of so many GiB, or on this machine's
-    processors; reads no weights and writes nothing. ``samples`` None: they are counted."""
+    processors; writes and fetches nothing. ``samples`` None: they are counted."""
     _check_held_out(held_out)
     if samples is None:
-        table = _table(images, captions, path_column=path_column, caption_column=caption_column)
-        rows = table.rows(Findings())
-        samples = sum(1 for _ in rows) if table.holds_images else len({row.path for row in rows})
+        command = advice.words_of("finetune", images, captions=captions, base=base, out=out)
+        columns = {"path_column": path_column, "caption_column": caption_column}
+        table = _table(images, captions, command=command, **columns)
+        samples = _count(table) or sum(1 for _ in table.rows(Findings()))
     machine = Machine(memory_gib=gpu_gib, elsewhere=True)
     train, cores = round(samples * (1 - 2 * held_out)), len(os.sched_getaffinity(0))
     at = Situation(
         base, train, out / "data", out, machine, cores, seed=seed, pairs=out / choices.PAIRS
     )
-    return choices.choose(at, overrides)
+    _, text = choices.choose(at, overrides)
+    choices.check_base(base, fetch=False)
+    return text
 
 
 def choose_machine(context: Context) -> tuple[Machine, str]:

@@ -18,9 +18,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mclclip import config as configuration
 from mclclip.config import Config
+from mclclip.data.epoch_plan import check_samples
 from mclclip.models.clip import check_tag
 from mclclip.models.encoder import RANDOM, split_name
-from mclclip.models.loading import model_config, refuse_without_weights
+from mclclip.models.loading import load_towers, model_config, refuse_without_weights
 from mclclip.models.memory import load_shapes
 from mclclip.models.options import ModelConfig, num_blocks
 from mclclip.plan import memory
@@ -63,22 +64,27 @@ class Situation:
     pairs: Path | None = None
 
 
-def choose(at: Situation, overrides: Sequence[str] = ()) -> str:
-    """A commented YAML of the whole choice; ``overrides`` (``key.path=value``) replace choices.
+def choose(at: Situation, overrides: Sequence[str] = ()) -> tuple[Config, str]:
+    """The whole choice, and the same as a commented YAML; ``overrides`` (``key.path=value``)
+    replace choices.
 
-    Raises ValueError where there are too few pictures, where the base has no weights and none are
-    asked for, and where nothing fits the memory.
+    Raises ValueError where there are too few pictures (to train on, or for a batch that is given),
+    where the base has no weights and none are asked for, and where nothing fits the memory.
     """
     if at.samples < FEWEST:
         raise ValueError(
-            f"there are {at.samples} pictures to train on: at least {FEWEST} are needed, since "
+            f"too few pictures to train on: {at.samples}, and at least {FEWEST} are needed, since "
             "batches are drawn from groups of them"
         )
     choices = [*_choices(at)]
     for name in ("base", "train"):
         choices += _fitting(at, name, choices, overrides)
     given = configuration.from_tree(_tree(choices), overrides)  # raises for what is wrong
-    return _commented(choices, given, overrides)
+    most = max(given.clusters, default=1)
+    for name, training in given.trainings.items():
+        draws = training.plan.samples_per_epoch
+        check_samples(name, training.global_batch, training.plan.policy, most, at.samples, 0, draws)
+    return given, _commented(choices, given, overrides)
 
 
 # --- what follows from the data and the base --------------------------------------------------
@@ -181,6 +187,16 @@ def architecture(base: str) -> tuple[str, str | None]:
         model_config(name)
         check_tag(name, tag)
     return name, tag
+
+
+def check_base(base: str, *, fetch: bool) -> None:
+    """Loads the weights of a base, to raise the errors of ``load_towers`` before hours of packing.
+
+    ``fetch`` False: weights that may have to be downloaded are known by their names alone."""
+    name, tag = architecture(base)
+    here = Path(tag or name.removeprefix("hf:").removeprefix("local-dir:")).exists()
+    if tag != RANDOM and (fetch or here):
+        load_towers(name, tag)
 
 
 def _batch(at: Situation) -> int:

@@ -13,8 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mclclip import process
-from mclclip.flags import build_parser, check_paths
+from mclclip import advice, process
+from mclclip.flags import build_parser, check_paths, verbs_of
 from mclclip.ranks import signals
 
 if TYPE_CHECKING:
@@ -256,7 +256,22 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         args.overrides.append(f"pilot.share={args.pilot}")
     if getattr(args, "trunk_cache", False):
         args.overrides.append("trunk_cache.enabled=true")
+    readers = [
+        name for name, verb in verbs_of(parser).items() if not verb.get_default("standalone")
+    ]
+    advice.remember(args.verb, argv, run=_words_of_run(args), readers=readers)
     return args
+
+
+def _words_of_run(args: argparse.Namespace) -> list[str]:
+    """The words by which a verb that reads a configuration finds the run of this command."""
+    folder = {"finetune": "out", "report": "run_dir"}.get(args.verb)
+    if folder is not None and (run := getattr(args, folder)):
+        return ["--config", f"{run}/config.yaml"]
+    if args.verb == "race":  # its runs lie below the folder that it names
+        return []
+    config = getattr(args, "config", None) or getattr(args, "data", None)
+    return ["--config", str(config)] * bool(config) + getattr(args, "overrides", [])
 
 
 def _call(args: argparse.Namespace) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import shtab
@@ -13,10 +12,11 @@ from mclclip import flags, shipped
 def run(shell: str) -> None:
     """Prints the script by which a shell completes verbs, flags, files and names of recipes."""
     parser = flags.build_parser()
-    (verbs,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    verbs.help = None  # shtab leaves out what help leaves out
+    for action in parser._actions:
+        if action.dest == "verb":
+            action.help = None  # shtab leaves out what help leaves out
     recipes = {"bash": "_mclclip_recipes", "zsh": "_mclclip_recipes"}
-    for verb in verbs.choices.values():
+    for verb in flags.verbs_of(parser).values():
         for action in verb._actions:
             if action.dest == "config":
                 action.complete = recipes

@@ -111,25 +111,28 @@ def _pictures(config: Config, read: TarDataset, random: np.random.Generator) -> 
     ids = random.permutation(len(read))[:PICTURES]
     fitting = int(np.searchsorted(np.cumsum(read.index.image_size[ids]), PICTURE_BYTES)) + 1
     ids = np.sort(ids[:fitting])
-    keys, sizes, hashes, contents, bad = [], [], [], [], Counter[str]()
-    for key, raw in zip(read.index.keys(ids), read.read_many(ids), strict=True):
+    keys, sizes, hashes, contents, bad = [], [], [], [], dict[int, str]()
+    for sample_id, raw in zip(ids.tolist(), read.read_many(ids), strict=True):
         try:
             if isinstance(raw, BadSample):
                 raise DecodeError(raw.reason)
             picture = decode(raw.image, config.data.max_image_pixels, reads_arrays=True)
         except DecodeError as error:
-            bad[error.reason] += 1
+            bad[sample_id] = error.reason
             continue
         if not isinstance(picture, Image.Image):
             picture = Image.fromarray(as_picture(picture))
-        keys.append(key)
+        keys += read.index.keys([sample_id])
         sizes.append(picture.size)
         hashes.append(_hash(picture))
         contents.append(hashlib.sha256(raw.image).digest())
     most = config.data.max_bad_fraction
-    told = ", ".join(f"{count} {reason}" for reason, count in bad.most_common()) or "none"
-    text = f"{bad.total():,} of {len(ids):,} cannot be used ({told})"
-    if bad.total() > most * len(ids):
+    reasons = Counter(bad.values()).most_common()
+    told = ", ".join(f"{count} {reason}" for reason, count in reasons) or "none"
+    text = f"{len(bad):,} of {len(ids):,} cannot be used ({told})"
+    if bad:
+        text += f", such as {', '.join(read.index.names([*bad][:3]))}"
+    if len(bad) > most * len(ids):
         yield Finding(
             "FAIL", "decoding", f"{text}: fetch them again, or raise data.max_bad_fraction ({most})"
         )

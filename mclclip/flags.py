@@ -145,6 +145,12 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def verbs_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parser of each verb, by its name."""
+    (verbs,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return dict(verbs.choices)
+
+
 def _add(verbs: Any, name: str, force: str | None = None) -> argparse.ArgumentParser:
     """The parser of a verb; with ``force``, what --force does, the verb reads a configuration.
 

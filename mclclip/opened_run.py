@@ -261,7 +261,7 @@ class Run:
         for raw in self.dataset.read_many(ids):
             if isinstance(raw, BadSample):
                 raise RuntimeError(
-                    f"sample {self.index.keys([raw.sample_id])[0]} cannot be read ({raw.reason}): "
+                    f"sample {self.index.names([raw.sample_id])[0]} cannot be read ({raw.reason}): "
                     "its shard has changed since it was indexed, put it back"
                 )
             stored.append(raw.image)
@@ -280,7 +280,7 @@ class Run:
                 images.append(decode(stored, max_pixels, reads_arrays=True))
             except DecodeError as error:
                 raise RuntimeError(
-                    f"sample {self.index.keys([int(sample_id)])[0]} cannot be decoded ({error}): "
+                    f"sample {self.index.names([int(sample_id)])[0]} cannot be decoded ({error}): "
                     "run 'mclclip embed', which finds such samples and leaves them out"
                 ) from None
         return images

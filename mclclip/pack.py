@@ -14,15 +14,21 @@ import itertools
 import logging
 import os
 import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from mclclip import advice
 from mclclip.data.shard_scan import IMAGE_EXTENSIONS, REASONS, Findings, split_member_name
-from mclclip.data.shard_writer import PackedSample, check_foreign, image_extension, write_shards
+from mclclip.data.shard_writer import (
+    PACKED_FROM,
+    PackedSample,
+    check_foreign,
+    image_extension,
+    write_shards,
+)
 from mclclip.data.spellings import explain_missing
 from mclclip.data.table_formats import CAPTION_COLUMNS
 from mclclip.data.tables import Row, Table, open_table
@@ -80,8 +86,8 @@ def pack(
     captions = None if captions is None else Path(captions)
     read = source if captions is None else captions
     _check(read, out, samples_per_shard, key_prefix, allow_roots, held_out)
-    given = [] if captions is None else ["--captions", str(captions)]
-    command = command or ["mclclip", "pack", str(source), *given, "--out", str(out)]
+    columns = {"path_column": path_column, "caption_column": caption_column, "delimiter": delimiter}
+    command = command or advice.words_of("pack", source, captions=captions, out=out, **columns)
     table = open_table(
         source, captions, image_column=path_column, caption_column=caption_column,
         delimiter=delimiter, command=command,
@@ -93,7 +99,7 @@ def pack(
             table.path, ", ".join(CAPTION_COLUMNS), table.columns,
         )  # fmt: skip
     settings = _settings(table, samples_per_shard, key_prefix, allow_roots, held_out)
-    opened: Any = {"kind": KIND, "config": settings, "inputs": {"table": table.digest}}
+    opened: Any = {"kind": KIND, "config": settings, "inputs": table.inputs}
     # Nothing is written before there is a sample: data without any leave nothing behind.
     done = Artifact.open(out, **opened, force=force, write=False).manifest
     if done is not None:
@@ -133,9 +139,9 @@ def _nothing_usable(
         there = [p for p in (table.path.parent, source.parent) if (p / name).is_file()]
         folder = str(there[0] if there else "FOLDER")
         new = [folder] if source != table.path else [folder, "--captions", str(source)]
-        words = [word for old in command for word in (new if old == str(source) else [old])]
         where = f"they are below {folder}" if there else "if they lie in another FOLDER"
-        told += f". Its files are named from {table.root}; {where}: {shlex.join(words)}"
+        other = advice.again(command, *new, instead=source)
+        told += f". Its files are named from {table.root}; {where}: {other}"
     return ValueError(f"no usable image in {table.path}: {told}")
 
 
@@ -295,6 +301,7 @@ def _samples(
             if measured:
                 continue
         facts = {table.image_column: row.path} if row.path else {}
+        facts[PACKED_FROM] = row.path or row.where
         yield PackedSample(
             key=f"{key_prefix}{number:0{_KEY_DIGITS}d}",
             image=data,

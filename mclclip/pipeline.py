@@ -134,8 +134,10 @@ def _pilot(config: Config, context: Context, force: Force) -> None:
     collectives.on_main(lambda: pilot.judge(config))
 
 
-def check(config: Config, context: Context) -> None:
-    """Raises, before the first verb, errors of options that would stop the run later."""
+def check(config: Config, context: Context, *, reads_benchmarks: bool = True) -> None:
+    """Raises, before the first verb, errors of options that would stop the run later.
+
+    ``reads_benchmarks`` False: the folders of benchmarks need not be there yet."""
     for name, options in config.trainings.items():
         check_ranks(name, options.global_batch, context.world_size)
         _benchmarks(config, options)
@@ -155,7 +157,7 @@ def check(config: Config, context: Context) -> None:
         embed.check_trunk_folder(config)
     pilot.check(config)
     held_out.check(config)
-    evaluation.check(config.eval.suite)
+    (evaluation.check if reads_benchmarks else evaluation.check_options)(config.eval.suite)
     _check_tokenizers(config)
 
 

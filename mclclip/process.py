@@ -2,10 +2,10 @@
 
 Exit codes: 0 done; 1 an error of mclclip itself (with a traceback), or a lost rank or worker (one
 line); 2 a mistake of the user, or files that do not fit together (one line); 85 pre-empted and
-saved, to be started again; 130 interrupted. Under torchrun, which reports every code but 0 as a
-crash, a pre-empted process ends with 0, and the recorded state says that it was pre-empted. Where
-the process does not end by itself, the clock of ``ranks.signals`` ends it, with the same code and
-the same record.
+saved, to be started again; 130 interrupted by the user, a training saved. Under torchrun, which
+reports every code but 0 as a crash, a pre-empted process ends with 0, and the recorded state says
+that it was pre-empted. Where the process does not end by itself, the clock of ``ranks.signals``
+ends it, with the same code and the same record.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def record_early(error: BaseException, code: int) -> None:
         from mclclip.run.lock import write_state
 
         again = code == EXIT_PREEMPTED
-        state, reason = "preempted" if again else "failed", failures.line_of(error)
+        state = "interrupted" if signals.is_interrupt(error) else "preempted" if again else "failed"
+        reason = failures.line_of(error)
         write_state(None, state, verb="", exit_code=code, requeue=again, reason=reason)
 
 
@@ -176,7 +177,9 @@ def _recorded(
 
     def record_error(error: BaseException, code: int) -> None:
         try:
-            if isinstance(error, Preempted):
+            if signals.is_interrupt(error):
+                record("interrupted", code, signals.line_of(error))
+            elif isinstance(error, Preempted):
                 record("preempted", code, error.reason, error.requeue)
             else:
                 lost = failures.is_lost(error)

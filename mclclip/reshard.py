@@ -102,7 +102,7 @@ def run(config: Config, context: Context, *, stage: int, force: Force = False) -
                 what = "reshard, shards"
                 for of_shard in runlog.progress(written, total=len(mine), description=what):
                     left |= of_shard
-                    index.check_bad_fraction(len(left), config.data.max_bad_fraction)
+                    index.check_bad_fraction(left, config.data.max_bad_fraction)
         finally:
             _opened.cache_clear()
         return left
@@ -195,7 +195,7 @@ def _finish(
         counts["without_label"],
     )  # fmt: skip
     if not_copied:
-        some = index.keys(sorted(not_copied)[:_SHOWN])
+        some = index.names(sorted(not_copied)[:_SHOWN])
         log.warning(
             "reshard: %d samples cannot be copied (%s) and are read where they were, such as %s",
             len(not_copied), ", ".join(f"{n} {why}" for why, n in reasons.items()),

@@ -19,21 +19,48 @@ from mclclip.config.options import Config
 from mclclip.config.plain_yaml import parse_value, read_yaml
 from mclclip.objectives.base import ObjectiveOptions, options_class
 from mclclip.options import dotted, farthest, nearest
+from mclclip.run.lock import RUN_STATE
 from mclclip.shipped import find_recipe
 
 
 def load(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
     """Reads a YAML file, applies ``key.path=value`` overrides and checks everything.
 
-    ``path`` may be the name of a shipped recipe too (see ``find_recipe``).
+    ``path`` may be the name of a shipped recipe too (see ``find_recipe``). The configuration that a
+    run holds means that run, also where its folder was moved: paths below it go with it.
 
     Raises FileNotFoundError for a missing file and ValueError, one line, for anything else: an
     unknown key is named with the nearest valid one, a wrong value with its dotted path.
     """
-    tree = {} if path is None else read_yaml(find_recipe(path)) or {}
+    file = None if path is None else Path(find_recipe(path))
+    tree = {} if file is None else read_yaml(file) or {}
     if not isinstance(tree, dict):
         raise ValueError(f"{path} holds {type(tree).__name__}, expected a mapping of options")
+    if file is not None and (run_dir := _run_around(file)) is not None:
+        before = str(tree.get("run_dir", run_dir)).rstrip("/")
+        if Path(before).resolve() != run_dir.resolve():
+            tree = _moved(tree, before, str(run_dir))
     return from_tree(tree, overrides)
+
+
+def _run_around(file: Path) -> Path | None:
+    """The run whose recorded configuration, or the settings that ``finetune`` chose, a file is."""
+    chosen = file.parent.name == "finetune"
+    run_dir = file.parent.parent if chosen else file.parent
+    is_run = file.name in ("config.yaml", "settings.yaml") and (run_dir / RUN_STATE).exists()
+    return run_dir if is_run else None
+
+
+def _moved(value: Any, before: str, now: str) -> Any:
+    """The value in which every path that is ``before``, or lies below it, is or lies below ``now``;
+    of a pattern too."""
+    if isinstance(value, dict):
+        return {key: _moved(item, before, now) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_moved(item, before, now) for item in value]
+    if isinstance(value, str) and (value == before or value.startswith(f"{before}/")):
+        return now + value.removeprefix(before)
+    return value
 
 
 def from_tree(tree: dict[str, Any], overrides: Sequence[str] = ()) -> Config:

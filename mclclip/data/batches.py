@@ -353,11 +353,11 @@ class TrainingBatches(Dataset[Batch]):
             sample = self._decoded(raws, [candidate], epoch, occurrence)[0]
             if isinstance(sample, Sample):
                 return sample, position
-        key = self.dataset.index.keys([bad.sample_id])[0]
+        name = self.dataset.index.names([bad.sample_id])[0]
         raise RuntimeError(
-            f"sample {key} is unusable ({bad.reason}) and no sample is left to take its place in a "
-            f"global batch of {self.global_batch} from {self.grouped.num_samples} samples: "
-            "lower the global batch, or take the sample out of the shards"
+            f"sample {name} is unusable ({bad.reason}) and no sample is left to take its place in "
+            f"a global batch of {self.global_batch} from {self.grouped.num_samples} samples: "
+            "lower the global batch, or take the sample out of the data"
         )
 
     def _candidates(self, sample_id: int, own: int, column: int, epoch: int) -> Iterator[int]:

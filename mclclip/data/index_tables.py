@@ -114,7 +114,8 @@ def write_tables(directory: Path, table: pa.Table, shards: Sequence[Shard]) -> s
     order of shards. The digest covers the ordered keys, the samples without a caption if there are
     any (plans depend on them too), and the values of attributes if there are any.
     """
-    write_json(directory / SHARDS, [shard.to_json() for shard in shards])
+    kept = (replace(shard, path=_to_keep(shard.path, directory)) for shard in shards)
+    write_json(directory / SHARDS, [shard.to_json() for shard in kept])
     table, values = to_codes(table)
     if values:
         write_json(directory / ATTRIBUTES, values)
@@ -157,7 +158,22 @@ def read_shards(directory: Path) -> list[Shard]:
                 raise TypeError(f"{shard} has fields of other types")
             if not (before.stop if before else 0) == shard.start <= shard.stop:
                 raise ValueError(f"the rows of {clean(shard.path)} do not follow those before")
-    return shards
+    return [replace(shard, path=_to_read(shard.path, directory)) for shard in shards]
+
+
+def _to_keep(path: str, directory: Path) -> str:
+    """The path of a shard as the index keeps it: one below the run is relative to the index, so
+    that the run can be moved."""
+    index = os.path.abspath(directory)
+    below = path.startswith(os.path.dirname(index) + os.sep)
+    return os.path.relpath(path, index) if below else path
+
+
+def _to_read(path: str, directory: Path) -> str:
+    """The inverse of ``_to_keep``."""
+    if not path.startswith(os.pardir + os.sep):
+        return path
+    return os.path.normpath(os.path.join(os.path.abspath(directory), path))
 
 
 def read_values(directory: Path) -> dict[str, list[str]]:
@@ -267,13 +283,15 @@ def times_of(shards: Sequence[Shard]) -> dict[str, int]:
 def note_times(directory: Path, times: dict[str, int]) -> None:
     """Adds to the times of shards that are known to be those of the index in ``directory``."""
     known = _read_times(directory) | times
-    write_json(Path(directory) / TIMES, sealed({"times": known}))
+    kept = {_to_keep(path, directory): time for path, time in known.items()}
+    write_json(Path(directory) / TIMES, sealed({"times": kept}))
 
 
 def _read_times(directory: Path) -> dict[str, int]:
     path = Path(directory) / TIMES
     try:
-        times: dict[str, int] = unsealed(read_json(path), path)["times"]
+        kept: dict[str, int] = unsealed(read_json(path), path)["times"]
+        times = {_to_read(name, Path(directory)): time for name, time in kept.items()}
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
         return {}  # then every shard is scanned
     return times

@@ -9,9 +9,10 @@ table gives random access. Captions are optional: code that needs them asks
 from __future__ import annotations
 
 import logging
+import math
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ from mclclip.data.index_tables import (
 )
 from mclclip.data.shard_reader import ShardReader
 from mclclip.data.shard_scan import ATTRIBUTE, IMAGE_CRC, PER_FIELD, RANGES, TEXT_CRC
-from mclclip.files import digest_json, own, read_json, write_json
+from mclclip.data.shard_writer import PACKED_FROM
+from mclclip.files import clean, digest_json, own, parse_json, read_json, write_json
 from mclclip.randomness import mix
 from mclclip.run.artifacts import Manifest, read_manifest, verb_of
 
@@ -153,6 +155,22 @@ class SampleIndex:
         """
         found: list[str] = self._keys.take(pa.array(self.checked(ids))).to_pylist()
         return found
+
+    def names(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> list[str]:
+        """Keys as ``keys`` gives them, for messages: each with the file that ``mclclip pack`` made
+        the sample of, where the member with its captions says so. Reads a member of each shard."""
+        reader = ShardReader([shard.stored for shard in self.shards])
+        names = self.keys(ids)
+        for place, sample_id in enumerate(self.checked(ids).tolist()):
+            at, size = int(self.text_offset[sample_id]), int(self.text_size[sample_id])
+            try:
+                text = reader.read(int(self.shard_of[sample_id]), at, size)
+                facts = parse_json(text, names[place])
+            except (OSError, ValueError):  # a plain caption, or a shard that is not there now
+                continue
+            if isinstance(facts, dict) and isinstance(file := facts.get(PACKED_FROM), str):
+                names[place] += f" ({clean(file)})"
+        return names
 
     def ids_of(self, keys: Sequence[str]) -> npt.NDArray[np.int64]:
         """int64 [n]: sample ids of keys ``source/key``, in their order.
@@ -372,13 +390,16 @@ class SampleIndex:
         of them may wait for ever."""
         return frozenset(self.ids_of(list(self._unchanged(self._noted_twice()))).tolist())
 
-    def check_bad_fraction(self, num_bad: int, max_bad_fraction: float) -> None:
-        """Raises ValueError where more than ``data.max_bad_fraction`` of all samples are bad."""
-        if num_bad > max_bad_fraction * len(self):
+    def check_bad_fraction(self, bad: Collection[int], max_bad_fraction: float) -> None:
+        """Raises ValueError, which names some, where more than ``data.max_bad_fraction`` of all
+        samples are ``bad``."""
+        if len(bad) > max_bad_fraction * len(self):
+            least = math.ceil(1000 * len(bad) / len(self)) / 1000
             raise ValueError(
-                f"{num_bad} of {len(self)} samples cannot be used, data.max_bad_fraction="
-                f"{max_bad_fraction} allows {int(max_bad_fraction * len(self))}: repair the "
-                f"shards, or raise data.max_bad_fraction"
+                f"{len(bad)} of {len(self)} samples cannot be used, such as "
+                f"{', '.join(self.names(sorted(bad)[:3]))}, and data.max_bad_fraction="
+                f"{max_bad_fraction} allows {int(max_bad_fraction * len(self))}: repair or remove "
+                f"them, or set data.max_bad_fraction={least:g} or more"
             )
 
     def checked(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
@@ -417,8 +438,8 @@ class BadSamples:
         self.known |= new.keys()
         if new and collectives.rank() == 0:
             self.index.add_bad(new)
-            keys = self.index.keys(np.asarray(sorted(new)[:5]))
+            keys = self.index.names(sorted(new)[:5])
             reasons = [f"{key} ({new[i]})" for i, key in zip(sorted(new)[:5], keys, strict=True)]
             log.warning("%d sample(s) cannot be used: %s", len(new), ", ".join(reasons))
-        self.index.check_bad_fraction(len(self.known), self.max_bad_fraction)
+        self.index.check_bad_fraction(self.known, self.max_bad_fraction)
         return len(self.known)

@@ -21,6 +21,9 @@ from mclclip.data.shard_scan import ARRAY_EXTENSION, IMAGE_EXTENSIONS, split_mem
 from mclclip.files import remove_leftovers, whole_file
 from mclclip.run.artifacts import made_of
 
+PACKED_FROM = "packed_from"
+"""Field of a sample's ``.json`` with the file, or the row of a table, that ``pack`` read."""
+
 _OWNER = "mclclip"
 _MAGIC = {b"\xff\xd8\xff": "jpg", b"\x89PNG": "png", b"\x93NUMPY": ARRAY_EXTENSION, b"RIFF": "webp"}
 _OWN_NAME = re.compile(r"\d{5,}\.tar")

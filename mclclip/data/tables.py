@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
+from mclclip import advice
 from mclclip.data.shard_scan import Findings
 from mclclip.data.spellings import FILE_URL
 from mclclip.data.table_formats import (
@@ -44,6 +44,7 @@ from mclclip.files import digest_file, digest_json
 IMAGE_COLUMNS = ("filepath", "image", "image_path", "path", "file_name", "url")
 _TABLES = (*DELIMITERS, *LINES, ".json")
 _SHARDED = (".arrow", ".tar", ".parquet")  # the first that a folder has; img2dataset writes two
+_FEW, _SMALL_BYTES = 10_000, 1 << 14
 _NUMBER = re.compile(r"[-_.]?\d+(-of-\d+)?$")  # of a file among those of its split
 
 _Ask = Callable[..., ValueError]
@@ -66,7 +67,7 @@ class Table:
     """Images with captions, open to be read as often as wanted.
 
     ``root`` is the folder from which paths start, ``holds_images`` whether images lie in the table
-    itself, ``digest`` identifies its content.
+    itself, ``inputs`` identify its content (see ``_inputs``).
     """
 
     path: Path
@@ -77,7 +78,7 @@ class Table:
     columns: list[str]
     holds_images: bool
     count: int | None
-    digest: str
+    inputs: dict[str, str]
     fields: Callable[[Findings], Rows]
 
     def rows(self, findings: Findings) -> Iterator[Row]:
@@ -153,7 +154,7 @@ def open_table(
         columns=[*table.columns],
         holds_images=is_stored(table.columns[images]),
         count=table.count,
-        digest=_digest(path, files),
+        inputs=_inputs(path, files),
         fields=table.rows,
     )
 
@@ -164,9 +165,10 @@ def open_table(
 def _complete(command: Sequence[str], path: Path, what: str, *words: object) -> ValueError:
     """The error for something ambiguous, with the complete command: a single word stands where the
     data set ``path`` stood, a flag and its value at the end."""
-    others = [str(words[0]) if word == str(path) else word for word in command]
-    typed = others if len(words) == 1 else [*command, *map(str, words)]
-    return ValueError(f"{what}: {shlex.join(typed)}" if command else what)
+    if not command:
+        return ValueError(what)
+    instead = path if len(words) == 1 else None
+    return ValueError(f"{what}: {advice.again(command, *words, instead=instead)}")
 
 
 def _files(path: Path, ask: _Ask) -> list[Path]:
@@ -246,13 +248,30 @@ def _kind(path: Path, delimiter: str | None) -> str:
     return KINDS[suffix]
 
 
-def _digest(path: Path, files: Sequence[Path]) -> str:
-    """Of a table of text: of its bytes. Of large files and pictures: names, sizes and times."""
+def _inputs(path: Path, files: Sequence[Path]) -> dict[str, str]:
+    """What is read, as the ``inputs`` of an artifact: each file by its name; of more than ``_FEW``
+    files their number and bytes.
+
+    A table of text counts by its bytes, and so does a small file, such as a text beside a picture,
+    where the files are few; another one by its size. Times do not count: a copy has others.
+    """
     if len(files) == 1 and files[0].suffix.lower() not in _SHARDED:
-        return digest_file(files[0])
-    stats = ((file, file.stat()) for file in files or walk(path) if file.is_file())
-    names = ((os.path.relpath(file, path.parent), stat) for file, stat in stats)
-    return digest_json([[name, stat.st_size, stat.st_mtime_ns] for name, stat in names])
+        return {files[0].name: digest_file(files[0])}
+    root = path if path.is_dir() else path.parent
+    sizes = {
+        os.path.relpath(file, root): file.stat().st_size
+        for file in files or walk(path)
+        if file.is_file()
+    }
+    if len(sizes) > _FEW:
+        return {
+            f"{len(sizes):,} files": f"{sum(sizes.values()):,} bytes",
+            "their names and sizes": digest_json(sorted(sizes.items())),
+        }
+    return {
+        name: digest_file(root / name) if size <= _SMALL_BYTES else f"{size:,} bytes"
+        for name, size in sorted(sizes.items())
+    }
 
 
 # --- columns -------------------------------------------------------------------------------------

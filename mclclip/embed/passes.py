@@ -122,7 +122,7 @@ def write_missing(
                 if kind == "text_embeddings":
                     num_rows = int(index.num_captions[shard.start : shard.stop].sum())
                 bad |= write_shard(directory, number, batches, index, num_rows=num_rows, **how)
-                index.check_bad_fraction(len(bad), config.data.max_bad_fraction)
+                index.check_bad_fraction(bad, config.data.max_bad_fraction)
         return bad
 
     reasons = collectives.together(work, "embed")

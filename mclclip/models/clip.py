@@ -210,8 +210,13 @@ def _refuse_pretrained(name: str, pretrained: str | None) -> None:
 
 
 def check_tag(name: str, tag: str) -> None:
-    """Raises ValueError for what is neither a tag of open_clip's weights of ``name`` nor a file."""
-    if not open_clip.get_pretrained_cfg(name.replace("/", "-"), tag):
+    """Raises ValueError for what is neither a tag of open_clip's weights of ``name`` nor a file,
+    and for a tag of weights that were trained with another activation."""
+    label = name.replace("/", "-")
+    if cfg := open_clip.get_pretrained_cfg(label, tag):
+        model_cfg, quick = open_clip.get_model_config(label), bool(cfg.get("quick_gelu"))
+        _check_gelu(model_cfg, label, quick, f"the weights {tag!r}")
+    else:
         _weights_file(tag, name)
 
 

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from mclclip import advice
 from mclclip.ranks import signals
 
 LATER_RANKS_WAIT_S = 5.0
@@ -189,7 +190,7 @@ def line_of(error: BaseException) -> str:
         )
     if _is_of_loader_worker(error):
         line = line.strip().splitlines()[-1].partition(": ")[2]
-    line = clean(" ".join(line.split())) or type(error).__name__
+    line = advice.complete(clean(" ".join(line.split()))) or type(error).__name__
     if len(line) <= LONGEST_LINE:
         return line
     left_out = len(line) - LONGEST_LINE

@@ -1,9 +1,9 @@
 """How a process is asked to end, and that it then does (needs no torch).
 
-SIGTERM, SIGUSR1 and SIGHUP ask it to save and leave; SIGINT interrupts it. Outside a training loop
-everything that a verb has finished is on disk, so the handler raises ``Preempted`` or
-``KeyboardInterrupt`` at once. Inside a training loop (``deferred``) a request waits for a boundary
-between two steps, where all ranks agree on it (``step_boundary``).
+SIGTERM, SIGUSR1, SIGHUP and SIGINT ask it to save and leave. Outside a training loop everything
+that a verb has finished is on disk, so the handler raises ``Preempted`` or ``KeyboardInterrupt`` at
+once. Inside a training loop (``deferred``) a request waits for a boundary between two steps, where
+all ranks agree on it (``step_boundary``); a second SIGINT is not waited for.
 
 What is raised may get lost (in a destructor), cannot be raised (in an import, in a call that never
 comes back to Python), or may meet a cleaning up that hangs. A thread therefore watches the clock:
@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 EXIT_PREEMPTED, EXIT_INTERRUPTED = 85, 130
+INTERRUPT = signal.SIGINT.name
 GRACE_S = 5.0  # from a request, outside of a training loop, to the end of the process
 AGAIN_S = 0.5  # from the second interrupt: the first one's cleaning up may be almost done
 RECORD_S = 1.0  # for recording how the process ends: the disk may be what hangs
@@ -135,7 +136,12 @@ def asked_within(seconds: float) -> BaseException | None:
         time.sleep(0.02)
     if _State.interrupted:
         return KeyboardInterrupt()
-    return Preempted(_State.name) if _State.name is not None else None
+    return _asked(_State.name) if _State.name is not None else None
+
+
+def _asked(name: str) -> Preempted:
+    """The error of a request; whoever interrupts a process does not want it started again."""
+    return Preempted(name, requeue=name != INTERRUPT)
 
 
 @contextmanager
@@ -151,7 +157,7 @@ def deferred() -> Iterator[None]:
         _State.deferred = before
     if _State.name is not None and not before:
         end_within(GRACE_S)
-        raise Preempted(_State.name)
+        raise _asked(_State.name)
 
 
 @contextmanager
@@ -182,9 +188,16 @@ def _on_request(number: int, frame: FrameType | None) -> None:
 
 
 def _on_interrupt(number: int, frame: FrameType | None) -> None:
-    if not (_State.ending or _State.interrupted):
-        _State.interrupted = True
-        _raise(KeyboardInterrupt(), frame)
+    if _State.ending or _State.interrupted:
+        return
+    if _State.deferred and _State.name is None:
+        _State.name = INTERRUPT
+        if os.environ.get("RANK", "0") == "0":
+            with suppress(OSError):
+                os.write(2, b"mclclip: saves after this step, and ends; Ctrl-C again: ends now\n")
+        return
+    _State.interrupted = True
+    _raise(KeyboardInterrupt(), frame)
 
 
 def _raise(error: BaseException, frame: FrameType | None) -> None:
@@ -227,16 +240,24 @@ def end_now(error: BaseException, code: int) -> NoReturn:
 
 def code_of(error: BaseException) -> int:
     """The exit code that stands for a request, or for a lost process."""
-    if isinstance(error, Preempted):
-        return EXIT_PREEMPTED
-    return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+    if is_interrupt(error):
+        return EXIT_INTERRUPTED
+    return EXIT_PREEMPTED if isinstance(error, Preempted) else 1
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether the user interrupted the process, in a training or elsewhere."""
+    saved = isinstance(error, Preempted) and error.reason == INTERRUPT
+    return saved or isinstance(error, KeyboardInterrupt)
 
 
 def line_of(error: BaseException) -> str:
     """The line that is printed of a request, or of another error."""
+    if is_interrupt(error):
+        return "interrupted: the same command goes on from what is finished"
     if isinstance(error, Preempted):
         return f"asked to leave ({error}): the same command goes on"
-    return "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
+    return str(error)
 
 
 def _start_clock() -> int:
@@ -267,7 +288,8 @@ def _watch(read: int) -> None:
             for number in os.read(read, 64):
                 if number == signal.SIGINT:
                     _State.interrupts += 1
-                    end_within(GRACE_S if _State.interrupts == 1 else AGAIN_S)
+                    if _State.interrupts > 1 or not _State.deferred:
+                        end_within(GRACE_S if _State.interrupts == 1 else AGAIN_S)
                 elif number in _REQUESTS and not (_State.deferred or _State.ending):
                     end_within(GRACE_S)
         elif _State.due is not None and time.monotonic() >= _State.due:

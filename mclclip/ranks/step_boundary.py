@@ -28,7 +28,15 @@ log = logging.getLogger("mclclip")
 
 SAVE_NOW, STOP = "save_now", "stop"
 # Reasons to leave, the strongest last: the reduction takes the maximum.
-_REASONS = (None, "the file 'stop'", "the wall-time limit", "SIGHUP", "SIGUSR1", "SIGTERM")
+_REASONS = (
+    None,
+    "the file 'stop'",
+    "the wall-time limit",
+    "SIGINT",
+    "SIGHUP",
+    "SIGUSR1",
+    "SIGTERM",
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,8 @@ class Decision:
 
     def preempted(self, agreed: bool = True) -> Preempted:
         """The error that leaves; not to be started again where the user asked the run to stop."""
-        return Preempted(self.leave or "", requeue=self.leave != _REASONS[1], agreed=agreed)
+        stopped = self.leave in (_REASONS[1], signals.INTERRUPT)
+        return Preempted(self.leave or "", requeue=not stopped, agreed=agreed)
 
 
 class StepBoundary:

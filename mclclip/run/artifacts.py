@@ -191,15 +191,43 @@ def _flatten(prefix: str, value: Any) -> dict[str, Any]:
     return {key: leaf for name, item in below.items() for key, leaf in _flatten(name, item).items()}
 
 
+class _Absent:
+    """Stands for the value of a field that is not there."""
+
+
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
     """The first field in which two nested mappings differ, with both values; None if equal."""
     flat = [_flatten("", files.as_json(fields)) for fields in (old, new)]
     for key in sorted(flat[0].keys() | flat[1].keys()):
-        before, now = (repr(fields[key]) if key in fields else "absent" for fields in flat)
+        before, now = (fields.get(key, _Absent) for fields in flat)
         # The texts are compared too, because nan is not equal to itself.
-        if before != now and ("absent" in (before, now) or flat[0][key] != flat[1][key]):
-            return f"{key} was {before}, now {now}"
+        if before != now and repr(before) != repr(now):
+            shown = ("not given" if value is _Absent else brief(value) for value in (before, now))
+            return "{} was {}, now {}".format(key, *shown)
     return None
+
+
+def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+    """What differs between two records of ``Artifact``: an option with both values, or the inputs
+    by their names, since their digests tell nobody anything; None if they are equal."""
+    if old["kind"] != new["kind"]:
+        return f"as another kind: {brief(old['kind'])}, now {brief(new['kind'])}"
+    if of_option := difference(old["config"], new["config"]):
+        return f"with other settings: {of_option}"
+    before, now = old["inputs"], new["inputs"]
+    changes = {
+        "more": sorted(now.keys() - before.keys()),
+        "less": sorted(before.keys() - now.keys()),
+        "changed": sorted(name for name in before.keys() & now.keys() if before[name] != now[name]),
+    }
+    parts = [_named(names, how) for how, names in changes.items() if names]
+    return f"from other data: {', '.join(parts)}" if parts else None
+
+
+def _named(names: Sequence[str], how: str) -> str:
+    """``2 more (a.jpg, b.jpg)``; of many names the first three."""
+    shown = ", ".join(files.clean(name) for name in names[:3]) + ", ..." * (len(names) > 3)
+    return f"{len(names)} {how} ({shown})"
 
 
 Force = bool | Literal["unfit"]
@@ -247,12 +275,12 @@ class Artifact:
         except ValueError:  # a damaged manifest
             if not force:
                 raise
-            old = {"kind": "damaged"}
+            old = {"kind": "damaged", "config": {}, "inputs": {}}
         if old:
             if write and not finished:
                 for below in [directory, *filter(Path.is_dir, directory.rglob("*"))]:
                     files.remove_leftovers(below)
-            changed = difference(old, artifact._made_of())
+            changed = _changed(old, artifact._made_of())
             if changed is None and not (
                 finished and (force is True or (force and damage_of(directory) is not None))
             ):
@@ -263,8 +291,8 @@ class Artifact:
             holds_work = any(path != directory / INTENT for path in inside)
             if holds_work and not force:
                 raise ValueError(
-                    f"{directory} was made with other settings: {changed}. Use another output "
-                    f"directory, or --force to move the old one aside and make it again"
+                    f"{directory} was made {changed}. Use another output directory, or --force to "
+                    "move the old one aside and make it again"
                 )
             if holds_work and write:
                 files.move_aside(directory)

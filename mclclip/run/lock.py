@@ -5,11 +5,11 @@ torchrun turns every exit code into 1 or 0, so a script that restarts runs reads
 
     {"state": "preempted", "exit_code": 85, "requeue": true, "reason": "SIGUSR1", ...}
 
-``state`` is ``running``, ``preempted``, ``finished`` or ``failed``; a run that still says
-``running`` when its processes are gone was killed. The line is also in the file that the
-environment variable MCLCLIP_STATE_FILE names, which the first rank of each node writes. Any rank
-may write a failure there. The line is written by rename and padded to a fixed size: where the disk
-is full it is written over the one before, and so is true there too.
+``state`` is ``running``, ``preempted``, ``interrupted`` by the user, ``finished`` or ``failed``; a
+run that still says ``running`` when its processes are gone was killed. The line is also in the file
+that the environment variable MCLCLIP_STATE_FILE names, which the first rank of each node writes.
+Any rank may write a failure there. The line is written by rename and padded to a fixed size: where
+the disk is full it is written over the one before, and so is true there too.
 """
 
 from __future__ import annotations

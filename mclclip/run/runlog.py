@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from mclclip import advice
 from mclclip.files import clean, clean_lines, write_bytes
 from mclclip.ranks.failures import line_of
 
@@ -35,7 +36,7 @@ class _Formatter(logging.Formatter):
     ``clean``); the traceback of an error has lines of its own."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        return clean(super().formatMessage(record))
+        return advice.complete(clean(super().formatMessage(record)))
 
     def formatException(self, ei: Any) -> str:  # noqa: N802
         return clean_lines(super().formatException(ei))

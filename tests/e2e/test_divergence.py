@@ -111,7 +111,7 @@ def test_every_rank_stops_where_one_of_them_has_nan(
 
     # The batch was to blame: the same command goes on. Other settings do what the line says.
     refused = train(shell, indexed, run_dir, *options, "base.lr=1e-4")
-    assert_diverged(refused, "made with other settings: config.train.lr was")
+    assert_diverged(refused, "made with other settings: train.lr was")
     again = train(shell, indexed, run_dir, *options, ranks=ranks)
     assert again.code == 0, again.stderrs
     assert_good(directory, [8])

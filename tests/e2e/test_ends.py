@@ -78,8 +78,8 @@ class Kind:
 
 KINDS = (
     Kind("term", (signal.SIGTERM,), 85, "preempted"),
-    Kind("interrupt", (signal.SIGINT,), 130, "failed"),
-    Kind("interrupt_twice", (signal.SIGINT, signal.SIGINT), 130, "failed"),
+    Kind("interrupt", (signal.SIGINT,), 130, "interrupted"),
+    Kind("interrupt_twice", (signal.SIGINT, signal.SIGINT), 130, "interrupted"),
     Kind("hang_up", (signal.SIGHUP,), 85, "preempted"),
     Kind("usr1_repeated", (signal.SIGUSR1,) * 3, 85, "preempted"),
     Kind("kill", (signal.SIGKILL,), -signal.SIGKILL, "running"),

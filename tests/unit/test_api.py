@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import shutil
 import subprocess
@@ -156,7 +157,7 @@ def test_called_again_it_is_finished_and_other_arguments_are_refused(
     before = tiny.digests(folder / "run", "**/manifest.json")
     assert call(folder).result_rows == run.result_rows
     assert tiny.digests(folder / "run", "**/manifest.json") == before
-    with pytest.raises(ValueError, match="config.seed was 0, now 1"):
+    with pytest.raises(ValueError, match="seed was 0, now 1"):
         call(folder, seed=1)
     with pytest.raises(ValueError, match="held_out"):
         call(folder, held_out=0.2)
@@ -215,3 +216,112 @@ def test_the_reference_has_every_public_name_with_an_example_that_runs(
         assert any(f"mclclip.{name}" in example for example in examples), name
         for example in examples:
             exec(example, {})
+
+
+def stop_at_the_method(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Ends every fine-tuning where training would begin; returns the settings that came there."""
+    came: list[Any] = []
+
+    def run(config: Any, *_: Any, **__: Any) -> None:
+        came.append(config)
+        raise ValueError("stopped here")
+
+    monkeypatch.setattr("mclclip.pipeline.run", run)
+    return came
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"options": ["train.lrr=1"]}, "train.lrr"),
+        ({"options": ["train.global_batch=512"]}, "train.global_batch=512"),
+        ({"options": ["eval.suite.a.kind=retrieval", "eval.suite.a.path=b"]}, "captions"),
+        ({"base": "ViT-B-32@openai"}, "ViT-B-32-quickgelu"),
+        ({"base": "tiny_clip@nowhere.safetensors"}, "nowhere.safetensors"),
+    ],
+    ids=["name", "batch", "benchmark", "activation", "weights"],
+)
+def test_a_mistake_is_refused_before_anything_is_packed(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    photos.write(tmp_path)
+    with pytest.raises(ValueError, match=words):
+        call(tmp_path, **change)
+    assert not (tmp_path / "run/data").exists()
+
+
+def test_weights_that_do_not_load_are_refused_before_anything_is_packed(tmp_path: Path) -> None:
+    photos.write(tmp_path)
+    (tmp_path / "weights.safetensors").write_bytes(b"no weights")
+    base = photos.base(tmp_path).replace("random", f"{tmp_path}/weights.safetensors")
+    with pytest.raises(ValueError, match=r"weights\.safetensors"):
+        call(tmp_path, base=base, options=())
+    assert not (tmp_path / "run/data").exists()
+
+
+def test_as_long_as_nothing_was_trained_a_corrected_call_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    photos.write(tmp_path)
+    came = stop_at_the_method(monkeypatch)
+    for options in (["train.lr=1"], ["train.lr=0.5", "data.max_bad_fraction=0.2"]):
+        with pytest.raises(ValueError, match="stopped here"):
+            call(tmp_path, options=options)
+    assert [config.train.lr for config in came] == [1, 0.5]
+    packed = tmp_path / "run/data/manifest.json"
+    assert not (tmp_path / "run/data.old-1").exists() and packed.exists()
+    (tmp_path / "run/stage_0/train/checkpoints/step_00000002").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"train\.lr was '0\.5', now '1'"):
+        call(tmp_path, options=["train.lr=1", "data.max_bad_fraction=0.2"])
+    assert len(came) == 2
+
+
+def test_copies_with_other_times_are_the_same_data_and_a_new_picture_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    photos.write(tmp_path)
+    came = stop_at_the_method(monkeypatch)
+    pictures = tmp_path / "photos"
+    for picture in pictures.glob("*.jpg"):
+        picture.with_suffix(".txt").write_text(f"a picture of {picture.stem}")
+
+    def again() -> None:
+        base = photos.base(tmp_path)
+        mclclip.finetune(pictures, base=base, out=tmp_path / "run", options=photos.FEW_STEPS)
+
+    with pytest.raises(ValueError, match="stopped here"):
+        again()
+    (tmp_path / "run/stage_0/train/checkpoints/step_00000002").mkdir(parents=True)
+    for file in pictures.iterdir():
+        os.utime(file, (1, 1))
+    with pytest.raises(ValueError, match="stopped here"):
+        again()
+    assert len(came) == 2
+    shutil.copy(pictures / "000.jpg", pictures / "new.jpg")
+    (pictures / "000.txt").write_text("a picture of 999")  # of equal size
+    with pytest.raises(ValueError, match=r"1 more \(new\.jpg\), 1 changed \(000\.txt\)"):
+        again()
+
+
+def test_a_run_that_was_moved_has_its_pictures_and_does_not_make_its_old_folder(
+    tuned: tuple[Path, mclclip.Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, run = tuned
+    before = run.report().read_text().count("data:image")
+    moved = tmp_path / "elsewhere/mine"
+    shutil.copytree(folder / "run", moved)
+    with monkeypatch.context() as patched:
+        patched.chdir(tmp_path)
+        (folder / "run").rename(folder / "away")
+        try:
+            opened = mclclip.Run.open("elsewhere/mine")
+            page = opened.report().read_text()
+            same = api.configuration.load("elsewhere/mine/config.yaml")
+            other = api.configuration.load("elsewhere/mine/config.yaml", ["run_dir=new"])
+        finally:
+            assert not (folder / "run").exists()
+            (folder / "away").rename(folder / "run")
+    assert before and page.count("data:image") == before
+    assert same.run_dir == "elsewhere/mine" and other.run_dir == "new"
+    assert same.data.sources["mine"].shards == "elsewhere/mine/data/train/*.tar"
+    assert {str(one.path) for one in same.eval.suite.values()} == {"elsewhere/mine/data"}

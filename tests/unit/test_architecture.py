@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "mclclip"
 # Ground: what every room may import. It imports nothing of ours but other ground.
 GROUND = {"files", "options", "randomness", "pair_products", "search", "torchvision_fix"}
-GROUND |= {"shipped", "caption_rules", "remedies"}
+GROUND |= {"shipped", "caption_rules", "remedies", "advice"}
 # Room -> the rooms that it may import, beside ground and itself.
 ROOMS: dict[str, set[str]] = {
     "ranks": set(),
@@ -30,7 +30,7 @@ ROOMS: dict[str, set[str]] = {
     "train/loop": {"ranks", "run", "data", "models", "objectives", "engines", "checkpoint"},
     "train/symptoms": {"ranks", "run", "models", "objectives", "engines"},
     "train/options": {"data", "models", "objectives", "engines", "checkpoint"},
-    "config": {"data", "models", "objectives", "clustering", "eval", "train/options"},
+    "config": {"run", "data", "models", "objectives", "clustering", "eval", "train/options"},
     # A run directory, opened for whoever reads one: above the rooms whose files lie there.
     "opened_run": {"ranks", "run", "data", "models", "eval", "config"},
     "figures": {"ranks", "run", "data", "models", "eval", "config", "opened_run"},
@@ -58,7 +58,7 @@ ROOMS["race"] = {*ROOMS}
 # What looks at a sample of the data indexes it.
 ROOMS["data_check"] = {"doctor", "index", "config", "data", "models", "ranks", "run"}
 # The front door: the settings of a run, and the public functions.
-ROOMS["choices"] = {"config", "models", "plan", "ranks"}
+ROOMS["choices"] = {"config", "data", "models", "plan", "ranks"}
 ROOMS["process"] = {"ranks", "run", "config"}
 ROOMS["api"] = {*ROOMS}
 ROOMS["process"] = {"ranks", "run", "config"}

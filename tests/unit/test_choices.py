@@ -27,7 +27,7 @@ def situation(base: str = BASES[0], samples: int = 10_000, **others: Any) -> Sit
 
 def chosen(at: Situation, *overrides: str, folder: Path) -> tuple[str, Config]:
     path = folder / "settings.yaml"
-    path.write_text(text := choices.choose(at, overrides))
+    path.write_text(text := choices.choose(at, overrides)[1])
     return text, config.load(path)
 
 
@@ -82,7 +82,7 @@ def test_what_is_chosen_fits_the_memory(tmp_path: Path, base: str, gib: float) -
 
 
 def test_what_cannot_be_is_one_line() -> None:
-    with pytest.raises(ValueError, match="99 pictures to train on: at least 100"):
+    with pytest.raises(ValueError, match="pictures to train on: 99, and at least 100"):
         choices.choose(situation(samples=99))
     with pytest.raises(ValueError, match="ViT-B-32 names no weights"):
         choices.choose(situation("ViT-B-32"))

@@ -139,7 +139,7 @@ def test_the_manifest_holds_the_option_and_refuses_another(
     assert manifests["fast"].config["data"] == {"pixels": "fast"}
     assert "data" not in manifests["exact"].config  # as it was before there was a choice
     for name, other in (("exact", "fast"), ("fast", "exact")):
-        with pytest.raises(ValueError, match="was made with other settings: config.data.pixels"):
+        with pytest.raises(ValueError, match="was made with other settings: data.pixels"):
             trained(done[name].parents[1], data, other)
 
 

@@ -1,0 +1,78 @@
+"""Commands that messages offer, made from the command that was typed, with all of its flags.
+
+A message writes a verb with what matters to it, in quotes: ``'mclclip embed --stage 0 --force'``.
+Where it is shown (the line of an error, the log) ``complete`` adds the configuration and the
+options that name the user's run. A message that offers the user's command again, with a word more
+or another one, gets it from ``words_of`` and ``again``.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+_OFFERED = re.compile(r"'mclclip ([a-z][a-z-]*)((?: [^'\n]*)?)'")
+
+
+class _Typed:
+    """The command of this process; a call from Python has none."""
+
+    verb = ""
+    words: tuple[str, ...] = ()  # after ``mclclip``, ``--flag=value`` as two
+    run: tuple[str, ...] = ()  # that name the run to verbs of ``readers``
+    readers: frozenset[str] = frozenset()  # verbs that read a configuration
+
+
+def remember(
+    verb: str, words: Sequence[str], *, run: Sequence[str] = (), readers: Sequence[str] = ()
+) -> None:
+    """Notes the command that was typed. ``run``: the words by which verbs that read a configuration
+    (``readers``) find the same run, such as ``--config ucm run_dir=runs/mine``."""
+    _Typed.verb, _Typed.run, _Typed.readers = verb, tuple(run), frozenset(readers)
+    split = (word.split("=", 1) if re.match(r"--[a-z-]+=", word) else [word] for word in words)
+    _Typed.words = tuple(part for word in split for part in word)
+
+
+def words_of(verb: str, *first: object, **flags: object) -> list[str]:
+    """The command that calls ``verb``: the typed one, or for a call from Python the one that has
+    the same arguments: ``first`` are those without a flag, and a list is given a flag a value."""
+    if _Typed.verb == verb:
+        return ["mclclip", *_Typed.words]
+    words = ["mclclip", verb, *map(str, first)]
+    for name, value in flags.items():
+        values = value if isinstance(value, list | tuple) else [value]
+        flag = "--" + name.removesuffix("s" if values is value else "").replace("_", "-")
+        for each in values:
+            words += (
+                [] if each in (None, False, "") else [flag] * (each is True) or [flag, str(each)]
+            )
+    return words
+
+
+def again(command: Sequence[str], *words: object, instead: Path | None = None) -> str:
+    """The command with other ``words``, quoted for a shell: in the place of the path ``instead``,
+    or else a flag and its value, which replace the same flag's."""
+    new = [str(word) for word in words]
+    if instead is not None:
+        return shlex.join(
+            part for word in command for part in (new if Path(word) == instead else [word])
+        )
+    typed = [*command]
+    if new[0] in typed:
+        at = typed.index(new[0])
+        typed[at : at + len(new)] = []
+    return shlex.join([*typed, *new])
+
+
+def complete(text: str) -> str:
+    """The text, in which every command that it offers names the run of the typed one."""
+
+    def completed(found: re.Match[str]) -> str:
+        verb, words = found.groups()
+        if verb not in _Typed.readers or "--config" in words:
+            return found[0]
+        return " ".join(["'mclclip", verb, *map(shlex.quote, _Typed.run)]) + f"{words}'"
+
+    return _OFFERED.sub(completed, text) if _Typed.run else text
