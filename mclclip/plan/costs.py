@@ -106,7 +106,7 @@ def _embeddings(
         for name, each in images.items()
     ]
     if stage == 0 and config.needs_text_embeddings:
-        texts = samples["captions"] and samples["captions"] * _texts_of(config)
+        texts = samples["captions"] and samples["captions"] * _num_texts(config)
         kinds.append(("captions", texts, encoder["text"] or 0, None))
     passes = []
     for name, number, each, given in kinds:
@@ -118,9 +118,9 @@ def _embeddings(
     return passes
 
 
-def _texts_of(config: Config) -> int:
+def _num_texts(config: Config) -> int:
     """The most texts that are embedded of each caption: itself and its stored edits."""
-    return 1 + (config.stored_edits.per_caption if config.stored_edits else 0)
+    return sum(1 if edits is None else edits.per_caption for edits in config.stored_texts)
 
 
 def _timed(seen: Range | None, rate: float | None, machine: Machine) -> dict[str, Any]:
@@ -268,7 +268,7 @@ def _of_samples(
     dim = measured["embed_dim"]
     if config.embed.feature == "pooled":
         dim = measured["width"] or dim
-    captions = samples["captions"] * _texts_of(config) if config.needs_text_embeddings else 0
+    captions = (samples["captions"] or 0) * _num_texts(config)
     values = number * stages * dim + captions * measured["embed_dim"]
     labels = number * stages * config.cluster.labels_per_sample * (4 + 2)
     item = np.dtype(config.embed.dtype).itemsize

@@ -19,7 +19,7 @@ from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data import locations
 from mclclip.data.coverage import check_coverage, coverage_report
 from mclclip.data.epoch_plan import check_ranks, total_steps
-from mclclip.data.extras import survey
+from mclclip.data.extras import directory_of, survey
 from mclclip.data.groups import GroupSizes, LabelBlocks, StageGroups
 from mclclip.data.index_tables import check_shards
 from mclclip.data.labels import permute_labels, read_pseudo_labels
@@ -302,12 +302,10 @@ def _inputs(job: Job) -> dict[str, str]:
     if "images" in reads.base:
         embedded = artifacts.read_manifest(layout.embeddings(0), "embeddings")
         inputs["embeddings"] = embedded.digest
-    if job.cached_text or "texts" in reads.base:
-        text = artifacts.read_manifest(layout.text_embeddings, "text_embeddings")
-        inputs["text_embeddings"] = text.digest
-        if edits := job.options.objective.reads.edits:
-            directory = layout.edited_texts(edits.drawn_by)
-            inputs["edited_texts"] = artifacts.read_manifest(directory, "text_embeddings").digest
+    for edits in job.stored_texts:
+        name = "text_embeddings" if edits is None else "edited_texts"
+        directory = directory_of(layout, edits)
+        inputs[name] = artifacts.read_manifest(directory, "text_embeddings").digest
     if reads.clusters and job.classes is not None:
         inputs["clusters"] = job.classes.digest
     if job.reads_groups:
