@@ -203,13 +203,14 @@ def disk(config: Config, counted: dict[str, Any], measured: dict[str, Any]) -> d
     Indices, pseudo labels and logs are not counted: they are small beside these.
     """
     samples, trainings = counted["samples"], []
+    spare = 0
     for of in counted["trainings"]:
-        each = measured[of["option"]]["checkpoint"]
-        number = number_kept(config.trainings[of["option"]], of["steps"])
+        each, options = measured[of["option"]]["checkpoint"], config.trainings[of["option"]]
+        number = number_kept(options, of["steps"])
         kept = {"each": each, "number": number, "kept": number * each}
         trainings.append({"stage": of["stage"], "variant": of["variant"], **kept})
-    # A new checkpoint is whole before the oldest goes.
-    spare = max(training["each"] for training in trainings)
+        # While it runs, ``keep`` stay, and a new one is whole before the oldest goes.
+        spare = max(spare, each * options.checkpoint.keep)
     *_, last = measured.values()
     embeddings, clusters = _of_samples(config, samples, last)
     # One model per stage; joined ones hold what all stages share once.
@@ -246,15 +247,13 @@ def disk(config: Config, counted: dict[str, Any], measured: dict[str, Any]) -> d
 
 
 def number_kept(options: TrainConfig, steps: Range | None) -> int:
-    """Number of a training's checkpoints that stay: the newest ones, and those kept for good; the
-    last step is saved whatever it is."""
-    saved = options.checkpoint
-    if steps is None:
-        return saved.keep
-    written = [*range(saved.every, steps[1], saved.every), steps[1]]
-    older = written[: -saved.keep]
-    for_good = [step for step in older if saved.keep_every and step % saved.keep_every == 0]
-    return len(written) - len(older) + len(for_good)
+    """Number of a finished training's checkpoints: the last one, the best one where it is exported,
+    and those kept for good."""
+    saved, number = options.checkpoint, 1 + options.evaluate.best
+    if steps is None or saved.keep_every is None:
+        return number
+    written = range(saved.every, steps[1], saved.every)
+    return number + sum(step % saved.keep_every == 0 for step in written)
 
 
 def _of_samples(

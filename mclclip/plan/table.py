@@ -204,7 +204,9 @@ def _disk(plan: dict[str, Any]) -> Iterator[str]:
     for of in disk["trainings"]:
         number = f"{of['number']:,}"
         rows.append([f"checkpoints, {_name(of)}", _gib(of["each"]), number, _gib(of["kept"])])
-    rows.append(["checkpoints, one more at a time", "", "", _gib(disk["checkpoints"])])
+    rows.append(
+        ["checkpoints, with those of a training that runs", "", "", _gib(disk["checkpoints"])]
+    )
     kinds = ("exports", "embeddings", "clusters", "copies", "copies, in reshard.folder",
              "trunk cache", "trunk cache, in trunk_cache.folder", "sum", "present",
              "free")  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mclclip.checkpoint import path_of
+from mclclip.checkpoint import keep_finished, path_of
 from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data import locations
 from mclclip.data.coverage import check_coverage, coverage_report
@@ -76,6 +76,7 @@ def run(
     artifact = collectives.on_main(lambda: _on_disk(job, force))
     if artifact.finished:
         log.info("%s is finished: skipped", job.directory)
+        collectives.on_main(lambda: _keep_finished(job))
         return job.directory
     opened = _opened(job)
     model = parts.build_model(job)
@@ -91,8 +92,12 @@ def run(
         counts |= {} if exported is None else {"exported_step": exported}
         lacking = {k: len(v) for k, v in job.left_out.items() if k.startswith("without_")}
         artifact.finish(counts | lacking)
-    collectives.barrier()
+    collectives.on_main(lambda: _keep_finished(job))
     return job.directory
+
+
+def _keep_finished(job: Job) -> None:
+    keep_finished(job.directory, job.options.checkpoint.keep_every)
 
 
 def _options(config: Config, layout: Layout, stage: int) -> TrainConfig:
