@@ -321,12 +321,12 @@ def report_equal(batches: TrainingBatches, clean: Callable[[str], str]) -> None:
         return
     for name, found in zip(("captions", "pictures"), both, strict=True):
         if found is None:
-            log.info("coverage of equal pictures is not known: data.verify=full indexes checksums")
+            log.debug("coverage of equal pictures is not known: data.verify=full indexes checksums")
             continue
         log.info(
-            "coverage of equal %s: of %s rows of a global batch %.1f pairs, with %.1f %% of the "
-            "rows, counted in %s of the %s batches of an epoch",
-            name, f"{found.num_rows:,}", found.pairs, 100 * found.share,
+            "coverage of equal %s: of %s rows of a global batch %.1f %% have an equal one, in "
+            "%.1f pairs, counted in %s of the %s batches of an epoch",
+            name, f"{found.num_rows:,}", 100 * found.share, found.pairs,
             f"{found.num_batches:,}", f"{batches.steps_per_epoch:,}",
         )  # fmt: skip
         if 0 < found.pairs == found.all_pairs:

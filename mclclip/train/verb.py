@@ -27,6 +27,7 @@ from mclclip.data.locations import TrunkRows
 from mclclip.data.sample_index import SampleIndex
 from mclclip.files import digest_file, move_aside
 from mclclip.models import weights
+from mclclip.options import count_of
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import artifacts
@@ -348,11 +349,9 @@ def _train(
     if start:
         log.info("resumed from %s", path_of(checkpoints.directory, start))
     log.info(
-        "stage %d (%s): %d steps from %d, %d per epoch (%d of %d samples), %d groups, "
-        "global batch %d over %d rank(s)",
-        job.stage, job.title, total, start, plan.steps_per_epoch, plan.scheduled,
-        plan.scheduled + plan.remainder, grouped.num_groups, options.global_batch,
-        job.context.world_size,
+        "stage %d (%s): %s from %d, %d per epoch, global batch %d over %s",
+        job.stage, job.title, count_of(total, "step"), start, plan.steps_per_epoch,
+        options.global_batch, count_of(job.context.world_size, "rank"),
     )  # fmt: skip
     if start < total or judging:  # a resumed training evaluates its first step again
         trainer = parts.trainer_of(
