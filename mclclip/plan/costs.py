@@ -16,7 +16,7 @@ from mclclip.config import Config, TrainConfig
 from mclclip.engines.engine import HALF
 from mclclip.files import existing
 from mclclip.objectives.mlcd import NETWORK_BYTES_PER_S
-from mclclip.plan.machine import GIB, Machine, Speed
+from mclclip.plan.machine import DECODED_PER_S, GIB, SHARE, SHARES, Machine, Speed
 from mclclip.plan.memory import operations_of_named
 from mclclip.plan.steps import Range
 
@@ -31,14 +31,17 @@ def hours(
     speed: Speed,
 ) -> dict[str, Any]:
     """Returns ``passes`` in the order of a run, ``hours`` and ``gpu_hours``, which are their sums,
-    ``trunk_cache`` by training, and ``speed``, what was given or assumed.
+    ``range``, ``trunk_cache`` by training, and ``speed``, what was given or assumed.
+
+    ``range``: hours in all, from those at the largest to those at the smallest of ``SHARES`` where
+    a pass has an estimate at a share that nobody gave (None: unknown).
 
     A pass: ``name`` (``training``, ``trunk``, ``images``, ``captions``), stage, variant, ``option``
     (``base`` or ``train``, of a training), ``samples`` as [fewest, most], operations of a
     ``sample``, ``precision``, ``samples_per_s`` of a GPU, whether that was ``given``, and ``hours``
     and ``gpu_hours``, [fewest, most]. Samples, rates and hours are None where they are unknown.
     """
-    speed = speed.settled(config.device == "cpu")
+    assumes, speed = speed.share is None, speed.settled(config.device == "cpu")
     trainings = [_training(config, of, measured, machine, speed) for of in counted["trainings"]]
     passes = [of for of in trainings if of["stage"] == 0]
     for of in trainings:
@@ -57,7 +60,31 @@ def hours(
         if measured[name]["operations"]["trunk"]
     }
     assumed = {name: value for name, value in vars(speed).items() if value is not None}
+    sums["range"] = _range(passes) if assumes else sums["hours"]
     return {"passes": passes, **sums, "trunk_cache": caches, "speed": assumed}
+
+
+def _range(passes: list[dict[str, Any]]) -> tuple[float, float] | None:
+    """The hours of the passes, of which those without a given rate have the shares ``SHARES``."""
+    if any(of["hours"] is None for of in passes):
+        return None
+    smallest, largest = SHARES
+    fewest = sum(of["hours"][0] * (1 if of["given"] else SHARE / largest) for of in passes)
+    most = sum(of["hours"][1] * (1 if of["given"] else SHARE / smallest) for of in passes)
+    return fewest, most
+
+
+def decoding(config: Config, passes: list[dict[str, Any]], machine: Machine) -> dict[str, Any]:
+    """``cores`` of all machines that decode as many pictures as the trainings are estimated to
+    read (None: not known, or no training reads pictures), and those that they have, ``there``."""
+    rates = [
+        of["samples_per_s"]
+        for of in passes
+        if of["name"] == "training" and not of["given"] and of["samples_per_s"] is not None
+        if of["option"] != "train" or not config.trunk_cache.enabled
+    ]
+    cores = round(max(rates) * machine.ranks / DECODED_PER_S) if rates else None
+    return {"cores": cores, "there": machine.cores_per_gpu * machine.ranks}
 
 
 def _training(

@@ -62,7 +62,7 @@ def test_a_plan_for_cpus_says_nothing_of_gpus(
     options = tiny_config("device=cpu")
     plan.run(options, Machine(1, 2), samples=500, as_json=False)
     shown = capsys.readouterr().out
-    assert "1 node(s) x 2 CPU process(es) = 2 rank(s)" in shown and "give rates measured" in shown
+    assert "1 node x 2 CPU processes = 2 ranks" in shown and "give rates measured" in shown
     for word in ("GPU", "CUDA", "NCCL", "30 %", "TFLOP/s", "nan", "None"):
         assert word not in shown
     found = plan.make(options, Machine(1, 2), 500)["hours"]
