@@ -29,11 +29,6 @@ def brief(value: object) -> str:
     return text if len(text) <= 200 else text[:200] + "..."
 
 
-def count_of(number: float, noun: str) -> str:
-    """A number of things for a message: ``1 group``, ``12,000 groups``."""
-    return f"{number:,.0f} {noun}{'' if number == 1 else 's'}"
-
-
 def nearest(word: str, choices: Iterable[str], count: int = 3) -> list[str]:
     """The choices that are spelled most like a word, best first, however far they are."""
     return difflib.get_close_matches(word[:200], sorted(choices), n=count, cutoff=0.0)

@@ -11,7 +11,7 @@ from mclclip.data.epoch_plan import ALONE, Level, build_levels, num_scheduled, r
 from mclclip.data.groups import GroupSizes
 from mclclip.data.labels import label_space, size_statistics
 from mclclip.data.options import Policy
-from mclclip.options import count_of
+from mclclip.run.runlog import count_of
 
 logger = logging.getLogger("mclclip")
 

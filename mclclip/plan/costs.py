@@ -60,8 +60,8 @@ def hours(
         if measured[name]["operations"]["trunk"]
     }
     assumed = {name: value for name, value in vars(speed).items() if value is not None}
-    sums["range"] = _range(passes) if assumes else sums["hours"]
-    return {"passes": passes, **sums, "trunk_cache": caches, "speed": assumed}
+    estimated = _range(passes) if assumes else sums["hours"]
+    return {"passes": passes, **sums, "range": estimated, "trunk_cache": caches, "speed": assumed}
 
 
 def _range(passes: list[dict[str, Any]]) -> tuple[float, float] | None:

@@ -12,10 +12,10 @@ from mclclip.objectives.mlcd import (
     NETWORK_BYTES_PER_S,
     PRODUCTS_PER_S,
 )
-from mclclip.options import count_of
 from mclclip.plan import steps
 from mclclip.plan.machine import GIB, PEAK_OF
 from mclclip.plan.memory import PARTS
+from mclclip.run.runlog import count_of
 
 
 def text(plan: dict[str, Any]) -> str:

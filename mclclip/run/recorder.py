@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from mclclip.options import count_of
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import runlog
@@ -384,7 +383,7 @@ class Recorder:
             bad = row["bad_samples"]
             words = [f"{self.name}: {done} of {self.total}", self.latest()]
             words += [f"peak memory {row['memory_gib']:.2f} GiB"]
-            words += [f"{count_of(bad, 'bad sample')}"] if bad else []
+            words += [f"{runlog.count_of(bad, 'bad sample')}"] if bad else []
             words += [f"{time.perf_counter() - self._began:.0f} s"]
             log.info("%s", ", ".join(filter(None, words)))
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from mclclip.files import clean, clean_lines, write_bytes
-from mclclip.options import count_of
 from mclclip.ranks.failures import line_of
 
 T = TypeVar("T")
@@ -91,6 +90,11 @@ def progress(
             log.info("%s", ", ".join(filter(None, words)))
         if number == 1:
             first = now
+
+
+def count_of(number: float, noun: str) -> str:
+    """A number of things for a message: ``1 group``, ``12,000 groups``."""
+    return f"{number:,.0f} {noun}{'' if number == 1 else 's'}"
 
 
 def time_left(seconds: float) -> str:

@@ -27,12 +27,12 @@ from mclclip.data.locations import TrunkRows
 from mclclip.data.sample_index import SampleIndex
 from mclclip.files import digest_file, move_aside
 from mclclip.models import weights
-from mclclip.options import count_of
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact, Force, Layout
 from mclclip.run.recorder import PeakMemory
+from mclclip.run.runlog import count_of
 from mclclip.train import parts
 from mclclip.train.loop import Evaluate, Judging, Trainee
 from mclclip.train.parts import Job, Opened
