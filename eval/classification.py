@@ -236,14 +236,15 @@ def accuracy_figures(
 ) -> list[Measurement]:
     """``accuracy`` and ``mean_per_class`` in percent of labels [Q] predicted for ``data.test``.
 
-    ``metric`` names the headline. Chance is the score of always answering the most frequent class
-    of the train images.
+    ``metric`` names the headline. Chance of each figure is what it is where every answer is the
+    most frequent class of the train images: 0 where no test image is of that class.
     """
-    correct, truth = predicted == data.test_labels, data.test_labels
-    only = float(np.mean(truth == np.bincount(data.train_labels).argmax()))
-    by_class = Outcomes(data.test_items, correct, strata=[*map(str, truth)])
-    outcomes = {
-        "accuracy": (Outcomes(data.test_items, correct), 100 * only),
-        "mean_per_class": (by_class, 100 * (1 / len(np.unique(truth)))),
-    }
+    truth, items = data.test_labels, data.test_items
+    frequent = np.full(len(truth), np.bincount(data.train_labels).argmax())
+    outcomes = {}
+    for name, strata in (("accuracy", None), ("mean_per_class", [*map(str, truth)])):
+        own, by_chance = (
+            Outcomes(items, answers == truth, strata) for answers in (predicted, frequent)
+        )
+        outcomes[name] = own, 100 * by_chance.value()
     return ranked_figures(outcomes, metric, protocol)

@@ -28,6 +28,7 @@ from mclclip.files import digest_array, records_of
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Artifact, Force, Layout, Manifest
+from mclclip.run.runlog import count_of
 
 log = logging.getLogger("mclclip")
 
@@ -232,13 +233,13 @@ def _finish(
             agreement[f"stage_{earlier}"] = ami(before, labels[:, 0])
     statistics = size_statistics(sizes)
     log.info(
-        "stage %d: %d clusters of %s to %s samples (median %s), inertia %.6g after %d iterations%s",
+        "stage %d: %s of %s to %s samples (median %s), inertia %.6g after %s%s",
         stage,
-        statistics["num_groups"],
+        count_of(statistics["num_groups"], "cluster"),
         *(f"{statistics[name]:,.0f}" for name in ("smallest", "largest", "median")),
         tally.inertia,
-        clustering.iterations,
-        "".join(f", AMI with {name} {value:.2f}" for name, value in agreement.items()),
+        count_of(clustering.iterations, "iteration"),
+        "".join(f", AMI with {name} {value:z.2f}" for name, value in agreement.items()),
     )
     counts = {
         "samples": len(index),

@@ -42,6 +42,7 @@ from mclclip.checkpoint.step_files import (
     Entry,
     Identity,
     State,
+    keep_finished,
     load_model_state,
     path_of,
     steps,
@@ -56,6 +57,7 @@ __all__ = [
     "CheckpointConfig",
     "Checkpoints",
     "Stateful",
+    "keep_finished",
     "load_model_state",
     "path_of",
     "steps",
@@ -73,7 +75,8 @@ class CheckpointConfig:
     every: PositiveInt = 1000
     """Steps between checkpoints."""
     keep: PositiveInt = 2
-    """Checkpoints kept (the newest)."""
+    """Checkpoints that a training keeps while it runs (the newest); of a finished one the last
+    stays, and the one that is exported."""
     keep_every: PositiveInt | None = None
     """Checkpoints of steps divisible by this are kept for good (null: none)."""
     asynchronous: bool = False
@@ -271,13 +274,8 @@ class Checkpoints:
         copying = None if self.mirror is None else self.mirror.copying
         spare = [step for step in (copying, self.best) if step is not None]
         saved, options = steps(self.directory), self.options
-        for step in step_files.superfluous(saved, newest, options.keep, options.keep_every):
-            if step in spare:
-                continue
-            try:
-                step_files.remove(path_of(self.directory, step))
-            except OSError as error:
-                log.warning("the old checkpoint %s cannot be removed (%s)", error.filename, error)
+        old = step_files.superfluous(saved, newest, options.keep, options.keep_every)
+        step_files.remove(self.directory, [step for step in old if step not in spare])
 
     # --- resuming ------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ state, written and read through torch.distributed.checkpoint (DCP), also of a fi
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -27,6 +28,8 @@ from torch.futures import Future
 from mclclip import __version__, files
 from mclclip.ranks.sharded_rows import deal
 from mclclip.run import artifacts
+
+log = logging.getLogger("mclclip")
 
 STATE = "state.json"
 METADATA = ".metadata"
@@ -182,7 +185,7 @@ def publish(
     files.write_json(temporary / STATE, files.sealed(state))
     files.fsync_directory(temporary)
     if final.exists():  # the same step of an earlier start
-        remove(final, f".{final.name}.replaced.tmp")
+        _remove(final, f".{final.name}.replaced.tmp")
     os.rename(temporary, final)
     files.fsync_directory(Path(directory))
 
@@ -193,11 +196,20 @@ def superfluous(saved: Iterable[int], newest: int, keep: int, keep_every: int | 
     return [step for step in old[:-keep] if keep_every is None or step % keep_every]
 
 
-def remove(path: Path, name: str | None = None) -> None:
-    """Removes a step; renames it first, so that a kill leaves nothing that looks complete."""
-    doomed = path.with_name(name or f".{path.name}.tmp")
-    os.rename(path, doomed)
-    shutil.rmtree(doomed)
+def remove(directory: Path, doomed: Iterable[int]) -> None:
+    """Removes steps; warns of those that cannot be removed."""
+    for step in doomed:
+        try:
+            _remove(path_of(directory, step), temporary_of(directory, step).name)
+        except OSError as error:
+            log.warning("the old checkpoint %s cannot be removed (%s)", error.filename, error)
+
+
+def _remove(path: Path, name: str) -> None:
+    """Removes a step; renames it to ``name`` first, so that a kill leaves nothing that looks
+    complete."""
+    os.rename(path, path.with_name(name))
+    shutil.rmtree(path.with_name(name))
 
 
 State = dict[str, Any]
@@ -339,6 +351,26 @@ def load_model_state(directory: Path, step: int, part: str = "model") -> dict[st
     return {name.removeprefix(f"{part}."): tensor for name, tensor in state.items()}
 
 
+def keep_finished(train_directory: Path, keep_every: int | None) -> None:
+    """Removes the steps of a finished training that nothing reads any more: all but the last, the
+    exported one and those kept for good. It removes nothing, with a warning, where one of the first
+    two is not intact. What a killed call leaves, the next one removes."""
+    directory = train_directory / "checkpoints"
+    counts = artifacts.read_manifest(train_directory, "train").counts
+    needed = {counts["steps"], counts.get("exported_step", counts["steps"])}
+    try:
+        files.remove_leftovers(directory)
+        old = superfluous(steps(directory), counts["steps"], 1, keep_every)
+        if doomed := [step for step in old if step not in needed]:
+            for step in needed:
+                check_contents(
+                    path_of(directory, step), read_entries(path_of(directory, step), step)
+                )
+            remove(directory, doomed)
+    except (OSError, Damaged) as error:
+        log.warning("old checkpoints in %s stay (%s)", directory, cause(error))
+
+
 def trained_state(train_directory: Path, *, averaged: bool) -> dict[str, Tensor]:
     """The tensors of a finished training, on the CPU, by name: of its last checkpoint, or of the
     one that its manifest names as ``exported_step``.
@@ -380,7 +412,7 @@ def unreadable(path: Path, error: BaseException) -> RuntimeError:
     """The error to raise for a step that cannot be read; it says what to do."""
     return RuntimeError(
         f"the checkpoint {path} cannot be read ({cause(error)}): remove that directory to resume "
-        f"from the one before"
+        f"from the one before; where it is the only one, run 'mclclip train --force'"
     )
 
 

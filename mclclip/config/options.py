@@ -284,15 +284,15 @@ class Config:
     @property
     def needs_text_embeddings(self) -> bool:
         """Whether ``embed`` writes embeddings of the captions at stage 0."""
-        base = self.train.objective.reads.base if self.has_stages else ()
-        return self.cluster.feature == "mean" or self.train.reads_text_embeddings or "texts" in base
+        return bool(self.stored_texts)
 
     @property
-    def stored_edits(self) -> HardCaptions | None:
-        """Edited captions whose embeddings ``embed`` writes at stage 0; None: none are stored."""
-        stores = self.has_stages and self.train.reads_text_embeddings
-        edits: HardCaptions | None = self.train.objective.reads.edits if stores else None
-        return edits
+    def stored_texts(self) -> tuple[HardCaptions | None, ...]:
+        """The texts whose embeddings ``embed`` writes at stage 0: those that the training of stages
+        reads (``TrainConfig.stored_texts``), and the captions where clustering reads them."""
+        trained = self.train.stored_texts if self.has_stages else ()
+        clustered = self.cluster.feature == "mean" and None not in trained
+        return (None, *trained) if clustered else trained
 
     @property
     def shares_text_tower(self) -> bool:

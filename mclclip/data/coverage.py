@@ -11,6 +11,7 @@ from mclclip.data.epoch_plan import ALONE, Level, build_levels, num_scheduled, r
 from mclclip.data.groups import GroupSizes
 from mclclip.data.labels import label_space, size_statistics
 from mclclip.data.options import Policy
+from mclclip.run.runlog import count_of
 
 logger = logging.getLogger("mclclip")
 
@@ -105,6 +106,18 @@ def coverage_report(grouped: GroupSizes, global_batch: int, policy: Policy) -> C
     )
 
 
+def _line(report: Coverage) -> str:
+    """The report in one line."""
+    text = f"an epoch has {count_of(report.steps, 'step')}"
+    if (num_groups := report.groups["num_groups"]) > 1:
+        text += f" over {num_groups:,.0f} groups, {100 * report.full_label_share:.0f} % of them "
+        text += "within one group"
+    if report.remainder:
+        text += f"; it leaves out {report.remainder:,} of {count_of(report.num_samples, 'sample')}"
+        text += ", and the next epoch leaves out others"
+    return text
+
+
 def _negatives(levels: list[Level], global_batch: int, policy: Policy) -> float:
     """Mean number of other samples that a row of an epoch is compared with.
 
@@ -146,19 +159,14 @@ def check_coverage(grouped: GroupSizes, global_batch: int, policy: Policy) -> Co
             f"{beyond}, and policy {policy!r} would leave {report.remainder:,} samples out: use "
             "policy 'backoff', fewer clusters or a smaller global batch"
         )
-    logger.info(
-        "an epoch has %s steps over %s groups, %.0f %% of them within one group; of %s samples %s "
-        "are left out, in turn (--verbose: more)",
-        *(f"{n:,}" for n in (report.steps, report.groups["num_groups"])),
-        100 * report.full_label_share, *(f"{n:,}" for n in (report.num_samples, report.remainder)),
-    )  # fmt: skip
+    logger.info("%s (--verbose: more)", _line(report))
     for line in report.text().splitlines():  # a log line of its own: the log escapes line ends
         logger.debug("%s", line)
     if not report.within_bound:
         logger.warning("%s", beyond)
     elif policy in ALONE and report.groups_below_batch:
         logger.warning(
-            "policy %r never uses %s groups, which are smaller than the global batch of %s",
-            policy, report.groups_below_batch, f"{global_batch:,}",
+            "policy %r never uses %s smaller than the global batch of %s",
+            policy, count_of(report.groups_below_batch, "group"), f"{global_batch:,}",
         )  # fmt: skip
     return report

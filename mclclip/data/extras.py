@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -64,7 +65,7 @@ class BaseFeatures:
         if "texts" in read:
             self._texts = TextFeatures(layout.text_embeddings, index)
         if edits is not None:
-            self._edits = TextFeatures(layout.edited_texts(edits.drawn_by), index)
+            self._edits = TextFeatures(directory_of(layout, edits), index)
             self._per_caption = edits.per_caption
 
     def __call__(
@@ -81,6 +82,11 @@ class BaseFeatures:
             rows = self._edits.get(raw.sample_id, caption_number)
             found["edited_features"] = rows.reshape(self._per_caption, -1)
         return {name: functional.normalize(row, dim=-1) for name, row in found.items()}
+
+
+def directory_of(layout: Layout, edits: HardCaptions | None) -> Path:
+    """The folder of the embeddings of edited captions; for None of the captions themselves."""
+    return layout.text_embeddings if edits is None else layout.edited_texts(edits.drawn_by)
 
 
 @dataclass
@@ -315,12 +321,12 @@ def report_equal(batches: TrainingBatches, clean: Callable[[str], str]) -> None:
         return
     for name, found in zip(("captions", "pictures"), both, strict=True):
         if found is None:
-            log.info("coverage of equal pictures is not known: data.verify=full indexes checksums")
+            log.debug("coverage of equal pictures is not known: data.verify=full indexes checksums")
             continue
         log.info(
-            "coverage of equal %s: of %s rows of a global batch %.1f pairs, with %.1f %% of the "
-            "rows, counted in %s of the %s batches of an epoch",
-            name, f"{found.num_rows:,}", found.pairs, 100 * found.share,
+            "coverage of equal %s: of %s rows of a global batch %.1f %% have an equal one, in "
+            "%.1f pairs, counted in %s of the %s batches of an epoch",
+            name, f"{found.num_rows:,}", 100 * found.share, found.pairs,
             f"{found.num_batches:,}", f"{batches.steps_per_epoch:,}",
         )  # fmt: skip
         if 0 < found.pairs == found.all_pairs:

@@ -99,7 +99,7 @@ class Extra(Protocol):
     ) -> dict[str, Tensor]:
         """Tensors of one sample by name, the same shapes for all samples.
 
-        ``captions`` are all of the sample's, empty where they are not read, of which
+        ``captions`` are all that is true of the sample, empty where they are not read, of which
         ``caption_number`` was drawn. ``key``, 64 random bits, depends on seed, stage, epoch and
         sample alone.
         """
@@ -231,8 +231,9 @@ class TarDataset(Dataset["Sample | BadSample"]):
         """Decodes once, makes every view, tokenizes, and adds the extras.
 
         ``views`` make the sample's views of its image (None: one, by the transform); who needs a
-        random state settles it there. The tokenizer runs after the first view. Of the drawn caption
-        all that follows sees what ``part_of`` gives (None: all of it).
+        random state settles it there. The tokenizer runs after the first view. What ``part_of``
+        gives stands for the drawn caption (None: all of it is read); extras are given the whole one
+        and its sentences behind the sample's captions, since they are true of the picture too.
         ``key`` is what extras draw by. A BadSample passes through; what the transform does not
         take, such as an array where it reads pictures only, gives one with the reason "unfit".
         Raises RuntimeError for a data set without a transform.
@@ -245,7 +246,9 @@ class TarDataset(Dataset["Sample | BadSample"]):
         if self.reads_text and caption_number >= len(captions):
             return BadSample(raw.sample_id, "no_caption")
         if part_of is not None:
-            captions[caption_number] = part_of(captions[caption_number])
+            whole = captions[caption_number]
+            captions[caption_number] = part_of(whole)
+            captions += [whole, *cut_sentences(whole)]
         with data_wait.decoding(raw.sample_id):
             try:
                 row = None if self.trunk is None else self.trunk.decoded(raw.image)

@@ -28,7 +28,7 @@ from mclclip.caption_rules import HardCaptions
 from mclclip.config import Config
 from mclclip.data import locations
 from mclclip.data.arrays import open_npy
-from mclclip.data.extras import drawn
+from mclclip.data.extras import directory_of, drawn
 from mclclip.data.index_tables import Shard, check_shards
 from mclclip.data.locations import CHECKSUMS, TrunkRows
 from mclclip.data.row_store import (
@@ -66,10 +66,10 @@ def run(
     ``embeddings/NNNNN.npy`` holds the unit features [n, D] of shard NNNNN in index order.
     With ``text`` (default: at stage 0, if clustering or training uses them) the same export embeds
     the captions too, into stage 0's ``text_embeddings``: one row per (sample, caption number), none
-    for samples without a caption. Where a training reads edited captions beside these, ``h`` of
-    each, ``edited_texts`` has rows [h D] in the same order: one draw, the same for every seed, with
-    zeros for edits that there are not. ``readers`` are further configurations whose trainings start
-    from stage 0, of whose texts the same is made.
+    for samples without a caption. Where a training reads embeddings of edited captions too, ``h``
+    of each, ``edited_texts`` has rows [h D] in the same order: one draw, the same for every seed,
+    with zeros for edits that there are not. ``readers`` are further configurations whose trainings
+    start from stage 0, of whose texts the same is made.
 
     Finished embeddings that lack samples which have been restored since are kept, with a warning,
     and made again with any ``force``. Raises ValueError for text where no sample has a caption, and
@@ -84,16 +84,15 @@ def run(
     if config.trunk_cache.enabled and stage == 0:
         write_trunk(config, context, layout, index, force)
     every = (config, *readers) if stage == 0 else ()
-    if text is None:
-        text = any(one.needs_text_embeddings for one in every)
-    wanted: list[tuple[Path, HardCaptions | None]] = [(layout.embeddings(stage), None)]
-    if text:
+    texts = [edits for reader in every for edits in reader.stored_texts]
+    if text is not None:
+        texts = [None, *texts] if text else []
+    wanted: dict[Path, HardCaptions | None] = {layout.embeddings(stage): None}
+    wanted |= {directory_of(layout, edits): edits for edits in texts}
+    if texts:
         if without := len(index.without_caption("embed with text")):
             log.info("embed: %d of %d samples have no caption to embed", without, len(index))
-        wanted.append((layout.text_embeddings, None))
-    stored = [one.stored_edits for one in every if one.stored_edits]
-    wanted += {layout.edited_texts(edits.drawn_by): edits for edits in stored}.items()
-    for directory, edits in wanted:
+    for directory, edits in wanted.items():
         artifact = collectives.on_main(
             partial(_open, config, layout, stage, index, directory, edits, force)
         )

@@ -66,6 +66,7 @@ def make(
         check_ranks(name, training.global_batch, machine.ranks)
     counted = steps.count(config, samples)
     measured = {name: memory.measure(config, name, options[name], machine) for name in options}
+    times = costs.hours(config, counted, measured, machine, speed or Speed())
     return {
         "run_dir": config.run_dir,
         "nodes": machine.nodes,
@@ -79,6 +80,7 @@ def make(
         "network": {
             name: costs.messages(options[name], measured[name], machine) for name in options
         },
-        "hours": costs.hours(config, counted, measured, machine, speed or Speed()),
-        "disk": costs.disk(config, counted, measured),
+        "hours": times,
+        "decoding": costs.decoding(config, times["passes"], machine),
+        "disk": costs.disk(config, counted, measured) | {"elsewhere": machine.elsewhere},
     }

@@ -16,7 +16,7 @@ from mclclip.config import Config, TrainConfig
 from mclclip.engines.engine import HALF
 from mclclip.files import existing
 from mclclip.objectives.mlcd import NETWORK_BYTES_PER_S
-from mclclip.plan.machine import GIB, Machine, Speed
+from mclclip.plan.machine import DECODED_PER_S, GIB, SHARE, SHARES, Machine, Speed
 from mclclip.plan.memory import operations_of_named
 from mclclip.plan.steps import Range
 
@@ -31,14 +31,17 @@ def hours(
     speed: Speed,
 ) -> dict[str, Any]:
     """Returns ``passes`` in the order of a run, ``hours`` and ``gpu_hours``, which are their sums,
-    ``trunk_cache`` by training, and ``speed``, what was given or assumed.
+    ``range``, ``trunk_cache`` by training, and ``speed``, what was given or assumed.
+
+    ``range``: hours in all, from those at the largest to those at the smallest of ``SHARES`` where
+    a pass has an estimate at a share that nobody gave (None: unknown).
 
     A pass: ``name`` (``training``, ``trunk``, ``images``, ``captions``), stage, variant, ``option``
     (``base`` or ``train``, of a training), ``samples`` as [fewest, most], operations of a
     ``sample``, ``precision``, ``samples_per_s`` of a GPU, whether that was ``given``, and ``hours``
     and ``gpu_hours``, [fewest, most]. Samples, rates and hours are None where they are unknown.
     """
-    speed = speed.settled(config.device == "cpu")
+    assumes, speed = speed.share is None, speed.settled(config.device == "cpu")
     trainings = [_training(config, of, measured, machine, speed) for of in counted["trainings"]]
     passes = [of for of in trainings if of["stage"] == 0]
     for of in trainings:
@@ -57,7 +60,31 @@ def hours(
         if measured[name]["operations"]["trunk"]
     }
     assumed = {name: value for name, value in vars(speed).items() if value is not None}
-    return {"passes": passes, **sums, "trunk_cache": caches, "speed": assumed}
+    estimated = _range(passes) if assumes else sums["hours"]
+    return {"passes": passes, **sums, "range": estimated, "trunk_cache": caches, "speed": assumed}
+
+
+def _range(passes: list[dict[str, Any]]) -> tuple[float, float] | None:
+    """The hours of the passes, of which those without a given rate have the shares ``SHARES``."""
+    if any(of["hours"] is None for of in passes):
+        return None
+    smallest, largest = SHARES
+    fewest = sum(of["hours"][0] * (1 if of["given"] else SHARE / largest) for of in passes)
+    most = sum(of["hours"][1] * (1 if of["given"] else SHARE / smallest) for of in passes)
+    return fewest, most
+
+
+def decoding(config: Config, passes: list[dict[str, Any]], machine: Machine) -> dict[str, Any]:
+    """``cores`` of all machines that decode as many pictures as the trainings are estimated to
+    read (None: not known, or no training reads pictures), and those that they have, ``there``."""
+    rates = [
+        of["samples_per_s"]
+        for of in passes
+        if of["name"] == "training" and not of["given"] and of["samples_per_s"] is not None
+        if of["option"] != "train" or not config.trunk_cache.enabled
+    ]
+    cores = round(max(rates) * machine.ranks / DECODED_PER_S) if rates else None
+    return {"cores": cores, "there": machine.cores_per_gpu * machine.ranks}
 
 
 def _training(
@@ -106,7 +133,7 @@ def _embeddings(
         for name, each in images.items()
     ]
     if stage == 0 and config.needs_text_embeddings:
-        texts = samples["captions"] and samples["captions"] * _texts_of(config)
+        texts = samples["captions"] and samples["captions"] * _num_texts(config)
         kinds.append(("captions", texts, encoder["text"] or 0, None))
     passes = []
     for name, number, each, given in kinds:
@@ -118,9 +145,9 @@ def _embeddings(
     return passes
 
 
-def _texts_of(config: Config) -> int:
+def _num_texts(config: Config) -> int:
     """The most texts that are embedded of each caption: itself and its stored edits."""
-    return 1 + (config.stored_edits.per_caption if config.stored_edits else 0)
+    return sum(1 if edits is None else edits.per_caption for edits in config.stored_texts)
 
 
 def _timed(seen: Range | None, rate: float | None, machine: Machine) -> dict[str, Any]:
@@ -203,13 +230,14 @@ def disk(config: Config, counted: dict[str, Any], measured: dict[str, Any]) -> d
     Indices, pseudo labels and logs are not counted: they are small beside these.
     """
     samples, trainings = counted["samples"], []
+    spare = 0
     for of in counted["trainings"]:
-        each = measured[of["option"]]["checkpoint"]
-        number = number_kept(config.trainings[of["option"]], of["steps"])
+        each, options = measured[of["option"]]["checkpoint"], config.trainings[of["option"]]
+        number = number_kept(options, of["steps"])
         kept = {"each": each, "number": number, "kept": number * each}
         trainings.append({"stage": of["stage"], "variant": of["variant"], **kept})
-    # A new checkpoint is whole before the oldest goes.
-    spare = max(training["each"] for training in trainings)
+        # While it runs, ``keep`` stay, and a new one is whole before the oldest goes.
+        spare = max(spare, each * options.checkpoint.keep)
     *_, last = measured.values()
     embeddings, clusters = _of_samples(config, samples, last)
     # One model per stage; joined ones hold what all stages share once.
@@ -246,15 +274,13 @@ def disk(config: Config, counted: dict[str, Any], measured: dict[str, Any]) -> d
 
 
 def number_kept(options: TrainConfig, steps: Range | None) -> int:
-    """Number of a training's checkpoints that stay: the newest ones, and those kept for good; the
-    last step is saved whatever it is."""
-    saved = options.checkpoint
-    if steps is None:
-        return saved.keep
-    written = [*range(saved.every, steps[1], saved.every), steps[1]]
-    older = written[: -saved.keep]
-    for_good = [step for step in older if saved.keep_every and step % saved.keep_every == 0]
-    return len(written) - len(older) + len(for_good)
+    """Number of a finished training's checkpoints: the last one, the best one where it is exported,
+    and those kept for good."""
+    saved, number = options.checkpoint, 1 + options.evaluate.best
+    if steps is None or saved.keep_every is None:
+        return number
+    written = range(saved.every, steps[1], saved.every)
+    return number + sum(step % saved.keep_every == 0 for step in written)
 
 
 def _of_samples(
@@ -268,7 +294,7 @@ def _of_samples(
     dim = measured["embed_dim"]
     if config.embed.feature == "pooled":
         dim = measured["width"] or dim
-    captions = samples["captions"] * _texts_of(config) if config.needs_text_embeddings else 0
+    captions = (samples["captions"] or 0) * _num_texts(config)
     values = number * stages * dim + captions * measured["embed_dim"]
     labels = number * stages * config.cluster.labels_per_sample * (4 + 2)
     item = np.dtype(config.embed.dtype).itemsize

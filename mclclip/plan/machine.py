@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 
 GIB = 2**30
 # An A100 in bf16 by its data sheet, and the share of it that the best of OpenCLIP's published rates
 # of a ViT-L-14 reaches (178 samples per second and GPU, 526 GFLOP each). Most reach half of it.
 PEAK_TFLOPS, SHARE = 312.0, 0.3
+# The smallest and the largest share that was measured or published (docs/pages/evidence/cost.md).
+SHARES = 0.06, 0.42
+# Pictures of CC12M that one core decodes and crops in a second, measured; and the cores that a GPU
+# of another machine is taken to have.
+DECODED_PER_S, CORES_PER_GPU = 282.0, 16
 _MOST = 100_000  # nodes, and GPUs of one
 # Peak of other formats, as a share of that of bf16: an A100's, without TF32.
 PEAK_OF = {"bf16": 1.0, "fp16": 1.0, "fp32": 1 / 16, "float64": 1 / 32}
@@ -45,6 +51,13 @@ class Machine:
     def ranks(self) -> int:
         """One process per GPU."""
         return self.nodes * self.gpus_per_node
+
+    @property
+    def cores_per_gpu(self) -> int:
+        """Cores of this machine for each GPU; assumed of one elsewhere."""
+        if self.elsewhere:
+            return CORES_PER_GPU
+        return max(len(os.sched_getaffinity(0)) // self.gpus_per_node, 1)
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,12 @@ from mclclip.objectives.mlcd import (
 from mclclip.plan import steps
 from mclclip.plan.machine import GIB, PEAK_OF
 from mclclip.plan.memory import PARTS
+from mclclip.run.runlog import count_of
 
 
 def text(plan: dict[str, Any]) -> str:
     """The whole plan, several lines."""
-    blocks = [_heading(plan), _steps(plan)]
+    blocks = [_summary(plan), _heading(plan), _steps(plan)]
     if any(training["coverage"] for training in plan["trainings"]):
         blocks.append(_coverage(plan))
     blocks += [_batches(plan), _parameters(plan), _memory(plan)]
@@ -31,10 +32,41 @@ def text(plan: dict[str, Any]) -> str:
     return "\n\n".join("\n".join(block) for block in (*blocks, _disk(plan)))
 
 
+def _summary(plan: dict[str, Any]) -> Iterator[str]:
+    """Hours, memory of a GPU and disk in one line, and whether they fit; and what decoding wants
+    where it is the limit."""
+    hours, disk, limit = plan["hours"]["range"], plan["disk"], plan["limit"]
+    most, where = max(kind["sum"] for kind in plan["memory"].values()), "a GPU"
+    if plan["on_cpu"]:
+        where = "a process"
+    memory = "" if limit is None else f" of {limit / GIB:,.0f}"
+    lacking = ["memory"] if limit is not None and most > limit else []
+    if not disk["elsewhere"] and disk["sum"] - disk["present"] > disk["free"]:
+        lacking.append("disk")
+    verdict = f"does not fit ({', '.join(lacking)})" if lacking else "fits"
+    if limit is None and not lacking:
+        verdict += f" where {where} has as much memory"
+    fewest, longest = (f"{float(f'{end:.2g}'):,g}" for end in hours or (0, 0))
+    time = f"{fewest} h" if fewest == longest else f"{fewest} to {longest} h"
+    time = "hours unknown" if hours is None else time
+    size = f"{disk['sum'] / GIB:,.1f} GiB of disk"
+    yield f"{time}, {most / GIB:,.1f}{memory} GiB of {where}, {size}: {verdict}"
+    cores, there = plan["decoding"].values()
+    if not plan["on_cpu"] and cores is not None and cores > there:
+        yield (
+            f"decoding is the limit: {count_of(plan['ranks'], 'GPU')} that never wait want "
+            f"{count_of(cores, 'core')}, and have {there:,}, {there // plan['ranks']} each"
+            f"{' as is assumed' if disk['elsewhere'] else ''}"
+        )
+
+
 def _heading(plan: dict[str, Any]) -> Iterator[str]:
-    unit = "CPU process(es)" if plan["on_cpu"] else "GPU(s)"
-    machine = f"{plan['nodes']} node(s) x {plan['gpus_per_node']} {unit}"
-    yield f"plan of {plan['run_dir']} on {machine} = {plan['ranks']} rank(s)"
+    many = "es" if plan["gpus_per_node"] > 1 else ""
+    each = f"{plan['gpus_per_node']} CPU process{many}"
+    if not plan["on_cpu"]:
+        each = count_of(plan["gpus_per_node"], "GPU")
+    machine = f"{count_of(plan['nodes'], 'node')} x {each}"
+    yield f"plan of {plan['run_dir']} on {machine} = {count_of(plan['ranks'], 'rank')}"
     samples = plan["samples"]
     if samples["number"] is None:
         yield "samples: unknown (no index yet); give --samples N for steps and embeddings"
@@ -204,7 +236,7 @@ def _disk(plan: dict[str, Any]) -> Iterator[str]:
     for of in disk["trainings"]:
         number = f"{of['number']:,}"
         rows.append([f"checkpoints, {_name(of)}", _gib(of["each"]), number, _gib(of["kept"])])
-    rows.append(["checkpoints, one more at a time", "", "", _gib(disk["checkpoints"])])
+    rows.append(["checkpoints, at most", "", "", _gib(disk["checkpoints"])])
     kinds = ("exports", "embeddings", "clusters", "copies", "copies, in reshard.folder",
              "trunk cache", "trunk cache, in trunk_cache.folder", "sum", "present",
              "free")  # fmt: skip

@@ -315,6 +315,8 @@ class Recorder:
         self.group_size = 0
         self.loss_sum: Tensor | float = 0.0
         self.watch = StepWatch(self.leaves_out)
+        self._latest = ""  # words on the last row, until a line of the log has shown them
+        self._began = time.perf_counter()
         self.metrics = collectives.together(self._open_log)
 
     def _open_log(self) -> runlog.MetricsLog | None:
@@ -327,6 +329,7 @@ class Recorder:
     def reading(self, batches: Iterable[R]) -> Iterator[R]:
         """Yields ``batches``, the steps from ``start`` on, and notes what reading them costs."""
         self.peaks.ended("start")
+        self._began = time.perf_counter()
         self.row.read()
         self.epoch.read()
         source = iter(batches)
@@ -376,13 +379,18 @@ class Recorder:
         if self.metrics is None:
             return
         self.metrics.write(done, row | {"first_step": done - steps, "steps": steps}, "epochs")
-        log.info(
-            "%s epoch %d of %d (%d steps): loss %.4f, %.0f samples/s, waiting %.0f %%, "
-            "%d bad sample(s), peak memory %.2f GiB, %.1f s",
-            self.name, math.ceil(row["epoch"]), math.ceil(self.total / self.steps_per_epoch),
-            steps, row["loss"], row["samples_per_s"], 100 * row["data_wait_share"],
-            row["bad_samples"], row["memory_gib"], row["seconds"],
-        )  # fmt: skip
+        if leaving or done == self.total:
+            bad = row["bad_samples"]
+            words = [f"{self.name}: {done} of {self.total}", self.latest()]
+            words += [f"peak memory {row['memory_gib']:.2f} GiB"]
+            words += [f"{runlog.count_of(bad, 'bad sample')}"] if bad else []
+            words += [f"{time.perf_counter() - self._began:.0f} s"]
+            log.info("%s", ", ".join(filter(None, words)))
+
+    def latest(self) -> str:
+        """Words on the last row, for a line of the log; none where a line has had them."""
+        words, self._latest = self._latest, ""
+        return words
 
     def evaluated(self, done: int, figures: Mapping[str, float], seconds: float) -> None:
         """Writes the figures of the state after ``done`` steps. The ``seconds`` that it took to
@@ -426,12 +434,12 @@ class Recorder:
         if self.metrics is not None:
             self.metrics.write(done, row)
             parts_text = "".join(f" {t % row[name]}" for name, t in _LOGGED.items() if name in row)
-            left_s = (self.total - done) * self.global_batch / max(row["samples_per_s"], 1e-9)
-            log.info(
-                "%s step %d: loss %.4f lr %.2e%s, %.0f samples/s, waiting %.0f %%, %s",
-                self.name, done, row["loss"], lr, parts_text,
-                row["samples_per_s"], 100 * row["data_wait_share"], runlog.time_left(left_s),
-            )  # fmt: skip
+            self._latest = (
+                f"epoch {math.ceil(row['epoch'])} of {math.ceil(self.total / self.steps_per_epoch)}"
+                f", loss {row['loss']:.4f} lr {lr:.2e}{parts_text}, {row['samples_per_s']:,.0f} "
+                f"samples/s, waiting {100 * row['data_wait_share']:.0f} %"
+            )
+            log.debug("%s step %d: %s", self.name, done, self._latest)
         self.watch.judge(done, **counts)
         return {"step": done, **row}
 

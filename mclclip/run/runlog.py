@@ -54,37 +54,48 @@ def setup(rank: int = 0, level: str = "INFO") -> None:
 
 
 def progress(
-    items: Iterable[T], *, total: int | None, description: str, every_s: float = 15.0
+    items: Iterable[T],
+    *,
+    total: int | None,
+    description: str,
+    start: int = 0,
+    detail: Callable[[], str] | None = None,
+    every_s: float = 15.0,
 ) -> Iterator[T]:
     """Yields ``items`` under a progress bar on a terminal, with plain lines otherwise; both say
     how long it will last (without ``total``: how many were done).
 
+    ``start``: how many were done before, of the ``total``. ``detail`` gives further words for a
+    line, none where nothing has changed; on a terminal they come as lines beside the bar.
     Silent where the log is (ranks other than the first).
     """
     if not log.isEnabledFor(logging.INFO):
         yield from items
         return
-    if sys.stderr.isatty():
+    if on_terminal := sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import track
 
-        yield from track(items, description, total=total, console=Console(stderr=True))
-        return
+        console = Console(stderr=True)
+        items = track(items, description, total=total, completed=start, console=console)
     first = last = time.monotonic()
-    for done, item in enumerate(items, start=1):
+    for number, item in enumerate(items, start=1):
         yield item
-        now = time.monotonic()
-        if now - last >= every_s:
+        now, done = time.monotonic(), start + number
+        if now - last >= every_s and done != total and (detail or not on_terminal):
             last = now
-            if total is None:
-                log.info("%s: %d", description, done)
-            elif done == 1:  # what comes before it, such as the start of workers, comes once
-                log.info("%s: %d of %d", description, done, total)
-            else:
-                left = time_left((total - done) * (now - first) / (done - 1))
-                log.info("%s: %d of %d, %s", description, done, total, left)
-        if done == 1:
+            words = [f"{description}: {done}" + ("" if total is None else f" of {total}")]
+            words += [] if detail is None else [detail()]
+            if total is not None and number > 1:  # the first one waits for workers to start
+                words.append(time_left((total - done) * (now - first) / (number - 1)))
+            log.info("%s", ", ".join(filter(None, words)))
+        if number == 1:
             first = now
+
+
+def count_of(number: float, noun: str) -> str:
+    """A number of things for a message: ``1 group``, ``12,000 groups``."""
+    return f"{number:,.0f} {noun}{'' if number == 1 else 's'}"
 
 
 def time_left(seconds: float) -> str:
@@ -278,7 +289,7 @@ class MetricsLog:
             if closing.is_alive():
                 log.warning("%s was not closed after %g s: not waiting longer", name, CLOSE_S)
         for name, count in self.lost.items():
-            log.warning("%s: %d write(s) failed in all", name, count)
+            log.warning("%s: %s failed in all", name, count_of(count, "write"))
 
     def _try(self, name: str, work: Callable[[], object]) -> None:
         try:

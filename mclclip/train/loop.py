@@ -230,7 +230,9 @@ class Trainer:
         that is not finite is not saved.
         """
         reading = self.recorder.reading(batches)
-        progress = runlog.progress(reading, total=total - start, description=description)
+        progress = runlog.progress(
+            reading, total=total, description=description, start=start, detail=self.recorder.latest
+        )
         # The recorder is closed after the peer watch: slow sinks must not count as a hanging rank.
         with signals.deferred(), contextlib.closing(self.recorder), peer_watch.training():
             try:

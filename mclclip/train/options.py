@@ -9,6 +9,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from mclclip.caption_rules import HardCaptions
 from mclclip.checkpoint import CheckpointConfig
 from mclclip.data.options import PlanConfig, SentencesConfig
 from mclclip.engines import EngineConfig
@@ -118,6 +119,15 @@ class TrainConfig:
     def reads_text_embeddings(self) -> bool:
         """Whether captions come as embeddings from disk (in stages after stage 0)."""
         return self.objective.reads.captions and self.cached_text and not self.lock.text
+
+    @property
+    def stored_texts(self) -> tuple[HardCaptions | None, ...]:
+        """The texts whose embeddings stages after stage 0 read from disk, where `embed` puts them:
+        None stands for the captions, and the options of edits for edited captions."""
+        reads = self.objective.reads
+        if not self.reads_text_embeddings:
+            return (None,) if "texts" in reads.base else ()
+        return (None,) if reads.edits is None else (None, reads.edits)
 
     def model_arguments(self) -> dict[str, Any]:
         """Arguments of ``models.loading.prepare_model`` beside the model and the seed."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from mclclip.caption_rules import HardCaptions
 from mclclip.checkpoint import Checkpoints
 from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data.batches import Batch, Loader, TrainingBatches
@@ -96,6 +97,11 @@ class Job:
             cached_text=stage > 0 and options.reads_text_embeddings,
         )  # fmt: skip
 
+    @property
+    def stored_texts(self) -> tuple[HardCaptions | None, ...]:
+        """The texts whose embeddings the training reads (``TrainConfig.stored_texts``)."""
+        return self.options.stored_texts if self.stage > 0 else ()
+
     @cached_property
     def left_out(self) -> dict[str, np.ndarray]:
         """Ids of the samples that the training leaves out, by reason: they lack the caption, the
@@ -156,12 +162,12 @@ class Job:
         """Further tensors of every sample, which the objective reads. Raises ValueError where the
         index cannot tell equal pictures, and the errors of ``BaseFeatures``."""
         reads, made = self.options.objective.reads, list[Extra]()
-        stored = reads.edits if self.cached_text else None
         if reads.digests:
             pictures = self.index if self.reads_trunk else None
             made.append(EqualityDigests(clean_caption, pictures))
-        if reads.base - {"model"} or stored:
-            made.append(BaseFeatures(self.layout, self.index, reads.base, stored))
+        edits = next(filter(None, self.stored_texts), None)
+        if reads.base - {"model"} or edits:
+            made.append(BaseFeatures(self.layout, self.index, reads.base, edits))
         return made
 
     @cached_property

@@ -251,8 +251,8 @@ class Symptoms:
         names = "first_loss", "base_loss", "chance_loss"
         row = dict(zip(names, means.tolist(), strict=True)) | {"step": 1}
         log.info(
-            "the first step's loss is {first_loss:.4f}, in evaluation mode {base_loss:.4f}, by "
-            "chance {chance_loss:.4f}".format(**row)
+            "the first step's loss is {first_loss:.4f}; the same weights have {base_loss:.4f} in "
+            "evaluation mode, and features that say nothing {chance_loss:.4f}".format(**row)
         )
         if _is_far(row, self.course):
             self._warn(FAR_FROM_BASE, row)

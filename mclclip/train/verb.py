@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from mclclip.checkpoint import path_of
+from mclclip.checkpoint import keep_finished, path_of
 from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data import locations
 from mclclip.data.coverage import check_coverage, coverage_report
 from mclclip.data.epoch_plan import check_ranks, total_steps
-from mclclip.data.extras import survey
+from mclclip.data.extras import directory_of, survey
 from mclclip.data.groups import GroupSizes, LabelBlocks, StageGroups
 from mclclip.data.index_tables import check_shards
 from mclclip.data.labels import permute_labels, read_pseudo_labels
@@ -32,6 +32,7 @@ from mclclip.ranks.process_group import Context
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact, Force, Layout
 from mclclip.run.recorder import PeakMemory
+from mclclip.run.runlog import count_of
 from mclclip.train import parts
 from mclclip.train.loop import Evaluate, Judging, Trainee
 from mclclip.train.parts import Job, Opened
@@ -76,6 +77,7 @@ def run(
     artifact = collectives.on_main(lambda: _on_disk(job, force))
     if artifact.finished:
         log.info("%s is finished: skipped", job.directory)
+        collectives.on_main(lambda: _keep_finished(job))
         return job.directory
     opened = _opened(job)
     model = parts.build_model(job)
@@ -91,8 +93,12 @@ def run(
         counts |= {} if exported is None else {"exported_step": exported}
         lacking = {k: len(v) for k, v in job.left_out.items() if k.startswith("without_")}
         artifact.finish(counts | lacking)
-    collectives.barrier()
+    collectives.on_main(lambda: _keep_finished(job))
     return job.directory
+
+
+def _keep_finished(job: Job) -> None:
+    keep_finished(job.directory, job.options.checkpoint.keep_every)
 
 
 def _options(config: Config, layout: Layout, stage: int) -> TrainConfig:
@@ -302,12 +308,10 @@ def _inputs(job: Job) -> dict[str, str]:
     if "images" in reads.base:
         embedded = artifacts.read_manifest(layout.embeddings(0), "embeddings")
         inputs["embeddings"] = embedded.digest
-    if job.cached_text or "texts" in reads.base:
-        text = artifacts.read_manifest(layout.text_embeddings, "text_embeddings")
-        inputs["text_embeddings"] = text.digest
-        if edits := job.options.objective.reads.edits:
-            directory = layout.edited_texts(edits.drawn_by)
-            inputs["edited_texts"] = artifacts.read_manifest(directory, "text_embeddings").digest
+    for edits in job.stored_texts:
+        name = "text_embeddings" if edits is None else "edited_texts"
+        directory = directory_of(layout, edits)
+        inputs[name] = artifacts.read_manifest(directory, "text_embeddings").digest
     if reads.clusters and job.classes is not None:
         inputs["clusters"] = job.classes.digest
     if job.reads_groups:
@@ -345,11 +349,9 @@ def _train(
     if start:
         log.info("resumed from %s", path_of(checkpoints.directory, start))
     log.info(
-        "stage %d (%s): %d steps from %d, %d per epoch (%d of %d samples), %d groups, "
-        "global batch %d over %d rank(s)",
-        job.stage, job.title, total, start, plan.steps_per_epoch, plan.scheduled,
-        plan.scheduled + plan.remainder, grouped.num_groups, options.global_batch,
-        job.context.world_size,
+        "stage %d (%s): %s from %d, %d per epoch, global batch %d over %s",
+        job.stage, job.title, count_of(total, "step"), start, plan.steps_per_epoch,
+        options.global_batch, count_of(job.context.world_size, "rank"),
     )  # fmt: skip
     if start < total or judging:  # a resumed training evaluates its first step again
         trainer = parts.trainer_of(

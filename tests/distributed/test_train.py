@@ -83,7 +83,7 @@ def test_dropped_patches_are_those_of_the_step(
 
 def check_repeated(ranks: Ranks, world_size: int, tree: dict[str, Any]) -> dict[str, Any]:
     """Trains, and again from the middle; both ends are equal bit for bit."""
-    tree["base"] |= {"checkpoint": {"every": STEPS // 2}}
+    tree["base"] |= {"checkpoint": {"every": STEPS // 2, "keep_every": STEPS // 2}}
     whole = run_on(ranks, world_size, tree)
     directory = Path(tree["run_dir"]) / "stage_0" / "train"
     shutil.rmtree(directory / f"checkpoints/step_{STEPS:08d}")

@@ -74,7 +74,8 @@ def test_the_parts_of_an_epoch_join(trained: tuple[Path, str]) -> None:
     losses = [row["loss"] for row in tiny.rows(directory / "metrics.jsonl")]
     assert first["loss"] == pytest.approx(sum(losses[:left_after]) / left_after)
     assert second["loss"] == pytest.approx(sum(losses[left_after:]) / (STEPS - left_after))
-    assert f"epoch 1 of 1 ({left_after} steps)" in log
+    assert f"stage 0: {left_after} of {STEPS}, epoch 1 of 1" in log
+    assert f"stage 0: {STEPS} of {STEPS}, epoch 1 of 1" in log
     assert "memory_checkpoint_gib" in first or "memory_start_gib" not in first
 
 

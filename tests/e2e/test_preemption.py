@@ -177,7 +177,8 @@ def signal_in_export() -> None:
 
 def test_save_now_saves_and_goes_on(shell: Shell, indexed: Any, tmp_path: Path) -> None:
     request = tmp_path / "run" / "save_now"
-    done = disturbed(shell, indexed, tmp_path, ranks=2, inside=After(2, Touch(request), (0,)))
+    inside, kept_all = After(2, Touch(request), (0,)), "base.checkpoint={every: 100, keep_every: 1}"
+    done = disturbed(shell, indexed, tmp_path, ranks=2, inside=inside, options=[kept_all])
     assert done.code == 0, done.stderrs
     assert not request.exists()
     steps = checkpoint.steps(tmp_path / "run/stage_0/train/checkpoints")

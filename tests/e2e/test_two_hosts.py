@@ -224,7 +224,7 @@ def test_two_hosts_train_as_one(
     print(f"finished after {after_s} s")
     for path in (tmp_path / "run" / "run_state.json", *job.states):
         assert state_in(path) == ("finished", False)
-    assert "over 2 rank(s)" in job.logs[0]
+    assert "over 2 ranks" in job.logs[0]
     found = result_of(tmp_path / "run")
     assert found == one_host[2]
     losses = [row["loss"] for row in rows_of(tmp_path / "run")]

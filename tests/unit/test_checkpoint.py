@@ -267,6 +267,44 @@ def test_some_are_kept_for_good(tmp_path: Path) -> None:
     assert saved(tmp_path, *range(2, 22, 2), keep=2, keep_every=6).steps() == [6, 12, 18, 20]
 
 
+def finished(folder: Path, *steps: int, counts: dict[str, int]) -> Path:
+    """A training that has finished with ``steps`` on disk."""
+    Artifact.open(folder, kind="train", config={}, inputs={}).finish(counts)
+    saved(folder / "checkpoints", *steps, keep=9)
+    return folder / "checkpoints"
+
+
+def test_of_a_finished_training_what_is_read_stays(tmp_path: Path) -> None:
+    """The last step, the exported one, and those kept for good; a second call changes nothing."""
+    folder = finished(tmp_path, 2, 4, 6, 8, 9, counts={"steps": 9, "exported_step": 4})
+    for keep_every, left in ((3, [4, 6, 9]), (None, [4, 9]), (None, [4, 9])):
+        checkpoint.keep_finished(tmp_path, keep_every)
+        assert checkpoint.steps(folder) == left
+
+
+@pytest.mark.parametrize("damaged", [4, 9])
+def test_of_a_finished_training_whose_end_is_damaged_all_stay(tmp_path: Path, damaged: int) -> None:
+    folder = finished(tmp_path, 2, 4, 9, counts={"steps": 9, "exported_step": 4})
+    tiny.flip(folder / f"step_{damaged:08d}" / "__0_0.distcp")
+    checkpoint.keep_finished(tmp_path, None)
+    assert checkpoint.steps(folder) == [2, 4, 9]
+
+
+@pytest.mark.parametrize("moment", ["os.rename", "shutil.rmtree"])
+def test_a_kill_while_old_steps_are_removed_loses_nothing(tmp_path: Path, moment: str) -> None:
+    folder = finished(tmp_path, 2, 4, 9, counts={"steps": 9})
+    program = (
+        "import os, shutil, signal, sys; from pathlib import Path; from mclclip import checkpoint\n"
+        f"{moment} = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "checkpoint.keep_finished(Path(sys.argv[1]), None)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert checkpoint.steps(folder)[-1] == 9
+    checkpoint.keep_finished(tmp_path, None)
+    assert files(folder) == ["step_00000009"]
+
+
 def test_steps_are_numbers_and_other_names_are_not_steps(tmp_path: Path) -> None:
     for name in ("step_00000010", "step_100000000", "step_old", ".step_00000011.tmp", "steps"):
         (tmp_path / name).mkdir()

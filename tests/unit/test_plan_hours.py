@@ -330,6 +330,34 @@ def test_the_plan_says_what_it_assumes(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert "network, a step" not in shown
 
 
+def test_the_first_line_has_hours_memory_disk_and_whether_they_fit() -> None:
+    options = tiny_config(locked_text=False)
+    found = plan.make(options, Machine(1, 4, 80.0, elsewhere=True), 10**8)
+    (fewest, most), hours = found["hours"]["range"], found["hours"]["hours"]
+    assert fewest == pytest.approx(hours[0] * SHARE / 0.42)
+    assert most == pytest.approx(hours[1] * SHARE / 0.06)
+    line = table.text(found).splitlines()[0]
+    assert " of 80 GiB" in line and line.endswith(": fits") and " to " in line
+    too_small = plan.make(options, Machine(1, 4, 0.5, elsewhere=True), 10**8)
+    assert "does not fit (memory)" in table.text(too_small).splitlines()[0]
+    given = plan.make(options, Machine(1, 4), 10**8, Speed(None, 0.5))
+    assert given["hours"]["range"] == given["hours"]["hours"]
+
+
+def test_decoding_is_the_limit_where_pictures_are_seen_faster_than_cores_decode_them() -> None:
+    fast, slow = Machine(8, 8, elsewhere=True), Machine(1, 1, elsewhere=True)
+    options = recipe("cc12m_vitb32")
+    found = plan.make(options, fast, CC12M)
+    rate = next(of["samples_per_s"] for of in found["hours"]["passes"] if of["name"] == "training")
+    assert found["decoding"] == {"cores": round(64 * rate / 282), "there": 64 * 16}
+    assert "1,220 cores" in table.text(found).splitlines()[1]
+    large = plan.make(recipe("cc12m_vitl14"), slow, CC12M)
+    assert large["decoding"]["cores"] < large["decoding"]["there"]
+    assert "decoding" not in table.text(large)
+    measured_rate = plan.make(options, fast, CC12M, Speed(None, None, 9e3, 9e3))
+    assert measured_rate["decoding"]["cores"] is None  # what was measured had waited for it
+
+
 def test_hours_are_unknown_without_a_number_of_samples() -> None:
     options = tiny_config("train.steps=null")
     found = planned(options, samples=None)

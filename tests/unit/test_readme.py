@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from mclclip import cli, config, demo, figures, process
+from mclclip.config.explaining import explain
 from mclclip.eval.protocols import KINDS, evaluator
 from mclclip.export import targets
 from mclclip.objectives.base import kinds
@@ -269,6 +270,8 @@ def test_every_command_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         seen.append(args.verb)
         if args.verb == "demo":
             demo.settings(Path(args.out or "runs/demo"), 3, args.overrides)
+        elif getattr(args, "explain", None) is not None:
+            explain(args.explain)
         elif {"config", "overrides"} <= {*vars(args)} and getattr(args, "to", None) is None:
             options = config.load(args.config, args.overrides)
             if args.verb == "run":

@@ -68,7 +68,7 @@ def test_within_the_bound_nobody_warns_unless_drop_loses_groups(caplog) -> None:
         check_coverage(GROUPED, 32, "backoff")
         assert not caplog.records
         check_coverage(GROUPED, 32, "drop")
-    assert "never uses 1 groups" in caplog.text
+    assert "never uses 1 group smaller" in caplog.text
 
 
 def test_a_plan_without_steps_is_refused_before_training() -> None:
@@ -83,10 +83,8 @@ def test_it_is_one_line_of_the_log_and_more_on_request(caplog: pytest.LogCapture
     caplog.set_level("DEBUG", "mclclip")
     report = check_coverage(grouped_index(np.arange(64) % 4, (4,)), 8, "backoff")
     told = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
-    assert told == [
-        "an epoch has 8 steps over 4 groups, 100 % of them within one group; of 64 samples 0 are "
-        "left out, in turn (--verbose: more)"
-    ]
+    assert len(told) == 1 and "8 steps over 4 groups, 100 % of them within one" in told[0]
+    assert "leaves out" not in told[0]
     further = [record.getMessage() for record in caplog.records if record.levelname == "DEBUG"]
     assert further == report.text().splitlines()
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from mclclip.caption_rules import HardCaptions, all_edits
 from mclclip.data.extras import EditedCaptions, survey
 from mclclip.data.options import DataConfig
-from mclclip.data.samples import RawSample, Sample, TarDataset
+from mclclip.data.samples import RawSample, Sample, TarDataset, cut_sentences
 from mclclip.data.shard_writer import PackedSample, write_shards
 from tests.unit.data.test_samples import build_index, png, to_tensor
 
@@ -42,6 +42,23 @@ def test_edits_are_drawn_by_key_and_the_others_are_marked() -> None:
     assert len(seen) == 3
     none = extra(raw, CAPTIONS, 2, 5)
     assert not none["has_edit"].any() and read(none["edited_text"]) == ["nothing"] * 4
+
+
+def test_an_edit_is_checked_against_the_sentences_that_were_left_out(tmp_path: Path) -> None:
+    """An edit of "three dogs" is "two dogs", which another sentence of the caption says."""
+    caption = "Three dogs run. A man sees two dogs. He laughs."
+    samples = [PackedSample("0", png(0), "png", [caption])]
+    index = build_index(
+        tmp_path / "index", write_shards(samples, tmp_path / "s", 1), "json:captions"
+    )
+    extra = EditedCaptions(HardCaptions(rules=["number"], per_caption=16), tokenizer)
+    dataset = TarDataset(index, DataConfig(), to_tensor, tokenizer=tokenizer, extras=[extra])
+    [raw] = dataset.read_many([0])
+    first = dataset.decoded(raw, part_of=lambda text: cut_sentences(text)[0])
+    assert isinstance(first, Sample)
+    edits = first.extras["edited_text"][first.extras["has_edit"]]
+    found = {*read(edits)}
+    assert found and not any("wo dogs" in text for text in found)
 
 
 def test_a_field_has_them_but_not_those_that_are_captions() -> None:

@@ -126,11 +126,12 @@ def test_bad_input_gets_one_clear_line(
         run(encoder, folders)
 
 
-def test_chance_is_the_most_frequent_class_as_every_answer() -> None:
-    train, test = np.array([0, 1, 1, 1, 2]), np.array([0, 1, 1, 2])
-    empty = np.zeros((0, 1), dtype=np.float32)
-    data = LabelledFeatures(empty, train, empty, test, {}, [*"abcd"])
+@pytest.mark.parametrize("test", [[0, 1, 1, 2], [0, 0, 0, 0], [0, 2, 2, 2], [1, 1, 1, 1]])
+def test_chance_is_the_most_frequent_class_as_every_answer(test: list[int]) -> None:
+    """Also where the test images have none of it: then it is 0, of both figures."""
+    train, empty = np.array([0, 1, 1, 1, 2]), np.zeros((0, 1), dtype=np.float32)
+    data = LabelledFeatures(empty, train, empty, np.array(test), {}, [*"abcd"])
     figures = {f.metric: f for f in accuracy_figures(np.ones(4, dtype=np.int64), data, {})}
-    assert figures["accuracy"].value == figures["accuracy"].protocol["chance"] == 50.0
-    chance = figures["mean_per_class"].protocol["chance"]
-    assert figures["mean_per_class"].value == pytest.approx(chance, abs=0.01)
+    assert figures["accuracy"].protocol["chance"] == 25.0 * test.count(1)
+    for figure in figures.values():
+        assert figure.value == pytest.approx(figure.protocol["chance"], abs=0.01)

@@ -86,17 +86,14 @@ def test_memory_is_watched_in_the_first_steps_and_those_that_give_a_row(tmp_path
     assert watched == [1, 2, 3, 5, 10]
 
 
-def test_every_epoch_has_a_row_and_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "mclclip"):
-        go(make(tmp_path))
+def test_every_epoch_has_a_row(tmp_path: Path) -> None:
+    go(make(tmp_path))
     first, second, part = tiny.rows(tmp_path / "epochs.jsonl")
     assert [(row["step"], row["first_step"], row["steps"]) for row in (first, second, part)] == [
         (4, 0, 4), (8, 4, 4), (10, 8, 2)
     ]  # fmt: skip
     assert (first["loss"], second["loss"], part["loss"]) == (2.5, 6.5, 9.5)
     assert first["seconds"] >= 0 and first["memory_gib"] > 0 and first["epoch"] == 1.0
-    assert "stage 1 epoch 2 of 3 (4 steps): loss 6.5000" in caplog.text
-    assert "stage 1 epoch 3 of 3 (2 steps): loss 9.5000" in caplog.text
 
 
 @pytest.mark.parametrize("stop", [6, 8])
@@ -139,10 +136,25 @@ def test_nothing_waits_for_the_device_between_rows(tmp_path: Path) -> None:
     assert not tiny.rows(tmp_path / "metrics.jsonl")
 
 
-def test_the_log_line_names_the_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("bad", "words"), [(0, ""), (1, ", 1 bad sample,"), (2, ", 2 bad samples,")]
+)
+def test_the_log_has_one_line_of_a_short_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, bad: int, words: str
+) -> None:
     with caplog.at_level("INFO", "mclclip"):
-        go(make(tmp_path))
-    assert "stage 1 step 5: loss 5.0000 lr 1.00e-01 scale 2.0" in caplog.text
+        go(make(tmp_path, share_bad=lambda found: bad))
+    (line,) = caplog.messages
+    assert line.startswith("stage 1: 10 of 10, epoch 3 of 3, loss 10.0000 lr 1.00e-01 scale 2.0")
+    assert words in line and ("bad" in line) == bool(bad)
+
+
+def test_the_words_on_a_row_are_given_once(tmp_path: Path) -> None:
+    recorder = make(tmp_path)
+    for done, _ in enumerate(recorder.reading([Batch()] * 5), start=1):
+        recorder.take(done, parts_of(done), lr=0.1)
+        assert ("loss 5.0000" in recorder.latest()) == (done == 5)
+    assert recorder.latest() == ""
 
 
 def test_a_sink_that_is_not_installed_is_refused(

@@ -84,9 +84,28 @@ def test_progress_is_plain_lines_without_a_terminal(
     items = list(runlog.progress("abc", total=3, description="embed", every_s=0.0))
     assert items == ["a", "b", "c"]
     lines = [line.split(" I ")[1] for line in capsys.readouterr().err.splitlines()]
-    assert lines == ["embed: 1 of 3", "embed: 2 of 3, 0 s left", "embed: 3 of 3, 0 s left"]
+    assert lines == ["embed: 1 of 3", "embed: 2 of 3, 0 s left"]
     list(runlog.progress("a", total=None, description="read", every_s=0.0))
     assert capsys.readouterr().err.endswith(" I read: 1\n")
+
+
+def test_progress_has_further_words_where_there_are_new_ones(
+    log: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a training that goes on at step 5."""
+    runlog.setup(0)
+    words = iter(["", "loss 2", "", ""])
+    list(
+        runlog.progress(
+            "abcd", total=9, description="stage 1", start=5, detail=lambda: next(words), every_s=0.0
+        )
+    )
+    lines = [line.split(" I ")[1] for line in capsys.readouterr().err.splitlines()]
+    assert lines == [
+        "stage 1: 6 of 9",
+        "stage 1: 7 of 9, loss 2, 0 s left",
+        "stage 1: 8 of 9, 0 s left",
+    ]
 
 
 def test_progress_says_how_long_it_will_last(
@@ -260,7 +279,7 @@ def test_what_fails_is_said_once_counted_and_ends_nothing(
     assert metrics.lost == {"bad": 3, "epochs.jsonl": 3}
     assert len(good.rows) == 3 and bad.closed and len(tiny.rows(tmp_path / "metrics.jsonl")) == 3
     assert caplog.text.count("bad cannot be written (no route): the training goes on") == 1
-    assert "bad: 3 write(s) failed in all" in caplog.text
+    assert "bad: 3 writes failed in all" in caplog.text
 
 
 def test_a_sink_that_hangs_is_left(

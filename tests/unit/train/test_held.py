@@ -138,6 +138,19 @@ def test_a_frozen_text_tower_embeds_the_edits_of_captions_once(
     np.testing.assert_allclose([r["loss"] for r in read], [r["loss"] for r in run], rtol=1e-5)
 
 
+def test_edits_are_not_stored_beside_a_trained_text_tower(
+    labelled: Path, data: Path, tmp_path: Path
+) -> None:
+    """What is preserved is stored, and the tower reads the edits themselves."""
+    shutil.copytree(labelled, tmp_path / "run")
+    hard = SUM.replace("kind: info_nce", f"kind: info_nce, hard_captions: {_HARD}")
+    config = options(tmp_path / "run", data, hard % f", {TERM % ''}")
+    embed.run(config, SINGLE, stage=0)
+    assert losses(config)[0]["0_info_nce/rows_with_edits"] > 0
+    inputs = read_manifest(tmp_path / "run/stage_1/train", "train").inputs
+    assert {"text_embeddings"} == {name for name in inputs if "text" in name}
+
+
 MORE = {
     "edits": EDITS,
     "stored": [STORED],

@@ -18,7 +18,8 @@ from tests import tiny
 
 
 def trained(run_dir: Path, data: Path, model: object = tiny.RESNET) -> Path:
-    options = ("base.steps=4", "base.log_every=1", f"model.name={json.dumps(model)}")
+    options = ["base.steps=4", "base.log_every=1", f"model.name={json.dumps(model)}"]
+    options += ["base.checkpoint={every: 2, keep_every: 2}"]
     settled = tiny.make_config(run_dir, data, *options, "train.lock.image_blocks=all")
     index.run(settled, SINGLE)
     return train.run(settled, SINGLE, stage=0)

@@ -153,7 +153,7 @@ def folded(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
 
 def test_a_resumed_training_warns_as_an_undisturbed_one(tmp_path: Path, data: Path) -> None:
     """Killed before the step at which it would warn, and after it."""
-    options = *NOTHING_LEARNED, "checkpoint={every: 20, keep: 9}"
+    options = *NOTHING_LEARNED, "checkpoint={every: 20, keep_every: 20}"
     directory = trained(tmp_path, data, *options)
     whole = figures(directory), tiny.rows(directory / "warnings.jsonl")
     for last in (40, 60):
