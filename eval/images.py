@@ -17,13 +17,15 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from mclclip.data.decode import IMAGE_EXTENSIONS
+from mclclip.data.findings import Findings
 from mclclip.data.index_tables import join_rows
 from mclclip.data.remote import StoredFile
-from mclclip.data.shard_scan import Findings, scan_shard
+from mclclip.data.shard_scan import scan_shard
 from mclclip.data.table_formats import csv_format
 from mclclip.files import MAX_JSON_BYTES, Roots, below, parse_json, read_bounded
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
+SUFFIXES = tuple(f".{extension}" for extension in IMAGE_EXTENSIONS)
 
 
 @dataclass(frozen=True)
@@ -153,15 +155,16 @@ def read_shards(
         scan = scan_shard(StoredFile(str(path)), "", captions or "txt", attributes)
         findings.merge(scan.findings)
         scans.append(scan.rows)
-    table = join_rows(None, 0, scans, findings)
-    allowed = () if captions else ("no_caption",)
-    wrong = {r: f for r, f in findings.to_json().items() if r not in allowed}
+    findings.settle_lines(sum(map(len, scans)))
+    table = join_rows(None, 0, scans, findings, [str(path) for path in shards])
+    allowed = ("other_member", *(() if captions else ("no_caption", "several_lines")))
+    wrong = {r: f for r, f in findings.to_json().items() if r.partition(":")[0] not in allowed}
     if wrong or not len(table):
         got = ", ".join(f"{f['count']} {r}" for r, f in wrong.items()) or "no sample"
         wanted = [*([f"a caption ({captions})"] if captions else []), *attributes]
         raise ValueError(
             f"{directory} holds {got}: an evaluation wants whole shards in which every "
-            f"sample has {', '.join(wanted)}"
+            f"sample has {', '.join(wanted)}. {'; '.join(findings.lines())}"
         )
     columns = (table[c].to_pylist() for c in ("key", "shard", "image_offset", "image_size"))
     images = [

@@ -25,10 +25,10 @@ from mclclip import doctor, index
 from mclclip.config import Config
 from mclclip.data import sample_index
 from mclclip.data.decode import DecodeError, as_picture, decode
+from mclclip.data.findings import Findings
 from mclclip.data.labels import label_space
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSample, TarDataset
-from mclclip.data.shard_scan import REASONS, Findings
 from mclclip.doctor import Finding, finding
 from mclclip.models.loading import model_config, model_tokenizer
 from mclclip.ranks.process_group import SINGLE
@@ -73,7 +73,7 @@ def findings(config: Config, folder: Path) -> Iterator[Finding]:
     number = f"{total:,}" if total == len(samples) else f"about {total:,}"
     yield finding("samples", f"{number}{note}")
     found = read_manifest(samples.directory, sample_index.KIND).counts["findings"]
-    for line in Findings(found).lines(REASONS):
+    for line in Findings(found).lines():
         yield finding("index", line, "see that these may be missing")
     random = np.random.default_rng([config.seed, 0])
     read = TarDataset(samples, replace(config.data, verify="captions"))

@@ -17,6 +17,7 @@ from PIL import Image
 
 from mclclip.data import samples as samples_module
 from mclclip.data.decode import decode_image
+from mclclip.data.findings import Findings
 from mclclip.data.index_tables import Shard, join_rows, write_tables
 from mclclip.data.locations import TextFeatures
 from mclclip.data.options import DataConfig
@@ -24,7 +25,7 @@ from mclclip.data.remote import StoredFile
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSample, RawSample, Sample, TarDataset
 from mclclip.data.shard_reader import ShardReader
-from mclclip.data.shard_scan import Findings, scan_shard
+from mclclip.data.shard_scan import scan_shard
 from mclclip.data.shard_writer import PackedSample, write_shards
 from tests.tars import write_tar
 
@@ -60,7 +61,11 @@ def build_index(
         Shard(str(path), "test", captions, stop - len(rows), stop, path.stat().st_size)
         for path, rows, stop in zip(paths, scans, stops, strict=True)
     ]
-    digest = write_tables(directory, join_rows(None, 0, list(scans), Findings()), shards)
+    digest = write_tables(
+        directory,
+        join_rows(None, 0, list(scans), Findings(), [f"{n}.tar" for n in range(len(scans))]),
+        shards,
+    )
     return SampleIndex(directory, digest)
 
 

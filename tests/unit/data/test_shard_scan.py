@@ -11,16 +11,9 @@ import webdataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mclclip.data.findings import MAX_EXAMPLES, REASONS, Findings
 from mclclip.data.remote import StoredFile
-from mclclip.data.shard_scan import (
-    MAX_EXAMPLES,
-    REASONS,
-    Findings,
-    ShardScan,
-    parse_captions,
-    scan_shard,
-    split_member_name,
-)
+from mclclip.data.shard_scan import ShardScan, parse_captions, scan_shard, split_member_name
 from tests.tars import write_tar
 
 Members = list[tuple[str, bytes]]
@@ -289,4 +282,4 @@ def test_findings_count_all_and_keep_a_few_examples() -> None:
     assert (entry["count"], len(entry["examples"])) == (30, MAX_EXAMPLES)
     assert entry["examples"][:15] == [str(n) for n in range(15)]
     assert Findings(json.loads(json.dumps(left.to_json()))).to_json() == left.to_json()
-    assert left.lines(REASONS)[0].startswith("7 samples without a caption, kept: ")
+    assert left.lines()[0].startswith("7 samples without a caption, kept: ")
