@@ -23,7 +23,7 @@ import pyarrow as pa
 from webdataset.shardlists import expand_urls
 
 from mclclip.config import Config
-from mclclip.data.findings import LEFT_OUT, REASONS, UNREADABLE, Findings
+from mclclip.data.findings import LEFT_OUT, UNREADABLE, Findings
 from mclclip.data.index_tables import (
     ATTRIBUTES,
     SAMPLES,
@@ -263,7 +263,7 @@ def _log_summary(
             )
     # What a filter is there to leave out stands above; captions that nothing reads are not missed.
     untold = {"subset", "where"} if wants_captions else {"subset", "where", "no_caption"}
-    for line in findings.only([*REASONS.keys() - untold]).lines():
+    for line in findings.without([*untold]).lines():
         log.warning("index: %s", line)
 
 

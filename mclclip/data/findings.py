@@ -30,6 +30,7 @@ REASONS = {
     "bad_text": "captions that are not UTF-8, kept as without a caption: save them as UTF-8",
     "duplicate_key": "samples whose key came before in their source, left out",
     "copied_sample": "samples of equal key, sizes and caption as an earlier one, left out",
+    "no_label": "samples without a class (.cls), left out",
     "several_images": "samples with several images, of which the first is used",
     "several_lines": "texts, nearly all, have the same number of lines and are read as one "
     "caption: where each line is a caption, set captions (of an evaluation shard_captions) to lines",
@@ -65,7 +66,7 @@ REASONS = {
     "extra_cells": "rows with more cells than the header, of which the rest is not read: put "
     "captions that hold the delimiter in quotation marks",
     "no_caption_held_out": "images without any caption in a held-out share, left out",
-    "transparent": "pictures with transparency, which are laid on data.background (white)",
+    "transparent": "pictures with transparency, which are laid on white",
     "narrow_range": "pictures of 16 bits whose values use less than a tenth of the range, which "
     "are nearly black as 8 bits: stretch them before",
 }
@@ -113,6 +114,10 @@ class Findings:
         for reason in [r for r in self._found if r.startswith("several_lines:")]:
             if self._found[reason][0] < max(0.95 * num_texts, 10):
                 del self._found[reason]
+
+    def without(self, reasons: Sequence[str]) -> Findings:
+        """The finds of all other reasons."""
+        return self.only([r for r in REASONS if r not in reasons])
 
     def total(self) -> int:
         """The number of finds of all reasons."""
