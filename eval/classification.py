@@ -3,6 +3,7 @@ classification, linear probe and kNN report them."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from mclclip.eval.features import Extractor, Features, over_ranks
-from mclclip.eval.images import LabelledImages, Part, image_items
+from mclclip.eval.images import LabelledImages, Part, StoredImage, image_items
 from mclclip.eval.metrics import BoolArray, FloatArray, IntArray, hits_at
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.results import Measurement, figure

@@ -211,8 +211,8 @@ def readable(label: str) -> str:
 
 def labels_of(root: Path, table: str | None = None) -> list[str]:
     """The labels of a benchmark, sorted: its folders, with or without images, the numbers of the
-    classes of its shards, or those of the
-    table ``root/table``, or of the files CLASS_test.txt where that is a folder (PASCAL VOC's).
+    classes of its shards, or those of the table ``root/table``, or of the files CLASS_test.txt
+    where that is a folder (PASCAL VOC's).
 
     FileNotFoundError for a missing folder or table, ValueError where there is no class.
     """

@@ -4,10 +4,11 @@ A picture becomes RGB; an array (``.npy``) of any number of channels is not chan
 
 Of a picture the first frame is decoded, 16-bit grey is scaled to 8 bits, a picture with transparent
 pixels is laid on a background, the mode is converted with PIL's own ``convert("RGB")``, and the
-EXIF orientation is applied. For RGB, grey and CMYK pictures without an EXIF rotation, open_clip's transforms then give
-the same pixels as on the file opened by PIL. For others there are two differences: open_clip does
-not rotate pictures, and it resizes before it converts, which picks nearest neighbours in palette
-pictures and shows transparent pixels in the colour that is stored below them. PIL's global state is not changed.
+EXIF orientation is applied. For RGB, grey and CMYK pictures without an EXIF rotation, open_clip's
+transforms then give the same pixels as on the file opened by PIL. For others there are two
+differences: open_clip does not rotate pictures, and it resizes before it converts, which picks
+nearest neighbours in palette pictures and shows transparent pixels in the colour that is stored
+below them. PIL's global state is not changed.
 
 `decode_pixels` gives the same pixels as an array, faster for JPEGs.
 """
@@ -92,8 +93,9 @@ class DecodeError(ValueError):
     """The bytes are no usable image.
 
     ``reason`` is one short word for counting: ``empty``, ``bomb`` (more pixels, or more passes over
-    them, than allowed), ``lfs_pointer``, ``unidentified`` (none of `FORMATS`), ``unsupported`` (a pixel type without
-    a defined range), ``truncated`` or ``broken``; ``detail`` says more where there is more.
+    them, than allowed), ``lfs_pointer``, ``unidentified`` (none of `FORMATS`), ``unsupported`` (a
+    pixel type without a defined range), ``truncated`` or ``broken``; ``detail`` says more where
+    there is more.
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:

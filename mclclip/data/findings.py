@@ -32,8 +32,8 @@ REASONS = {
     "copied_sample": "samples of equal key, sizes and caption as an earlier one, left out",
     "no_label": "samples without a class (.cls), left out",
     "several_images": "samples with several images, of which the first is used",
-    "several_lines": "texts, nearly all, have the same number of lines and are read as one "
-    "caption: where each line is a caption, set captions (of an evaluation shard_captions) to lines",
+    "several_lines": "texts (nearly all) of one number of lines are read as one caption: where "
+    "each line is a caption, set captions to lines (of an evaluation shard_captions)",
     "bad_name": "tar members whose name gives no key, left out",
     "other_member": "tar members that are neither pictures nor captions, left out",
     "sparse_member": "tar members stored without their holes (tar --sparse), left out",

@@ -57,7 +57,7 @@ SCHEMA = ROW.append(pa.field("shard", pa.int32()))
 INDEX_AGAIN = "take the folder away and run 'mclclip index' again"
 _KEYS_AT_ONCE = 65_536
 MOST_LOST = 0.01
-"""Share of a source's samples with the key of another sample, above which keys get the shard's name.
+"""Share of a source's samples with the key of another one, above which keys get the shard's name.
 """
 Integers = npt.NDArray[np.int64]
 _WHOLE_NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,17})")  # what int() reads quickly and text shows

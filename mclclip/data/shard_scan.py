@@ -66,8 +66,9 @@ def captions_text(captions: str | Mapping[str, float]) -> str:
 
 
 def caption_fields(captions: str) -> dict[str, float]:
-    """Probabilities of JSON fields by their names: none for ``txt`` and ``lines``, one field for ``json:FIELD``,
-    several for the JSON of a mapping (``captions_text``); ValueError for anything else."""
+    """Probabilities of JSON fields by their names: none for ``txt`` and ``lines``, one field for
+    ``json:FIELD``, several for the JSON of a mapping (``captions_text``); ValueError for
+    anything else."""
     given = {captions: 1.0}
     if captions.startswith("{"):
         given = parse_json(captions.encode(), "captions")

@@ -347,7 +347,9 @@ def _image_column(
             f"{path} has addresses in {addresses[0]!r}: fetch the images first, such as with "
             "img2dataset, and pack its shards"
         )
-    texts = [(name, value) for name, value in table.columns.items() if isinstance(value, str)]
+    captions = named(table.columns, CAPTION_COLUMNS)
+    texts = [(name, value) for name, value in table.columns.items() if name not in captions]
+    texts = [(name, value) for name, value in texts if isinstance(value, str)]
     fits = [name for name, value in texts if value and (root / value).is_file()]
     fits += [name for name, value in texts if suffix_of(value.strip()) in PICTURES]
     missing = f"{path} has no column of images ({', '.join(IMAGE_COLUMNS)}), it has {_told(table)}"

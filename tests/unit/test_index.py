@@ -105,7 +105,7 @@ def test_parallel_equals_serial(tmp_path: Path, shards: Path) -> None:
 def test_what_is_left_out_is_counted_listed_and_logged(
     tmp_path: Path, shards: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make_shard(shards / "04.tar", "0a", "4a")  # 0a is in shard 00 as well
+    make_shard(shards / "04.tar", "0a", "4a")  # 0a is in shard 00 as well, with the same bytes
     cut = make_shard(shards / "05.tar", "5a", "5b")
     cut.write_bytes(cut.read_bytes()[: 512 * 5 + 3])  # within 5b's image
     (shards / "06.tar").write_bytes(b"")
@@ -114,15 +114,15 @@ def test_what_is_left_out_is_counted_listed_and_logged(
     assert all_keys(found)[-2:] == ["s/4a", "s/5a"]
     findings = read_manifest(found.directory, KIND).counts["findings"]
     assert {reason: entry["count"] for reason, entry in findings.items()} == {
-        "duplicate_key": 1,
+        "copied_sample": 1,
         "truncated_shard": 1,
         "unreadable_shard": 1,
     }
-    assert findings["duplicate_key"]["examples"] == ["s/0a"]
+    assert findings["copied_sample"]["examples"] == ["s/0a"]
     assert findings["truncated_shard"]["examples"] == [str(cut)]
     assert [(s.start, s.stop) for s in found.shards][-3:] == [(8, 9), (9, 10), (10, 10)]
     assert "10 samples with 10 captions in 7 shards" in caplog.text
-    assert "1 samples whose key came before in their source" in caplog.text
+    assert "(copied_sample), e.g. s/0a" in caplog.text
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -364,7 +364,7 @@ def test_new_shards_are_appended_and_ids_stay(tmp_path: Path, shards: Path) -> N
     assert [Path(s.path).name for s in second.shards[4:]] == ["0.tar", "00-earlier.tar"]
     findings = read_manifest(second.directory, KIND).counts["findings"]
     assert {r: e["count"] for r, e in findings.items()} == {
-        "duplicate_key": 1,
+        "copied_sample": 1,
         "truncated_shard": 1,
     }
     # The index that was open still reads its own rows.
