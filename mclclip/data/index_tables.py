@@ -354,9 +354,9 @@ def join_rows(
 def _are_copies(table: pa.Table, rows: Integers, first: Integers) -> npt.NDArray[np.bool_]:
     """Whether samples are those of ``first`` once more: of the same sizes and the same caption."""
     size, text = table["image_size"].to_numpy(), table[TEXT_CRC].to_numpy()
-    same: npt.NDArray[np.bool_] = (size[rows] == size[first[rows]]) & (
-        text[rows] == text[first[rows]]
-    )
+    same = np.ones(len(rows), bool)
+    for column in (size, text):
+        same &= column[rows] == column[first[rows]]
     return same & (text[rows] != 0)
 
 

@@ -449,3 +449,44 @@ def test_appending_rows_equals_indexing_in_that_order(tmp_path: Path, shards: Pa
     assert (grown.directory / "samples.arrow").read_bytes() == (
         whole.directory / "samples.arrow"
     ).read_bytes()
+
+
+# --- keys that start again ----------------------------------------------------------------------
+
+
+def numbered(path: Path, number: int, name: str = "") -> Path:
+    """A shard of samples 0 and 1, whose keys every shard has."""
+    members = [(f"{n}.jpg", f"{number} {n} {name}".encode()) for n in range(2)]
+    members += [(f"{n}.txt", f"caption {number} {n} {name}".encode()) for n in range(2)]
+    return write_tar(path, members)
+
+
+def test_keys_that_start_again_in_every_shard_get_its_name(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"part{number % 2}").mkdir(exist_ok=True)
+        numbered(tmp_path / f"part{number % 2}" / f"{number}.tar", number)
+    make_shard(tmp_path / "t.tar", "0a", "0b")
+    sources = {"s": f"{tmp_path}/part*/*.tar", "t": f"{tmp_path}/t.tar"}
+    found = run(tmp_path / "run", **sources)
+    names = ("part0/0", "part0/2", "part1/1")
+    assert all_keys(found) == [*(f"s/{name}/{n}" for name in names for n in "01"), "t/0a", "t/0b"]
+    assert read_manifest(found.directory, KIND).counts["findings"] == {}
+    assert found.ids_of(["s/part1/1/1"]).tolist() == [5]
+    # A shard that comes later, whose keys were there before, too.
+    numbered(tmp_path / "part1" / "3.tar", 3)
+    assert len(run(tmp_path / "run", **sources)) == 10
+
+
+def test_new_shards_of_known_keys_lose_nothing(tmp_path: Path) -> None:
+    numbered(tmp_path / "0.tar", 0)
+    first = all_keys(run(tmp_path / "run", s=f"{tmp_path}/*.tar"))
+    numbered(tmp_path / "1.tar", 1)
+    assert all_keys(run(tmp_path / "run", s=f"{tmp_path}/*.tar")) == [*first, "s/1/0", "s/1/1"]
+
+
+def test_members_of_one_name_are_refused_above_a_share(tmp_path: Path) -> None:
+    members = [(f"a.{kind}", f"{n}".encode()) for n in range(3) for kind in ("jpg", "txt")]
+    write_tar(tmp_path / "0.tar", members)
+    with pytest.raises(ValueError, match="duplicate_key.*max_bad_fraction"):
+        run(tmp_path / "run", s=f"{tmp_path}/0.tar")
+    assert len(run(tmp_path / "run", s=f"{tmp_path}/0.tar", bad=0.9)) == 1
