@@ -118,17 +118,10 @@ def _index(config: Config, directory: Path, force: Force) -> None:
             findings.merge(scan.findings)
             for reason, entry in scan.findings.only(LEFT_OUT).to_json().items():
                 left_out[shard.source][reason] += entry["count"]
-    num_shards, bound = len(known) + len(new), config.data.max_bad_fraction
-    faults = findings.only(UNREADABLE)
-    if faults.total() > bound * num_shards:
-        raise ValueError(
-            f"{faults.total()} of {num_shards} shards cannot be read to their end, "
-            f"data.max_bad_fraction={bound} allows {int(bound * num_shards)}: "
-            f"{'; '.join(faults.lines())}. Fetch them again or leave them out of "
-            "data.sources, or raise data.max_bad_fraction"
-        )
+    bound = config.data.max_bad_fraction
+    _check_faults(findings, len(known) + len(new), bound)
     paths = [shard.path for shard in (*known[:num_known], *scanned)]
-    findings.settle_lines(sum(int((r["num_captions"].to_numpy() > 0).sum()) for r in rows))
+    findings.settle_lines(sum(map(len, rows)))
     table = join_rows(table, num_known, rows, findings, paths)
     _check_lost(findings, len(table), bound)
     if num_known == 0 and is_finished(directory):
@@ -142,6 +135,18 @@ def _index(config: Config, directory: Path, force: Force) -> None:
     manifest = _write(directory, table, [*known[:num_known], *scanned], findings, left_out)
     note_times(directory, times)
     _log_summary(manifest, findings, len(to_scan), config.reads_captions or not config.trainings)
+
+
+def _check_faults(findings: Findings, num_shards: int, bound: float) -> None:
+    """Raises ValueError where too many shards cannot be read to their end."""
+    faults = findings.only(UNREADABLE)
+    if faults.total() > bound * num_shards:
+        raise ValueError(
+            f"{faults.total()} of {num_shards} shards cannot be read to their end, "
+            f"data.max_bad_fraction={bound} allows {int(bound * num_shards)}: "
+            f"{'; '.join(faults.lines())}. Fetch them again or leave them out of "
+            "data.sources, or raise data.max_bad_fraction"
+        )
 
 
 def _check_lost(findings: Findings, num_samples: int, bound: float) -> None:

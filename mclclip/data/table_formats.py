@@ -37,7 +37,7 @@ from mclclip.data.shard_scan import (
     parse_captions,
     read_member,
 )
-from mclclip.files import Roots, message_of, parse_json, read_bounded, read_json
+from mclclip.files import message_of, parse_json, read_json
 
 IMAGE_COLUMNS = (
     "filepath", "image", "image_path", "path", "file_name", "filename", "image_name", "url"
@@ -78,30 +78,6 @@ def named(columns: Fields, names: Sequence[str]) -> list[str]:
     return sorted(found, key=lambda column: names.index(column.strip().lower()))
 
 
-def walk(folder: Path, roots: Roots, findings: Findings) -> Iterator[Path]:
-    """The files at or below a folder in order, and those of linked folders that lie below
-    ``roots``; other linked folders and what is hidden are counted."""
-    base = os.path.realpath(folder)
-    inside, seen = Roots(Path(base)), {base}
-
-    def enters(path: Path) -> bool:
-        if not path.is_symlink() or inside.real_path(path) is not None:
-            return not path.is_symlink()  # a link within the folder leads to files that are read
-        real = roots.real_path(path)
-        if real is None:
-            findings.add("linked_folder", os.path.relpath(path, folder))
-        elif str(real) not in seen:
-            seen.add(str(real))
-            return True
-        return False
-
-    for place, folders, names in os.walk(folder, followlinks=True):
-        hidden = [name for name in (*folders, *names) if name.startswith(".")]
-        findings.add("hidden", *(os.path.relpath(Path(place, name), folder) for name in hidden))
-        folders[:] = [n for n in sorted(folders) if n[0] != "." and enters(Path(place, n))]
-        yield from (Path(place, name) for name in sorted(names) if name[0] != ".")
-
-
 def suffix_of(path: str | Path) -> str:
     """The suffix of a name in lower case, without its dot."""
     return os.path.splitext(path)[1].lower().removeprefix(".")
@@ -124,9 +100,9 @@ def csv_format(path: Path, delimiter: str) -> Format:
         encoding = encoding_of(start.read(4))
 
     @contextmanager
-    def opened() -> Iterator[tuple[_Reader, list[str]]]:
+    def opened() -> Iterator[tuple[_TextRows, list[str]]]:
         with open(path, encoding=encoding, newline="") as file:
-            reader = _Reader(file, delimiter)
+            reader = _TextRows(file, delimiter)
             try:
                 names = [name.strip() for name in next(reader.rows, [])]
                 yield reader, names
@@ -153,7 +129,7 @@ def csv_format(path: Path, delimiter: str) -> Format:
     return Format({name: first.get(name, "") for name in columns}, rows)
 
 
-class _Reader:
+class _TextRows:
     """Rows of a table of text, by the csv module; `rows` gives them as that does."""
 
     def __init__(self, file: Iterable[str], delimiter: str) -> None:
@@ -241,49 +217,6 @@ def _json(files: Sequence[Path]) -> Format:
             yield f"{path.name} caption {number}", {"file_name": name, "caption": text}
 
     return Format({"file_name": "", "caption": ""}, rows, chosen=("file_name", "caption"))
-
-
-def folder_format(folder: Path, roots: Roots) -> Format:
-    """The pictures of a folder, each with the text of its name beside it, ``a.txt`` or
-    ``a.jpg.txt``; every other file is counted."""
-
-    def rows(findings: Findings) -> Rows:
-        files = walk(folder, roots, findings)
-        for _, beside in itertools.groupby(files, key=lambda path: path.parent):
-            yield from rows_of_folder([*beside], findings)
-
-    def rows_of_folder(files: Sequence[Path], findings: Findings) -> Rows:
-        texts = {path.stem: path for path in files if suffix_of(path) == "txt"}
-        read = set()
-        for path in files:
-            name = os.path.relpath(path, folder)
-            if suffix_of(path) in PICTURES:
-                key = path.stem if path.stem in texts else path.name
-                read.add(key)
-                captions = _text_beside(texts.get(key), roots, name, findings)
-                yield name, {"file_name": name, "text": captions}
-            elif suffix_of(path) != "txt":
-                findings.add("other_file", name)
-        for key in texts.keys() - read:
-            findings.add("lone_text", os.path.relpath(texts[key], folder))
-
-    return Format({"file_name": "", "text": ""}, rows, chosen=("file_name", "text"))
-
-
-def _text_beside(text: Path | None, roots: Roots, name: str, findings: Findings) -> list[str]:
-    """The caption in the text beside the picture ``name``."""
-    if text is None:
-        return []
-    real = roots.real_path(text)
-    try:
-        if real is not None:
-            return parse_captions(read_bounded(real, MAX_TEXT_BYTES), "txt")
-        findings.add("outside_folder", f"the text of {name}")
-    except TextFault as fault:
-        findings.add(fault.reason, f"the text of {name}")
-    except OSError:
-        findings.add("missing_image", f"the text of {name}")
-    return []
 
 
 def _arrow(files: Sequence[Path]) -> Format:

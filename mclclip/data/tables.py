@@ -25,6 +25,7 @@ from typing import Any
 
 from mclclip.data.decode import PICTURES
 from mclclip.data.findings import LFS_POINTER, Findings
+from mclclip.data.picture_folders import folder_format, walk
 from mclclip.data.table_formats import (
     CAPTION_COLUMNS,
     DELIMITERS,
@@ -38,11 +39,9 @@ from mclclip.data.table_formats import (
     Rows,
     csv_format,
     delimiter_of,
-    folder_format,
     is_stored,
     named,
     suffix_of,
-    walk,
 )
 from mclclip.files import Roots, digest_file, digest_json
 
@@ -134,12 +133,7 @@ def open_table(
     missing or ambiguous: ``command`` is what the user typed, which the line then completes. Without
     a command the first that fits is taken of several columns, in the order of their common names.
     """
-    if captions is not None:
-        if not source.is_dir():
-            raise FileNotFoundError(f"no folder of images at {source}")
-        if not captions.is_file():
-            raise FileNotFoundError(f"no table of captions at {captions}")
-    path = source if captions is None else captions
+    path = _path(source, captions)
     ask = partial(_complete, command, path)
     roots = Roots(source if source.is_dir() else source.parent, *allow_roots)
     files = _files(path, roots, ask)
@@ -149,9 +143,7 @@ def open_table(
         raise ask(f"{path} names {len(files)} tables, choose one", files[0])
     if kind == "csv":
         delimiter = delimiter_of(files[0]) if delimiter is None else delimiter
-        if len(delimiter) != 1:
-            raise ValueError(f"delimiter is {delimiter!r}, expected one character")
-        table = csv_format(files[0], delimiter)
+        table = _text_table(files[0], delimiter)
     else:
         table = FORMATS[kind](files) if files else folder_format(source, roots)
         delimiter = None
@@ -159,7 +151,6 @@ def open_table(
         raise ValueError(f"{path} is empty: wanted a line with the names of columns")
     root = source if source.is_dir() else files[0].parent
     first = not command
-    _check_header(path, root, table, kind)
     images = _image_column(path, root, table, image_column, first, ask)
     texts = _caption_columns(path, table, caption_column, images, first, ask)
     if files and isinstance(table.columns[images], str):
@@ -179,6 +170,17 @@ def open_table(
 
 
 # --- files of a data set -------------------------------------------------------------------------
+
+
+def _path(source: Path, captions: Path | None) -> Path:
+    """What holds the captions; FileNotFoundError where it or its pictures are not there."""
+    if captions is None:
+        return source
+    if not source.is_dir():
+        raise FileNotFoundError(f"no folder of images at {source}")
+    if not captions.is_file():
+        raise FileNotFoundError(f"no table of captions at {captions}")
+    return captions
 
 
 def _complete(command: Sequence[str], path: Path, what: str, *words: object) -> ValueError:
@@ -301,14 +303,17 @@ def _digest(path: Path, files: Sequence[Path], roots: Roots) -> str:
 # --- columns -------------------------------------------------------------------------------------
 
 
-def _check_header(path: Path, root: Path, table: Format, kind: str) -> None:
-    """Raises ValueError where the first line of a table of text is a row and no header."""
-    names = [name for name in table.columns if suffix_of(name) in PICTURES]
-    if kind == "csv" and (names := [n for n in names if (root / n).is_file()] or names):
+def _text_table(path: Path, delimiter: str) -> Format:
+    """A table of text; ValueError where its first line is a row and no header."""
+    if len(delimiter) != 1:
+        raise ValueError(f"delimiter is {delimiter!r}, expected one character")
+    table = csv_format(path, delimiter)
+    if names := [name for name in table.columns if suffix_of(name) in PICTURES]:
         raise ValueError(
             f"{path} has no header: its first line names the picture {names[0]!r}, where names of "
             "columns are wanted. Put a line such as 'filepath,title' before it"
         )
+    return table
 
 
 def _root_of(root: Path, rows: Iterable[tuple[str, Fields]], column: str) -> Path:
