@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from mclclip.data.shard_scan import Findings, parse_captions
-from mclclip.data.table_formats import NamedTexts, captions_of_json, named
-from mclclip.data.tables import IMAGE_COLUMNS, open_table
+from mclclip.data.findings import Findings
+from mclclip.data.shard_scan import parse_captions
+from mclclip.data.table_formats import IMAGE_COLUMNS, NamedTexts, captions_of_json, named
+from mclclip.data.tables import open_table
 from mclclip.eval.images import read_lines, read_range, read_rows, read_shards
 from mclclip.eval.metrics import IntArray
 from mclclip.files import below
@@ -183,7 +184,7 @@ def _caption_files(folder: Path, images: Path) -> NamedTexts:
 def _caption_table(path: Path, split: str | None) -> NamedTexts:
     """Names of files and captions in the columns that ``open_table`` finds, of one ``split``."""
     table = open_table(path)
-    needed = {"title": table.caption_column, "split": not split or "split" in table.columns}
+    needed = {"title": table.caption_columns, "split": not split or "split" in table.columns}
     if missing := [what for what, there in needed.items() if not there]:
         raise ValueError(
             f"{path} has the columns {table.columns}, missing {missing}: its first line must name "

@@ -3,6 +3,7 @@ classification, linear probe and kNN report them."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,11 +15,10 @@ import numpy as np
 from PIL import Image
 
 from mclclip.eval.features import Extractor, Features, over_ranks
-from mclclip.eval.images import LabelledImages, Part, image_items
+from mclclip.eval.images import LabelledImages, Part, StoredImage, image_items
 from mclclip.eval.metrics import BoolArray, FloatArray, IntArray, hits_at
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.results import Measurement, figure
-from mclclip.files import digest_file
 from mclclip.models.encoder import Encoder
 from mclclip.ranks.collectives import together
 from mclclip.ranks.process_group import Context
@@ -120,20 +120,29 @@ def with_feature(extractor: Extractor, feature: Feature) -> Extractor:
     return replace(extractor, encoder=cast(Encoder, pooled))
 
 
-def count_copies(train: Sequence[Path], test: Sequence[Path], context: Context) -> int:
+def count_copies(train: Sequence[Any], test: Sequence[Any], context: Context) -> int:
     """Counts files of ``test`` with the bytes of a file in ``train``; ranks share the work.
 
     Only files of a size that occurs on both sides are read.
     """
-    sizes = {p.stat().st_size for p in train} & {p.stat().st_size for p in test}
+    sizes = {*map(_size_of, train)} & {*map(_size_of, test)}
 
-    def digests(paths: Sequence[Path]) -> list[str]:
-        compared = [path for path in paths if path.stat().st_size in sizes]
-        parts = over_ranks(context, len(compared), lambda own: [*map(digest_file, compared[own])])
+    def digests(images: Sequence[Any]) -> list[str]:
+        compared = [image for image in images if _size_of(image) in sizes]
+        parts = over_ranks(context, len(compared), lambda own: [*map(_digest, compared[own])])
         return [digest for part in parts for digest in part]
 
     known = set(digests(train))
     return sum(digest in known for digest in digests(test))
+
+
+def _size_of(image: Any) -> int:
+    """Bytes of an image in a shard or in a file."""
+    return int(image.size if isinstance(image, StoredImage) else image.stat().st_size)
+
+
+def _digest(image: Any) -> str:
+    return hashlib.sha256(image.read_bytes()).hexdigest()
 
 
 # --- figures -----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ missing and ValueError for wrong content, in one line. Names and links do not le
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,13 +18,16 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from mclclip.data.decode import IMAGE_EXTENSIONS, PICTURES
+from mclclip.data.findings import Findings
 from mclclip.data.index_tables import join_rows
 from mclclip.data.remote import StoredFile
-from mclclip.data.shard_scan import Findings, scan_shard
+from mclclip.data.shard_scan import group_members, read_member, scan_shard
 from mclclip.data.table_formats import csv_format
 from mclclip.files import MAX_JSON_BYTES, Roots, below, parse_json, read_bounded
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
+log = logging.getLogger("mclclip")
+SUFFIXES = tuple(f".{extension}" for extension in IMAGE_EXTENSIONS)
 
 
 @dataclass(frozen=True)
@@ -153,15 +157,16 @@ def read_shards(
         scan = scan_shard(StoredFile(str(path)), "", captions or "txt", attributes)
         findings.merge(scan.findings)
         scans.append(scan.rows)
-    table = join_rows(None, 0, scans, findings)
-    allowed = () if captions else ("no_caption",)
-    wrong = {r: f for r, f in findings.to_json().items() if r not in allowed}
+    findings.settle_lines(sum(map(len, scans)))
+    table = join_rows(None, 0, scans, findings, [str(path) for path in shards])
+    allowed = ("other_member", *(() if captions else ("no_caption", "several_lines")))
+    wrong = {r: f for r, f in findings.to_json().items() if r.partition(":")[0] not in allowed}
     if wrong or not len(table):
         got = ", ".join(f"{f['count']} {r}" for r, f in wrong.items()) or "no sample"
         wanted = [*([f"a caption ({captions})"] if captions else []), *attributes]
         raise ValueError(
             f"{directory} holds {got}: an evaluation wants whole shards in which every "
-            f"sample has {', '.join(wanted)}"
+            f"sample has {', '.join(wanted)}. {'; '.join(findings.lines())}"
         )
     columns = (table[c].to_pylist() for c in ("key", "shard", "image_offset", "image_size"))
     images = [
@@ -176,7 +181,9 @@ def read_shards(
 Part = Literal["train", "valid", "test"]
 """A part of a data set: the name of its folder, and its word in the column split of a table."""
 
-Pairs = list[tuple[Path, str]]  # images with a label
+Pairs = list[tuple[Any, str]]  # images (files, or parts of shards) with a label
+CLASS_NAMES = "classnames.txt"
+"""The file of shards of classes beside or above them: the name of class k on line k, from 0 on."""
 
 _VOC_ENDINGS: Mapping[Part, str] = {
     "train": "_train.txt", "valid": "_val.txt", "test": "_test.txt",
@@ -192,7 +199,7 @@ class LabelledImages:
     not judge it.
     """
 
-    images: list[Path]
+    images: list[Any]
     labels: NDArray[np.signedinteger[Any]]
     class_names: list[str]
 
@@ -203,8 +210,9 @@ def readable(label: str) -> str:
 
 
 def labels_of(root: Path, table: str | None = None) -> list[str]:
-    """The labels of a benchmark, sorted: its folders, with or without images, or those of the
-    table ``root/table``, or of the files CLASS_test.txt where that is a folder (PASCAL VOC's).
+    """The labels of a benchmark, sorted: its folders, with or without images, the numbers of the
+    classes of its shards, or those of the table ``root/table``, or of the files CLASS_test.txt
+    where that is a folder (PASCAL VOC's).
 
     FileNotFoundError for a missing folder or table, ValueError where there is no class.
     """
@@ -214,11 +222,17 @@ def labels_of(root: Path, table: str | None = None) -> list[str]:
         labels: Iterable[str] = _voc_files(root / table, "test")
     elif table:
         labels = {label for _, label in _table_rows(root, table, several=True)}
+    elif shards := class_shards(root):
+        named = class_names(root)
+        labels = map(str, range(len(named))) if named else {label for _, label in _members(shards)}
     else:
         labels = _class_folders(root)
+    labels = list(labels)
     if not labels:
         wanted = (
-            "a row per image, such as 1.jpg,cat" if table else "a folder per class, such as cat/"
+            "a row per image, such as 1.jpg,cat"
+            if table
+            else "a folder per class, such as cat/, or tar shards with jpg and cls"
         )
         raise ValueError(f"{root / (table or '')} has no images: wanted {wanted}")
     return sorted(labels)
@@ -227,7 +241,8 @@ def labels_of(root: Path, table: str | None = None) -> list[str]:
 def read_labelled(
     root: Path, names: Mapping[str, str], table: str | None = None, *, several: bool = False
 ) -> LabelledImages:
-    """A folder per class under ``root``, or the images of the table ``root/table``: a CSV (or .tsv)
+    """A folder per class under ``root``, or tar shards there with ``KEY.jpg`` and its class in
+    ``KEY.cls``, or the images of the table ``root/table``: a CSV (or .tsv)
     with the columns filepath, from ``root`` on, and label.
 
     ``several``: images have several labels each, with a row of the table for each of them; or as in
@@ -353,14 +368,73 @@ def _class_folders(root: Path) -> dict[str, Path]:
     return {path.name: path for path in sorted(folders) if not path.name.startswith(".")}
 
 
+def class_shards(root: Path) -> list[Path]:
+    """The tar shards in ``root``, or in ``root/test``, in order; none beside folders of classes."""
+    places = (
+        [root]
+        if _class_folders(root).keys() - {"train", "valid", "test"}
+        else [root, root / "test"]
+    )
+    return next((found for place in places if (found := sorted(place.glob("*.tar")))), [])
+
+
+def class_names(root: Path) -> list[str]:
+    """The names of the classes of shards, by number; empty where there is no `CLASS_NAMES`."""
+    path = next((p for p in (root / CLASS_NAMES, root.parent / CLASS_NAMES) if p.is_file()), None)
+    lines = [] if path is None else path.read_text(encoding="utf-8-sig").splitlines()
+    return [line.strip() for line in lines if line.strip()]
+
+
+def _members(shards: Sequence[Path]) -> Pairs:
+    """The images of shards with the content of their ``.cls``; ValueError for samples that lack
+    either, since an evaluation wants whole shards."""
+    findings, pairs = Findings(), Pairs()
+    for path in shards:
+        with open(path, "rb") as file:
+            for key, group in group_members(file, str(path), "cls", findings).items():
+                label = read_member(file, group.text).decode("utf-8", "replace").strip()
+                if group.image is None or not label:
+                    findings.add("no_image" if label else "no_label", group.named(key))
+                else:
+                    pairs.append((StoredImage(path, f"{path.stem}/{key}", *group.image), label))
+    if lacking := findings.without(["other_member"]).lines():
+        raise ValueError(
+            f"{shards[0].parent}: {'; '.join(lacking)}. An evaluation of classes wants shards in "
+            "which every sample has a picture and its class, such as 1.jpg and 1.cls"
+        )
+    return pairs
+
+
 def _images_in(root: Path) -> Pairs:
-    """The images of a folder per class; none where there is no such folder."""
-    return [
-        (path, label)
-        for label, folder in _class_folders(root).items()
-        for path in sorted(folder.iterdir())
-        if path.suffix.lower() in SUFFIXES
-    ]
+    """The images of a folder per class, or of shards; none where there is no such folder. What is
+    not read is counted in the log."""
+    if shards := class_shards(root):
+        return _members(shards)
+    findings, pairs = Findings(), Pairs()
+    for path in sorted(root.iterdir()) if root.is_dir() else ():
+        if path.suffix.lower() in SUFFIXES and path.is_file():
+            findings.add("no_class", path.name)
+    for label, folder in _class_folders(root).items():
+        for path in sorted(folder.iterdir()):
+            if reason := _why_not(path):
+                findings.add(reason, f"{label}/{path.name}")
+            else:
+                pairs.append((path, label))
+    for line in findings.lines():
+        log.warning("%s: %s", root, line)
+    return pairs
+
+
+def _why_not(path: Path) -> str | None:
+    """Why an entry in the folder of a class is no image, by a reason of `findings.REASONS`."""
+    suffix = path.suffix.lower()
+    if path.name.startswith("."):
+        return "hidden"
+    if path.is_dir():
+        return "sub_folder"
+    if suffix not in SUFFIXES:
+        return "unsupported_extension" if suffix[1:] in PICTURES else "other_file"
+    return None
 
 
 def _table_rows(

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mclclip.eval.images import labels_of, readable
+from mclclip.eval.images import CLASS_NAMES, class_names, class_shards, labels_of, readable
 from mclclip.eval.protocols import BenchmarkConfig
 from mclclip.files import needed, parse_json, read_json
 
@@ -39,7 +39,7 @@ def find_names(labels: Sequence[str], classes: Classes, root: Path) -> dict[str,
     """Label -> name of every class that an image can be given, in a fixed order.
 
     ``classes``:
-      - None: each label is its own name, underscores as spaces.
+      - None: each label is its own name, underscores as spaces; of shards ``classnames.txt``.
       - ``imagenet1k``: the names that CLIP's authors use (open_clip ships them).
       - ``clip_benchmark:DATASET``: the English names in clip-benchmark (needs the extra ``eval``).
       - a file below ``root``: JSON (``.json``) with an object label -> name or a list of names;
@@ -55,7 +55,9 @@ def find_names(labels: Sequence[str], classes: Classes, root: Path) -> dict[str,
     Raises ValueError where a label has no name, or a name with a WordNet id in it (no caption says
     "n01440764"), and FileNotFoundError for a missing file.
     """
-    if classes is None:
+    if classes is None and class_shards(root) and (listed := class_names(root)):
+        names = _joined(labels, listed, CLASS_NAMES)
+    elif classes is None:
         names = {label: readable(label) for label in labels}
     elif not isinstance(classes, str):
         names = dict(classes)

@@ -39,7 +39,7 @@ from mclclip import (
 from mclclip import config as configuration
 from mclclip.choices import Situation
 from mclclip.config import Config
-from mclclip.data.shard_scan import Findings
+from mclclip.data.findings import Findings
 from mclclip.data.tables import Table, open_table
 from mclclip.eval import results
 from mclclip.models.encoder import Encoder, load_model
@@ -57,6 +57,7 @@ HELD_OUT = 0.1
 """Share of the pictures that each of the two held-out shares has."""
 SETTINGS = "settings.yaml"
 _MANY = 1_000_000  # pictures for which options are checked before it is known how many there are
+_OF_TABLES = ("path_column", "caption_column", "delimiter", "allow_roots")
 
 
 class Run(opened_run.Run):
@@ -196,7 +197,7 @@ def run(
         _check_held_out(held_out)
         # As long as nothing was trained, what a mistaken call left is made again where it differs.
         anew: Force = "unfit" if force or not _has_trained(out) else False
-        columns = {n: packing[n] for n in ("path_column", "caption_column") if n in packing}
+        columns = {n: packing[n] for n in _OF_TABLES if n in packing}
         table = None if captions is None else Path(captions)
         pictures = _table(images, table, command=command, **columns)
         if anew:
@@ -291,14 +292,17 @@ def _table(
     captions: Path | None,
     *,
     path_column: str | None = None,
-    caption_column: str | None = None,
+    caption_column: str | Sequence[str] | None = None,
+    delimiter: str | None = None,
+    allow_roots: Sequence[Path] = (),
     command: Sequence[str] = (),
 ) -> Table:
     """The pictures with their captions. Raises ValueError where there are no captions."""
     table = open_table(
-        images, captions, image_column=path_column, caption_column=caption_column, command=command
-    )
-    if table.caption_column is None:
+        images, captions, image_column=path_column, caption_column=caption_column,
+        delimiter=delimiter, allow_roots=allow_roots, command=command,
+    )  # fmt: skip
+    if not table.caption_columns:
         raise ValueError(
             f"{table.path} has no column of captions, it has {', '.join(table.columns)}: a CLIP is "
             "fine-tuned on pictures with captions; name the column with --caption-column"
@@ -317,15 +321,13 @@ def dry_run(
     overrides: Sequence[str],
     held_out: float,
     seed: int,
-    path_column: str | None,
-    caption_column: str | None,
+    **columns: Any,
 ) -> str:
     """The settings that ``run`` would choose on a GPU of so many GiB, or on this machine's
     processors; writes and fetches nothing. ``samples`` None: they are counted."""
     _check_held_out(held_out)
     if samples is None:
         command = advice.words_of("finetune", images, captions=captions, base=base, out=out)
-        columns = {"path_column": path_column, "caption_column": caption_column}
         table = _table(images, captions, command=command, **columns)
         samples = _count(table) or sum(1 for _ in table.rows(Findings()))
     machine = Machine(memory_gib=gpu_gib, elsewhere=True)
@@ -356,8 +358,7 @@ def run_verb(args: Mapping[str, Any]) -> None:
         if value is not None and value <= 0:
             raise ValueError(f"--{name.replace('_', '-')} is {value:g}: wanted more than 0")
     if given.pop("dry_run"):
-        unused = ("force", "allow_roots")
-        asked = {name: value for name, value in given.items() if name not in unused}
+        asked = {name: value for name, value in given.items() if name != "force"}
         print(dry_run(**asked, **ahead), end="")
         return
     if named := [f"--{n.replace('_', '-')}" for n, value in ahead.items() if value is not None]:

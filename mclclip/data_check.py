@@ -24,15 +24,15 @@ from scipy.stats import hypergeom
 from mclclip import doctor, index
 from mclclip.config import Config
 from mclclip.data import sample_index
-from mclclip.data.decode import DecodeError, as_picture, decode
+from mclclip.data.decode import DecodeError, as_picture, decode, peculiarity
+from mclclip.data.findings import REASONS, Findings
 from mclclip.data.labels import label_space
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSample, TarDataset
-from mclclip.data.shard_scan import REASONS, Findings
 from mclclip.doctor import Finding, finding
 from mclclip.models.loading import model_config, model_tokenizer
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import Layout, is_finished, read_manifest
+from mclclip.run.artifacts import Layout, is_finished, made_of, read_manifest
 
 SHARDS = 4
 """Shards of all sources together that are looked at where there is no index; one of each at least.
@@ -42,6 +42,7 @@ PICTURES, PICTURE_BYTES, CAPTIONS = 1_000, 1 << 27, 20_000
 MOST_EQUAL, MOST_LONG, MOST_COPIES, MOST_CUT = 0.05, 0.05, 0.01, 0.1
 """Shares of the samples above which a line is a warning."""
 _NEAR = 2  # bits of 64 in which the hashes of near-copies differ
+_SHARDS = "shards"  # the kind of an artifact of pack
 _FLAT = 6  # bits that are set at least, or pictures without any structure were copies
 # Words by which English captions say what encoders are often blind to.
 WORDS = {
@@ -73,13 +74,25 @@ def findings(config: Config, folder: Path) -> Iterator[Finding]:
     number = f"{total:,}" if total == len(samples) else f"about {total:,}"
     yield finding("samples", f"{number}{note}")
     found = read_manifest(samples.directory, sample_index.KIND).counts["findings"]
-    for line in Findings(found).lines(REASONS):
+    for line in Findings(found).lines():
         yield finding("index", line, "see that these may be missing")
+    for line in _of_pack(samples).lines():
+        yield finding("pack", line, "see that these may be missing")
     random = np.random.default_rng([config.seed, 0])
     read = TarDataset(samples, replace(config.data, verify="captions"))
     yield from _pictures(config, read, random)
     yield from _captions(config, read, random)
     yield from _groups(config, total)
+
+
+def _of_pack(samples: SampleIndex) -> Findings:
+    """What ``pack`` has counted when it wrote the shards of an index; nothing of other shards."""
+    found = Findings()
+    folders = dict.fromkeys(Path(shard.path).parent for shard in samples.shards)
+    for folder in dict.fromkeys(place for own in folders for place in (own, own.parent)):
+        if made_of(folder).get("kind") == _SHARDS and is_finished(folder):
+            found.merge(Findings(read_manifest(folder, _SHARDS).counts["findings"]))
+    return found
 
 
 def _index(config: Config, folder: Path) -> tuple[SampleIndex, int, str]:
@@ -112,6 +125,7 @@ def _pictures(config: Config, read: TarDataset, random: np.random.Generator) -> 
     fitting = int(np.searchsorted(np.cumsum(read.index.image_size[ids]), PICTURE_BYTES)) + 1
     ids = np.sort(ids[:fitting])
     keys, sizes, hashes, contents, bad = [], [], [], [], dict[int, str]()
+    odd: dict[str, list[str]] = {}
     for sample_id, raw in zip(ids.tolist(), read.read_many(ids), strict=True):
         try:
             if isinstance(raw, BadSample):
@@ -122,7 +136,13 @@ def _pictures(config: Config, read: TarDataset, random: np.random.Generator) -> 
             continue
         if not isinstance(picture, Image.Image):
             picture = Image.fromarray(as_picture(picture))
-        keys += read.index.keys([sample_id])
+        key = read.index.keys([sample_id])[0]
+        pixels = np.asarray(picture.convert("RGB"))
+        flat = bool((pixels == pixels[0, 0]).all())
+        reason = peculiarity(raw.image, config.data.max_image_pixels)
+        for name in [n for n in (reason, "flat" if flat else None) if n is not None]:
+            odd.setdefault(name, []).append(key)
+        keys.append(key)
         sizes.append(picture.size)
         hashes.append(_hash(picture))
         contents.append(hashlib.sha256(raw.image).digest())
@@ -138,6 +158,10 @@ def _pictures(config: Config, read: TarDataset, random: np.random.Generator) -> 
         )
     else:
         yield finding("decoding", text)
+    for name, some in sorted(odd.items()):
+        text = REASONS.get(name, "pictures of one colour, which show nothing")
+        advice = "see that they show what their captions say"
+        yield finding(name.replace("_", " "), f"{len(some):,} {text}, e.g. {some[0]}", advice)
     if sizes:
         yield from _sizes(config, np.array(sizes))
         yield _copies(keys, np.array(hashes, np.uint64), contents)

@@ -193,7 +193,9 @@ def _add_finetune(verbs: Any) -> None:
     share = "pictures to choose the best encoder by, and as many to report on"
     column = "of the table, where common names do not say it"
     add("--path-column", metavar="NAME", help=f"pictures: a column {column}")
-    add("--caption-column", metavar="NAME", help=f"captions: a column {column}")
+    several = f"captions: a column {column}; several, or COLUMN.FIELD of a list"
+    add("--caption-column", metavar="NAME", help=several, action="append")
+    add("--delimiter", metavar="CHAR", help="of a table of text; default: by suffix and header")
     root = "another folder in which pictures may lie, such as the one that a link leads to"
     add("--allow-root", dest="allow_roots", metavar="FOLDER", type=_existing, help=root, **_SEVERAL)
     add("--held-out", type=float, default=0.1, metavar="SHARE", help=share)
@@ -219,9 +221,12 @@ def _add_pack(verbs: Any) -> None:
     root = "another folder in which images may lie, such as the one that a link leads to"
     add("--allow-root", dest="allow_roots", metavar="FOLDER", type=_existing, help=root, **_SEVERAL)
     add("--path-column", help="column of image paths or images; default: found by its name")
-    add("--caption-column", help="default: found by its name; without one, no captions")
+    text = (
+        "default: found by its name; without one, no captions; several, or COLUMN.FIELD of a list"
+    )
+    add("--caption-column", metavar="NAME", help=text, action="append")
     add("--samples-per-shard", type=int, default=10_000, help="images of a tar")
-    add("--delimiter", default=None, help="default: by suffix (.tsv: tab)")
+    add("--delimiter", default=None, help="default: by suffix (.tsv: tab) and header")
     add("--key-prefix", default="", help="put before the running number of a key")
     add("--force", action="store_true", help=_FORCE)
 

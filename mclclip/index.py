@@ -23,6 +23,7 @@ import pyarrow as pa
 from webdataset.shardlists import expand_urls
 
 from mclclip.config import Config
+from mclclip.data.findings import LEFT_OUT, UNREADABLE, Findings
 from mclclip.data.index_tables import (
     ATTRIBUTES,
     SAMPLES,
@@ -42,17 +43,7 @@ from mclclip.data.options import DataConfig, SourceConfig
 from mclclip.data.remote import Remote, RemoteOptions, check_protocol, protocol_of
 from mclclip.data.sample_index import KIND, SampleIndex
 from mclclip.data.shard_filter import ShardFilter
-from mclclip.data.shard_scan import (
-    IMAGE_CRC,
-    LEFT_OUT,
-    PER_FIELD,
-    REASONS,
-    UNREADABLE,
-    Findings,
-    caption_fields,
-    captions_text,
-    check_names,
-)
+from mclclip.data.shard_scan import IMAGE_CRC, PER_FIELD, caption_fields, captions_text, check_names
 from mclclip.files import clean, move_aside, records_of, remove_leftovers
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
@@ -127,16 +118,12 @@ def _index(config: Config, directory: Path, force: Force) -> None:
             findings.merge(scan.findings)
             for reason, entry in scan.findings.only(LEFT_OUT).to_json().items():
                 left_out[shard.source][reason] += entry["count"]
-    num_shards, bound = len(known) + len(new), config.data.max_bad_fraction
-    faults = findings.only(UNREADABLE)
-    if faults.total() > bound * num_shards:
-        raise ValueError(
-            f"{faults.total()} of {num_shards} shards cannot be read to their end, "
-            f"data.max_bad_fraction={bound} allows {int(bound * num_shards)}: "
-            f"{'; '.join(faults.lines(REASONS))}. Fetch them again or leave them out of "
-            "data.sources, or raise data.max_bad_fraction"
-        )
-    table = join_rows(table, num_known, rows, findings)
+    bound = config.data.max_bad_fraction
+    _check_faults(findings, len(known) + len(new), bound)
+    paths = [shard.path for shard in (*known[:num_known], *scanned)]
+    findings.settle_lines(sum(map(len, rows)))
+    table = join_rows(table, num_known, rows, findings, paths)
+    _check_lost(findings, len(table), bound)
     if num_known == 0 and is_finished(directory):
         # The shards are what they were, so the parquets that filters read are not.
         keys = read_table(directory)["key"]
@@ -148,6 +135,29 @@ def _index(config: Config, directory: Path, force: Force) -> None:
     manifest = _write(directory, table, [*known[:num_known], *scanned], findings, left_out)
     note_times(directory, times)
     _log_summary(manifest, findings, len(to_scan), config.reads_captions or not config.trainings)
+
+
+def _check_faults(findings: Findings, num_shards: int, bound: float) -> None:
+    """Raises ValueError where too many shards cannot be read to their end."""
+    faults = findings.only(UNREADABLE)
+    if faults.total() > bound * num_shards:
+        raise ValueError(
+            f"{faults.total()} of {num_shards} shards cannot be read to their end, "
+            f"data.max_bad_fraction={bound} allows {int(bound * num_shards)}: "
+            f"{'; '.join(faults.lines())}. Fetch them again or leave them out of "
+            "data.sources, or raise data.max_bad_fraction"
+        )
+
+
+def _check_lost(findings: Findings, num_samples: int, bound: float) -> None:
+    """Raises ValueError where too many samples are left out since their key came before."""
+    lost = findings.only(["duplicate_key"])
+    if lost.total() > bound * (num_samples + lost.total()):
+        raise ValueError(
+            f"{'; '.join(lost.lines())}: data.max_bad_fraction={bound} allows "
+            f"{int(bound * (num_samples + lost.total()))}. Name the members of each sample anew, "
+            "one key for each, or raise data.max_bad_fraction"
+        )
 
 
 def _known_and_new(
@@ -185,7 +195,7 @@ def _write(
         loosen = ": check the file of subset, or loosen where" if any(left_out.values()) else ""
         raise ValueError(
             f"no usable sample in {len(shards)} shard(s) of data.sources: "
-            f"{'; '.join(findings.lines(REASONS)) or 'they are empty'}{loosen}"
+            f"{'; '.join(findings.lines()) or 'they are empty'}{loosen}"
         )
     ends = np.cumsum(np.bincount(table["shard"].to_numpy(), minlength=len(shards))).tolist()
     placed = [
@@ -258,7 +268,7 @@ def _log_summary(
             )
     # What a filter is there to leave out stands above; captions that nothing reads are not missed.
     untold = {"subset", "where"} if wants_captions else {"subset", "where", "no_caption"}
-    for line in findings.only([*REASONS.keys() - untold]).lines(REASONS):
+    for line in findings.without([*untold]).lines():
         log.warning("index: %s", line)
 
 

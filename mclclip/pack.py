@@ -21,7 +21,9 @@ from types import MappingProxyType
 from typing import Any
 
 from mclclip import advice
-from mclclip.data.shard_scan import IMAGE_EXTENSIONS, REASONS, Findings, split_member_name
+from mclclip.data.decode import IMAGE_EXTENSIONS, MAX_IMAGE_PIXELS, PICTURES, peculiarity
+from mclclip.data.findings import LFS_POINTER, Findings
+from mclclip.data.shard_scan import ARRAY_EXTENSION, is_caption, split_member_name
 from mclclip.data.shard_writer import (
     PACKED_FROM,
     PackedSample,
@@ -30,7 +32,7 @@ from mclclip.data.shard_writer import (
     write_shards,
 )
 from mclclip.data.spellings import explain_missing
-from mclclip.data.table_formats import CAPTION_COLUMNS
+from mclclip.data.table_formats import CAPTION_COLUMNS, suffix_of
 from mclclip.data.tables import Row, Table, open_table
 from mclclip.files import Roots
 from mclclip.run.artifacts import Artifact, Force, Manifest
@@ -40,18 +42,6 @@ log = logging.getLogger("mclclip")
 KIND = "shards"
 _KEY_DIGITS = 9
 _REST = "train"  # the folder of what is not held out
-_REASONS = {
-    **REASONS,
-    "no_path": "rows without an image, left out",
-    "empty_caption": "rows with an empty caption, which does not count",
-    "outside_folder": "images that lie neither below the folder of the data nor below one of "
-    "--allow-root, with all links followed, left out",
-    "missing_image": "images that are not in the folder, left out",
-    "zero_byte_image": "images of zero bytes, left out",
-    "unsupported_extension": f"images that are not {', '.join(IMAGE_EXTENSIONS)}, left out",
-    "no_caption": "images without any caption, packed without one",
-    "no_caption_held_out": "images without any caption in a held-out share, left out",
-}
 
 
 def pack(
@@ -60,7 +50,7 @@ def pack(
     *,
     captions: Path | None = None,
     path_column: str | None = None,
-    caption_column: str | None = None,
+    caption_column: str | Sequence[str] | None = None,
     samples_per_shard: int = 10_000,
     delimiter: str | None = None,
     key_prefix: str = "",
@@ -90,9 +80,9 @@ def pack(
     command = command or advice.words_of("pack", source, captions=captions, out=out, **columns)
     table = open_table(
         source, captions, image_column=path_column, caption_column=caption_column,
-        delimiter=delimiter, command=command,
+        delimiter=delimiter, allow_roots=allow_roots, command=command,
     )  # fmt: skip
-    if table.caption_column is None:
+    if not table.caption_columns:
         log.warning(
             "pack: %s has no column of captions (%s), it has %s: its images are packed without "
             "captions; name the column with --caption-column if one of these holds them",
@@ -130,7 +120,7 @@ def _explain_missing(table: Table, findings: Findings) -> str | None:
 def _nothing_usable(
     table: Table, findings: Findings, source: Path, command: Sequence[str]
 ) -> ValueError:
-    told = "; ".join(findings.lines(_REASONS)) or "it has no rows"
+    told = "; ".join(findings.lines()) or "it has no rows"
     missing = findings.to_json().get("missing_image")
     if spelling := _explain_missing(table, findings):
         told += f". {spelling}"
@@ -154,11 +144,12 @@ def _settings(
 ) -> dict[str, Any]:
     """The configuration of the artifact: all that changes it beside the data."""
     roots = [os.path.abspath(folder) for folder in allow_roots]
+    captions = [*table.caption_columns]
     further = {"allow_roots": roots, "held_out": dict(held_out)}
     return {
         "images": os.path.abspath(table.root),
         "path_column": table.image_column,
-        "caption_column": table.caption_column,
+        "caption_column": captions if len(captions) > 1 else next(iter(captions), None),
         "samples_per_shard": samples_per_shard,
         "delimiter": table.delimiter,
         "key_prefix": key_prefix,
@@ -205,7 +196,8 @@ def _write(
         log.info(
             "pack: some have several captions; sources that read all have captions: json:captions"
         )
-    for line in findings.lines(_REASONS):
+    findings.settle_lines(counts["samples"])
+    for line in findings.lines():
         log.warning("pack: %s", line)
     return artifact.finish({**counts, "findings": findings.to_json()})
 
@@ -273,7 +265,7 @@ def _usable(table: Table, findings: Findings) -> Iterator[Row]:
             findings.add("no_path", row.where)
             continue
         path = os.path.normpath(row.path) if row.path else ""
-        captions = [text for text in map(str.strip, row.captions) if text]
+        captions = [text for text in map(str.strip, row.captions) if is_caption(text)]
         if empty := len(row.captions) - len(captions):
             named = f"{row.where}: {path}" if path else row.where
             findings.add("empty_caption", named, count=empty)
@@ -316,10 +308,9 @@ def _samples(
 def _image(row: Row, root: Path, roots: Roots, findings: Findings) -> tuple[bytes, str] | None:
     """Bytes and extension of a row's image; None, and a finding, where it cannot be packed."""
     reason, data = None, row.image or b""
-    extension = image_extension(data) if data else Path(row.path).suffix.lower().removeprefix(".")
     if row.image is None:
         file = None if "\0" in row.path else roots.real_path(root / row.path)
-        if extension not in IMAGE_EXTENSIONS:
+        if suffix_of(row.path) not in PICTURES:
             reason = "unsupported_extension"
         elif file is None:
             reason = "outside_folder"
@@ -327,13 +318,19 @@ def _image(row: Row, root: Path, roots: Roots, findings: Findings) -> tuple[byte
             reason = "missing_image"
         else:
             data = file.read_bytes()
+    # The first bytes say what it is; of odd ones the suffix does, and decoding counts them.
+    extension = image_extension(data) or (suffix_of(row.path) if row.image is None else None)
     if reason is None and not data:
         reason = "zero_byte_image"
-    elif reason is None and extension is None:
+    elif reason is None and data.startswith(LFS_POINTER):
+        reason = "lfs_pointer"
+    elif reason is None and extension not in (*IMAGE_EXTENSIONS, ARRAY_EXTENSION):
         reason = "unsupported_extension"
     if reason is not None or extension is None:
         findings.add(reason or "", row.path or row.where)
         return None
+    if odd := peculiarity(data, MAX_IMAGE_PIXELS):
+        findings.add(odd, row.path or row.where)
     return data, extension
 
 

@@ -2,12 +2,13 @@
 
 A picture becomes RGB; an array (``.npy``) of any number of channels is not changed.
 
-Of a picture the first frame is decoded, 16-bit grey is scaled to 8 bits, the mode is converted with
-PIL's own ``convert("RGB")`` (transparency is dropped, not composited), and the EXIF orientation is
-applied. For RGB, grey and CMYK pictures without an EXIF rotation, open_clip's transforms then give
-the same pixels as on the file opened by PIL. For others there are two differences: open_clip does
-not rotate pictures, and it resizes before it converts, which picks nearest neighbours in palette
-pictures and weights colours by alpha. PIL's global state is not changed.
+Of a picture the first frame is decoded, 16-bit grey is scaled to 8 bits, a picture with transparent
+pixels is laid on a background, the mode is converted with PIL's own ``convert("RGB")``, and the
+EXIF orientation is applied. For RGB, grey and CMYK pictures without an EXIF rotation, open_clip's
+transforms then give the same pixels as on the file opened by PIL. For others there are two
+differences: open_clip does not rotate pictures, and it resizes before it converts, which picks
+nearest neighbours in palette pictures and shows transparent pixels in the colour that is stored
+below them. PIL's global state is not changed.
 
 `decode_pixels` gives the same pixels as an array, faster for JPEGs.
 """
@@ -25,7 +26,9 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageColor, UnidentifiedImageError, features
+
+from mclclip.data.findings import LFS_POINTER
 
 logger = logging.getLogger("mclclip")
 
@@ -38,7 +41,31 @@ MAX_IMAGE_PIXELS = 100_000_000
 _MAX_SCANS_OF_LARGEST = 20
 
 # A closed list: PIL also knows formats whose reader starts another program (EPS: ghostscript).
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+_SUFFIXES = {
+    "JPEG": ("jpg", "jpeg", "jpe", "jfif"),
+    "PNG": ("png",),
+    "WEBP": ("webp",),
+    "GIF": ("gif",),
+    "BMP": ("bmp",),
+    "TIFF": ("tif", "tiff"),
+    "AVIF": ("avif",),
+    "JPEG2000": ("jp2", "j2k"),
+}
+_CODECS = {"AVIF": "avif", "JPEG2000": "jpg_2000"}  # that a build of Pillow may lack
+_KNOWN_FEATURES = (*features.modules, *features.codecs)
+FORMATS = tuple(
+    name
+    for name, feature in ((name, _CODECS.get(name)) for name in _SUFFIXES)
+    if feature is None or (feature in _KNOWN_FEATURES and features.check(feature))
+)
+IMAGE_EXTENSIONS = tuple(suffix for name in FORMATS for suffix in _SUFFIXES[name])
+"""Suffixes, without their dot and in lower case, of the pictures that every reader reads."""
+
+PICTURES = (*(s for some in _SUFFIXES.values() for s in some), "heic", "heif")
+"""Suffixes of pictures, also of those that Pillow does not read here."""
+
+WHITE = "white"
+"""The background on which pictures with transparency are laid, unless an option says otherwise."""
 
 Pixels = Literal["exact", "fast"]
 """How training makes pixels of a picture: ``exact`` is open_clip's own transform of a PIL image,
@@ -66,8 +93,9 @@ class DecodeError(ValueError):
     """The bytes are no usable image.
 
     ``reason`` is one short word for counting: ``empty``, ``bomb`` (more pixels, or more passes over
-    them, than allowed), ``unidentified`` (none of `FORMATS`), ``unsupported`` (a pixel type without
-    a defined range), ``truncated`` or ``broken``; ``detail`` says more where there is more.
+    them, than allowed), ``lfs_pointer``, ``unidentified`` (none of `FORMATS`), ``unsupported`` (a
+    pixel type without a defined range), ``truncated`` or ``broken``; ``detail`` says more where
+    there is more.
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:
@@ -79,8 +107,10 @@ class DecodeError(ValueError):
         return type(self), (self.reason, self.detail)
 
 
-def decode_image(data: bytes, max_image_pixels: int) -> Image.Image:
+def decode_image(data: bytes, max_image_pixels: int, background: str = WHITE) -> Image.Image:
     """Decode one image to 8-bit RGB, upright, detached from ``data``.
+
+    ``background``: the colour, by a name or as ``#rrggbb``, below transparent pixels.
 
     ``max_image_pixels`` bounds width x height and is checked from the header, before any pixel is
     decoded. PIL's own limit stays in force beside it: twice ``PIL.Image.MAX_IMAGE_PIXELS``
@@ -90,10 +120,12 @@ def decode_image(data: bytes, max_image_pixels: int) -> Image.Image:
     Raises `DecodeError` for everything that is wrong with the data, whatever PIL raised for it.
     """
     with _opened(data, max_image_pixels) as image:
-        return _decoded(image)
+        return _decoded(image, background)
 
 
-def decode_pixels(data: bytes, max_image_pixels: int) -> npt.NDArray[np.uint8]:
+def decode_pixels(
+    data: bytes, max_image_pixels: int, background: str = WHITE
+) -> npt.NDArray[np.uint8]:
     """The pixels of `decode_image` as an array uint8 [H, W, 3] that can be written to.
 
     PIL reads the header, which decides about size, kind and orientation, as in `decode_image`. Grey
@@ -104,7 +136,7 @@ def decode_pixels(data: bytes, max_image_pixels: int) -> npt.NDArray[np.uint8]:
     with _opened(data, max_image_pixels) as image:
         pixels = _decoded_jpeg(data, image)
         if pixels is None:
-            return np.array(_decoded(image))
+            return np.array(_decoded(image, background))
         orientation = _orientation(image)
         if orientation in _ORIENTATIONS:
             return np.array(_upright(Image.fromarray(pixels), orientation))
@@ -133,7 +165,11 @@ def _decoded_jpeg(data: bytes, image: Image.Image) -> npt.NDArray[np.uint8] | No
 
 
 def decode(
-    data: bytes, max_image_pixels: int, reads_arrays: bool, reads_pixels: bool = False
+    data: bytes,
+    max_image_pixels: int,
+    reads_arrays: bool,
+    reads_pixels: bool = False,
+    background: str = WHITE,
 ) -> Image.Image | npt.NDArray[np.uint8]:
     """An upright RGB picture, or an array uint8 [H, W, C], whichever the bytes hold.
 
@@ -144,7 +180,7 @@ def decode(
     """
     if not is_array(data):
         how = decode_pixels if reads_pixels else decode_image
-        return how(data, max_image_pixels)
+        return how(data, max_image_pixels, background)
     array = decode_array(data, max_image_pixels)
     if not reads_arrays:
         raise ValueError(
@@ -199,6 +235,8 @@ def _opened(data: bytes, max_image_pixels: int) -> Iterator[Image.Image]:
     """The picture with its header read and its size checked; what is wrong is a `DecodeError`."""
     if not data:
         raise DecodeError("empty", "zero bytes")
+    if data.startswith(LFS_POINTER):
+        raise DecodeError("lfs_pointer", "run 'git lfs pull' in its repository")
     with _quiet_warnings(), _as_decode_error():
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
@@ -211,10 +249,43 @@ def _opened(data: bytes, max_image_pixels: int) -> Iterator[Image.Image]:
             yield image
 
 
-def _decoded(image: Image.Image) -> Image.Image:
+def _decoded(image: Image.Image, background: str) -> Image.Image:
     """8-bit RGB and upright, by PIL."""
     image.load()
-    return _upright(_to_rgb(image), _orientation(image))
+    return _upright(_to_rgb(image, background), _orientation(image))
+
+
+def peculiarity(data: bytes, max_image_pixels: int) -> str | None:
+    """``transparent`` for a picture with transparent pixels, ``narrow_range`` for one of 16 bits
+    whose values use less than a tenth of the range; None for others and for what is no picture.
+
+    Only pictures whose header allows either are decoded.
+    """
+    try:
+        with _opened(data, max_image_pixels) as image:
+            if _has_16_bits(image):
+                image.load()
+                return "narrow_range" if _highest(image) < 6_554 else None
+            return None if _transparent(image) is None else "transparent"
+    except DecodeError:
+        return None
+
+
+def _has_16_bits(image: Image.Image) -> bool:
+    return image.mode == "I" or image.mode.startswith("I;16")
+
+
+def _highest(image: Image.Image) -> int:
+    return int(np.asarray(image).max(initial=0))
+
+
+def _transparent(image: Image.Image) -> Image.Image | None:
+    """The picture as RGBA where some of its pixels are transparent, else None."""
+    if not image.has_transparency_data:
+        return None
+    layered = image.convert("RGBA")
+    lowest, _ = layered.getchannel("A").getextrema()
+    return layered if int(lowest) < 255 else None  # type: ignore[arg-type]
 
 
 def _check_pixels(width: int, height: int, max_image_pixels: int) -> None:
@@ -244,14 +315,18 @@ def _scans(jpeg: bytes) -> Iterator[int]:
         at = found.end() + max(int.from_bytes(jpeg[found.end() : found.end() + 2], "big"), 2)
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
-    """8-bit RGB. 16-bit grey keeps its high byte, as PIL does for 16-bit colour."""
+def _to_rgb(image: Image.Image, background: str) -> Image.Image:
+    """8-bit RGB. 16-bit grey keeps its high byte, as PIL does for 16-bit colour; transparent pixels
+    show the ``background``, and opaque pictures are what ``convert("RGB")`` makes of them."""
     if image.mode == "F":
         raise DecodeError("unsupported", "floating-point pixels have no defined range")
-    if image.mode == "I" or image.mode.startswith("I;16"):
+    if _has_16_bits(image):
         # convert("RGB") would clip these at 255 or not, depending on the version of PIL
         values = np.clip(np.asarray(image).astype(np.int64), 0, 65535) >> 8
         return Image.fromarray(values.astype(np.uint8)).convert("RGB")
+    if (layered := _transparent(image)) is not None:
+        below = Image.new("RGBA", image.size, ImageColor.getrgb(background))
+        return Image.alpha_composite(below, layered).convert("RGB")
     return image.convert("RGB")
 
 

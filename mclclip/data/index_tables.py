@@ -29,18 +29,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from mclclip.data.findings import MAX_EXAMPLES, Findings
 from mclclip.data.options import DataConfig
 from mclclip.data.remote import Remote, RemoteOptions, StoredFile, protocol_of
 from mclclip.data.shard_filter import ShardFilter, metadata_path
-from mclclip.data.shard_scan import (
-    ATTRIBUTE,
-    MAX_EXAMPLES,
-    ROW,
-    TEXT,
-    Findings,
-    ShardScan,
-    scan_shard,
-)
+from mclclip.data.shard_scan import ATTRIBUTE, ROW, TEXT, TEXT_CRC, ShardScan, scan_shard
 from mclclip.files import (
     clean,
     digest_array,
@@ -63,6 +56,10 @@ TIMES = "shard_times.json"
 SCHEMA = ROW.append(pa.field("shard", pa.int32()))
 INDEX_AGAIN = "take the folder away and run 'mclclip index' again"
 _KEYS_AT_ONCE = 65_536
+MOST_LOST = 0.01
+"""Share of a source's samples with the key of another one, above which keys get the shard's name.
+"""
+Integers = npt.NDArray[np.int64]
 _WHOLE_NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,17})")  # what int() reads quickly and text shows
 
 
@@ -337,11 +334,17 @@ def check_shards(directory: Path, shards: Sequence[Shard], options: DataConfig) 
 
 
 def join_rows(
-    known: pa.Table | None, num_known: int, scanned: list[pa.RecordBatch], findings: Findings
+    known: pa.Table | None,
+    num_known: int,
+    scanned: list[pa.RecordBatch],
+    findings: Findings,
+    paths: Sequence[str],
 ) -> pa.Table:
     """The rows of known shards, then those of scanned shards, whose numbers follow ``num_known``.
 
-    Of rows with the same key the first stays; the others are counted as ``duplicate_key``. A row
+    ``paths``: of all shards. Where the keys of a source start again in its shards, those of its
+    scanned shards become ``source/shard/key``. Of other rows with the same key the first stays; the
+    others are counted as ``copied_sample`` or ``duplicate_key``. A row
     has no value for attributes that only other shards have. The result has one chunk per column,
     which zero-copy reading needs. ``scanned`` is emptied, so that a column's parts go as soon as
     they are joined: millions of rows are never there twice.
@@ -358,16 +361,73 @@ def join_rows(
         joined = table.column(number).unify_dictionaries().combine_chunks()
         table = table.set_column(number, field, joined)
     keys = table["key"].chunk(0) if len(table) else pa.array([], pa.large_string())
-    repeated = _repeated(keys)
-    if repeated.any():
-        examples = keys.take(pa.array(np.flatnonzero(repeated)[:MAX_EXAMPLES])).to_pylist()
-        findings.add("duplicate_key", *examples, count=int(repeated.sum()))
-        table = table.filter(pa.array(~repeated)).combine_chunks()
+    first = _first_rows(keys)
+    if (first < np.arange(len(keys))).any():
+        if (named := _with_shard_names(table, first, num_known, paths)) is not None:
+            table, first = named, _first_rows(named["key"].chunk(0))
+        table = _without_repeated(table, first, findings)
     return table
 
 
-def _repeated(keys: pa.Array) -> npt.NDArray[np.bool_]:
-    """[N], True where the same key came before.
+def _are_copies(table: pa.Table, rows: Integers, first: Integers) -> npt.NDArray[np.bool_]:
+    """Whether samples are those of ``first`` once more: of the same sizes and the same caption."""
+    size, text = table["image_size"].to_numpy(), table[TEXT_CRC].to_numpy()
+    same = np.ones(len(rows), bool)
+    for column in (size, text):
+        same &= column[rows] == column[first[rows]]
+    return same & (text[rows] != 0)
+
+
+def _with_shard_names(
+    table: pa.Table, first: Integers, num_known: int, paths: Sequence[str]
+) -> pa.Table | None:
+    """The table with keys ``source/shard/key`` of sources of which more than a hundredth of the
+    samples have the key of another sample; None where there is no such source."""
+    keys, shard = table["key"].chunk(0), table["shard"].to_numpy()
+    numbers, starts = np.unique(shard, return_index=True)
+    source_of = [key.partition("/")[0] for key in keys.take(pa.array(starts)).to_pylist()]
+    repeated = np.flatnonzero(first < np.arange(len(keys)))
+    lost = shard[repeated[~_are_copies(table, repeated, first)]]
+    parts = {int(number): keys.slice(start, stop - start) for number, start, stop in zip(
+        numbers, starts, [*starts[1:], len(keys)], strict=True)}  # fmt: skip
+    again = False
+    for source in dict.fromkeys(source_of):
+        own = [int(n) for n, name in zip(numbers, source_of, strict=True) if name == source]
+        if np.isin(lost, own).sum() <= MOST_LOST * np.isin(shard, own).sum():
+            continue
+        names = _names_of([paths[number] for number in own])
+        for number, name in zip(own, names, strict=True):
+            if number >= num_known:
+                texts = (key.partition("/")[2] for key in parts[number].to_pylist())
+                named = [f"{source}/{name}/{text}" for text in texts]
+                parts[number], again = pa.array(named, pa.large_string()), True
+        log.info("keys of %s start again in its shards: they become shard/key", source or "shards")
+    if not again:
+        return None
+    column = table.column_names.index("key")
+    joined = pa.concat_arrays([*parts.values()])
+    return table.set_column(column, table.schema.field("key"), pa.chunked_array([joined]))
+
+
+def _names_of(paths: Sequence[str]) -> list[str]:
+    """Paths or urls from their common folder on, without their suffix."""
+    folders = [path.rpartition("/")[0] for path in paths]
+    common = os.path.commonprefix([f"{folder}/" for folder in folders])
+    start = common.rfind("/") + 1
+    return [path[start:].removesuffix(".tar") for path in paths]
+
+
+def _without_repeated(table: pa.Table, first: Integers, findings: Findings) -> pa.Table:
+    repeated = np.flatnonzero(first < np.arange(len(first)))
+    copies = _are_copies(table, repeated, first)
+    for reason, rows in (("copied_sample", repeated[copies]), ("duplicate_key", repeated[~copies])):
+        examples = table["key"].take(pa.array(rows[:MAX_EXAMPLES])).to_pylist()
+        findings.add(reason, *examples, count=len(rows))
+    return table.filter(pa.array(first == np.arange(len(first)))).combine_chunks()
+
+
+def _first_rows(keys: pa.Array) -> Integers:
+    """int64 [N]: the first row with the same key, which is the row itself where there is none.
 
     Keys of the same 64-bit hash are compared, so that of all keys hashes alone are held.
     """
@@ -379,10 +439,9 @@ def _repeated(keys: pa.Array) -> npt.NDArray[np.bool_]:
         hashes[start : start + len(some)] = hash_array(some, categorize=False)
     ordered = np.sort(hashes)
     several = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
-    found = np.zeros(len(keys), bool)
+    found = np.arange(len(keys))
     alike = np.flatnonzero(np.isin(hashes, several)) if len(several) else several.astype(np.int64)
     codes = keys.take(pa.array(alike)).dictionary_encode().indices.to_numpy()
-    # Codes are given in order of first appearance: a key is new where its code is a new maximum.
-    before = np.concatenate([[-1], np.maximum.accumulate(codes)[:-1]]) if len(codes) else codes
-    found[alike] = codes <= before
+    # Codes are given in order of first appearance.
+    found[alike] = alike[np.unique(codes, return_index=True)[1][codes]] if len(codes) else alike
     return found

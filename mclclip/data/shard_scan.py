@@ -7,6 +7,7 @@ asks for is bounded, and a fault in it is counted by its reason.
 
 from __future__ import annotations
 
+import codecs
 import json
 import logging
 import os
@@ -22,20 +23,22 @@ from typing import Any, BinaryIO
 import pandas as pd  # noqa: F401
 import pyarrow as pa
 
+from mclclip.data.decode import IMAGE_EXTENSIONS
+from mclclip.data.findings import LFS_POINTER, NO_TEXTS, Findings
 from mclclip.data.remote import Remote, RemoteOptions, StoredFile, open_whole
 from mclclip.data.shard_filter import ShardFilter
 from mclclip.data.tar_members import Member, TarFault, read_members
 from mclclip.files import clean, digest_array, digest_json, parse_json
 
 log = logging.getLogger("mclclip")
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 ARRAY_EXTENSION = "npy"
-MAX_EXAMPLES = 20
+_READ_EXTENSIONS = frozenset((*IMAGE_EXTENSIONS, ARRAY_EXTENSION, "txt", "json"))
 MAX_NAME = 4096  # characters of a member's name
 MAX_TEXT_BYTES = 1 << 24
 """Of a sample's captions or ``.json``."""
 
 MAX_IMAGE_BYTES = 1 << 30
+_POINTER_BYTES = 1024  # of a pointer of git-lfs at most, as its specification says
 RANGES = ("image_offset", "image_size", "text_offset", "text_size")
 ROW = pa.schema(
     [("key", pa.large_string()), *((name, pa.int64()) for name in RANGES)]
@@ -50,74 +53,6 @@ a field that is drawn with the probability 0.3, and one of another."""
 TEXT = pa.dictionary(pa.int32(), pa.large_string())
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _METADATA = re.compile(r"__[^/]*__($|/)")  # webdataset's names of members that are no samples
-REASONS = {
-    "no_image": "samples without an image, left out",
-    "no_caption": "samples without a caption, kept: what needs captions leaves them out",
-    "no_field": "samples without one of the fields of captions: the others are drawn from",
-    "zero_byte_image": "samples with an image of zero bytes, left out",
-    "zero_byte_caption": "samples with a caption file of zero bytes, kept as without a caption",
-    "no_attribute": "samples without a value of an attribute, kept: classes of it leave them out",
-    "subset": "samples that the subset lacks, left out",
-    "where": "samples that do not meet a condition, left out",
-    "no_value": "samples without a value of a condition's column, left out",
-    "no_metadata": "samples without a row in their shard's parquet or without a uid, left out",
-    "large_image": "samples with an image of more than 1 GiB, left out",
-    "large_caption": "samples with a caption file of more than 16 MiB, kept as without a caption",
-    "bad_json": "samples whose .json does not parse, kept as without a caption",
-    "duplicate_key": "samples whose key came before in their source, left out",
-    "several_images": "samples with several images, of which the first is used",
-    "bad_name": "tar members whose name gives no key, left out",
-    "sparse_member": "tar members stored without their holes (tar --sparse), left out",
-    "truncated_shard": "shards cut short: what comes before the cut is used",
-    "damaged_shard": "shards with a broken header: what comes before it is used",
-    "data_after_end": "shards with data after their end mark (joined tars?), which is not read",
-    "unreadable_shard": "shards that are no tar files, left out",
-    "empty_shard": "shards without members",
-}
-# Of these, those of a source's filter.
-LEFT_OUT = ("subset", "where", "no_value", "no_metadata")
-UNREADABLE = ("truncated_shard", "damaged_shard", "unreadable_shard")
-
-
-class Findings:
-    """Samples left out and other unusual finds: a count and up to 20 examples by reason."""
-
-    def __init__(self, counts: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        self._found = {
-            reason: (int(entry["count"]), list(entry["examples"]))
-            for reason, entry in (counts or {}).items()
-        }
-
-    def add(self, reason: str, *examples: str, count: int | None = None) -> None:
-        """Counts ``count`` cases (default: one per example given)."""
-        total, kept = self._found.setdefault(reason, (0, []))
-        kept.extend(examples[: MAX_EXAMPLES - len(kept)])
-        self._found[reason] = (total + (len(examples) if count is None else count), kept)
-
-    def merge(self, other: Findings) -> None:
-        """Adds the counts of ``other``; the earlier examples are kept."""
-        for reason, (total, examples) in other._found.items():
-            self.add(reason, *examples, count=total)
-
-    def only(self, reasons: Sequence[str]) -> Findings:
-        """The finds of these reasons, ``REASON:NAME`` too."""
-        found = self.to_json().items()
-        return Findings({r: entry for r, entry in found if r.partition(":")[0] in reasons})
-
-    def total(self) -> int:
-        """The number of finds of all reasons."""
-        return sum(count for count, _ in self._found.values())
-
-    def to_json(self) -> dict[str, dict[str, Any]]:
-        """``{reason: {count, examples}}``, as manifests keep it."""
-        return {r: {"count": n, "examples": e} for r, (n, e) in sorted(self._found.items())}
-
-    def lines(self, reasons: Mapping[str, str]) -> list[str]:
-        """One line per reason, with its text from ``reasons`` (``REASON:NAME`` has REASON's)."""
-        return [
-            f"{n} {reasons.get(r.partition(':')[0], r)} ({r}), e.g. {', '.join(e[:3])}"
-            for r, (n, e) in sorted(self._found.items())
-        ]
 
 
 # --- captions --------------------------------------------------------------------------------
@@ -131,41 +66,87 @@ def captions_text(captions: str | Mapping[str, float]) -> str:
 
 
 def caption_fields(captions: str) -> dict[str, float]:
-    """Probabilities of JSON fields by their names: none for ``txt``, one field for ``json:FIELD``,
-    several for the JSON of a mapping (``captions_text``); ValueError for anything else."""
+    """Probabilities of JSON fields by their names: none for ``txt`` and ``lines``, one field for
+    ``json:FIELD``, several for the JSON of a mapping (``captions_text``); ValueError for
+    anything else."""
     given = {captions: 1.0}
     if captions.startswith("{"):
         given = parse_json(captions.encode(), "captions")
-    elif captions == "txt":
+    elif captions in ("txt", "lines"):
         return {}
     for key in given or [captions]:
         if not key.startswith("json:") or key == "json:":
-            wanted = "'txt' or 'json:FIELD'" if len(given) == 1 else "'json:FIELD' for every field"
+            wanted = (
+                "'txt', 'lines' or 'json:FIELD'"
+                if len(given) == 1
+                else "'json:FIELD' for every field"
+            )
             raise ValueError(f"captions is {key!r}, expected {wanted}")
     return {key.removeprefix("json:"): share for key, share in given.items()}
 
 
 def captions_by_field(data: bytes, captions: str) -> list[list[str]]:
     """The captions in a ``.txt`` or ``.json`` member, a list for each field of ``captions`` (one
-    for ``txt``), stripped; blank ones do not count.
+    for ``txt`` and ``lines``), stripped; blank ones and `NO_TEXTS` do not count.
 
-    A field holds a string or a list of strings; a missing field or another type gives no caption.
-    Raises ValueError for JSON that does not parse.
+    ``txt`` is one caption, ``lines`` has one on each line. A field holds a string or a list of
+    strings; a missing field or another type gives no caption. Raises ValueError for JSON that does
+    not parse, and the errors of ``read_text``.
     """
     fields: list[Any] = []
     if names := caption_fields(captions):
         tree = parse_json(data, "a sample's .json")
         fields = [tree.get(name) if isinstance(tree, dict) else None for name in names]
     else:
-        fields = [data.decode("utf-8-sig", "replace")]
+        text = read_text(data)
+        fields = [text.splitlines() if captions == "lines" else text]
     found = []
     for values in fields:
         listed = [values] if isinstance(values, str) else values
         listed = listed if isinstance(listed, list) else []
         # Lone surrogates (from \ud800 in JSON) are no text that a tokenizer could encode.
         texts = (v.encode("utf-8", "replace").decode() for v in listed if isinstance(v, str))
-        found.append([text for text in map(str.strip, texts) if text])
+        found.append([text for text in map(str.strip, texts) if is_caption(text)])
     return found
+
+
+def is_caption(text: str) -> bool:
+    """Whether a stripped text says something: it is not blank, and no word for a missing value."""
+    return bool(text) and (len(text) > 4 or text.lower() not in NO_TEXTS)
+
+
+def read_text(data: bytes) -> str:
+    """The text of a file in UTF-8, or in UTF-16 or UTF-32 where its byte order mark says so.
+
+    Raises TextFault, with a reason of `findings.REASONS`, for other text and for a pointer of
+    git-lfs.
+    """
+    if data.startswith(LFS_POINTER):
+        raise TextFault("lfs_pointer")
+    try:
+        return data.decode(encoding_of(data))
+    except UnicodeDecodeError:
+        raise TextFault("bad_text") from None
+
+
+def num_lines(text: str) -> int:
+    """The number of lines that are not blank."""
+    return sum(1 for line in text.splitlines() if line.strip())
+
+
+def encoding_of(data: bytes) -> str:
+    """The encoding that the byte order mark at the start of a file names; UTF-8 without one."""
+    if data.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return "utf-32"
+    return "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
+
+
+class TextFault(ValueError):
+    """A text that cannot be read; ``reason`` is one of `findings.REASONS`."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 def parse_captions(data: bytes, captions: str) -> list[str]:
@@ -239,6 +220,12 @@ class Group:
     num_images: int = 0
     extensions: Counter[str] = field(default_factory=Counter)
 
+    def named(self, key: str) -> str:
+        """The key with the names of its first members, for a message about what it lacks."""
+        names = [f"{key.rpartition('/')[2]}.{extension}" for extension in self.extensions]
+        cut = ": names are cut at their first dot" if any("." in e for e in self.extensions) else ""
+        return f"{key} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}{cut})"
+
 
 def split_member_name(name: str) -> tuple[str, str] | None:
     """(key, lower-case extension) of a tar member, cut at the first dot of its base name.
@@ -284,7 +271,7 @@ def scan_shard(
     rows: list[dict[str, Any]] = []
     taken: list[bool] = []
     with open_whole(stored, Remote(remote)) as file:
-        head = file.read(6)
+        head = file.read(len(LFS_POINTER))
         if packed := next((n for magic, n in _COMPRESSED.items() if head.startswith(magic)), None):
             raise ValueError(
                 f"{clean(path)} is compressed with {packed}: samples are read at random "
@@ -334,7 +321,11 @@ def _fill_row(
     image = group.image or group.array
     if image is None or image[1] == 0 or image[1] > MAX_IMAGE_BYTES:
         unusable = "no_image" if image is None else "large_image"
-        findings.add("zero_byte_image" if image and not image[1] else unusable, full)
+        reason = "zero_byte_image" if image and not image[1] else unusable
+        findings.add(reason, full if image else group.named(full))
+        return False
+    if image[1] < _POINTER_BYTES and _read(file, image).startswith(LFS_POINTER):
+        findings.add("lfs_pointer", full)
         return False
     text, reason, by_field = group.text, "no_caption", list[list[str]]()
     if text is not None and text[1] == 0:
@@ -346,8 +337,13 @@ def _fill_row(
         row[TEXT_CRC] = zlib.crc32(data)
         try:
             by_field = captions_by_field(data, captions)
+        except TextFault as fault:
+            reason = fault.reason
         except ValueError:
             reason = "bad_json"
+        if captions == "txt" and b"\n" in data and by_field:
+            if by_field[0] and (lines := num_lines(by_field[0][0])) > 1:
+                findings.add(f"several_lines:{lines}", full)
     num_captions = sum(map(len, by_field))
     if not num_captions:
         findings.add(reason, full)
@@ -383,10 +379,15 @@ def group_members(
                 name = ascii(member.name if len(member.name) <= MAX_NAME else cut)
                 findings.add(reason, f"{name} in {clean(path)}")
             elif split is not None and not _METADATA.match(member.name):
-                _add_member(groups.setdefault(split[0], Group()), split[1], member, text_extension)
+                group = groups.setdefault(split[0], Group())
+                _add_member(group, split[1], member, text_extension)
+                if split[1] not in _READ_EXTENSIONS and split[1] != text_extension:
+                    findings.add("other_member", f"{clean(member.name)} in {clean(path)}")
     except TarFault as fault:
         log.debug("%s: %s", clean(path), fault)
-        findings.add(fault.reason, clean(path))
+        file.seek(0)
+        is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
+        findings.add("lfs_shard" if is_pointer else fault.reason, clean(path))
     return groups
 
 

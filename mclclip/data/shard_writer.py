@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mclclip.data.shard_scan import ARRAY_EXTENSION, IMAGE_EXTENSIONS, split_member_name
+from mclclip.data.decode import IMAGE_EXTENSIONS
+from mclclip.data.shard_scan import ARRAY_EXTENSION, split_member_name
 from mclclip.files import remove_leftovers, whole_file
 from mclclip.run.artifacts import made_of
 
@@ -25,7 +26,11 @@ PACKED_FROM = "packed_from"
 """Field of a sample's ``.json`` with the file, or the row of a table, that ``pack`` read."""
 
 _OWNER = "mclclip"
-_MAGIC = {b"\xff\xd8\xff": "jpg", b"\x89PNG": "png", b"\x93NUMPY": ARRAY_EXTENSION, b"RIFF": "webp"}
+_MAGIC = {
+    b"\xff\xd8\xff": "jpg", b"\x89PNG": "png", b"\x93NUMPY": ARRAY_EXTENSION, b"RIFF": "webp",
+    b"GIF8": "gif", b"II*\0": "tif", b"MM\0*": "tif", b"BM": "bmp",
+    b"\0\0\0\x0cjP  ": "jp2", b"\xff\x4f\xff\x51": "j2k",
+}  # fmt: skip
 _OWN_NAME = re.compile(r"\d{5,}\.tar")
 
 
@@ -120,7 +125,9 @@ def write_shards(
 
 def image_extension(data: bytes) -> str | None:
     """The extension of an image of a kind that shards hold, by its first bytes; None of another."""
-    return next((name for magic, name in _MAGIC.items() if data.startswith(magic)), None)
+    found = next((name for magic, name in _MAGIC.items() if data.startswith(magic)), None)
+    found = "avif" if data[4:12] in (b"ftypavif", b"ftypavis") else found
+    return found if found in (*IMAGE_EXTENSIONS, ARRAY_EXTENSION) else None
 
 
 def check_foreign(out: Path, verb: str, *folders: str) -> None:

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import csv
 import itertools
+import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,22 +24,27 @@ import pandas as pd  # noqa: F401 (see shard_scan)
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mclclip.data.decode import PICTURES
+from mclclip.data.findings import Findings
 from mclclip.data.shard_scan import (
-    IMAGE_EXTENSIONS,
     MAX_IMAGE_BYTES,
     MAX_TEXT_BYTES,
-    Findings,
     Group,
+    TextFault,
+    encoding_of,
     group_members,
+    num_lines,
     parse_captions,
     read_member,
 )
-from mclclip.files import Roots, message_of, parse_json, read_bounded, read_json
+from mclclip.files import message_of, parse_json, read_json
 
-CAPTION_COLUMNS = ("title", "caption", "captions", "text")
+IMAGE_COLUMNS = (
+    "filepath", "image", "image_path", "path", "file_name", "filename", "image_name", "url"
+)  # fmt: skip
+CAPTION_COLUMNS = ("title", "caption", "captions", "text", "comment")
 DELIMITERS = {".csv": ",", ".tsv": "\t", ".tab": "\t"}
 LINES = (".jsonl", ".jsonlines", ".ndjson")
-PICTURES = (*IMAGE_EXTENSIONS, "gif", "bmp", "tif", "tiff")
 _EXAMPLES = 100  # rows of JSON lines by which their columns are known
 _BATCH_BYTES = 1 << 25  # of Parquet's rows that are held at a time
 
@@ -50,12 +57,14 @@ NamedTexts = tuple[Iterable[str], Sequence[tuple[str, str]]]
 @dataclass(frozen=True)
 class Format:
     """``columns``: an example of the values of each. ``chosen``: the columns of images and captions
-    of a format that has no names to choose from. ``count``: number of rows, None if not known."""
+    of a format that has no names to choose from. ``count``: number of rows, None if not known.
+    ``unread``: the types of columns that cannot be read, by name."""
 
     columns: Fields
     rows: Callable[[Findings], Rows]
     count: int | None = None
     chosen: tuple[str, str] | None = None
+    unread: Mapping[str, str] = field(default_factory=dict)
 
 
 def is_stored(value: Any) -> bool:
@@ -69,52 +78,106 @@ def named(columns: Fields, names: Sequence[str]) -> list[str]:
     return sorted(found, key=lambda column: names.index(column.strip().lower()))
 
 
-def walk(folder: Path) -> Iterator[Path]:
-    """The files at or below a folder in order, hidden ones and linked folders excepted."""
-    for place, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(place, name) for name in sorted(names) if not name.startswith("."))
+def suffix_of(path: str | Path) -> str:
+    """The suffix of a name in lower case, without its dot."""
+    return os.path.splitext(path)[1].lower().removeprefix(".")
 
 
 def delimiter_of(path: Path) -> str:
-    """The delimiter that the suffix names; where the header has none of these but semicolons or
-    tabs, as spreadsheets write them, that one."""
-    own = DELIMITERS[path.suffix.lower()]
+    """The delimiter that the suffix names; where the header has none of these but semicolons, tabs
+    or bars, as spreadsheets and Flickr30k write them, that one."""
+    usual = DELIMITERS[path.suffix.lower()]
     with open(path, "rb") as file:
-        header = file.readline(MAX_TEXT_BYTES).decode("utf-8", "replace")
-    others = [each for each in (";", "\t") if own not in header and each in header]
-    return others[0] if others else own
+        data = file.readline(MAX_TEXT_BYTES)
+    header = data.decode(encoding_of(data), "replace")
+    others = [each for each in (";", "\t", "|") if usual not in header and each in header]
+    return others[0] if others else usual
 
 
 def csv_format(path: Path, delimiter: str) -> Format:
     """The rows of a table of text with a header; blanks after a delimiter are ignored."""
+    with open(path, "rb") as start:
+        encoding = encoding_of(start.read(4))
 
     @contextmanager
-    def opened() -> Iterator[tuple[csv.DictReader[str], Sequence[str]]]:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            # Cells that a short row lacks are empty.
-            reader = csv.DictReader(
-                file, delimiter=delimiter, restkey="", restval="", skipinitialspace=True
-            )
+    def opened() -> Iterator[tuple[_TextRows, list[str]]]:
+        with open(path, encoding=encoding, newline="") as file:
+            reader = _TextRows(file, delimiter)
             try:
-                names = [name.strip() for name in reader.fieldnames or []]
-                reader.fieldnames = names
+                names = [name.strip() for name in next(reader.rows, [])]
                 yield reader, names
             except (csv.Error, UnicodeDecodeError) as error:
-                at = reader.line_num + 1
+                at = reader.rows.line_num + 1
                 advice = ": save it as UTF-8" if isinstance(error, UnicodeDecodeError) else ""
                 raise ValueError(f"{path} line {at} does not parse: {error}{advice}") from None
 
-    def rows(_: Findings) -> Rows:
-        with opened() as (reader, _names):
-            for row in reader:
-                row.pop("", None)  # cells beyond the header, and columns without a name
-                yield f"{path.name} line {reader.line_num}", row
+    def rows(findings: Findings) -> Rows:
+        with opened() as (reader, names):
+            for number, cells in reader.cells(len(names), path.name, findings):
+                where = f"{path.name} line {number}"
+                if any(map(str.strip, cells[len(names) :])):
+                    findings.add("extra_cells", where)
+                # Cells that a short row lacks are empty; a column without a name is not read.
+                row = dict(itertools.zip_longest(names, cells[: len(names)], fillvalue=""))
+                row.pop("", None)
+                yield where, row
 
     with opened() as (_, names):
+        check_once(path, [name for name in names if name])
         columns = dict.fromkeys(names, "")
     _, first = next(rows(Findings()), ("", {}))
     return Format({name: first.get(name, "") for name in columns}, rows)
+
+
+class _TextRows:
+    """Rows of a table of text, by the csv module; `rows` gives them as that does."""
+
+    def __init__(self, file: Iterable[str], delimiter: str) -> None:
+        self._recent: list[str] = []  # the lines of the row that was read last
+        self._delimiter = delimiter
+        self.rows = csv.reader(self._remembered(file), delimiter=delimiter, skipinitialspace=True)
+
+    def _remembered(self, file: Iterable[str]) -> Iterator[str]:
+        for line in file:
+            self._recent.append(line)
+            yield line
+
+    def cells(self, width: int, name: str, findings: Findings) -> Iterator[tuple[int, list[str]]]:
+        """(line number, cells) of each row that is not blank; lines that an open quotation mark
+        has joined to one row are rows again, and counted."""
+        self._recent.clear()
+        for row in self.rows:
+            lines = self._split_again(width) if len(self._recent) > 1 else []
+            last = self.rows.line_num
+            if lines:
+                first = last - len(lines) + 1
+                findings.add("open_quote", f"{name} lines {first} to {last}", count=len(lines))
+                yield from enumerate(lines, start=first)
+            elif row:
+                yield last, row
+            self._recent.clear()
+
+    def _split_again(self, width: int) -> list[list[str]]:
+        """The recent lines as rows of their own where each is one by itself: it has the cells of
+        the header and, unless tabs are between them, names a picture in the same cell."""
+        lines = csv.reader(
+            self._recent, delimiter=self._delimiter, skipinitialspace=True, quoting=csv.QUOTE_NONE
+        )
+        rows = [*lines]
+        if any(len(row) != width for row in rows):
+            return []
+        columns = [
+            [suffix_of(cell.strip()) for cell in column] for column in zip(*rows, strict=True)
+        ]
+        named = any(all(suffix in PICTURES for suffix in column) for column in columns)
+        return rows if named or self._delimiter == "\t" else []
+
+
+def check_once(path: Path, names: Sequence[str]) -> None:
+    """Raises ValueError for a name that two columns have."""
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ValueError(f"{path} names the column {twice[0]!r} twice: rename one of them")
 
 
 def _lines(files: Sequence[Path]) -> Format:
@@ -127,42 +190,33 @@ def _lines(files: Sequence[Path]) -> Format:
                 number += 1
                 where = f"{path.name} line {number}"
                 if line.strip():
-                    fields = parse_json(line, f"{path} line {number}")
+                    fields = parse_json(line, f"{path} line {number}", unique_keys=True)
                     if not isinstance(fields, dict):
                         raise ValueError(f"{path} line {number} is not an object of columns")
                     yield where, fields
 
     columns: Fields = {}
     for _, fields in itertools.islice(rows(Findings()), _EXAMPLES):
-        known = {name for name, value in columns.items() if value is not None}
+        known = {name for name, value in columns.items() if not is_missing(value)}
         columns |= {name: value for name, value in fields.items() if name not in known}
     return Format(columns, rows)
 
 
+def is_missing(value: Any) -> bool:
+    """Whether a value stands for none: null, and NaN, which pandas writes for it."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
 def _json(files: Sequence[Path]) -> Format:
     (path,) = files
-    names, pairs = captions_of_json(path)
+    names, pairs = _entries_of_json(path, None, strict=False)
 
     def rows(_: Findings) -> Rows:
         yield from ((path.name, {"file_name": name, "caption": []}) for name in names)
-        yield from ((path.name, {"file_name": name, "caption": text}) for name, text in pairs)
+        for number, (name, text) in enumerate(pairs, start=1):
+            yield f"{path.name} caption {number}", {"file_name": name, "caption": text}
 
     return Format({"file_name": "", "caption": ""}, rows, chosen=("file_name", "caption"))
-
-
-def _folder(files: Sequence[Path]) -> Format:
-    (folder,) = files
-    roots = Roots(folder)
-
-    def rows(_: Findings) -> Rows:
-        for path in walk(folder):
-            if path.suffix.lower().removeprefix(".") in PICTURES:
-                name = str(path.relative_to(folder))
-                text = roots.real_path(path.with_suffix(".txt"))
-                data = read_bounded(text, MAX_TEXT_BYTES) if text and text.is_file() else b""
-                yield name, {"file_name": name, "text": parse_captions(data, "txt")}
-
-    return Format({"file_name": "", "text": ""}, rows, chosen=("file_name", "text"))
 
 
 def _arrow(files: Sequence[Path]) -> Format:
@@ -172,8 +226,11 @@ def _arrow(files: Sequence[Path]) -> Format:
         for path in files:
             number = 0
             for batch in _batches(path):
+                nested = _nested(batch.schema)
                 for fields in batch.to_pylist():
                     number += 1
+                    for name, (column, part) in nested.items():
+                        fields[name] = [item and item[part] for item in fields[column] or []]
                     yield f"{path.name} row {number}", fields
 
     count = 0
@@ -191,7 +248,12 @@ def _arrow(files: Sequence[Path]) -> Format:
         name: example if (value := first.get(name)) is None else value
         for name, example in _examples(schema).items()
     }
-    return Format(columns, rows, count or None)
+    check_once(files[0], schema.names)
+    nested = _nested(schema)
+    known = {*columns, *(column for column, _ in nested.values())}
+    unread = {field.name: str(field.type) for field in schema if field.name not in known}
+    columns |= {name: [] for name in nested}
+    return Format(columns, rows, count or None, unread=unread)
 
 
 def _batches(path: Path) -> Iterator[pa.RecordBatch]:
@@ -199,10 +261,10 @@ def _batches(path: Path) -> Iterator[pa.RecordBatch]:
     with _one_line(path):
         if path.suffix != ".parquet":
             with pa.OSFile(str(path)) as file, pa.ipc.open_stream(file) as reader:
-                yield from (batch.select([*_examples(batch.schema)]) for batch in reader)
+                yield from (batch.select(_columns(batch.schema)) for batch in reader)
             return
         with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
-            facts, columns = file.metadata, [*_examples(file.schema_arrow)]
+            facts, columns = file.metadata, _columns(file.schema_arrow)
             groups = (facts.row_group(number) for number in range(facts.num_row_groups))
             row_bytes = sum(group.total_byte_size for group in groups) // max(1, facts.num_rows)
             num_rows = max(1, min(1000, _BATCH_BYTES // max(1, row_bytes)))
@@ -224,6 +286,28 @@ def _examples(schema: pa.Schema) -> Fields:
     return {name: example for name, example in examples.items() if example is not None}
 
 
+def _columns(schema: pa.Schema) -> list[str]:
+    """The columns that are read."""
+    return [*_examples(schema), *dict.fromkeys(column for column, _ in _nested(schema).values())]
+
+
+def _nested(schema: pa.Schema) -> dict[str, tuple[str, str]]:
+    """COLUMN.FIELD -> (COLUMN, FIELD) of the texts in lists of structs, such as sentences.raw."""
+    return {
+        f"{field.name}.{part.name}": (field.name, part.name)
+        for field in schema
+        if _is_list(field.type) and pa.types.is_struct(field.type.value_type)
+        for part in field.type.value_type.fields
+        if _example(part.type) == "" and field.type.value_type.get_field_index("bytes") < 0
+    }
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    types = pa.types
+    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view)
+    return any(is_kind(kind) for is_kind in lists)
+
+
 def _example(kind: pa.DataType) -> Any:
     types = pa.types
     if types.is_dictionary(kind):
@@ -234,7 +318,7 @@ def _example(kind: pa.DataType) -> Any:
         return b""
     if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
         return ""
-    if types.is_list(kind) or types.is_large_list(kind):
+    if _is_list(kind):
         return [] if isinstance(_example(kind.value_type), str | int) else None
     number = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
     return 0 if number else None
@@ -249,84 +333,110 @@ def _tars(files: Sequence[Path]) -> Format:
             with open(path, "rb") as file:
                 for key, group in group_members(file, str(path), "txt", findings).items():
                     where, image = f"{key} in {path.name}", group.image or group.array
+                    again = max(group.extensions.values()) - 1
+                    findings.add("duplicate_key", *[where] * min(again, 1), count=again)
+                    findings.add("several_images", *[where] * (group.num_images > 1))
                     if image is None or image[1] > MAX_IMAGE_BYTES:
-                        findings.add("large_image" if image else "no_image", where)
+                        told = where if image else f"{group.named(key)} in {path.name}"
+                        findings.add("large_image" if image else "no_image", told)
                     else:
-                        yield where, _sample(file, key, group, image)
+                        yield where, _sample(file, where, group, image, findings)
 
     _, first = next(rows(Findings()), ("", {}))
     return Format({"image": b"", "captions": "", **first}, rows, chosen=("image", "captions"))
 
 
-def _sample(file: BinaryIO, key: str, group: Group, image: tuple[int, int]) -> Fields:
+def _sample(
+    file: BinaryIO, where: str, group: Group, image: tuple[int, int], findings: Findings
+) -> Fields:
+    large = [place for place in (group.json, group.text) if place and place[1] > MAX_TEXT_BYTES]
+    findings.add("large_caption", *[where] * len(large))
+    facts: Any = {}
+    texts: Any = []
     try:
-        facts = parse_json(read_member(file, group.json) or b"{}", key)
+        facts = parse_json(read_member(file, group.json) or b"{}", where)
     except ValueError:
-        facts = {}
+        findings.add("bad_json", where)
+    try:
+        texts = parse_captions(read_member(file, group.text), "txt")
+    except TextFault as fault:
+        findings.add(fault.reason, where)
     facts = facts if isinstance(facts, dict) else {}
-    texts: Any = parse_captions(read_member(file, group.text), "txt")
+    if texts and (lines := num_lines(texts[0])) > 1:
+        findings.add(f"several_lines:{lines}", where)
     if isinstance(facts.get("captions"), list) or not texts:
         names = ("captions", *named(facts, CAPTION_COLUMNS))
         texts = next((facts[name] for name in names if facts.get(name)), [])
     data = os.pread(file.fileno(), image[1], image[0])
-    return {**facts, "image": {"bytes": data, "path": key}, "captions": texts}
+    return {
+        **facts,
+        "image": {"bytes": data, "path": where.rpartition(" in ")[0]},
+        "captions": texts,
+    }
 
 
 # --- captions in one JSON document ---------------------------------------------------------------
 
 
 def captions_of_json(path: Path, split: str | None = None) -> NamedTexts:
-    """Files and captions of COCO's, Karpathy's (of one ``split``) or ShareGPT4V's layout. Raises
-    ValueError for other content."""
-    content = read_json(path)
-    keys = content.keys() if isinstance(content, dict) else set()
-    try:
-        if isinstance(content, list):
-            names, pairs = _conversations(content)
-        elif {"images", "annotations"} <= keys:
-            names, pairs = _coco(content, path)
-        elif "images" in keys and all("sentences" in image for image in content["images"]):
-            names, pairs = _karpathy(content, split)
-        else:
-            raise ValueError(
-                f"{path} holds neither COCO captions (images, annotations) nor Karpathy's split "
-                f"(images with sentences)"
-            )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path} lacks a field of COCO's, Karpathy's or ShareGPT4V's layout, or has another "
-            f"type there: {error!r}"
-        ) from None
+    """Files and captions of COCO's, Karpathy's (of one ``split``) or ShareGPT4V's layout, or of a
+    list of objects such as ``{image, caption}``. Raises ValueError for other content."""
+    names, pairs = _entries_of_json(path, split, strict=True)
     texts = [*names, *(item for pair in pairs for item in pair)]
     if strange := [text for text in texts if not isinstance(text, str)]:
         raise ValueError(f"{path} has {strange[0]!r} where a file name or a caption is wanted")
     return names, pairs
 
 
-def _conversations(entries: list[Any]) -> NamedTexts:
-    """ShareGPT4V: the first ``value`` that is ``from`` "gpt" is the caption of ``image``."""
-    pairs = []
-    for entry in entries:
-        answers = [turn["value"] for turn in entry["conversations"] if turn["from"] == "gpt"]
-        if not answers:
-            raise KeyError("a conversation with a turn from 'gpt'")
-        pairs.append((entry["image"], answers[0]))
-    return (), pairs
+def _entries_of_json(path: Path, split: str | None, *, strict: bool) -> NamedTexts:
+    """Files and captions as they stand there, which may be null where it is not ``strict``."""
+    content = read_json(path)
+    keys = content.keys() if isinstance(content, dict) else set()
+    try:
+        if isinstance(content, list):
+            return (), [pair for entry in content for pair in _pairs_of(entry)]
+        if {"images", "annotations"} <= keys:
+            return _coco(content, path, strict)
+        if "images" in keys and all("sentences" in image for image in content["images"]):
+            return _karpathy(content, split)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} lacks a field of COCO's, Karpathy's or ShareGPT4V's layout, or has another "
+            f"type there: {error!r}"
+        ) from None
+    raise ValueError(
+        f"{path} holds neither COCO captions (images, annotations) nor Karpathy's split (images "
+        "with sentences), nor a list of objects such as {image, caption}"
+    )
 
 
-def _coco(content: Mapping[str, Any], path: Path) -> NamedTexts:
+def _pairs_of(entry: Any) -> list[tuple[Any, Any]]:
+    """ShareGPT4V: the first ``value`` that is ``from`` "gpt" is the caption of ``image``; else the
+    fields that are called as columns of images and of captions are."""
+    if not isinstance(entry, dict):
+        return [(None, None)]
+    image = next((entry[name] for name in named(entry, IMAGE_COLUMNS)), None)
+    texts: Any = next((entry[name] for name in named(entry, CAPTION_COLUMNS)), None)
+    if "conversations" in entry:
+        turns = entry["conversations"]
+        texts = next((turn["value"] for turn in turns if turn.get("from") == "gpt"), None)
+    return [(image, text) for text in (texts if isinstance(texts, list) and texts else [texts])]
+
+
+def _coco(content: Mapping[str, Any], path: Path, strict: bool) -> NamedTexts:
     names = {image["id"]: image["file_name"] for image in content["images"]}
-    if strangers := {a["image_id"] for a in content["annotations"]} - names.keys():
+    strangers = {a["image_id"] for a in content["annotations"]} - names.keys()
+    if strangers and strict:
         raise ValueError(
             f"{path} has captions of images it does not list, such as {min(strangers, key=str)}"
         )
-    pairs = [(names[a["image_id"]], a["caption"]) for a in content["annotations"]]
-    return dict.fromkeys(names.values()), pairs
+    pairs = [(names.get(a["image_id"]), a.get("caption")) for a in content["annotations"]]
+    return dict.fromkeys(names.values()), pairs  # type: ignore[return-value]
 
 
 def _karpathy(content: Mapping[str, Any], split: str | None) -> NamedTexts:
     return (), [
-        (str(Path(image.get("filepath", "")) / image["filename"]), sentence["raw"])
+        (str(Path(image.get("filepath", "")) / image["filename"]), sentence.get("raw"))
         for image in content["images"]
         if split is None or image["split"] == split
         for sentence in image["sentences"]
@@ -338,6 +448,6 @@ KINDS: Mapping[str, str] = (
     | dict.fromkeys(LINES, "lines")
     | {".json": "json", ".parquet": "arrow", ".arrow": "arrow", ".tar": "tars"}
 )
-FORMATS = {"lines": _lines, "json": _json, "folder": _folder, "arrow": _arrow, "tars": _tars}
+FORMATS = {"lines": _lines, "json": _json, "arrow": _arrow, "tars": _tars}
 SEVERAL = ("folder", "arrow", "tars")
 """Kinds of formats of which several files are one data set."""

@@ -9,10 +9,13 @@ row lacks is counted in pack's findings, and a file that does not parse is one l
 
 from __future__ import annotations
 
+import ast
+import itertools
+import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from glob import glob
@@ -20,15 +23,17 @@ from pathlib import Path
 from typing import Any
 
 from mclclip import advice
-from mclclip.data.shard_scan import Findings
+from mclclip.data.decode import PICTURES
+from mclclip.data.findings import LFS_POINTER, Findings
+from mclclip.data.picture_folders import folder_format, walk
 from mclclip.data.spellings import FILE_URL
 from mclclip.data.table_formats import (
     CAPTION_COLUMNS,
     DELIMITERS,
     FORMATS,
+    IMAGE_COLUMNS,
     KINDS,
     LINES,
-    PICTURES,
     SEVERAL,
     Fields,
     Format,
@@ -37,14 +42,20 @@ from mclclip.data.table_formats import (
     delimiter_of,
     is_stored,
     named,
-    walk,
+    suffix_of,
 )
-from mclclip.files import digest_file, digest_json
+from mclclip.files import Roots, digest_file, digest_json
 
-IMAGE_COLUMNS = ("filepath", "image", "image_path", "path", "file_name", "url")
+log = logging.getLogger("mclclip")
+
 _TABLES = (*DELIMITERS, *LINES, ".json")
 _SHARDED = (".arrow", ".tar", ".parquet")  # the first that a folder has; img2dataset writes two
 _FEW, _SMALL_BYTES = 10_000, 1 << 14
+_NUMBERED = re.compile(rf"({'|'.join(CAPTION_COLUMNS)})[_ -]?\d+")
+_TEXTS_OF_LISTS = ("raw", *CAPTION_COLUMNS)  # fields of a list's structs
+_ITEM = re.compile(r"""\s*('(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")\s*,?""")
+_COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip")
+_TRIED = 20  # rows whose pictures are looked for
 _NUMBER = re.compile(r"[-_.]?\d+(-of-\d+)?$")  # of a file among those of its split
 
 _Ask = Callable[..., ValueError]
@@ -74,7 +85,7 @@ class Table:
     root: Path
     delimiter: str | None
     image_column: str
-    caption_column: str | None
+    caption_columns: tuple[str, ...]
     columns: list[str]
     holds_images: bool
     count: int | None
@@ -91,8 +102,7 @@ class Table:
                 path, data = "", image
             elif is_stored(image):
                 path, data = image.get("path"), image["bytes"]
-            captions = fields.pop(self.caption_column, None) if self.caption_column else []
-            texts = captions if isinstance(captions, list) else [captions]
+            texts = [t for name in self.caption_columns for t in _texts(fields.pop(name, None))]
             yield Row(
                 where,
                 path.strip() if isinstance(path, str) else "",
@@ -107,8 +117,9 @@ def open_table(
     captions: Path | None = None,
     *,
     image_column: str | None = None,
-    caption_column: str | None = None,
+    caption_column: str | Sequence[str] | None = None,
     delimiter: str | None = None,
+    allow_roots: Sequence[Path] = (),
     command: Sequence[str] = (),
 ) -> Table:
     """Opens a data set: ``captions`` with the pictures in the folder ``source``, or ``source``.
@@ -117,49 +128,61 @@ def open_table(
     Parquet or Arrow file, COCO's (Karpathy's, ShareGPT4V's) JSON, tar shards in WebDataset's
     layout, or a folder or pattern (``{0..9}``, ``*``) of several Parquet, Arrow or tar files.
 
+    Names of pictures start from the folder; where no picture lies there, from the first sub-folder
+    that has one. Texts of a folder and linked folders are read below it and ``allow_roots`` alone.
+
     Raises FileNotFoundError where nothing is there, and ValueError where columns or files are
     missing or ambiguous: ``command`` is what the user typed, which the line then completes. Without
     a command the first that fits is taken of several columns, in the order of their common names.
     """
-    if captions is not None:
-        if not source.is_dir():
-            raise FileNotFoundError(f"no folder of images at {source}")
-        if not captions.is_file():
-            raise FileNotFoundError(f"no table of captions at {captions}")
-    path = source if captions is None else captions
+    path = _path(source, captions)
     ask = partial(_complete, command, path)
-    files = _files(path, ask)
+    roots = Roots(source if source.is_dir() else source.parent, *allow_roots)
+    files = _files(path, roots, ask)
+    _refuse_what_is_no_data(files)
     kind = _kind(files[0], delimiter) if files else "folder"
     if kind not in SEVERAL and len(files) > 1:
         raise ask(f"{path} names {len(files)} tables, choose one", files[0])
     if kind == "csv":
         delimiter = delimiter_of(files[0]) if delimiter is None else delimiter
-        if len(delimiter) != 1:
-            raise ValueError(f"delimiter is {delimiter!r}, expected one character")
-        table = csv_format(files[0], delimiter)
+        table = _text_table(files[0], delimiter)
     else:
-        table, delimiter = FORMATS[kind](files or [source]), None
+        table = FORMATS[kind](files) if files else folder_format(source, roots)
+        delimiter = None
     if not table.columns:
         raise ValueError(f"{path} is empty: wanted a line with the names of columns")
     root = source if source.is_dir() else files[0].parent
     first = not command
     images = _image_column(path, root, table, image_column, first, ask)
-    texts = _caption_column(path, table, caption_column, first, ask)
+    texts = _caption_columns(path, table, caption_column, images, first, ask)
+    if files and isinstance(table.columns[images], str):
+        root = _root_of(root, itertools.islice(table.rows(Findings()), _TRIED), images)
     return Table(
         path=path,
         root=root,
         delimiter=delimiter,
         image_column=images,
-        caption_column=texts,
+        caption_columns=texts,
         columns=[*table.columns],
         holds_images=is_stored(table.columns[images]),
         count=table.count,
-        inputs=_inputs(path, files),
+        inputs=_inputs(path, files, roots),
         fields=table.rows,
     )
 
 
 # --- files of a data set -------------------------------------------------------------------------
+
+
+def _path(source: Path, captions: Path | None) -> Path:
+    """What holds the captions; FileNotFoundError where it or its pictures are not there."""
+    if captions is None:
+        return source
+    if not source.is_dir():
+        raise FileNotFoundError(f"no folder of images at {source}")
+    if not captions.is_file():
+        raise FileNotFoundError(f"no table of captions at {captions}")
+    return captions
 
 
 def _complete(command: Sequence[str], path: Path, what: str, *words: object) -> ValueError:
@@ -171,12 +194,12 @@ def _complete(command: Sequence[str], path: Path, what: str, *words: object) -> 
     return ValueError(f"{what}: {advice.again(command, *words, instead=instead)}")
 
 
-def _files(path: Path, ask: _Ask) -> list[Path]:
+def _files(path: Path, roots: Roots, ask: _Ask) -> list[Path]:
     """The files of a data set in order; none for a folder of pictures."""
     if path.is_file():
         return [path]
     if path.is_dir():
-        return _files_of_folder(path, ask)
+        return _files_of_folder(path, roots, ask)
     patterns = [str(path)]
     if "{" in str(path):
         from webdataset.shardlists import expand_urls  # imports torch
@@ -190,17 +213,20 @@ def _files(path: Path, ask: _Ask) -> list[Path]:
     return files
 
 
-def _files_of_folder(folder: Path, ask: _Ask) -> list[Path]:
+def _files_of_folder(folder: Path, roots: Roots, ask: _Ask) -> list[Path]:
     splits = sorted(path.parent for path in folder.glob("*/state.json"))
     if splits:
         names = ", ".join(path.name for path in splits)
         raise ask(f"{folder} holds the splits {names}, choose one", min(splits, key=_not_train))
     found: dict[str, list[Path]] = {}
-    for path in walk(folder):
+    findings = Findings()
+    for path in walk(folder, roots, findings):
         found.setdefault(path.suffix.lower(), []).append(path)
     pictures = [path for suffix in PICTURES for path in found.get(f".{suffix}", [])]
     texts = {*found.get(".txt", [])}
-    if any(picture.with_suffix(".txt") in texts for picture in pictures):
+    if any(
+        beside in texts for p in pictures for beside in (p.with_suffix(".txt"), Path(f"{p}.txt"))
+    ):
         return []
     sharded = next((found[suffix] for suffix in _SHARDED if suffix in found), [])
     tables = [path for suffix in (*_TABLES, ".parquet") for path in found.get(suffix, [])]
@@ -218,7 +244,12 @@ def _files_of_folder(folder: Path, ask: _Ask) -> list[Path]:
         return _one_split(folder, sharded, ask)
     if tables:
         raise ask(f"{folder} holds no pictures, but tables such as {tables[0].name}", tables[0])
-    raise ValueError(f"{folder} holds no pictures ({', '.join(PICTURES)}), no table and no shards")
+    there = [f"{len(paths)} {suffix or 'without a suffix'}" for suffix, paths in found.items()]
+    told = "; ".join([*([f"it has {', '.join(there[:10])}"] if there else []), *findings.lines()])
+    raise ValueError(
+        f"{folder} holds no pictures ({', '.join(PICTURES)}), no table and no shards"
+        f"{f': {told}' if told else ''}"
+    )
 
 
 def _one_split(folder: Path, files: list[Path], ask: _Ask) -> list[Path]:
@@ -236,6 +267,19 @@ def _not_train(split: Path) -> tuple[bool, Path]:
     return "train" not in split.name, split
 
 
+def _refuse_what_is_no_data(files: Sequence[Path]) -> None:
+    """Raises ValueError for compressed files and for pointers of git-lfs."""
+    for path in files:
+        if path.suffix.lower() in _COMPRESSED:
+            raise ValueError(f"{path} is compressed: unpack it first, and give what comes out")
+        with open(path, "rb") as file:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise ValueError(
+                    f"{path} is a pointer of git-lfs, not the file itself: run 'git lfs pull' in "
+                    "its repository"
+                )
+
+
 def _kind(path: Path, delimiter: str | None) -> str:
     if delimiter is not None:
         return "csv"
@@ -243,12 +287,12 @@ def _kind(path: Path, delimiter: str | None) -> str:
     if suffix not in KINDS:
         raise ValueError(
             f"{path} ends in {path.suffix!r}, expected one of {', '.join(KINDS)}: give the "
-            "delimiter where it is a table of text"
+            "delimiter with --delimiter where it is a table of text"
         )
     return KINDS[suffix]
 
 
-def _inputs(path: Path, files: Sequence[Path]) -> dict[str, str]:
+def _inputs(path: Path, files: Sequence[Path], roots: Roots) -> dict[str, str]:
     """What is read, as the ``inputs`` of an artifact: each file by its name; of more than ``_FEW``
     files their number and bytes.
 
@@ -260,7 +304,7 @@ def _inputs(path: Path, files: Sequence[Path]) -> dict[str, str]:
     root = path if path.is_dir() else path.parent
     sizes = {
         os.path.relpath(file, root): file.stat().st_size
-        for file in files or walk(path)
+        for file in files or walk(path, roots, Findings())
         if file.is_file()
     }
     if len(sizes) > _FEW:
@@ -279,6 +323,34 @@ def _inputs(path: Path, files: Sequence[Path]) -> dict[str, str]:
 
 def _is_url(name: str) -> bool:
     return "://" in name and not name.startswith(FILE_URL)
+
+
+def _text_table(path: Path, delimiter: str) -> Format:
+    """A table of text; ValueError where its first line is a row and no header."""
+    if len(delimiter) != 1:
+        raise ValueError(f"delimiter is {delimiter!r}, expected one character")
+    table = csv_format(path, delimiter)
+    if names := [name for name in table.columns if suffix_of(name) in PICTURES]:
+        raise ValueError(
+            f"{path} has no header: its first line names the picture {names[0]!r}, where names of "
+            "columns are wanted. Put a line such as 'filepath,title' before it"
+        )
+    return table
+
+
+def _root_of(root: Path, rows: Iterable[tuple[str, Fields]], column: str) -> Path:
+    """The folder from which names of pictures start: ``root``, or where none of some rows' pictures
+    is there, the first of its sub-folders that has one of them."""
+    names = [str(fields.get(column) or "").strip() for _, fields in rows]
+    names = [name for name in names if name and "\0" not in name]
+    if any((root / name).exists() for name in names):
+        return root
+    for place, folders, _ in os.walk(root):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        if any(Path(place, name).is_file() for name in names if not os.path.isabs(name)):
+            log.info("the pictures are read from %s, where their names start", place)
+            return Path(place)
+    return root
 
 
 def _image_column(
@@ -302,34 +374,64 @@ def _image_column(
             f"{path} has addresses in {addresses[0]!r}: fetch the images first, such as with "
             "img2dataset, and pack its shards"
         )
-    texts = ((name, value) for name, value in table.columns.items() if isinstance(value, str))
+    captions = named(table.columns, CAPTION_COLUMNS)
+    texts = [(name, value) for name, value in table.columns.items() if name not in captions]
+    texts = [(name, value) for name, value in texts if isinstance(value, str)]
     fits = [name for name, value in texts if value and (root / value).is_file()]
-    raise ask(
-        f"{path} has no column of images ({', '.join(IMAGE_COLUMNS)}), it has {[*table.columns]}: "
-        "name it", "--path-column", [*fits, *table.columns, "COLUMN"][0],
-    )  # fmt: skip
+    fits += [name for name, value in texts if suffix_of(value.strip()) in PICTURES]
+    missing = f"{path} has no column of images ({', '.join(IMAGE_COLUMNS)}), it has {_told(table)}"
+    if fits:
+        raise ask(f"{missing}: name it", "--path-column", fits[0])
+    raise ValueError(f"{missing}: name the column of names or of bytes with --path-column")
 
 
-def _caption_column(
-    path: Path, table: Format, given: str | None, first: bool, ask: _Ask
-) -> str | None:
-    if given is not None or table.chosen:
-        return _checked(path, table, given or (table.chosen or ("", ""))[1])
-    found = [
-        name
-        for name in named(table.columns, CAPTION_COLUMNS)
-        if isinstance(table.columns[name], str | list)
+def _told(table: Format) -> str:
+    """The columns of a table, and those that cannot be read with their types."""
+    unread = [f"{name} of type {kind}" for name, kind in table.unread.items()]
+    return f"{[*table.columns]}" + (f", and cannot read {', '.join(unread)}" if unread else "")
+
+
+def _caption_columns(
+    path: Path,
+    table: Format,
+    given: str | Sequence[str] | None,
+    images: str,
+    first: bool,
+    ask: _Ask,
+) -> tuple[str, ...]:
+    given = [given] if isinstance(given, str) else given
+    if given or table.chosen:
+        chosen = given or [(table.chosen or ("", ""))[1]]
+        return tuple(_checked(path, table, name) for name in chosen)
+    texts = [
+        n for n, value in table.columns.items() if isinstance(value, str | list) and n != images
     ]
+    found = named(dict.fromkeys(texts), CAPTION_COLUMNS)
     if len(found) > 1 and not first:
         names = " and ".join(map(repr, found))
         raise ask(f"{path} has captions in {names}, choose one", "--caption-column", found[0])
-    return found[0] if found else None
+    numbered = [n for n in texts if _NUMBERED.fullmatch(n.strip().lower())]
+    if found or numbered:
+        return (found[0],) if found else tuple(numbered)
+    nested = [name for name in texts if name.rpartition(".")[2] in _TEXTS_OF_LISTS]
+    if nested and not first:
+        raise ask(f"{path} has lists of texts in {nested[0]!r}", "--caption-column", nested[0])
+    return tuple(nested[:1])
+
+
+def _texts(value: Any) -> list[Any]:
+    """The captions of a cell: a list, one text, or a list that pandas has written as text."""
+    if isinstance(value, str) and value.strip()[:1] == "[" and value.strip()[-1:] == "]":
+        items = [*_ITEM.finditer(inner := value.strip()[1:-1])]
+        if items and not _ITEM.sub("", inner).strip():
+            return [ast.literal_eval(item[1]) for item in items]
+    return value if isinstance(value, list) else [value]
 
 
 def _checked(path: Path, table: Format, name: str) -> str:
     if name not in table.columns:
         raise ValueError(
-            f"{path} has no column {name!r}, it has {[*table.columns]}: name the columns of image "
+            f"{path} has no column {name!r}, it has {_told(table)}: name the columns of image "
             "path and caption"
         )
     return name

@@ -105,7 +105,7 @@ def test_parallel_equals_serial(tmp_path: Path, shards: Path) -> None:
 def test_what_is_left_out_is_counted_listed_and_logged(
     tmp_path: Path, shards: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make_shard(shards / "04.tar", "0a", "4a")  # 0a is in shard 00 as well
+    make_shard(shards / "04.tar", "0a", "4a")  # 0a is in shard 00 as well, with the same bytes
     cut = make_shard(shards / "05.tar", "5a", "5b")
     cut.write_bytes(cut.read_bytes()[: 512 * 5 + 3])  # within 5b's image
     (shards / "06.tar").write_bytes(b"")
@@ -114,15 +114,15 @@ def test_what_is_left_out_is_counted_listed_and_logged(
     assert all_keys(found)[-2:] == ["s/4a", "s/5a"]
     findings = read_manifest(found.directory, KIND).counts["findings"]
     assert {reason: entry["count"] for reason, entry in findings.items()} == {
-        "duplicate_key": 1,
+        "copied_sample": 1,
         "truncated_shard": 1,
         "unreadable_shard": 1,
     }
-    assert findings["duplicate_key"]["examples"] == ["s/0a"]
+    assert findings["copied_sample"]["examples"] == ["s/0a"]
     assert findings["truncated_shard"]["examples"] == [str(cut)]
     assert [(s.start, s.stop) for s in found.shards][-3:] == [(8, 9), (9, 10), (10, 10)]
     assert "10 samples with 10 captions in 7 shards" in caplog.text
-    assert "1 samples whose key came before in their source" in caplog.text
+    assert "(copied_sample), e.g. s/0a" in caplog.text
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -364,7 +364,7 @@ def test_new_shards_are_appended_and_ids_stay(tmp_path: Path, shards: Path) -> N
     assert [Path(s.path).name for s in second.shards[4:]] == ["0.tar", "00-earlier.tar"]
     findings = read_manifest(second.directory, KIND).counts["findings"]
     assert {r: e["count"] for r, e in findings.items()} == {
-        "duplicate_key": 1,
+        "copied_sample": 1,
         "truncated_shard": 1,
     }
     # The index that was open still reads its own rows.
@@ -449,3 +449,44 @@ def test_appending_rows_equals_indexing_in_that_order(tmp_path: Path, shards: Pa
     assert (grown.directory / "samples.arrow").read_bytes() == (
         whole.directory / "samples.arrow"
     ).read_bytes()
+
+
+# --- keys that start again ----------------------------------------------------------------------
+
+
+def numbered(path: Path, number: int, name: str = "") -> Path:
+    """A shard of samples 0 and 1, whose keys every shard has."""
+    members = [(f"{n}.jpg", f"{number} {n} {name}".encode()) for n in range(2)]
+    members += [(f"{n}.txt", f"caption {number} {n} {name}".encode()) for n in range(2)]
+    return write_tar(path, members)
+
+
+def test_keys_that_start_again_in_every_shard_get_its_name(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"part{number % 2}").mkdir(exist_ok=True)
+        numbered(tmp_path / f"part{number % 2}" / f"{number}.tar", number)
+    make_shard(tmp_path / "t.tar", "0a", "0b")
+    sources = {"s": f"{tmp_path}/part*/*.tar", "t": f"{tmp_path}/t.tar"}
+    found = run(tmp_path / "run", **sources)
+    names = ("part0/0", "part0/2", "part1/1")
+    assert all_keys(found) == [*(f"s/{name}/{n}" for name in names for n in "01"), "t/0a", "t/0b"]
+    assert read_manifest(found.directory, KIND).counts["findings"] == {}
+    assert found.ids_of(["s/part1/1/1"]).tolist() == [5]
+    # A shard that comes later, whose keys were there before, too.
+    numbered(tmp_path / "part1" / "3.tar", 3)
+    assert len(run(tmp_path / "run", **sources)) == 10
+
+
+def test_new_shards_of_known_keys_lose_nothing(tmp_path: Path) -> None:
+    numbered(tmp_path / "0.tar", 0)
+    first = all_keys(run(tmp_path / "run", s=f"{tmp_path}/*.tar"))
+    numbered(tmp_path / "1.tar", 1)
+    assert all_keys(run(tmp_path / "run", s=f"{tmp_path}/*.tar")) == [*first, "s/1/0", "s/1/1"]
+
+
+def test_members_of_one_name_are_refused_above_a_share(tmp_path: Path) -> None:
+    members = [(f"a.{kind}", f"{n}".encode()) for n in range(3) for kind in ("jpg", "txt")]
+    write_tar(tmp_path / "0.tar", members)
+    with pytest.raises(ValueError, match="duplicate_key.*max_bad_fraction"):
+        run(tmp_path / "run", s=f"{tmp_path}/0.tar")
+    assert len(run(tmp_path / "run", s=f"{tmp_path}/0.tar", bad=0.9)) == 1

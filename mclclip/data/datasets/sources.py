@@ -13,15 +13,15 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode_image
-from mclclip.data.shard_scan import ARRAY_EXTENSION, IMAGE_EXTENSIONS
+from mclclip.data.decode import IMAGE_EXTENSIONS, MAX_IMAGE_PIXELS, DecodeError, decode_image
+from mclclip.data.shard_scan import ARRAY_EXTENSION
 from mclclip.data.shard_writer import PackedSample
 
 T = TypeVar("T")
 Pixels = npt.NDArray[np.uint8]
 Splits = dict[str, Iterable[PackedSample]]
 # Image files that are read. Formats that shards cannot hold are decoded and stored as PNG.
-SUFFIXES = (*IMAGE_EXTENSIONS, "bmp", "gif", "tif", "tiff")
+SUFFIXES = IMAGE_EXTENSIONS
 # Sources that torchvision can fetch, and its name for them.
 _DOWNLOADERS = {"cifar10": "CIFAR10", "mnist": "MNIST", "stl10": "STL10", "celeba": "CelebA"}
 

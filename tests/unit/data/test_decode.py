@@ -13,7 +13,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode_image, decode_pixels
+from mclclip.data.decode import (
+    MAX_IMAGE_PIXELS,
+    DecodeError,
+    decode_image,
+    decode_pixels,
+    peculiarity,
+)
 
 LIMIT = 10_000_000
 
@@ -67,20 +73,45 @@ def test_cmyk_of_adobe_is_stored_inverted_and_comes_out_right() -> None:
     assert red[0] > 245 and red[1] < 10 and red[2] < 10
 
 
-def test_palette_and_its_transparency_follow_plain_conversion() -> None:
+def laid_on_white(image: Image.Image) -> np.ndarray:
+    """By the definition: alpha times the colour, and the rest white."""
+    layers = np.asarray(image.convert("RGBA")).astype(np.float64)
+    alpha = layers[..., 3:] / 255
+    return layers[..., :3] * alpha + 255 * (1 - alpha)
+
+
+def test_palettes_are_laid_on_white_where_they_are_transparent() -> None:
     image = pattern().quantize(16)
-    for options in ({}, {"transparency": 3}, {"transparency": bytes(range(0, 160, 10))}):
-        data = encode(image, "PNG", **options)
-        assert np.array_equal(pixels(data), np.asarray(image.convert("RGB")))
+    assert np.array_equal(pixels(encode(image, "PNG")), np.asarray(image.convert("RGB")))
+    for transparency in (3, bytes(range(0, 160, 10))):
+        data = encode(image, "PNG", transparency=transparency)
+        reference = laid_on_white(Image.open(io.BytesIO(data)))
+        assert np.abs(pixels(data) - reference).max() <= 1
+        assert peculiarity(data, MAX_IMAGE_PIXELS) == "transparent"
 
 
-@pytest.mark.parametrize("mode", ["RGBA", "LA", "L", "1"])
-def test_alpha_is_dropped_not_composited(mode: str) -> None:
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+@pytest.mark.parametrize("alpha", [0, 7, 200, 255])
+def test_transparent_pictures_are_laid_on_white_and_opaque_ones_converted(
+    mode: str, alpha: int
+) -> None:
     image = pattern().convert(mode)
-    if mode in ("RGBA", "LA"):
-        image.putalpha(7)
-    reference = np.asarray(image.convert("RGB"))
-    assert np.array_equal(pixels(encode(image, "PNG")), reference)
+    image.putalpha(alpha)
+    data, opaque = encode(image, "PNG"), alpha == 255
+    assert np.abs(pixels(data) - laid_on_white(image)).max() <= 1
+    assert (peculiarity(data, MAX_IMAGE_PIXELS) is None) == opaque
+    if opaque:
+        assert np.array_equal(pixels(data), np.asarray(image.convert("RGB")))
+    black = np.asarray(decode_image(data, MAX_IMAGE_PIXELS, "black"))
+    assert np.array_equal(black, decode_pixels(data, MAX_IMAGE_PIXELS, "black"))
+    assert np.array_equal(black, pixels(data)) == opaque
+
+
+def test_pictures_of_16_bits_that_use_ten_are_told() -> None:
+    values = np.arange(24 * 40, dtype=np.uint16).reshape(24, 40)
+    assert peculiarity(encode(Image.fromarray(values), "PNG"), MAX_IMAGE_PIXELS) == "narrow_range"
+    assert peculiarity(encode(Image.fromarray(values * 64), "PNG"), MAX_IMAGE_PIXELS) is None
+    assert peculiarity(b"no picture", MAX_IMAGE_PIXELS) is None
 
 
 @pytest.mark.parametrize("format", ["PNG", "TIFF"])

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from mclclip.data.findings import Findings
 from mclclip.data.index_tables import (
     SHARDS,
     Shard,
@@ -18,7 +19,7 @@ from mclclip.data.index_tables import (
     write_tables,
 )
 from mclclip.data.sample_index import BAD_SAMPLES, KIND, SampleIndex
-from mclclip.data.shard_scan import ROW, Findings
+from mclclip.data.shard_scan import ROW, TEXT_CRC
 from mclclip.files import digest_keys
 from mclclip.run.artifacts import Artifact
 
@@ -28,11 +29,13 @@ def rows(*keys: str, captions: int = 1) -> pa.RecordBatch:
     fields = [(key, 512 * len(key), 5, 7, 9, captions) for key in keys]
     columns: Any = list(zip(*fields, strict=True)) or [[] for _ in ROW]
     arrays = [pa.array(c, f.type) for c, f in zip(columns, ROW, strict=True)]
-    return pa.RecordBatch.from_arrays(arrays, schema=ROW)
+    arrays.append(pa.array([7] * len(keys), pa.uint32()))
+    schema = ROW.append(pa.field(TEXT_CRC, pa.uint32()))
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 def build(directory: Path, *shards: pa.RecordBatch) -> SampleIndex:
-    table = join_rows(None, 0, list(shards), Findings())
+    table = join_rows(None, 0, list(shards), Findings(), [f"{n}.tar" for n in range(len(shards))])
     stops = np.cumsum([len(shard) for shard in shards]).tolist()
     placed = [
         Shard(f"/data/{number}.tar", "s", "txt", start, stop, 10)
@@ -128,11 +131,11 @@ def test_repeated_keys_against_a_set(monkeypatch: pytest.MonkeyPatch, collide: b
     rng = np.random.default_rng(0)
     shards = [rows(*(f"s/{n}" for n in rng.integers(0, 60, 25))) for _ in range(8)]
     findings = Findings()
-    table = join_rows(None, 0, list(shards), findings)
+    table = join_rows(None, 0, list(shards), findings, [f"{n}.tar" for n in range(len(shards))])
     ordered = [key for shard in shards for key in shard["key"].to_pylist()]
     unique = list(dict.fromkeys(ordered))
     assert table["key"].to_pylist() == unique
-    assert findings.to_json()["duplicate_key"]["count"] == len(ordered) - len(unique)
+    assert findings.to_json()["copied_sample"]["count"] == len(ordered) - len(unique)
 
 
 # --- bad samples ------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from PIL import Image
 
 from mclclip.data import samples as samples_module
 from mclclip.data.decode import decode_image
+from mclclip.data.findings import Findings
 from mclclip.data.index_tables import Shard, join_rows, write_tables
 from mclclip.data.locations import TextFeatures
 from mclclip.data.options import DataConfig
@@ -24,7 +25,7 @@ from mclclip.data.remote import StoredFile
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSample, RawSample, Sample, TarDataset
 from mclclip.data.shard_reader import ShardReader
-from mclclip.data.shard_scan import Findings, scan_shard
+from mclclip.data.shard_scan import scan_shard
 from mclclip.data.shard_writer import PackedSample, write_shards
 from tests.tars import write_tar
 
@@ -60,7 +61,11 @@ def build_index(
         Shard(str(path), "test", captions, stop - len(rows), stop, path.stat().st_size)
         for path, rows, stop in zip(paths, scans, stops, strict=True)
     ]
-    digest = write_tables(directory, join_rows(None, 0, list(scans), Findings()), shards)
+    digest = write_tables(
+        directory,
+        join_rows(None, 0, list(scans), Findings(), [f"{n}.tar" for n in range(len(scans))]),
+        shards,
+    )
     return SampleIndex(directory, digest)
 
 
@@ -176,11 +181,13 @@ def test_captions_from_json_list_json_string_and_txt(tmp_path: Path) -> None:
         dataset[8]
 
 
-def test_damaged_utf8_is_replaced_and_captions_are_stripped(tmp_path: Path) -> None:
+def test_captions_are_stripped_and_read_by_their_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "00000.tar"
-    write_tar(path, [("a.png", png(1)), ("a.txt", b"  caf\xe9 \n")])
+    texts = [" caf\u00e9 \n".encode("utf-16"), b" caf\xc3\xa9", b"caf\xe9"]
+    members = [(f"{n}.txt", text) for n, text in enumerate(texts)]
+    write_tar(path, [*members, *((f"{n}.png", png(n)) for n in range(3))])
     dataset = TarDataset(build_index(tmp_path / "index", [path], "txt"), transform=None, **IMAGES)
-    assert dataset.captions_of([0])[0] == ["caf\ufffd"]
+    assert dataset.captions_of([0, 1, 2]) == [["caf\u00e9"], ["caf\u00e9"], []]
 
 
 def test_bad_samples_are_returned_with_their_reason(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_keys_that_no_reader_would_find(tmp_path: Path, key: str) -> None:
         write_shards([sample(1, key=key)], tmp_path, 2)
 
 
-@pytest.mark.parametrize("extension", ["gif", "JPG", ".jpg", ""])
+@pytest.mark.parametrize("extension", ["heic", "JPG", ".jpg", ""])
 def test_extensions_that_are_not_read(tmp_path: Path, extension: str) -> None:
     with pytest.raises(ValueError, match="extension"):
         write_shards([sample(1, extension=extension)], tmp_path, 2)

@@ -175,11 +175,13 @@ def test_texts_beside_pictures(tmp_path: Path, photos: Path) -> None:
     for name, texts in TEXTS.items():
         (photos / name).with_suffix(".txt").write_text(f" {texts[0]}\n", encoding="utf-8-sig")
     (photos / "none.jpg").write_bytes((photos / "b.png").read_bytes())
-    (photos / "old.gif").write_bytes(b"GIF89a")
+    (photos / "old.heic").write_bytes(b"\0\0\0\x18ftypheic")
     (photos / "._a.jpg").write_bytes(b"of another system")
     counts = pack(photos, tmp_path / "out").counts
     findings = {reason: entry["examples"] for reason, entry in counts["findings"].items()}
-    assert findings == {"no_caption": ["none.jpg"], "unsupported_extension": ["old.gif"]}
+    assert findings == {
+        "no_caption": ["none.jpg"], "unsupported_extension": ["old.heic"], "hidden": ["._a.jpg"],
+    }  # fmt: skip
     assert counts["samples"] == 4 and counts["captions"] == 3
     (photos / "sub" / "a.txt").write_text("another caption")
     with pytest.raises(ValueError, match=r"inputs\.table was"):
@@ -198,7 +200,7 @@ def test_a_text_beside_a_picture_is_not_read_through_a_link(tmp_path: Path, phot
 
 def test_what_rows_lack_is_counted(tmp_path: Path, photos: Path) -> None:
     good = (photos / "b.png").read_bytes()
-    images = [good, None, b"", b"GIF89a of old", good[:-1], good[:-2]]
+    images = [good, None, b"", b"<svg> of old", good[:-1], good[:-2]]
     table = pa.table({"image": images, "text": ["a", "b", "c", "d", " ", None]})
     counts = pack(parquet(tmp_path / "t.parquet", table), tmp_path / "out").counts
     assert {r: e["count"] for r, e in counts["findings"].items()} == {

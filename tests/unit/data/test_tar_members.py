@@ -17,8 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from mclclip.data.findings import MAX_EXAMPLES, REASONS
 from mclclip.data.remote import StoredFile
-from mclclip.data.shard_scan import MAX_EXAMPLES, REASONS, scan_shard
+from mclclip.data.shard_scan import scan_shard
 from mclclip.data.tar_members import Member, TarFault, read_members
 from tests.benchmarks import memory
 from tests.hostile_tars import (

@@ -19,6 +19,7 @@ from mclclip.eval.prompts import find_templates
 from mclclip.eval.protocols import zeroshot
 from mclclip.models.encoder import Encoder
 from mclclip.models.loading import load_towers
+from tests.tars import write_tar
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny_vit.json"
 
@@ -274,3 +275,29 @@ def test_many_numbers_are_not_all_named(
     run(planted("perfect", 100), tmp_path)
     (line,) = [record.getMessage() for record in caplog.records]
     assert "100 of 100 class names" in line and "(000, 001, 002" in line and len(line) < 250
+
+
+def test_shards_of_classes_are_the_folders_of_classes(
+    folders: Path, tmp_path: Path, planted: Any
+) -> None:
+    """Pictures with their ``.cls`` in tars, the names beside them, as the Hub's wds_* sets are."""
+    members = []
+    for number, path in enumerate(sorted(folders.glob("*/*.png"))):
+        label = path.parent.name.removeprefix("class_")
+        members += [(f"{number}.png", path.read_bytes()), (f"{number}.cls", label.encode())]
+    (tmp_path / "wds" / "test").mkdir(parents=True)
+    write_tar(tmp_path / "wds" / "test" / "0.tar", members[:6])
+    shard = write_tar(tmp_path / "wds" / "test" / "1.tar", members[6:])
+    names = "".join(f"class_{label}\n" for label in range(7))
+    (tmp_path / "wds" / "classnames.txt").write_text(names)
+    encoder = planted("perfect", 7)
+    encoder.image_table[6] = encoder.image_table[0]
+    wanted = run(encoder, folders)
+    for root in (tmp_path / "wds", tmp_path / "wds" / "test"):
+        figures = run(encoder, root)
+        assert {name: f.value for name, f in figures.items()} == {
+            name: f.value for name, f in wanted.items()
+        }
+    write_tar(shard, members[6:-1])
+    with pytest.raises(ValueError, match="no_label"):
+        run(encoder, tmp_path / "wds" / "test")

@@ -1,0 +1,135 @@
+"""Counts of everything that a reader of other people's data does not read, or reads in part.
+
+Every file, member, row and entry is either read or counted here under a reason. The table `REASONS`
+has all of them; `pack`, `index`, `finetune`, `doctor --data` and class folders of `eval` count by
+it, log one line for each reason, and keep the counts in their manifests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MAX_EXAMPLES = 20
+
+REASONS = {
+    # of shards
+    "no_image": "samples without an image, left out",
+    "no_caption": "samples without a caption, kept: what needs captions leaves them out",
+    "no_field": "samples without one of the fields of captions: the others are drawn from",
+    "zero_byte_image": "images of zero bytes, left out",
+    "zero_byte_caption": "samples with a caption file of zero bytes, kept as without a caption",
+    "no_attribute": "samples without a value of an attribute, kept: classes of it leave them out",
+    "subset": "samples that the subset lacks, left out",
+    "where": "samples that do not meet a condition, left out",
+    "no_value": "samples without a value of a condition's column, left out",
+    "no_metadata": "samples without a row in their shard's parquet or without a uid, left out",
+    "large_image": "samples with an image of more than 1 GiB, left out",
+    "large_caption": "samples with a caption file of more than 16 MiB, kept as without a caption",
+    "bad_json": "samples whose .json does not parse, kept as without a caption",
+    "bad_text": "captions that are not UTF-8, kept as without a caption: save them as UTF-8",
+    "duplicate_key": "samples whose key came before in their source, left out",
+    "copied_sample": "samples of equal key, sizes and caption as an earlier one, left out",
+    "no_label": "samples without a class (.cls), left out",
+    "several_images": "samples with several images, of which the first is used",
+    "several_lines": "texts (nearly all) of one number of lines are read as one caption: where "
+    "each line is a caption, set captions to lines (of an evaluation shard_captions)",
+    "bad_name": "tar members whose name gives no key, left out",
+    "other_member": "tar members that are neither pictures nor captions, left out",
+    "sparse_member": "tar members stored without their holes (tar --sparse), left out",
+    "truncated_shard": "shards cut short: what comes before the cut is used",
+    "damaged_shard": "shards with a broken header: what comes before it is used",
+    "data_after_end": "shards with data after their end mark (joined tars?), which is not read",
+    "unreadable_shard": "shards that are no tar files, left out",
+    "empty_shard": "shards without members",
+    "lfs_pointer": "pointers of git-lfs in the place of files, left out: run 'git lfs pull' in "
+    "their repository",
+    "lfs_shard": "shards that are pointers of git-lfs, left out: run 'git lfs pull' in their "
+    "repository",
+    # of folders and tables
+    "no_path": "rows or entries without an image, left out",
+    "empty_caption": "empty captions (such as nan, None, null and []), which do not count",
+    "outside_folder": "files that lie neither below the folder of the data nor below one of "
+    "--allow-root, with all links followed, left out",
+    "linked_folder": "linked folders that lead out of the folder of the data, left out: name what "
+    "they lead to with --allow-root",
+    "missing_image": "images that are not in the folder, left out",
+    "unsupported_extension": "images of kinds that Pillow does not read here, left out: convert "
+    "them, such as to JPEG",
+    "other_file": "files that are neither pictures nor texts beside pictures, left out",
+    "hidden": "hidden files and folders (their name begins with a dot), left out",
+    "lone_text": "texts without a picture of their name beside them, left out",
+    "no_class": "pictures that lie in no folder of a class, left out",
+    "sub_folder": "folders within the folder of a class, left out",
+    "open_quote": "lines within a quotation mark that is never closed, read as rows of their own: "
+    "a quotation mark within a caption is doubled",
+    "extra_cells": "rows with more cells than the header, of which the rest is not read: put "
+    "captions that hold the delimiter in quotation marks",
+    "no_caption_held_out": "images without any caption in a held-out share, left out",
+    "transparent": "pictures with transparency, which are laid on white",
+    "narrow_range": "pictures of 16 bits whose values use less than a tenth of the range, which "
+    "are nearly black as 8 bits: stretch them before",
+}
+# Of these, those of a source's filter, and those of shards as a whole.
+LEFT_OUT = ("subset", "where", "no_value", "no_metadata")
+UNREADABLE = ("truncated_shard", "damaged_shard", "unreadable_shard", "lfs_shard")
+
+NO_TEXTS = frozenset({"nan", "none", "null", "<na>", "[]"})
+"""Words, in lower case, that pandas and others write where there is no caption."""
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""Begins a file that git-lfs left in the place of the real one."""
+
+
+class Findings:
+    """Samples left out and other unusual finds: a count and up to 20 examples by reason."""
+
+    def __init__(self, counts: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        self._found = {
+            reason: (int(entry["count"]), list(entry["examples"]))
+            for reason, entry in (counts or {}).items()
+        }
+
+    def add(self, reason: str, *examples: str, count: int | None = None) -> None:
+        """Counts ``count`` cases (default: one per example given)."""
+        number = len(examples) if count is None else count
+        if number:
+            total, kept = self._found.setdefault(reason, (0, []))
+            kept.extend(examples[: MAX_EXAMPLES - len(kept)])
+            self._found[reason] = (total + number, kept)
+
+    def merge(self, other: Findings) -> None:
+        """Adds the counts of ``other``; the earlier examples are kept."""
+        for reason, (total, examples) in other._found.items():
+            self.add(reason, *examples, count=total)
+
+    def only(self, reasons: Sequence[str]) -> Findings:
+        """The finds of these reasons, ``REASON:NAME`` too."""
+        found = self.to_json().items()
+        return Findings({r: entry for r, entry in found if r.partition(":")[0] in reasons})
+
+    def settle_lines(self, num_texts: int) -> None:
+        """Keeps the count of texts with several lines where nearly all of ``num_texts`` have the
+        same number of lines, which are then captions of their own; drops it elsewhere."""
+        for reason in [r for r in self._found if r.startswith("several_lines:")]:
+            if self._found[reason][0] < max(0.95 * num_texts, 10):
+                del self._found[reason]
+
+    def without(self, reasons: Sequence[str]) -> Findings:
+        """The finds of all other reasons."""
+        return self.only([r for r in REASONS if r not in reasons])
+
+    def total(self) -> int:
+        """The number of finds of all reasons."""
+        return sum(count for count, _ in self._found.values())
+
+    def to_json(self) -> dict[str, dict[str, Any]]:
+        """``{reason: {count, examples}}``, as manifests keep it."""
+        return {r: {"count": n, "examples": e} for r, (n, e) in sorted(self._found.items())}
+
+    def lines(self) -> list[str]:
+        """One line per reason, with its text from `REASONS` (``REASON:NAME`` has REASON's)."""
+        return [
+            f"{n} {REASONS.get(r.partition(':')[0], r)} ({r}), e.g. {', '.join(e[:3])}"
+            for r, (n, e) in sorted(self._found.items())
+        ]

@@ -1,0 +1,84 @@
+"""A folder of pictures with texts beside them, as one kind of table.
+
+Every file in it is a picture, the text of one, or counted; so is what is hidden or a link.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from mclclip.data.decode import PICTURES
+from mclclip.data.findings import Findings
+from mclclip.data.shard_scan import MAX_TEXT_BYTES, TextFault, parse_captions
+from mclclip.data.table_formats import Format, Rows, suffix_of
+from mclclip.files import Roots, read_bounded
+
+
+def walk(folder: Path, roots: Roots, findings: Findings) -> Iterator[Path]:
+    """The files at or below a folder in order, and those of linked folders that lie below
+    ``roots``; other linked folders and what is hidden are counted."""
+    base = os.path.realpath(folder)
+    inside, seen = Roots(Path(base)), {base}
+
+    def enters(path: Path) -> bool:
+        if not path.is_symlink() or inside.real_path(path) is not None:
+            return not path.is_symlink()  # a link within the folder leads to files that are read
+        real = roots.real_path(path)
+        if real is None:
+            findings.add("linked_folder", os.path.relpath(path, folder))
+        elif str(real) not in seen:
+            seen.add(str(real))
+            return True
+        return False
+
+    for place, folders, names in os.walk(folder, followlinks=True):
+        hidden = [name for name in (*folders, *names) if name.startswith(".")]
+        findings.add("hidden", *(os.path.relpath(Path(place, name), folder) for name in hidden))
+        folders[:] = [n for n in sorted(folders) if n[0] != "." and enters(Path(place, n))]
+        yield from (Path(place, name) for name in sorted(names) if name[0] != ".")
+
+
+def folder_format(folder: Path, roots: Roots) -> Format:
+    """The pictures of a folder, each with the text of its name beside it, ``a.txt`` or
+    ``a.jpg.txt``; every other file is counted."""
+
+    def rows(findings: Findings) -> Rows:
+        files = walk(folder, roots, findings)
+        for _, beside in itertools.groupby(files, key=lambda path: path.parent):
+            yield from rows_of_folder([*beside], findings)
+
+    def rows_of_folder(files: Sequence[Path], findings: Findings) -> Rows:
+        texts = {path.stem: path for path in files if suffix_of(path) == "txt"}
+        read = set()
+        for path in files:
+            name = os.path.relpath(path, folder)
+            if suffix_of(path) in PICTURES:
+                key = path.stem if path.stem in texts else path.name
+                read.add(key)
+                captions = _text_beside(texts.get(key), roots, name, findings)
+                yield name, {"file_name": name, "text": captions}
+            elif suffix_of(path) != "txt":
+                findings.add("other_file", name)
+        for key in texts.keys() - read:
+            findings.add("lone_text", os.path.relpath(texts[key], folder))
+
+    return Format({"file_name": "", "text": ""}, rows, chosen=("file_name", "text"))
+
+
+def _text_beside(text: Path | None, roots: Roots, name: str, findings: Findings) -> list[str]:
+    """The caption in the text beside the picture ``name``."""
+    if text is None:
+        return []
+    real = roots.real_path(text)
+    try:
+        if real is not None:
+            return parse_captions(read_bounded(real, MAX_TEXT_BYTES), "txt")
+        findings.add("outside_folder", f"the text of {name}")
+    except TextFault as fault:
+        findings.add(fault.reason, f"the text of {name}")
+    except OSError:
+        findings.add("missing_image", f"the text of {name}")
+    return []
