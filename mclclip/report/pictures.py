@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -242,7 +243,8 @@ def _exchanged(
     ]
     rows = {"won": np.flatnonzero(gained > 0).tolist(), "lost": np.flatnonzero(gained < 0).tolist()}
     won, lost = (Counter(kinds[n] for n in each) for each in rows.values())
-    most = round(charts.round_ends(0, max([*won.values(), *lost.values(), 1]))[1] + 0.4)
+    largest = max([*won.values(), *lost.values(), 1])
+    most = math.ceil(charts.round_ends(-largest, largest)[1])
     types = [
         (kind, won[kind], lost[kind], count, charts.balance(won[kind], lost[kind], most))
         for kind, count in Counter(kinds).items()
