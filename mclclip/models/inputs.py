@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,15 +25,12 @@ _WANTED = (
 )
 
 
-def pictures_of(images: Picture | Sequence[Picture]) -> list[Picture]:
-    """The pictures of a call: one alone, or several; an array [N, H, W, 3] is N of them."""
-    is_array = isinstance(images, np.ndarray)
-    if isinstance(images, str | Path | Image.Image | bytes | bytearray) or hasattr(images, "read"):
-        return [images]  # type: ignore[list-item]
-    if is_array and images.ndim < 4:
-        return [images]
+def pictures_of(images: Any) -> list[Picture]:
+    """The pictures of a call: a `Picture` alone, or several; an array [N, H, W, 3] is N of them."""
+    is_alone = isinstance(images, str | Path | Image.Image | bytes | bytearray)
+    is_alone |= hasattr(images, "read") or (isinstance(images, np.ndarray) and images.ndim < 4)
     try:
-        return [*images]  # type: ignore[arg-type]
+        return [images] if is_alone else [*images]
     except TypeError:
         raise ValueError(f"a picture is {_kind(images)}: {_WANTED}") from None
 
