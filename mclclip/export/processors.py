@@ -69,11 +69,11 @@ def write_image_processors(out: Path, settings: Mapping[str, Any], kind: str) ->
     files.write_json(exact / transformers_folder.PREPROCESSOR, record)
 
 
-def own_processor(out: Path) -> Any:
+def own_processor(out: Path | str) -> Any:
     """The image processor of open_clip's pixels with the settings of an export: the class of this
     package, never the file in the folder."""
     cls = import_module(f"mclclip.export.{_PROCESSOR}").OpenClipImageProcessor
-    return cls.from_pretrained(str(out / EXACT))
+    return cls.from_pretrained(str(Path(out) / EXACT))
 
 
 # --- texts -------------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ _SIZES = {"base": "B", "large": "L", "huge": "H", "so400m": "SO400M", "giant-opt
 def _twin(name: str) -> str | None:
     """open_clip's name of the model that transformers (``openai/clip-vit-base-patch32``), a
     repository of the hub, or letters of another case call ``name``; None where there is none."""
-    models = {model.lower(): model for model in open_clip.list_models()}
+    models: dict[str, str] = {model.lower(): model for model in open_clip.list_models()}
     if same := models.get(name.replace("/", "-").lower()):
         return same
     if parts := _TWINS.fullmatch(name):

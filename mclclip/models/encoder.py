@@ -147,11 +147,11 @@ class Encoder(nn.Module):
     def encode_image(self, images: Tensor) -> Tensor: ...
     @overload
     def encode_image(
-        self, images: Picture | Sequence[Picture], batch_size: int = 64
+        self, images: Picture | Sequence[Picture | Tensor], batch_size: int = 64
     ) -> NDArray[np.float32]: ...
     @torch.no_grad()
     def encode_image(
-        self, images: Tensor | Picture | Sequence[Picture], batch_size: int = 64
+        self, images: Tensor | Picture | Sequence[Picture | Tensor], batch_size: int = 64
     ) -> Tensor | NDArray[np.float32]:
         """[B, 3, H, W] -> unit [B, E]; n pictures, `batch_size` at a time -> unit [n, E] of numpy.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,9 +15,9 @@ from torch import Tensor
 from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode_image
 from mclclip.options import brief
 
-Picture = str | Path | Image.Image | NDArray[np.uint8] | bytes | BinaryIO | Tensor
-"""A picture: its path, Pillow's image, an array uint8 [H, W, 3], the bytes or the open file of an
-encoded picture, or a tensor [C, H, W] that is already transformed (`preprocess_val`)."""
+Picture = str | Path | Image.Image | NDArray[np.uint8] | bytes | BinaryIO
+"""A picture: its path, Pillow's image, an array uint8 [H, W, 3], or the bytes or the open file of
+an encoded picture. A list may also hold tensors [C, H, W] that `preprocess_val` made."""
 
 _WANTED = (
     "wanted paths, PIL images, arrays uint8 [H, W, 3], bytes or files of pictures, or tensors "
@@ -25,20 +25,17 @@ _WANTED = (
 )
 
 
-def pictures_of(images: Picture | Sequence[Picture]) -> list[Picture]:
-    """The pictures of a call: one alone, or several; an array [N, H, W, 3] is N of them."""
-    is_array = isinstance(images, np.ndarray)
-    if isinstance(images, str | Path | Image.Image | bytes | bytearray) or hasattr(images, "read"):
-        return [images]  # type: ignore[list-item]
-    if is_array and images.ndim < 4:
-        return [images]
+def pictures_of(images: Any) -> list[Picture | Tensor]:
+    """The pictures of a call: a `Picture` alone, or several; an array [N, H, W, 3] is N of them."""
+    is_alone = isinstance(images, str | Path | Image.Image | bytes | bytearray)
+    is_alone |= hasattr(images, "read") or (isinstance(images, np.ndarray) and images.ndim < 4)
     try:
-        return [*images]  # type: ignore[arg-type]
+        return [images] if is_alone else [*images]
     except TypeError:
         raise ValueError(f"a picture is {_kind(images)}: {_WANTED}") from None
 
 
-def transformed(picture: Picture, transform: Callable[[Any], Tensor]) -> Tensor:
+def transformed(picture: Picture | Tensor, transform: Callable[[Any], Tensor]) -> Tensor:
     """The picture as [C, H, W], as evaluation sees it.
 
     Raises FileNotFoundError for a path that leads nowhere, and ValueError for what is no picture.

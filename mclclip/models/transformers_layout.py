@@ -290,10 +290,8 @@ def split_pool(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     parts = dict(tensors)
     for kind in ("weight", "bias"):
         if (joined := parts.pop(f"{_POOL}_{kind}", None)) is not None and len(joined) % 3 == 0:
-            width = len(joined) // 3
-            parts[f"{_POOL}.q.{kind}"], parts[f"{_POOL}.kv.{kind}"] = joined.split(
-                [width, 2 * width]
-            )
+            query, key, value = joined.chunk(3)
+            parts[f"{_POOL}.q.{kind}"], parts[f"{_POOL}.kv.{kind}"] = query, torch.cat([key, value])
     return parts
 
 

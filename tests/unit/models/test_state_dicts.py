@@ -13,6 +13,7 @@ from torch import Tensor
 
 import mclclip
 import mclclip.torchvision_fix  # noqa: F401
+from mclclip.models import transformers_layout
 from mclclip.models.loading import load_towers
 
 CONFIG: dict[str, Any] = {
@@ -165,3 +166,8 @@ def test_a_model_config_that_is_shipped_is_known_by_its_name(tmp_path: Path) -> 
     assert encoder.embed_dim == 64
     (tmp_path / "tiny.json").write_text(json.dumps(CONFIG))
     assert mclclip.load_model(f"{tmp_path / 'tiny.json'}@random").embed_dim == 8
+
+
+def test_the_small_vit_that_is_shipped_is_held_by_transformers() -> None:
+    model = mclclip.load_model("tiny_vit@random").stages[0]
+    assert transformers_layout.clip(model)[0]["model_type"] == "clip"

@@ -20,7 +20,7 @@ from mclclip.eval.protocols import retrieval
 from mclclip.eval.run import identity_of
 from mclclip.export import convert
 from mclclip.models.encoder import split_name
-from mclclip.models.loading import load_towers
+from mclclip.models.loading import load_towers, refuse_without_weights
 from mclclip.models.towers import pair
 from tests.unit.export.conftest import narrow_siglip  # noqa: F401
 from tests.unit.export.models import joined, source_of
@@ -323,3 +323,10 @@ def test_a_folder_named_without_its_prefix_and_a_joined_encoder_are_named(
         (tmp_path / "bert").mkdir()
         (tmp_path / "bert" / "config.json").write_text('{"model_type": "bert"}')
         mclclip.load_model(f"hf:{tmp_path / 'bert'}")
+
+
+def test_another_architecture_is_named_before_any_work(tmp_path: Path) -> None:
+    """A base is looked at by its configuration, before pictures are packed."""
+    (tmp_path / "config.json").write_text('{"model_type": "llava"}')
+    with pytest.raises(ValueError, match="llava"):
+        refuse_without_weights(f"hf:{tmp_path}")
