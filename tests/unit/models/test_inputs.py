@@ -62,7 +62,7 @@ def test_a_picture_has_the_same_features_in_every_form(encoder: Encoder, path: P
         [io.StringIO("text")],
         [b"no picture"],
     ],
-    ids=str,
+    ids=lambda images: "file of text" if str(images).startswith("[<_io") else str(images),
 )
 def test_what_is_no_picture_is_one_line(encoder: Encoder, images: Any) -> None:
     with pytest.raises(ValueError) as raised:
