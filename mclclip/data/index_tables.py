@@ -375,7 +375,8 @@ def _are_copies(table: pa.Table, rows: Integers, first: Integers) -> npt.NDArray
     same = np.ones(len(rows), bool)
     for column in (size, text):
         same &= column[rows] == column[first[rows]]
-    return same & (text[rows] != 0)
+    same &= text[rows] != 0
+    return same
 
 
 def _with_shard_names(

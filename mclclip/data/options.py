@@ -31,9 +31,10 @@ class SourceConfig:
     """Tar shards: a brace list, a glob, a list of these, or ``@FILE`` with one per line; paths, or
     urls of S3, GS and HTTP."""
     captions: str | dict[str, PositiveFloat] = "txt"
-    """``txt`` (one caption per sample), ``lines`` (a .txt with one on each line), ``json:FIELD`` (a
-    string or a list of strings), or several fields by the probability that an epoch draws from each, such as ``{json:long: 0.3, json:short:
-    0.7}``; they sum to 1. A sample that lacks one is drawn from the others."""
+    """``txt`` (one caption per sample), ``lines`` (a .txt with a caption on each line),
+    ``json:FIELD`` (a string or a list of strings), or several fields by the probability that an
+    epoch draws from each, such as ``{json:long: 0.3, json:short: 0.7}``; they sum to 1. A sample
+    that lacks one is drawn from the others."""
     attributes: list[str] = field(default_factory=list)
     """Fields of each sample's ``.json`` that the index keeps as attributes: strings or integers."""
     subset: str | None = None

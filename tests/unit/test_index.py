@@ -12,6 +12,7 @@ import pytest
 
 from mclclip import config, index
 from mclclip.data.sample_index import KIND, SampleIndex
+from mclclip.eval.images import read_shards
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
 from tests import hostile_tars
@@ -490,3 +491,16 @@ def test_members_of_one_name_are_refused_above_a_share(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="duplicate_key.*max_bad_fraction"):
         run(tmp_path / "run", s=f"{tmp_path}/0.tar")
     assert len(run(tmp_path / "run", s=f"{tmp_path}/0.tar", bad=0.9)) == 1
+
+
+def test_lines_of_texts_are_captions_where_that_is_said(tmp_path: Path) -> None:
+    members = [(f"{n}.{kind}", b"a\nb\n") for n in range(12) for kind in ("jpg", "txt")]
+    write_tar(tmp_path / "0.tar", members)
+    shards = f"{tmp_path}/0.tar"
+    one, lines = run(tmp_path / "x", s=shards), run(tmp_path / "y", s=(shards, "lines"))
+    assert one.num_captions.tolist() == [1] * 12 and lines.num_captions.tolist() == [2] * 12
+    told = [read_manifest(found.directory, KIND).counts["findings"] for found in (one, lines)]
+    assert [*told[0]] == ["several_lines:2"] and told[1] == {}
+    with pytest.raises(ValueError, match="lines"):
+        read_shards(tmp_path, "txt")
+    assert len(read_shards(tmp_path, "lines")[0]) == 12

@@ -166,13 +166,13 @@ def test_old_forms_are_read_to_the_letter() -> None:
         ({}, "captions is '{}', expected 'json:FIELD' for every field"),
         ({"txt": 0.5, "json:a": 0.5}, "captions is 'txt', expected 'json:FIELD' for every field"),
         ({"json:": 0.5, "json:a": 0.5}, "captions is 'json:', expected 'json:FIELD'"),
-        ({"a": 0.5}, "captions is 'a', expected 'txt' or 'json:FIELD'"),
+        ({"a": 0.5}, "captions is 'a', expected 'txt', 'lines' or 'json:FIELD'"),
         ({"json:a": 0.0, "json:b": 1.0}, "greater than 0"),
         ({"json:a": 0.3, "json:b": 0.9}, "the probabilities sum to 1.2, wanted 1"),
         ({"json:a": 0.3}, "the probabilities sum to 0.3, wanted 1"),
         ({"json:a": float("inf"), "json:b": 1.0}, "finite"),
         (["json:a"], "data.sources.patterns.captions"),
-        ("csv", "captions is 'csv', expected 'txt' or 'json:FIELD'"),
+        ("csv", "captions is 'csv', expected 'txt', 'lines' or 'json:FIELD'"),
     ],
 )
 def test_what_names_no_field_is_one_line(captions: Any, message: str, tmp_path: Path) -> None:

@@ -379,3 +379,91 @@ def test_nothing_there_names_what_is_wanted(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty holds no pictures"):
         pack(tmp_path / "empty", tmp_path / "out")
+
+
+# --- columns ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("columns", "options"),
+    [
+        ({"caption_0": "a", "caption_1": "b"}, {}),
+        ({"short": "a", "long": "b"}, {"caption_column": ["short", "long"]}),
+        ({"caption": ["a", "b"]}, {}),
+        ({"caption": "['a', \"b\"]"}, {}),
+        ({"sentences": [{"raw": "a", "id": 1}, {"raw": "b", "id": 2}]},
+         {"caption_column": "sentences.raw"}),
+    ],
+)  # fmt: skip
+def test_several_captions_of_a_row(
+    columns: dict[str, Any], options: dict[str, Any], tmp_path: Path, photos: Path
+) -> None:
+    data = (photos / "b.png").read_bytes()
+    table = parquet(tmp_path / "t.parquet", pa.Table.from_pylist([{"image": data, **columns}]))
+    pack(table, tmp_path / "out", **options)
+    assert packed(tmp_path / "out") == {data: ["a", "b"]}
+
+
+def test_columns_of_lists_are_read_or_named_with_their_type(tmp_path: Path, photos: Path) -> None:
+    data = (photos / "b.png").read_bytes()
+    one = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    pictures = pa.array([[{"bytes": data, "path": None}]], pa.list_(one))
+    table = pa.table({"images": pictures, "caption": ["b.png"]})
+    with pytest.raises(ValueError, match="images of type list") as error:
+        pack(parquet(photos / "t.parquet", table), tmp_path / "out")
+    assert "--path-column caption" not in str(error.value)
+    fixed = pa.array([["a", "b"]], pa.list_(pa.string(), 2))
+    pack(
+        parquet(tmp_path / "f.parquet", pa.table({"image": [data], "text": fixed})), tmp_path / "o"
+    )
+    assert packed(tmp_path / "o") == {data: ["a", "b"]}
+
+
+def test_pictures_in_a_sub_folder_are_where_their_names_start(tmp_path: Path, photos: Path) -> None:
+    (tmp_path / "all" / "annotations").mkdir(parents=True)
+    photos.rename(tmp_path / "all" / "train2017")
+    table = coco(tmp_path / "all" / "annotations" / "c.json")
+    assert pack(tmp_path / "all", tmp_path / "out", captions=table).counts["samples"] == 3
+
+
+def test_a_bar_is_a_delimiter(tmp_path: Path, photos: Path) -> None:
+    table = tmp_path / "results.csv"
+    table.write_text("image_name| comment_number| comment\nb.png| 0| a\nb.png| 1| b\n")
+    pack(photos, tmp_path / "out", captions=table)
+    assert [*packed(tmp_path / "out").values()] == [["a", "b"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("image,caption,caption\nb.png,a,b\n", "'caption' twice"),
+        ("b.png,a\nc.webp,b\n", "has no header.*'b.png'"),
+    ],
+)
+def test_headers_that_cannot_be_right(
+    text: str, message: str, tmp_path: Path, photos: Path
+) -> None:
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        pack(photos, tmp_path / "out", captions=tmp_path / "t.csv")
+
+
+def test_a_compressed_tar_is_named_as_such(tmp_path: Path) -> None:
+    (tmp_path / "0.tar.gz").write_bytes(b"\x1f\x8b")
+    with pytest.raises(ValueError, match="compressed"):
+        pack(tmp_path / "0.tar.gz", tmp_path / "out")
+
+
+def test_pictures_behind_links_have_their_texts(tmp_path: Path, photos: Path) -> None:
+    (photos / "b.txt").write_text("a text")
+    links = tmp_path / "links"
+    links.mkdir()
+    (links / "more").symlink_to(photos / "sub")
+    for name in ("b.png", "b.txt"):
+        (links / name).symlink_to(photos / name)
+    pack(links, tmp_path / "out", allow_roots=[photos])
+    found = {(photos / "b.png").read_bytes(): ["a text"]}
+    counts = pack(links, tmp_path / "out", allow_roots=[photos]).counts
+    assert counts["samples"] == 2 and counts["captions"] == 1
+    members = read_tar(tmp_path / "out" / "00000.tar")
+    assert members["000000000.txt"] == b"a text" and members["000000000.png"] in found
