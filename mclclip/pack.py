@@ -107,10 +107,7 @@ def pack(
         raise _nothing_usable(table, findings, source, command)
     artifact = Artifact.open(out, **opened, force=force)
     samples = itertools.chain([first], samples)
-    packed = _write(artifact, samples, total, samples_per_shard, findings)
-    if spelling := _explain_missing(table, findings):
-        log.warning("pack: %s", spelling)
-    return packed
+    return _write(artifact, samples, total, samples_per_shard, findings, table)
 
 
 def _explain_missing(table: Table, findings: Findings) -> str | None:
@@ -165,6 +162,7 @@ def _write(
     total: int | None,
     samples_per_shard: int,
     findings: Findings,
+    table: Table,
 ) -> Manifest:
     held_out = artifact.config.get("held_out")
     shares: dict[str, dict[str, int]] = {
