@@ -199,6 +199,8 @@ def _write(
         )
     for line in findings.lines(_REASONS):
         log.warning("pack: %s", line)
+    if spelling := _explain_missing(table, findings):
+        log.warning("pack: %s", spelling)
     return artifact.finish({**counts, "findings": findings.to_json()})
 
 
