@@ -1,8 +1,9 @@
 """``python -m mclclip``: what torchrun starts (``torchrun ... -m mclclip train ...``)."""
 
-from mclclip.ranks import signals
+from mclclip.ranks import signals, streams
 
 if __name__ == "__main__":
+    streams.outlive_readers()  # before anything is opened
     signals.install_handlers()  # before the imports below, which take a moment
     try:
         from mclclip.cli import command

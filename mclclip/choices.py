@@ -24,6 +24,7 @@ from mclclip.models.encoder import RANDOM, split_name
 from mclclip.models.loading import load_towers, model_config, refuse_without_weights
 from mclclip.models.memory import load_shapes
 from mclclip.models.options import ModelConfig, num_blocks
+from mclclip.options import all_shards
 from mclclip.plan import memory
 from mclclip.plan.machine import GIB, Machine
 from mclclip.ranks.process_group import choose_num_threads
@@ -104,7 +105,7 @@ def _choices(at: Situation) -> Iterator[Choice]:
     if not on_gpu:
         threads = choose_num_threads(at.cores)
         yield "num_threads", threads, f"of {at.cores} cores; the rest reads pictures"
-    yield "data.sources.mine.shards", str(at.data / "train" / "*.tar"), "what is not held out"
+    yield "data.sources.mine.shards", all_shards(at.data / "train"), "what is not held out"
     yield "data.sources.mine.captions", "json:captions", "all captions; an epoch draws one of them"
     yield "data.num_workers", max(min(at.cores, 8), 1), f"{at.cores} cores for each process"
     yield "model.name", name, "--base"

@@ -8,6 +8,7 @@ and is frozen in all stages, including stage 0, with a random image tower.
 
 from __future__ import annotations
 
+import json
 import logging
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from mclclip.eval import results
 from mclclip.eval.results import Result
 from mclclip.models import weights
 from mclclip.models.loading import load_towers
+from mclclip.options import all_shards
 from mclclip.ranks import process_group
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Layout
@@ -65,16 +67,22 @@ def settings(out: Path, seed: int, overrides: Sequence[str], regime: Regime = "t
         "knowing": [
             *frozen,
             "base.lock.text=false",
-            f"model.name=local-dir:{_first_model(out, seed)}",
+            f"model.name={_quote(f'local-dir:{_first_model(out, seed)}')}",
         ],
     }
+    data = out / f"data_{seed}"
     paths = [
-        f"run_dir={_folder(out, regime) / f'seed_{seed}'}",
+        f"run_dir={_quote(_folder(out, regime) / f'seed_{seed}')}",
         f"seed={seed}",
-        f"data.sources.patterns.shards={out / f'data_{seed}' / 'shards' / '*.tar'}",
-        f"eval.suite.pairs.path={out / f'data_{seed}' / 'pairs'}",
+        f"data.sources.patterns.shards={_quote(all_shards(data / 'shards'))}",
+        f"eval.suite.pairs.path={_quote(data / 'pairs')}",
     ]
     return config.load(recipe(), [*paths, *overrides, *of_regime[regime]])
+
+
+def _quote(value: Path | str) -> str:
+    """A value of an override that is text, whatever characters it has."""
+    return json.dumps(str(value))
 
 
 def _folder(out: Path, regime: Regime) -> Path:
@@ -156,8 +164,8 @@ def _give(
     folder, given = _folder(out, "knowing"), _first_model(out, seed)
     data = folder / f"data_{seed}"
     alone = [
-        f"run_dir={folder / f'teacher_{seed}'}",
-        f"data.sources.patterns.shards={data / 'shards' / '*.tar'}",
+        f"run_dir={_quote(folder / f'teacher_{seed}')}",
+        f"data.sources.patterns.shards={_quote(all_shards(data / 'shards'))}",
         "num_stages=0",
         "controls=[]",
     ]

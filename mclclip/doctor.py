@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 from mclclip import __version__, search
 from mclclip.files import clean, existing, fsync_directory
+from mclclip.ranks.failures import MORE_SHARED_MEMORY
 
 FREE_GB, SHM_GB, OPEN_FILES = 10, 1, 1024
 SLOW_FSYNC_S, SKEW_WARN_S, SKEW_FAIL_S = 1.0, 5.0, 60.0
@@ -234,7 +235,7 @@ def _shared_memory(folder: Path = Path("/dev/shm")) -> Iterator[Finding]:
     if not folder.is_dir():
         yield finding("shared memory", f"no {folder}", "set data.num_workers=0")
         return
-    advice = "loader workers may die; docker run --shm-size=8g, or data.num_workers=0"
+    advice = f"loader workers may die; {MORE_SHARED_MEMORY}"
     yield _room("shared memory", folder, str(folder), SHM_GB, advice)
 
 

@@ -4,6 +4,7 @@ errors."""
 from __future__ import annotations
 
 import difflib
+import glob
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -75,3 +76,9 @@ def named_path(text: str, option: str, what: str) -> tuple[str | None, Path]:
             "folder is called by it"
         )
     return name, Path(path)
+
+
+def all_shards(folder: Path) -> str:
+    """The pattern of all shards of a folder, whose name may hold signs that patterns give a
+    meaning."""
+    return str(Path(glob.escape(str(folder)), "*.tar"))

@@ -103,10 +103,7 @@ def pack(
         raise _nothing_usable(table, findings, source, command)
     artifact = Artifact.open(out, **opened, force=force)
     samples = itertools.chain([first], samples)
-    packed = _write(artifact, samples, total, samples_per_shard, findings)
-    if spelling := _explain_missing(table, findings):
-        log.warning("pack: %s", spelling)
-    return packed
+    return _write(artifact, samples, total, samples_per_shard, findings, table)
 
 
 def _explain_missing(table: Table, findings: Findings) -> str | None:
@@ -162,6 +159,7 @@ def _write(
     total: int | None,
     samples_per_shard: int,
     findings: Findings,
+    table: Table,
 ) -> Manifest:
     held_out = artifact.config.get("held_out")
     shares: dict[str, dict[str, int]] = {
@@ -199,6 +197,8 @@ def _write(
     findings.settle_lines(counts["samples"])
     for line in findings.lines():
         log.warning("pack: %s", line)
+    if spelling := _explain_missing(table, findings):
+        log.warning("pack: %s", spelling)
     return artifact.finish({**counts, "findings": findings.to_json()})
 
 

@@ -22,6 +22,7 @@ from mclclip.ranks import signals
 
 LATER_RANKS_WAIT_S = 5.0
 LONGEST_LINE = 4000  # characters of an error's line; the middle of a longer one is left out
+MORE_SHARED_MEMORY = "give it more (docker run --shm-size=8g), or set data.num_workers=0"
 GOES_ON = "the same command goes on from what is saved"
 # torch's words for a loader worker that ended without an error of its own.
 _ENDED = re.compile(
@@ -106,8 +107,7 @@ def _cause(by: int, option: str) -> str:
     """The probable cause of an end by a signal (0: unknown), and what to do."""
     if by == signal.SIGBUS:
         return (
-            f"most likely because shared memory (/dev/shm) is full: enlarge it, or lower "
-            f"data.{option}; {GOES_ON}"
+            f"most likely because shared memory (/dev/shm) is full: {MORE_SHARED_MEMORY}; {GOES_ON}"
         )
     if by == signal.SIGSEGV:
         return f"by a fault in a library that decodes images; {GOES_ON}"

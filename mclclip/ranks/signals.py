@@ -51,6 +51,7 @@ class _State:
     name: str | None = None  # of the request's signal
     deferred = False  # a request is only recorded
     interrupted = False
+    handled = False  # by the handlers of this module
     ending = False  # the process ends anyway: requests are not raised any more
     # When the process is ended if it does not end by itself (time.monotonic()).
     due: float | None = None
@@ -68,7 +69,7 @@ def install_handlers() -> None:
     """
     if threading.current_thread() is not threading.main_thread():
         return
-    _State.ending = False
+    _State.handled, _State.ending = True, False
     wake = _start_clock() if _State.wake is None else _State.wake
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -97,7 +98,7 @@ def handled_as_before() -> Iterator[None]:
                 signal.signal(number, handler)
         signal.set_wakeup_fd(wakeup)
         _State.name = _State.due = _State.code = None
-        _State.interrupted = _State.ending = False
+        _State.interrupted = _State.ending = _State.handled = False
         _State.interrupts = 0
 
 
@@ -286,6 +287,8 @@ def _watch(read: int) -> None:
         left = None if _State.due is None else max(_State.due - time.monotonic(), 0.0)
         if select.select([read], [], [], left)[0]:
             for number in os.read(read, 64):
+                if not _State.handled:
+                    continue
                 if number == signal.SIGINT:
                     _State.interrupts += 1
                     if _State.interrupts > 1 or not _State.deferred:

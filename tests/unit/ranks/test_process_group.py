@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mclclip.ranks import collectives, process_group
 from mclclip.ranks.process_group import SINGLE, Context
+from tests import tiny
 from tests.device_waits import DEVICE, following
 from tests.matrix import in_soak, kept
 
@@ -45,6 +46,37 @@ def test_torchrun_is_known_by_all_of_its_variables(monkeypatch: pytest.MonkeyPat
             assert not process_group.under_torchrun()
             monkeypatch.setenv(name, value)
     assert process_group.under_torchrun()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("MASTER_PORT", ""), ("RANK", "x"), ("RANK", "1"), ("WORLD_SIZE", "-1")]
+)
+def test_variables_that_name_no_place_are_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    for each, there in (TORCHRUN | {name: value}).items():
+        monkeypatch.setenv(each, there)
+    with pytest.raises(ValueError, match=name):
+        process_group.init("cpu")
+
+
+def test_ranks_that_never_come_are_waited_for_until_the_limit() -> None:
+    code = "from mclclip.ranks import process_group; process_group.init('cpu', wait_s=4)"
+    variables = TORCHRUN | {"WORLD_SIZE": "2", "MASTER_PORT": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+        env=tiny.environment() | variables,
+    )  # fmt: skip
+    lines = [line for line in done.stderr.splitlines() if "WORLD_SIZE=2" in line]
+    assert done.returncode != 0 and len(lines) == 2 and "peer_timeout_s" in lines[0]
+
+
+def test_accelerate_without_ranks_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert process_group.init("cpu") == SINGLE
+    assert "torchrun" in caplog.text
 
 
 def test_a_group_is_joined_and_left(tmp_path: Path) -> None:

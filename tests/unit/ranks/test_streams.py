@@ -1,0 +1,82 @@
+"""Standard output that is closed, or whose reader ends; and a function in another program."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests import tiny
+
+
+def bash(line: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", line], env=tiny.environment() | {"PY": sys.executable},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        '"$PY" -m mclclip recipes >&-; echo $?',
+        '"$PY" -m mclclip recipes >&- 2>&- <&-; echo $?',
+        '"$PY" -m mclclip recipes | true; echo ${PIPESTATUS[0]}',
+        '"$PY" -m mclclip config run_dir=x 2>&1 | true; echo ${PIPESTATUS[0]}',
+    ],
+)
+def test_a_verb_ends_well_without_a_reader(line: str, unbuffered: str) -> None:
+    done = bash(f"export PYTHONUNBUFFERED={unbuffered}; {line}")
+    assert done.stdout.splitlines()[-1] == "0" and "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_mistake_keeps_its_code_without_a_reader() -> None:
+    done = bash('"$PY" -m mclclip config --config nothing >&- 2>&-; echo $?')
+    assert done.stdout == "2\n"
+
+
+def test_what_is_printed_is_whole() -> None:
+    """Also a text of more bytes than a pipe takes at once."""
+    code = (
+        "from mclclip.ranks import streams; streams.outlive_readers()\n"
+        "print('é' * 300_000); print('end')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert done.stdout.decode() == "é" * 300_000 + "\nend\n"
+
+
+def test_main_returns_its_code_and_leaves_signals_as_they_were() -> None:
+    code = """
+import signal
+from mclclip import cli
+heard = []
+signal.signal(signal.SIGTERM, lambda *_: heard.append("SIGTERM"))
+before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+codes = [cli.main(words.split()) for words in ("recipes", "recipes --no", "--help", "config")]
+assert before == [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+signal.raise_signal(signal.SIGTERM)
+print(codes, heard)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=tiny.environment(), capture_output=True, text=True
+    )
+    assert done.stdout.splitlines()[-1:] == ["[0, 2, 0, 2] ['SIGTERM']"], done.stderr
+
+
+def test_a_program_goes_on_after_a_verb_that_was_asked_to_leave() -> None:
+    """The clock that ends a process which does not leave must not end this one."""
+    code = """
+import os, signal, time
+from mclclip import cli, shipped
+def leave(copy):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(30)
+shipped.run = leave
+code = cli.main(["recipes"])
+time.sleep(6)
+print(code)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=tiny.environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "85", done.stderr
