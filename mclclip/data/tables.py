@@ -39,6 +39,7 @@ from mclclip.data.table_formats import (
     walk,
 )
 from mclclip.files import digest_file, digest_json
+from mclclip.options import refuse_url
 
 IMAGE_COLUMNS = ("filepath", "image", "image_path", "path", "file_name", "url")
 _TABLES = (*DELIMITERS, *LINES, ".json")
@@ -120,7 +121,9 @@ def open_table(
     missing or ambiguous: ``command`` is what the user typed, which the line then completes. Without
     a command the first that fits is taken of several columns, in the order of their common names.
     """
+    refuse_url(source, "pictures:")
     if captions is not None:
+        refuse_url(captions, "captions:")
         if not source.is_dir():
             raise FileNotFoundError(f"no folder of images at {source}")
         if not captions.is_file():
