@@ -158,8 +158,8 @@ FAILURES = (
         "one_answer",
         lambda row, course: row.get("top_answer_share", 0.0) >= ONE_ANSWER,
         "{top_answer_share:.0%} of the samples have one and the same nearest counterpart",
-        "see that images and captions of a batch differ ('mclclip doctor --data CONFIG'), lower lr, "
-        "or start from pretrained weights",
+        "see that images and captions of a batch differ ('mclclip doctor --data CONFIG'), "
+        "lower lr, or start from pretrained weights",
         may_begin=True,
     ),
     Failure(

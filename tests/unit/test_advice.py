@@ -122,8 +122,8 @@ def messages(tree: ast.AST) -> Iterator[str]:
 
 
 def refused(text: str) -> list[str]:
-    """The commands of a message that are not in quotes, or that their verb's parser refuses; a stage
-    may be missing, since ``advice.complete`` adds it."""
+    """The commands of a message that are not in quotes, or that their verb's parser refuses; a
+    stage may be missing, since ``advice.complete`` adds it."""
     offered = OFFERED.findall(text)
     wrong = [] if len(offered) == len(ANY_COMMAND.findall(text)) else [text]
     for verb, words in offered:
@@ -172,9 +172,10 @@ def remembered() -> Iterator[None]:
         (
             "finetune photos --base a@b --out 'my runs/a'",
             "runs/a/stage_1/pseudo_labels: 'mclclip cluster --force'",
-            'runs/a/stage_1/pseudo_labels: \'mclclip cluster --config "my runs/a/config.yaml" '
+            'runs/a/stage_1/pseudo_labels: \'mclclip cluster --config 'my runs/a/config.yaml' '
             "--stage 0 --force'",
         ),
+        ("embed --config u --stage 1", "'mclclip doctor --data CONFIG'", "'mclclip doctor --data u'"),
         ("doctor", "'mclclip doctor --path DIR'", "'mclclip doctor --path DIR'"),
     ],
 )
