@@ -172,10 +172,10 @@ def remembered() -> Iterator[None]:
         (
             "finetune photos --base a@b --out 'my runs/a'",
             "runs/a/stage_1/pseudo_labels: 'mclclip cluster --force'",
-            'runs/a/stage_1/pseudo_labels: \'mclclip cluster --config 'my runs/a/config.yaml' '
+            "runs/a/stage_1/pseudo_labels: 'mclclip cluster --config 'my runs/a/config.yaml' "
             "--stage 0 --force'",
         ),
-        ("embed --config u --stage 1", "'mclclip doctor --data CONFIG'", "'mclclip doctor --data u'"),
+        ("index --config u", "'mclclip doctor --data CONFIG'", "'mclclip doctor --data u'"),
         ("doctor", "'mclclip doctor --path DIR'", "'mclclip doctor --path DIR'"),
     ],
 )
