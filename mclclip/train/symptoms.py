@@ -151,7 +151,8 @@ FAILURES = (
         "the loss stands at {loss:.3f}, and features that say nothing have {chance_loss:.3f} (the "
         "logarithm of the number of candidates, for InfoNCE)",
         "see that captions fit their images and differ within a batch ('mclclip doctor --data "
-        "CONFIG'), raise lr or unlock more (lock) where little can move, lower lr where the loss was "
+        "CONFIG'), raise lr or unlock more (lock) where little can move, lower lr where the "
+        "loss was below",
         "below",
         may_begin=True,
     ),
