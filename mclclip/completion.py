@@ -17,7 +17,8 @@ def run(shell: str) -> None:
             action.help = None  # shtab leaves out what help leaves out
     recipes = {"bash": "_mclclip_recipes", "zsh": "_mclclip_recipes"}
     for verb in flags.verbs_of(parser).values():
-        for action in verb._actions:
+        actions: list[Any] = verb._actions  # shtab reads an attribute that argparse lacks
+        for action in actions:
             if action.dest == "config":
                 action.complete = recipes
             elif action.type in flags.PATHS:

@@ -153,7 +153,6 @@ FAILURES = (
         "see that captions fit their images and differ within a batch ('mclclip doctor --data "
         "CONFIG'), raise lr or unlock more (lock) where little can move, lower lr where the "
         "loss was below",
-        "below",
         may_begin=True,
     ),
     Failure(
