@@ -31,7 +31,7 @@ from mclclip.models import transformers_folder
 from mclclip.models.encoder import RANDOM, Encoder, load_model, split_name
 from mclclip.models.loading import refuse_without_weights
 from mclclip.opened_run import Run
-from mclclip.options import first_problem
+from mclclip.options import first_problem, refuse_url
 from mclclip.ranks.collectives import on_main, together
 from mclclip.ranks.process_group import SINGLE, Context, pick_device
 from mclclip.run.artifacts import MANIFEST, Layout, is_finished, run_above
@@ -99,6 +99,8 @@ def check(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
     All options are checked first, then all folders.
     """
     check_options(benchmarks)
+    for name, one in benchmarks.items():
+        refuse_url(one.path, f"benchmark {name!r}: path")
     present = [name for name, one in benchmarks.items() if Path(one.path).is_dir()]
     if absent := [name for name in benchmarks if name not in present]:
         first = benchmarks[absent[0]]

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 _OFFERED = re.compile(r"'mclclip ([a-z][a-z-]*)((?: [^'\n]*)?)'")
 
@@ -22,15 +23,23 @@ class _Typed:
     verb = ""
     words: tuple[str, ...] = ()  # after ``mclclip``, ``--flag=value`` as two
     run: tuple[str, ...] = ()  # that name the run to verbs of ``readers``
-    readers: frozenset[str] = frozenset()  # verbs that read a configuration
+    # Verbs that read a configuration, and whether they must be given a stage.
+    readers: Mapping[str, bool] = MappingProxyType({})
 
 
 def remember(
-    verb: str, words: Sequence[str], *, run: Sequence[str] = (), readers: Sequence[str] = ()
+    verb: str,
+    words: Sequence[str],
+    *,
+    run: Sequence[str] = (),
+    readers: Mapping[str, bool] = MappingProxyType({}),
 ) -> None:
-    """Notes the command that was typed. ``run``: the words by which verbs that read a configuration
-    (``readers``) find the same run, such as ``--config ucm run_dir=runs/mine``."""
-    _Typed.verb, _Typed.run, _Typed.readers = verb, tuple(run), frozenset(readers)
+    """Notes the command that was typed.
+
+    run      the words by which verbs that read a configuration find the same run: ``--config ucm``
+    readers  these verbs, and whether they must be given a stage
+    """
+    _Typed.verb, _Typed.run, _Typed.readers = verb, tuple(run), readers
     split = (word.split("=", 1) if re.match(r"--[a-z-]+=", word) else [word] for word in words)
     _Typed.words = tuple(part for word in split for part in word)
 
@@ -67,12 +76,25 @@ def again(command: Sequence[str], *words: object, instead: Path | None = None) -
 
 
 def complete(text: str) -> str:
-    """The text, in which every command that it offers names the run of the typed one."""
+    """The text, in which every command that it offers names the run of the typed one, and the stage
+    that it is about where it needs one: that of a folder in the text, or else the typed one."""
 
     def completed(found: re.Match[str]) -> str:
         verb, words = found.groups()
+        if "--data CONFIG" in words and _Typed.run[:1] == ("--config",):
+            return found[0].replace("CONFIG", shlex.join(_Typed.run[1:]))
         if verb not in _Typed.readers or "--config" in words:
             return found[0]
-        return " ".join(["'mclclip", verb, *map(shlex.quote, _Typed.run)]) + f"{words}'"
+        run = shlex.join(_Typed.run)
+        stage = _stage(text) if _Typed.readers[verb] and "--stage" not in words else ""
+        return "'" + " ".join(filter(None, ("mclclip", verb, run, stage, words.strip()))) + "'"
 
-    return _OFFERED.sub(completed, text) if _Typed.run else text
+    return _OFFERED.sub(completed, text)
+
+
+def _stage(text: str) -> str:
+    if found := re.search(r"stage_(\d+)/(\w+)", text):
+        return f"--stage {int(found[1]) - (found[2] == 'pseudo_labels')}"  # made by the one before
+    if "--stage" in _Typed.words[:-1]:
+        return f"--stage {_Typed.words[_Typed.words.index('--stage') + 1]}"
+    return ""

@@ -256,9 +256,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         args.overrides.append(f"pilot.share={args.pilot}")
     if getattr(args, "trunk_cache", False):
         args.overrides.append("trunk_cache.enabled=true")
-    readers = [
-        name for name, verb in verbs_of(parser).items() if not verb.get_default("standalone")
-    ]
+    readers = {
+        name: any(action.dest == "stage" and action.required for action in verb._actions)
+        for name, verb in verbs_of(parser).items()
+        if not verb.get_default("standalone")
+    }
     advice.remember(args.verb, argv, run=_words_of_run(args), readers=readers)
     return args
 

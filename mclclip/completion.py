@@ -17,11 +17,12 @@ def run(shell: str) -> None:
             action.help = None  # shtab leaves out what help leaves out
     recipes = {"bash": "_mclclip_recipes", "zsh": "_mclclip_recipes"}
     for verb in flags.verbs_of(parser).values():
-        for action in verb._actions:
-            if action.dest == "config":
-                action.complete = recipes
-            elif action.type in flags.PATHS:
-                action.complete = shtab.FILE
+        flag: Any  # shtab reads an attribute that argparse's actions lack
+        for flag in verb._actions:
+            if flag.dest == "config":
+                flag.complete = recipes
+            elif flag.type in flags.PATHS:
+                flag.complete = shtab.FILE
     names = " ".join(shipped.recipe_names())
     either = f"_alternative 'recipes:recipe:({names})' 'files:file:_files'"
     preamble: Any = {

@@ -41,20 +41,23 @@ PATHS = (Path, _existing, _named_existing)
 
 
 def check_paths(args: argparse.Namespace) -> None:
-    """Raises FileNotFoundError for a flag's path that must exist and does not; takes no time."""
+    """Raises ValueError for a flag's path that is a url, and FileNotFoundError for one that must
+    exist and does not; takes no time."""
+    from mclclip.options import refuse_url  # imports pydantic
+
     for action in args.parser._actions:
-        if action.type not in (_existing, _named_existing):
+        if action.type not in PATHS or not (given := getattr(args, action.dest)):
             continue
-        given = getattr(args, action.dest)
-        for value in given if isinstance(given, list) else [given]:
-            text = "" if value is None else str(value)
+        flag = "/".join(action.option_strings) or str(action.metavar)
+        for text in map(str, given if isinstance(given, list) else [given]):
+            if action.type is not _named_existing:
+                refuse_url(text, flag)
             path = Path(text) if Path(text).exists() else Path(text.rpartition("=")[2])
             named = action.type is _named_existing and ("/" not in text or re.search("[@:]", text))
             # Patterns are expanded later; a dry run of so many samples reads none of them.
             named = named or action.dest in _SOURCES and re.search(r"[*?{\[]", text)
             named = named or action.dest == "images" and getattr(args, "samples", None)
-            if text and not named and not path.exists():
-                flag = "/".join(action.option_strings) or action.metavar
+            if action.type is not Path and not named and not path.exists():
                 raise FileNotFoundError(f"{flag} {text}: there is no such file or folder")
 
 

@@ -12,6 +12,8 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, Field, ValidationError
 
+from mclclip.files import clean
+
 Value = TypeVar("Value")
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -28,6 +30,16 @@ def brief(value: object) -> str:
     """A value for a message: its ``repr``, cut where it is long."""
     text = repr(value)
     return text if len(text) <= 200 else text[:200] + "..."
+
+
+def refuse_url(path: str | Path, option: str) -> None:
+    """Raises ValueError for a url where a path is wanted; ``Path`` has taken a slash of it away."""
+    if (found := re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+", str(path))) and not Path(path).exists():
+        url = f"{found[1]}://{str(path)[found.end() :]}"
+        raise ValueError(
+            f"{option} {clean(url)} is a url, and this reads and writes files alone: fetch it and "
+            "give its path (tar shards behind urls are read by data.sources.NAME.shards)"
+        )
 
 
 def nearest(word: str, choices: Iterable[str], count: int = 3) -> list[str]:

@@ -35,6 +35,7 @@ from mclclip.data.spellings import explain_missing
 from mclclip.data.table_formats import CAPTION_COLUMNS, suffix_of
 from mclclip.data.tables import Row, Table, open_table
 from mclclip.files import Roots
+from mclclip.options import refuse_url
 from mclclip.run.artifacts import Artifact, Force, Manifest
 from mclclip.run.runlog import progress
 
@@ -211,6 +212,7 @@ def _check(
     held_out: Mapping[str, float],
 ) -> None:
     """Raises the errors of ``pack`` for what can be known before the data are opened."""
+    refuse_url(out, "out:")
     for folder in allow_roots:
         if not Path(folder).is_dir():
             raise FileNotFoundError(f"no folder of images at {folder}")

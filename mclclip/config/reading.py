@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from mclclip.config.options import Config
 from mclclip.config.plain_yaml import parse_value, read_yaml
 from mclclip.objectives.base import ObjectiveOptions, options_class
-from mclclip.options import dotted, farthest, nearest
+from mclclip.options import dotted, farthest, nearest, refuse_url
 from mclclip.run.lock import RUN_STATE
 from mclclip.shipped import find_recipe
 
@@ -73,6 +73,7 @@ def from_tree(tree: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     except ValidationError as error:
         raise ValueError(_message(error, tree)) from None
     _refuse_truths(tree, config)
+    refuse_url(config.run_dir, "run_dir")
     return config
 
 

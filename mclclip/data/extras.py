@@ -332,6 +332,6 @@ def report_equal(batches: TrainingBatches, clean: Callable[[str], str]) -> None:
         if 0 < found.pairs == found.all_pairs:
             log.warning(
                 "all rows of a batch have equal %s, so that nothing tells their pairs apart and "
-                "nothing is learned: see data.sources.NAME.captions and the data (mclclip doctor "
-                "--data)", name,
+                "nothing is learned: see data.sources.NAME.captions and the data ('mclclip doctor "
+                "--data CONFIG')", name,
             )  # fmt: skip

@@ -291,7 +291,8 @@ class TextFeatures:
         self._checked: dict[int, Checked] = {}
         if not self._directory.is_dir():
             raise FileNotFoundError(
-                f"no text embeddings at {self._directory}: run 'mclclip embed --text' first"
+                f"no text embeddings at {self._directory}: run 'mclclip embed --stage 0 --text' "
+                "first"
             )
         finished = is_finished(self._directory)
         self._manifest = read_manifest(self._directory, "text_embeddings") if finished else None
@@ -324,7 +325,7 @@ class TextFeatures:
         path = rows_path(self._directory, shard)
         if shard not in self._checked:
             record = None if self._manifest is None else self._manifest.record(path.name)
-            again = "run 'mclclip embed --text --force' to make it again"
+            again = "run 'mclclip embed --stage 0 --text --force' to make it again"
             self._checked[shard] = Checked(path, record, again)
             self._checked[shard].check(0, 1)  # the header
         array = open_npy(path, "embed --text")
@@ -333,7 +334,8 @@ class TextFeatures:
         if array.ndim != 2 or len(array) != wanted or array.dtype not in (np.float16, np.float32):
             raise ValueError(
                 f"{path} holds {array.dtype} {list(array.shape)}, the index wants float16 or "
-                f"float32 [{wanted}, D]: run 'mclclip embed --text --force' after 'mclclip index'"
+                f"float32 [{wanted}, D]: run 'mclclip embed --stage 0 --text --force' "
+                "after 'mclclip index'"
             )
         self._arrays[shard] = array
         return array

@@ -123,6 +123,7 @@ class Remote:
     def __init__(self, options: RemoteOptions | None = None) -> None:
         self.options = options or RemoteOptions()
         self._pid = 0
+        self._ranged: set[str] = set()  # hosts that are known to serve ranges
         self.tried_again = 0  # requests of this process that were repeated
 
     def stat(self, paths: Sequence[str], missing_urls: bool = False) -> list[StoredFile | None]:
@@ -204,7 +205,13 @@ class Remote:
         return take, give_up
 
     def fetch(self, stored: StoredFile, file: BinaryIO) -> None:
-        """Writes the whole object to ``file``; ChangedShard where it changes meanwhile."""
+        """Writes the whole object to ``file``; ChangedShard where it changes meanwhile.
+
+        A server that serves no ranges, by which samples are read later, is refused here."""
+        host = stored.path.split("/")[2]
+        if host not in self._ranged and stored.size > 1:
+            self._read((stored.path, stored.size - 1, 1, stored.tag))
+            self._ranged.add(host)
         step = BLOCK_BYTES * self.options.in_flight
         for start in range(0, stored.size, step):
             stop = min(start + step, stored.size)

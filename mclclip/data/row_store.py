@@ -386,7 +386,8 @@ class MeanBlocks(RowBlocks):
         if texts.num_rows != wanted:
             raise RuntimeError(
                 f"text embeddings have {len(texts):,} rows, the index has {sum(wanted):,} captions "
-                "(compared per shard): run 'mclclip embed --text --force' after 'mclclip index'"
+                "(compared per shard): run 'mclclip embed --stage 0 --text --force' after "
+                "'mclclip index'"
             )
         if len(shapes := images.row_shapes() | texts.row_shapes()) > 1:
             raise ValueError(

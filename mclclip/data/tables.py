@@ -45,6 +45,7 @@ from mclclip.data.table_formats import (
     suffix_of,
 )
 from mclclip.files import Roots, digest_file, digest_json
+from mclclip.options import refuse_url
 
 log = logging.getLogger("mclclip")
 
@@ -175,9 +176,12 @@ def open_table(
 
 
 def _path(source: Path, captions: Path | None) -> Path:
-    """What holds the captions; FileNotFoundError where it or its pictures are not there."""
+    """What holds the captions. FileNotFoundError where it or its pictures are not there;
+    ValueError for urls."""
+    refuse_url(source, "pictures:")
     if captions is None:
         return source
+    refuse_url(captions, "captions:")
     if not source.is_dir():
         raise FileNotFoundError(f"no folder of images at {source}")
     if not captions.is_file():

@@ -150,16 +150,17 @@ FAILURES = (
         _stands_at_chance,
         "the loss stands at {loss:.3f}, and features that say nothing have {chance_loss:.3f} (the "
         "logarithm of the number of candidates, for InfoNCE)",
-        "see that captions fit their images and differ within a batch (mclclip doctor --data), "
-        "raise lr or unlock more (lock) where little can move, lower lr where the loss was below",
+        "see that captions fit their images and differ within a batch ('mclclip doctor --data "
+        "CONFIG'), raise lr or unlock more (lock) where little can move, lower lr where the "
+        "loss was below",
         may_begin=True,
     ),
     Failure(
         "one_answer",
         lambda row, course: row.get("top_answer_share", 0.0) >= ONE_ANSWER,
         "{top_answer_share:.0%} of the samples have one and the same nearest counterpart",
-        "see that images and captions of a batch differ (mclclip doctor --data), lower lr, or "
-        "start from pretrained weights",
+        "see that images and captions of a batch differ ('mclclip doctor --data CONFIG'), "
+        "lower lr, or start from pretrained weights",
         may_begin=True,
     ),
     Failure(

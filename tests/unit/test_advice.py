@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mclclip import config
+from mclclip import advice, cli, config, flags
 
 ROOT = Path(__file__).resolve().parents[2]
 # Of these at least one has to take an advice: some options belong to class centers, frozen blocks
@@ -98,3 +99,105 @@ def test_advised_options_and_values_exist() -> None:
 )
 def test_wrong_advice_would_be_found(key: str, value: str, why: str) -> None:
     assert why in str(complaint(key, value))
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+VERBS = flags.verbs_of(flags.build_parser())
+OFFERED = re.compile(r"'mclclip ([a-z][a-z-]*)((?: [^'\n]*)?)'")
+ANY_COMMAND = re.compile(rf"mclclip (?:{'|'.join(VERBS)})\b")
+# The command line's help; a card and a commit's message, which nobody is to type.
+NO_MESSAGES = {"flags.py", "hub.py"}
+ALONE = {"pack", "make-pairs"}  # named as what does a thing, not as a command to type
+
+
+def messages(tree: ast.AST) -> Iterator[str]:
+    """The strings of a module without its docstrings."""
+    documented = {
+        node.value.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    return (text for text in texts(tree) if text not in documented)
+
+
+def refused(text: str) -> list[str]:
+    """The commands of a message that are not in quotes, or that their verb's parser refuses; a
+    stage may be missing, since ``advice.complete`` adds it."""
+    offered = OFFERED.findall(text)
+    wrong = [] if len(offered) == len(ANY_COMMAND.findall(text)) else [text]
+    for verb, words in offered:
+        values = re.sub(rf"{UNKNOWN}|%[ds]", "0", words).split()
+        needs_stage = any(a.dest == "stage" and a.required for a in VERBS[verb]._actions)
+        stage = ["--stage", "0"] * (needs_stage and "--stage" not in values)
+        try:
+            if values or verb not in ALONE:
+                VERBS[verb].parse_args([*values, *stage])
+        except SystemExit:
+            wrong.append(f"mclclip {verb}{words}")
+    return wrong
+
+
+def test_commands_of_messages_are_such_that_can_be_typed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    files = [*(ROOT / "mclclip").rglob("*.py"), *(ROOT / "eval").rglob("*.py")]
+    checked = [file for file in files if file.name not in NO_MESSAGES]
+    assert [
+        (file.name, wrong)
+        for file in checked
+        for text in messages(ast.parse(file.read_text(encoding="utf-8")))
+        for wrong in refused(text)
+    ] == []
+    assert refused("run mclclip embed") and refused("run 'mclclip embed --stag 0'")
+    composed = [file.name for file in checked if "shlex.join" in file.read_text(encoding="utf-8")]
+    assert {*composed} == {"advice.py"}
+
+
+@pytest.fixture
+def remembered() -> Iterator[None]:
+    yield
+    advice.remember("", [])
+
+
+@pytest.mark.parametrize(
+    ("typed", "message", "completed"),
+    [
+        (
+            "embed --config ucm --stage 1 run_dir=runs/a",
+            "run 'mclclip cluster --force' after 'mclclip index'",
+            "run 'mclclip cluster --config ucm run_dir=runs/a --stage 1 --force' after "
+            "'mclclip index --config ucm run_dir=runs/a'",
+        ),
+        (
+            "finetune photos --base a@b --out 'my runs/a'",
+            "runs/a/stage_1/pseudo_labels: 'mclclip cluster --force'",
+            "runs/a/stage_1/pseudo_labels: 'mclclip cluster --config 'my runs/a/config.yaml' "
+            "--stage 0 --force'",
+        ),
+        ("index --config u", "'mclclip doctor --data CONFIG'", "'mclclip doctor --data u'"),
+        ("doctor", "'mclclip doctor --path DIR'", "'mclclip doctor --path DIR'"),
+    ],
+)
+def test_an_offered_command_names_the_run_that_was_typed(
+    remembered: None, capsys: pytest.CaptureFixture[str], typed: str, message: str, completed: str
+) -> None:
+    cli._parse(shlex.split(typed))
+    assert advice.complete(message) == completed
+
+
+def test_the_typed_command_is_offered_again_with_all_of_its_flags(remembered: None) -> None:
+    words = shlex.split("pack 'my photos/' --delimiter=; --out o --path-column a")
+    cli._parse(words)
+    command = advice.words_of("pack")
+    asked = shlex.split(advice.again(command, "--path-column", "b c"))
+    assert asked == shlex.split(
+        "mclclip pack 'my photos/' --delimiter ';' --out o --path-column 'b c'"
+    )
+    moved = shlex.split(advice.again(command, "x", "--captions", "y", instead=Path("my photos")))
+    assert moved[2:5] == ["x", "--captions", "y"] and moved[5:] == command[3:]
+    called = advice.words_of(
+        "finetune", "p", base="a@b", out="o", allow_roots=["r", "s"], seed=None
+    )
+    args = flags.build_parser().parse_args(called[1:])
+    assert (args.base, args.allow_roots) == ("a@b", [Path("r"), Path("s")])

@@ -464,3 +464,17 @@ def test_demo_takes_overrides_after_its_seeds(main: Any, monkeypatch: pytest.Mon
     assert main("demo", "--short", "--out", "x").code == 0 and called["out"] == "x"
     shown = main("demo", "--seeds", "x")
     assert shown.code == 2 and "wanted numbers from 0 on" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("finetune https://a.b/x.csv --base tiny_clip@random --out r", "https://a.b/x.csv"),
+        ("pack . --captions s3://a/b.csv --out o", "--captions s3://a/b.csv"),
+        ("pack . --out gs://a/b", "--out gs://a/b"),
+        ("index run_dir=s3://a/b", "run_dir s3://a/b"),
+    ],
+)
+def test_a_url_in_the_place_of_a_path_is_one_line(main: Any, words: str, named: str) -> None:
+    shown = main(*words.split())
+    assert shown.code == 2 and named in shown.err.splitlines()[-1]

@@ -138,6 +138,22 @@ def test_errors_that_no_attempt_mends_are_not_tried_again(server: ShardServer) -
     assert server.seen["GET"] == 4  # one of them is the second way to look
 
 
+def test_a_server_without_ranges_is_refused_where_a_small_shard_is_read_whole(
+    server: ShardServer, tmp_path: Path
+) -> None:
+    """As ``index`` reads it, and not one verb later."""
+    remote = Remote(FAST)
+    (stored,) = remote.stat([server.url("a.tar")])
+    assert stored is not None and stored.size > 1
+    server.ranges = False
+    with open(tmp_path / "copy", "wb") as file:
+        with pytest.raises(OSError, match="does not serve ranges"):
+            remote.fetch(stored, file)
+        server.ranges = True
+        remote.fetch(stored, file)
+    assert (tmp_path / "copy").stat().st_size == stored.size
+
+
 @pytest.mark.parametrize(("url", "missing"), [("http://h/a.tar", "aiohttp"), ("s3://b/a", "s3fs")])
 def test_a_missing_library_is_one_line_at_once(
     url: str, missing: str, monkeypatch: pytest.MonkeyPatch
