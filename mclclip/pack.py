@@ -21,7 +21,14 @@ from types import MappingProxyType
 from typing import Any
 
 from mclclip import advice
-from mclclip.data.decode import IMAGE_EXTENSIONS, MAX_IMAGE_PIXELS, PICTURES, peculiarity
+from mclclip.data.decode import (
+    IMAGE_EXTENSIONS,
+    MAX_IMAGE_PIXELS,
+    PICTURES,
+    DecodeError,
+    decode,
+    peculiarity,
+)
 from mclclip.data.findings import LFS_POINTER, Findings
 from mclclip.data.shard_scan import ARRAY_EXTENSION, is_caption, split_member_name
 from mclclip.data.shard_writer import (
@@ -289,11 +296,14 @@ def _samples(
         data, extension = found
         digest = hashlib.sha256(data)
         folder = _folder(digest.digest(), held_out)
+        measured = folder in held_out  # by pictures and captions
         if not row.captions:
-            measured = folder in held_out  # by captions
             findings.add(f"no_caption{'_held_out' * measured}", row.path or row.where)
             if measured:
                 continue
+        if measured and not _decodes(data):
+            findings.add("undecodable_held_out", row.path or row.where)
+            continue
         facts = {table.image_column: row.path} if row.path else {}
         facts[PACKED_FROM] = row.path or row.where
         yield PackedSample(
@@ -305,6 +315,14 @@ def _samples(
             folder=folder,
         )
         number += 1
+
+
+def _decodes(image: bytes) -> bool:
+    try:
+        decode(image, MAX_IMAGE_PIXELS, reads_arrays=True)
+    except DecodeError:
+        return False
+    return True
 
 
 def _image(row: Row, root: Path, roots: Roots, findings: Findings) -> tuple[bytes, str] | None:

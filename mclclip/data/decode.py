@@ -3,7 +3,7 @@
 A picture becomes RGB; an array (``.npy``) of any number of channels is not changed.
 
 Of a picture the first frame is decoded, 16-bit grey is scaled to 8 bits, a picture with transparent
-pixels is laid on a background, the mode is converted with PIL's own ``convert("RGB")``, and the
+pixels is laid on white, the mode is converted with PIL's own ``convert("RGB")``, and the
 EXIF orientation is applied. For RGB, grey and CMYK pictures without an EXIF rotation, open_clip's
 transforms then give the same pixels as on the file opened by PIL. For others there are two
 differences: open_clip does not rotate pictures, and it resizes before it converts, which picks
@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageColor, UnidentifiedImageError, features
+from PIL import Image, UnidentifiedImageError, features
 
 from mclclip.data.findings import LFS_POINTER
 
@@ -63,9 +63,6 @@ IMAGE_EXTENSIONS = tuple(suffix for name in FORMATS for suffix in _SUFFIXES[name
 
 PICTURES = (*(s for some in _SUFFIXES.values() for s in some), "heic", "heif")
 """Suffixes of pictures, also of those that Pillow does not read here."""
-
-WHITE = "white"
-"""The background on which pictures with transparency are laid, unless an option says otherwise."""
 
 Pixels = Literal["exact", "fast"]
 """How training makes pixels of a picture: ``exact`` is open_clip's own transform of a PIL image,
@@ -107,10 +104,8 @@ class DecodeError(ValueError):
         return type(self), (self.reason, self.detail)
 
 
-def decode_image(data: bytes, max_image_pixels: int, background: str = WHITE) -> Image.Image:
+def decode_image(data: bytes, max_image_pixels: int) -> Image.Image:
     """Decode one image to 8-bit RGB, upright, detached from ``data``.
-
-    ``background``: the colour, by a name or as ``#rrggbb``, below transparent pixels.
 
     ``max_image_pixels`` bounds width x height and is checked from the header, before any pixel is
     decoded. PIL's own limit stays in force beside it: twice ``PIL.Image.MAX_IMAGE_PIXELS``
@@ -120,12 +115,10 @@ def decode_image(data: bytes, max_image_pixels: int, background: str = WHITE) ->
     Raises `DecodeError` for everything that is wrong with the data, whatever PIL raised for it.
     """
     with _opened(data, max_image_pixels) as image:
-        return _decoded(image, background)
+        return upright_rgb(image)
 
 
-def decode_pixels(
-    data: bytes, max_image_pixels: int, background: str = WHITE
-) -> npt.NDArray[np.uint8]:
+def decode_pixels(data: bytes, max_image_pixels: int) -> npt.NDArray[np.uint8]:
     """The pixels of `decode_image` as an array uint8 [H, W, 3] that can be written to.
 
     PIL reads the header, which decides about size, kind and orientation, as in `decode_image`. Grey
@@ -136,7 +129,7 @@ def decode_pixels(
     with _opened(data, max_image_pixels) as image:
         pixels = _decoded_jpeg(data, image)
         if pixels is None:
-            return np.array(_decoded(image, background))
+            return np.array(upright_rgb(image))
         orientation = _orientation(image)
         if orientation in _ORIENTATIONS:
             return np.array(_upright(Image.fromarray(pixels), orientation))
@@ -169,7 +162,6 @@ def decode(
     max_image_pixels: int,
     reads_arrays: bool,
     reads_pixels: bool = False,
-    background: str = WHITE,
 ) -> Image.Image | npt.NDArray[np.uint8]:
     """An upright RGB picture, or an array uint8 [H, W, C], whichever the bytes hold.
 
@@ -180,7 +172,7 @@ def decode(
     """
     if not is_array(data):
         how = decode_pixels if reads_pixels else decode_image
-        return how(data, max_image_pixels, background)
+        return how(data, max_image_pixels)
     array = decode_array(data, max_image_pixels)
     if not reads_arrays:
         raise ValueError(
@@ -249,10 +241,13 @@ def _opened(data: bytes, max_image_pixels: int) -> Iterator[Image.Image]:
             yield image
 
 
-def _decoded(image: Image.Image, background: str) -> Image.Image:
-    """8-bit RGB and upright, by PIL."""
+def upright_rgb(image: Image.Image) -> Image.Image:
+    """A picture that PIL has opened as 8-bit RGB and upright, as the head of this file describes.
+
+    Raises `DecodeError` for floating-point pixels, and what PIL raises for broken ones.
+    """
     image.load()
-    return _upright(_to_rgb(image, background), _orientation(image))
+    return _upright(_to_rgb(image), _orientation(image))
 
 
 def peculiarity(data: bytes, max_image_pixels: int) -> str | None:
@@ -315,9 +310,9 @@ def _scans(jpeg: bytes) -> Iterator[int]:
         at = found.end() + max(int.from_bytes(jpeg[found.end() : found.end() + 2], "big"), 2)
 
 
-def _to_rgb(image: Image.Image, background: str) -> Image.Image:
+def _to_rgb(image: Image.Image) -> Image.Image:
     """8-bit RGB. 16-bit grey keeps its high byte, as PIL does for 16-bit colour; transparent pixels
-    show the ``background``, and opaque pictures are what ``convert("RGB")`` makes of them."""
+    are laid on white, and opaque pictures are what ``convert("RGB")`` makes of them."""
     if image.mode == "F":
         raise DecodeError("unsupported", "floating-point pixels have no defined range")
     if _has_16_bits(image):
@@ -325,7 +320,7 @@ def _to_rgb(image: Image.Image, background: str) -> Image.Image:
         values = np.clip(np.asarray(image).astype(np.int64), 0, 65535) >> 8
         return Image.fromarray(values.astype(np.uint8)).convert("RGB")
     if (layered := _transparent(image)) is not None:
-        below = Image.new("RGBA", image.size, ImageColor.getrgb(background))
+        below = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(below, layered).convert("RGB")
     return image.convert("RGB")
 

@@ -69,8 +69,11 @@ class OpenClipImageProcessor(ImageProcessingMixin):  # type: ignore[misc]
         """One picture (Pillow's, or uint8 [H, W, 3]) -> float32 [3, H, W]."""
         if not isinstance(image, Image.Image):
             image = Image.fromarray(np.asarray(image))
-        upright = ImageOps.exif_transpose(image).convert("RGB")
-        image = self._cropped(self._resized(upright))
+        upright = ImageOps.exif_transpose(image)
+        if upright.has_transparency_data:
+            below = Image.new("RGBA", upright.size, "white")
+            upright = Image.alpha_composite(below, upright.convert("RGBA"))
+        image = self._cropped(self._resized(upright.convert("RGB")))
         values = np.asarray(image).astype(np.float32).transpose(2, 0, 1) / np.float32(255)
         colours = self.image_mean, self.image_std
         mean, std = (np.asarray(v, np.float32)[:, None, None] for v in colours)

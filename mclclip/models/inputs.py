@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode_image
+from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode_image, upright_rgb
 from mclclip.options import brief
 
 Picture = str | Path | Image.Image | NDArray[np.uint8] | bytes | BinaryIO
@@ -44,16 +44,17 @@ def transformed(picture: Picture | Tensor, transform: Callable[[Any], Tensor]) -
         if picture.ndim != 3 or not picture.is_floating_point():
             raise ValueError(f"a picture is {_kind(picture)}: {_WANTED}")
         return picture
-    if isinstance(picture, Image.Image):
-        return transform(picture)
     if isinstance(picture, np.ndarray):
         reads_arrays = bool(getattr(transform, "reads_arrays", False))
         right = picture.ndim == 3 and (reads_arrays or picture.shape[2] == 3)
         if picture.dtype != np.uint8 or not right:
             raise ValueError(f"a picture is {_kind(picture)}: {_WANTED}")
         return transform(picture if reads_arrays else Image.fromarray(picture))
-    data, name = _bytes_of(picture)
+    name = "a PIL image"
     try:
+        if isinstance(picture, Image.Image):
+            return transform(upright_rgb(picture))
+        data, name = _bytes_of(picture)
         return transform(decode_image(data, MAX_IMAGE_PIXELS))
     except DecodeError as error:
         raise ValueError(f"{name} cannot be decoded ({error}): leave it out") from None

@@ -29,6 +29,8 @@ T = TypeVar("T")
 log = logging.getLogger("mclclip")
 
 CLOSE_S = 20.0  # time that a sink gets to flush; a pre-empted process has little
+DRAW_S = 0.1  # between two drawings of a line of progress
+CLEAR_LINE = "\r\x1b[2K"  # of a terminal
 
 
 class _Formatter(logging.Formatter):
@@ -36,7 +38,8 @@ class _Formatter(logging.Formatter):
     ``clean``); the traceback of an error has lines of its own."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        return advice.complete(clean(super().formatMessage(record)))
+        clear = CLEAR_LINE if sys.stderr.isatty() else ""  # of a line of progress
+        return clear + advice.complete(clean(super().formatMessage(record)))
 
     def formatException(self, ei: Any) -> str:  # noqa: N802
         return clean_lines(super().formatException(ei))
@@ -62,35 +65,37 @@ def progress(
     detail: Callable[[], str] | None = None,
     every_s: float = 15.0,
 ) -> Iterator[T]:
-    """Yields ``items`` under a progress bar on a terminal, with plain lines otherwise; both say
-    how long it will last (without ``total``: how many were done).
+    """Yields ``items`` and says how many are done and how long the others will take (without
+    ``total``: how many were done): on a terminal in one line that it draws again, else in the log.
 
     ``start``: how many were done before, of the ``total``. ``detail`` gives further words for a
-    line, none where nothing has changed; on a terminal they come as lines beside the bar.
-    Silent where the log is (ranks other than the first).
+    line of the log, none where nothing has changed; a terminal shows these lines too. Only the loop
+    draws, so that nothing is drawn any more once it was interrupted. Silent where the log is (ranks
+    other than the first).
     """
     if not log.isEnabledFor(logging.INFO):
         yield from items
         return
-    if on_terminal := sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import track
-
-        console = Console(stderr=True)
-        items = track(items, description, total=total, completed=start, console=console)
-    first = last = time.monotonic()
+    on_terminal = sys.stderr.isatty()
+    first = last = drawn = time.monotonic()
     for number, item in enumerate(items, start=1):
         yield item
         now, done = time.monotonic(), start + number
-        if now - last >= every_s and done != total and (detail or not on_terminal):
+        logs = now - last >= every_s and done != total and (detail or not on_terminal)
+        words, left = f"{description}: {done}" + ("" if total is None else f" of {total}"), ""
+        if total is not None and number > 1:  # the first one waits for workers to start
+            left = time_left((total - done) * (now - first) / (number - 1))
+        if logs:
             last = now
-            words = [f"{description}: {done}" + ("" if total is None else f" of {total}")]
-            words += [] if detail is None else [detail()]
-            if total is not None and number > 1:  # the first one waits for workers to start
-                words.append(time_left((total - done) * (now - first) / (number - 1)))
-            log.info("%s", ", ".join(filter(None, words)))
+            log.info("%s", ", ".join(filter(None, [words, detail and detail(), left])))
+        if on_terminal and now - drawn >= DRAW_S:
+            drawn = now
+            line = CLEAR_LINE + ", ".join(filter(None, [words, left]))
+            print(line, end="", file=sys.stderr, flush=True)
         if number == 1:
             first = now
+    if on_terminal:
+        print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
 
 
 def count_of(number: float, noun: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import json
 import logging
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from mclclip import config, index
 from mclclip.pack import KIND, pack
@@ -316,20 +318,27 @@ def test_real_photographs_packed_and_indexed(tmp_path: Path, shared_data: Path) 
     assert image == (folder / rows[1][0]).read_bytes()
 
 
+def small_picture(number: int) -> bytes:
+    """A picture that decodes, with bytes of its own."""
+    stream = io.BytesIO()
+    Image.new("RGB", (2, 2), (number % 256, number // 256, 7)).save(stream, "PNG")
+    return stream.getvalue()
+
+
 def test_shares_are_held_out_by_the_bytes_of_pictures(tmp_path: Path, images: Path) -> None:
     rows = []
     for number in range(400):
         for copy in "ab":  # two files of the same bytes
-            (images / f"{number}{copy}.jpg").write_bytes(b"picture %d" % number)
+            (images / f"{number}{copy}.jpg").write_bytes(small_picture(number))
             rows.append([f"{number}{copy}.jpg", f"caption {number}"])
     shares = {"choose": 0.1, "report": 0.2}
     manifest = run(tmp_path, images, rows, held_out=shares, samples_per_shard=100)
     found: dict[str, set[bytes]] = {}
     for path in sorted((tmp_path / "out").glob("*/*.tar")):
-        pictures = {data for name, data in read_tar(path).items() if name.endswith("jpg")}
+        pictures = {data for name, data in read_tar(path).items() if name.endswith("png")}
         found.setdefault(path.parent.name, set()).update(pictures)
     assert sorted(found) == ["choose", "report", "train"]
-    for data in (b"picture %d" % number for number in range(400)):
+    for data in map(small_picture, range(400)):
         place = int(hashlib.sha256(data).hexdigest()[:16], 16) / 2**64
         want = "choose" if place < 0.1 else "report" if place < 0.1 + 0.2 else "train"
         assert [name for name in found if data in found[name]] == [want]
@@ -347,7 +356,7 @@ def test_shares_are_held_out_by_the_bytes_of_pictures(tmp_path: Path, images: Pa
 def test_a_held_out_share_has_only_pictures_with_captions(tmp_path: Path, images: Path) -> None:
     rows = []
     for number in range(60):
-        (images / f"{number}.jpg").write_bytes(b"picture %d" % number)
+        (images / f"{number}.jpg").write_bytes(small_picture(number))
         rows.append([f"{number}.jpg", "a caption" if number % 2 else ""])
     manifest = run(tmp_path, images, rows, held_out={"choose": 0.5})
     counts = manifest.counts["shares"]
@@ -355,6 +364,20 @@ def test_a_held_out_share_has_only_pictures_with_captions(tmp_path: Path, images
     assert 0 < counts["train"]["captions"] < counts["train"]["samples"]
     found = manifest.counts["findings"]
     assert found["no_caption"]["count"] + found["no_caption_held_out"]["count"] == 30
+
+
+def test_a_held_out_share_has_only_pictures_that_decode(tmp_path: Path, images: Path) -> None:
+    """An evaluation would end at one that does not; training counts and replaces it."""
+    rows = []
+    for number in range(60):
+        data = small_picture(number)
+        (images / f"{number}.png").write_bytes(data if number % 3 else data[:40] + b"%d" % number)
+        rows.append([f"{number}.png", "a caption"])
+    manifest = run(tmp_path, images, rows, held_out={"choose": 0.5})
+    found = manifest.counts["findings"]["undecodable_held_out"]
+    assert 0 < found["count"] < 20
+    assert all(int(name.partition(".")[0]) % 3 == 0 for name in found["examples"])
+    assert manifest.counts["samples"] == 60 - found["count"]
 
 
 def test_nothing_is_written_into_the_folder_that_is_packed(tmp_path: Path, images: Path) -> None:

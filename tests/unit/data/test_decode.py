@@ -102,9 +102,7 @@ def test_transparent_pictures_are_laid_on_white_and_opaque_ones_converted(
     assert (peculiarity(data, MAX_IMAGE_PIXELS) is None) == opaque
     if opaque:
         assert np.array_equal(pixels(data), np.asarray(image.convert("RGB")))
-    black = np.asarray(decode_image(data, MAX_IMAGE_PIXELS, "black"))
-    assert np.array_equal(black, decode_pixels(data, MAX_IMAGE_PIXELS, "black"))
-    assert np.array_equal(black, pixels(data)) == opaque
+    assert np.array_equal(decode_pixels(data, MAX_IMAGE_PIXELS), pixels(data))
 
 
 def test_pictures_of_16_bits_that_use_ten_are_told() -> None:

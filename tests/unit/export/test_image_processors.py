@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 import mclclip
-from mclclip.data.decode import decode_image
+from mclclip.data.decode import decode_image, upright_rgb
 from mclclip.export import certificate, convert
 from mclclip.export.processors import EXACT, own_processor
 from mclclip.export.targets import hf
@@ -55,6 +55,9 @@ def test_the_own_image_processor_gives_open_clips_pixels(tmp_path: Path, mode: s
         assert moved == 0  # nothing is cut off, so the stock one is equal too
     else:
         assert moved >= 6
+    layered = Image.fromarray(random.integers(0, 256, (40, 50, 4), dtype=np.uint8))
+    found = processor(images=layered, return_tensors="pt")["pixel_values"][0]
+    assert torch.equal(found, own.preprocess_val(upright_rgb(layered)))  # on white
     exact = the_certificate(out, 2)
     assert exact["pixels"] == 0.0 and exact["image_features_own_pixels"] <= 1e-5
     assert exact["runtime"].endswith("OpenClipImageProcessor")

@@ -84,3 +84,14 @@ def test_an_encoder_says_what_it_is(encoder: Encoder) -> None:
     assert "raw" in repr(joined)
     images = Encoder([load_towers(CONFIG, text=False)])
     assert repr(images) != repr(encoder)
+
+
+def test_transparent_pixels_are_white_in_every_form(encoder: Encoder, tmp_path: Path) -> None:
+    pixels = np.zeros((20, 30, 4), np.uint8)
+    pixels[:, :15, 3] = 255  # the left half is black, the right half transparent
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    white = np.full((20, 30, 3), 255, np.uint8)
+    white[:, :15] = 0
+    wanted = encoder.encode_image(white)
+    for form in (tmp_path / "a.png", Image.fromarray(pixels), (tmp_path / "a.png").read_bytes()):
+        assert encoder.encode_image(form).tolist() == wanted.tolist(), type(form)

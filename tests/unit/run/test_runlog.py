@@ -120,14 +120,37 @@ def test_progress_says_how_long_it_will_last(
     assert runlog.time_left(89.6) == "90 s left" and runlog.time_left(12_600) == "3.5 h left"
 
 
-def test_progress_is_a_bar_on_a_terminal(
+def test_progress_is_one_line_of_a_terminal_and_the_log_stands_above_it(
     log: logging.Logger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runlog.setup(0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    assert list(runlog.progress(range(4), total=4, description="embed")) == [0, 1, 2, 3]
-    err = capsys.readouterr().err
-    assert "embed" in err and "100%" in err
+    monkeypatch.setattr(runlog, "DRAW_S", 0.0)
+    shown = runlog.progress(range(4), total=4, description="embed")
+    assert [next(shown), next(shown)] == [0, 1]
+    log.warning("a line")
+    assert list(shown) == [2, 3]
+    parts = capsys.readouterr().err.split(runlog.CLEAR_LINE)
+    assert [part[:13] for part in parts if part.startswith("embed")] == [
+        f"embed: {number} of 4" for number in (1, 2, 3, 4)
+    ]
+    assert parts[2].endswith("a line\n") and parts[-1] == ""
+
+
+def test_an_interrupted_progress_draws_nothing_more(
+    log: logging.Logger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runlog.setup(0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(runlog, "DRAW_S", 0.0)
+    shown = runlog.progress(range(4), total=4, description="embed")  # held, as by a traceback
+    with pytest.raises(KeyboardInterrupt):
+        for number in shown:
+            if number == 2:
+                raise KeyboardInterrupt
+    capsys.readouterr()
+    time.sleep(0.3)
+    assert capsys.readouterr().err == ""
 
 
 def test_progress_is_silent_on_other_ranks_and_seldom_on_the_first(
