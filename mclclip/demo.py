@@ -29,6 +29,7 @@ from mclclip.ranks import process_group
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Layout
 from mclclip.run.lock import RunLock
+from mclclip.run.runlog import count_of
 
 log = logging.getLogger("mclclip")
 
@@ -204,7 +205,7 @@ def seed_table(runs: Sequence[Sequence[Result]]) -> str:
         model: [[one[model][c] for one in found if c in one.get(model, {})] for c in columns]
         for model in models
     }
-    return _table(f"{len(runs)} seed(s)", columns, rows)
+    return _table(count_of(len(runs), "seed"), columns, rows)
 
 
 def regime_table(runs: Mapping[Regime, Sequence[Sequence[Result]]]) -> str:
@@ -223,7 +224,7 @@ def regime_table(runs: Mapping[Regime, Sequence[Sequence[Result]]]) -> str:
         both = [one for one in found if grouped in one and ungrouped in one]
         table[regime].append([one[grouped] - one[ungrouped] for one in both])
     columns = [*_COMPARED, "difference of concats"]
-    return _table(f"text tower, {number} seed(s)", columns, table)
+    return _table(f"text tower, {count_of(number, 'seed')}", columns, table)
 
 
 def _table(

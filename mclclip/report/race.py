@@ -23,6 +23,7 @@ from mclclip.files import clean
 from mclclip.opened_run import Run
 from mclclip.report import charts, environment
 from mclclip.report.story import duration
+from mclclip.run.runlog import count_of
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -187,7 +188,7 @@ def sentences(found: Standings) -> list[str]:
     better, worse = (
         [_named(c) for c in control if c.verdict == verdict] for verdict in ("better", "worse")
     )
-    metrics = f"{len(found.metrics)} main metric(s)"
+    metrics = count_of(len(found.metrics), "main metric")
     lines = [
         f"Better than the ungrouped control beyond chance: {'; '.join(better)}."
         if better

@@ -50,7 +50,7 @@ def test_seed_table_gives_mean_and_standard_deviation() -> None:
     assert one[0].endswith("| size | count | shape | rare | average |")
     assert one[2] == "| stage_0 | - | 100.0 | - | - | - | 0.0 | 40.0 | 20.0 | 60.0 |"
     text = demo.seed_table([rows(40.0), rows(50.0), rows(60.0)])
-    assert text.startswith("| 3 seed(s) |")
+    assert text.startswith("| 3 seeds |")
     assert "| 50.0 ± 10.0 | 25.0 ± 5.0 | 60.0 ± 0.0 |" in text
 
 
@@ -99,7 +99,7 @@ def test_regimes_are_compared_in_one_table() -> None:
 
     table = demo.regime_table({"trained": [rows(80.0, 50.0)], "knowing": [rows(90.0, 91.0)]})
     lines = table.splitlines()
-    assert lines[0].startswith("| text tower, 1 seed(s) | stage_0 | stage_1 |")
+    assert lines[0].startswith("| text tower, 1 seed | stage_0 | stage_1 |")
     assert lines[2] == "| trained | 40.0 | 50.0 | - | 80.0 | - | - | 50.0 | 30.0 |"
     assert lines[3] == "| knowing | 40.0 | 50.0 | - | 90.0 | - | - | 91.0 | -1.0 |"
 
