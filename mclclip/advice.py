@@ -16,6 +16,8 @@ from types import MappingProxyType
 
 _OFFERED = re.compile(r"'mclclip ([a-z][a-z-]*)((?: [^'\n]*)?)'")
 
+_READ_LABELS = ("train", "reshard")  # of a stage, which 'cluster' makes in the stage before
+
 
 class _Typed:
     """The command of this process; a call from Python has none."""
@@ -86,15 +88,18 @@ def complete(text: str) -> str:
         if verb not in _Typed.readers or "--config" in words:
             return found[0]
         run = shlex.join(_Typed.run)
-        stage = _stage(text) if _Typed.readers[verb] and "--stage" not in words else ""
+        stage = _stage(verb, text) if _Typed.readers[verb] and "--stage" not in words else ""
         return "'" + " ".join(filter(None, ("mclclip", verb, run, stage, words.strip()))) + "'"
 
     return _OFFERED.sub(completed, text)
 
 
-def _stage(text: str) -> str:
+def _stage(verb: str, text: str) -> str:
     if found := re.search(r"stage_(\d+)/(\w+)", text):
         return f"--stage {int(found[1]) - (found[2] == 'pseudo_labels')}"  # made by the one before
     if "--stage" in _Typed.words[:-1]:
-        return f"--stage {_Typed.words[_Typed.words.index('--stage') + 1]}"
+        typed = _Typed.words[_Typed.words.index("--stage") + 1]
+        if verb == "cluster" and _Typed.verb in _READ_LABELS and typed.isdecimal():
+            typed = str(max(0, int(typed) - 1))
+        return f"--stage {typed}"
     return ""

@@ -191,7 +191,7 @@ def read_pseudo_labels(
     labels = open_npy(directory / "pseudo_labels.npy", "cluster", record).reshape(-1)
     if len(labels) != len(index) or manifest.inputs["index"] != index.digest:
         raise RuntimeError(
-            f"pseudo_labels has {len(labels):,} rows, the index has {len(index):,} (or other "
+            f"{directory} has {len(labels):,} rows, the index has {len(index):,} (or other "
             f"keys): run 'mclclip cluster --force' after 'mclclip index'"
         )
     return labels, tuple(manifest.counts["radices"]), manifest.digest

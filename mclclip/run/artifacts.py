@@ -211,9 +211,9 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
     """What differs between two records of ``Artifact``: an option with both values, or the inputs
     by their names, since their digests tell nobody anything; None if they are equal."""
     if old["kind"] != new["kind"]:
-        return f"as another kind: {brief(old['kind'])}, now {brief(new['kind'])}"
+        return f"was made as another kind: {brief(old['kind'])}, now {brief(new['kind'])}"
     if of_option := difference(old["config"], new["config"]):
-        return f"with other settings: {of_option}"
+        return f"was made with other settings: {of_option}"
     before, now = old["inputs"], new["inputs"]
     changes = {
         "more": sorted(now.keys() - before.keys()),
@@ -221,7 +221,7 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
         "changed": sorted(name for name in before.keys() & now.keys() if before[name] != now[name]),
     }
     parts = [_named(names, how) for how, names in changes.items() if names]
-    return f"from other data: {', '.join(parts)}" if parts else None
+    return f"was made from other data: {', '.join(parts)}" if parts else None
 
 
 def _named(names: Sequence[str], how: str) -> str:
@@ -291,7 +291,7 @@ class Artifact:
             holds_work = any(path != directory / INTENT for path in inside)
             if holds_work and not force:
                 raise ValueError(
-                    f"{directory} was made {changed}. Use another output directory, or --force to "
+                    f"{directory} {changed}. Use another output directory, or --force to "
                     "move the old one aside and make it again"
                 )
             if holds_work and write:

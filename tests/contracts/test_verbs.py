@@ -83,12 +83,12 @@ VERBS = {  # in the order in which a run needs them
     "index": Verb(of_run(index.run), "index", "", "", "", ""),
     "embed": Verb(
         of_run(embed.run, stage=0), "stage_0/embeddings", "embed.dtype=float16",
-        "config.dtype was 'float32', now 'float16'", *INDEX,
+        "dtype was 'float32', now 'float16'", *INDEX,
     ),
     "embed texts": Verb(of_run(embed.run, stage=0), "stage_0/text_embeddings", "", "", *INDEX),
     "cluster": Verb(
         of_run(cluster.run, stage=0), "stage_0/clusters", "cluster.num_clusters=4",
-        "config.num_clusters was 3, now 4", *EMBEDDED,
+        "num_clusters was 3, now 4", *EMBEDDED,
     ),
     "labels": Verb(of_run(cluster.run, stage=0), "stage_1/pseudo_labels", "", "", "", ""),
     "train": Verb(
@@ -109,7 +109,7 @@ VERBS = {  # in the order in which a run needs them
     ),
     "reshard": Verb(
         of_run(reshard.run, stage=1), "stage_1/resharded", "reshard.samples_per_shard=40",
-        "config.samples_per_shard was [0-9_]+, now 40",
+        "samples_per_shard was [0-9_]+, now 40",
         "stage_1/pseudo_labels/manifest.json", "run 'mclclip cluster' first",
     ),
     "filter": Verb(
@@ -118,13 +118,13 @@ VERBS = {  # in the order in which a run needs them
     ),
     "pack": Verb(
         call_pack, "packed", {"samples_per_shard": 3},
-        "config.samples_per_shard was 2, now 3", "table.csv", "table.csv",
+        "samples_per_shard was 2, now 3", "table.csv", "table.csv",
     ),
     "make-dataset": Verb(
-        call_make_dataset, "made", {"seed": 2}, "config.seed was 1, now 2", "", "",
+        call_make_dataset, "made", {"seed": 2}, "seed was 1, now 2", "", "",
     ),
     "make-pairs": Verb(
-        call_make_pairs, "pairs", {"per_rule": 3}, "config.per_rule was 2, now 3", "", "",
+        call_make_pairs, "pairs", {"per_rule": 3}, "per_rule was 2, now 3", "", "",
     ),
 }  # fmt: skip
 

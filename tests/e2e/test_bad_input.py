@@ -5,6 +5,7 @@ After every refusal the disk holds what it held before, so the corrected command
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +45,7 @@ def files(folder: Path) -> dict[str, str]:
 def assert_refused(finished: Finished, *words: str) -> None:
     line = finished.refusal()
     assert line == finished.stderr.splitlines()[-1]
-    assert len(line) < 600, line
+    assert len(re.sub(r"/[^ :']*", "", line)) < 400, line  # a command offered repeats long paths
     for word in words:
         assert word in line, line
 
@@ -183,9 +184,9 @@ def test_labels_of_another_index(shell: Shell, begun: list[object], tmp_path: Pa
     shell.ok("index", *begun, added)
     before = files(run_dir)
     for command, words in {
-        "train --stage 1": ("pseudo_labels has 192 rows, the index has 240", "mclclip cluster"),
-        "cluster --stage 0": ("embeddings", "192 rows", "240", "mclclip embed"),
-        "embed --stage 0": ("inputs.index", "--force"),
+        "train --stage 1": ("pseudo_labels has 192 rows", "240", "mclclip cluster", "--stage 0"),
+        "cluster --stage 0": ("embeddings", "192 rows", "240", "mclclip embed", "--stage 0"),
+        "embed --stage 0": ("(index)", "--force"),
     }.items():
         assert_refused(shell(*command.split(), *begun, added), *words)
         assert files(run_dir) == before

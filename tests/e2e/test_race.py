@@ -73,7 +73,7 @@ def test_the_table_has_every_remedy_against_base_and_control(finished: Path) -> 
         ("mcl", "base"), ("ungrouped", "base"), ("ifm", "base"),
         ("mcl", "ungrouped"), ("ifm", "ungrouped"),
     ]  # fmt: skip
-    assert {row["test"] for row in rows} == {"t over 2 seeds, and items"}
+    assert all("2 seeds" in row["test"] and "items" in row["test"] for row in rows)
     html = (finished / "race" / "race.html").read_text()
     for text in (
         "Nothing beats the ungrouped control",

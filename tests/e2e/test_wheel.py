@@ -25,7 +25,7 @@ from tests import tiny
 from tests.matrix import SOAK
 
 SOURCES = ("mclclip", "eval", "launch", "slurm", "setup.cfg", "pyproject.toml", "README.md")
-SOURCES += ("LICENSE", "NOTICE.md")
+SOURCES += ("LICENSE", "NOTICE.md", "constraints.txt")
 IGNORED = shutil.ignore_patterns("__pycache__", "*.egg-info")
 
 

@@ -175,6 +175,11 @@ def remembered() -> Iterator[None]:
             "runs/a/stage_1/pseudo_labels: 'mclclip cluster --config 'my runs/a/config.yaml' "
             "--stage 0 --force'",
         ),
+        (
+            "train --config u --stage 2",
+            "'mclclip cluster --force', 'mclclip embed'",
+            "'mclclip cluster --config u --stage 1 --force', 'mclclip embed --config u --stage 2'",
+        ),
         ("index --config u", "'mclclip doctor --data CONFIG'", "'mclclip doctor --data u'"),
         ("doctor", "'mclclip doctor --path DIR'", "'mclclip doctor --path DIR'"),
     ],

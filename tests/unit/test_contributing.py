@@ -120,6 +120,7 @@ def is_there(text: str) -> bool:
         return True
     if text.startswith("import "):
         return importlib.util.find_spec(text.split()[1]) is not None
+    text = re.sub(r"^([A-Z]+='[^']*' )+", "", text)  # without variables of the environment
     name = re.sub(r"\(.*\)( ->.*)?$", "", text)  # without its arguments
     if " " in name:
         return is_command(name)

@@ -69,7 +69,7 @@ def test_parts_are_those_on_disk_and_nothing_is_written(made: Path) -> None:
     assert table.columns.tolist()[:4] == ["encoder", "benchmark", "metric", "value"]
     assert set(table["unit"]) == {"%"} and len(table) == len(run.result_rows) == 15
     chosen = table[(table.encoder == "stage_1") & (table.metric == "average")]
-    assert chosen["value"].tolist() == [50.0]
+    assert chosen["value"].tolist() == [12.5]  # one of eight
     assert digests(made, "**/*") == before
 
 

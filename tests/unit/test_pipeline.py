@@ -91,9 +91,9 @@ def test_a_tokenizer_that_cannot_be_had_is_told_before_anything_is_done(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_model_of_transformers_is_not_trained(tmp_path: Path) -> None:
+def test_a_model_of_transformers_is_looked_for_before_anything_is_written(tmp_path: Path) -> None:
     whole = tree(tmp_path / "run", model={"name": "hf:me/clip"}, train={"objective": CLIP})
-    with pytest.raises(ValueError, match="can be evaluated but not trained or joined"):
+    with pytest.raises(FileNotFoundError, match="'me/clip'"):
         pipeline.run(config.from_tree(whole), SINGLE)
     assert not (tmp_path / "run").exists()
 

@@ -321,7 +321,7 @@ def test_other_blocks_or_other_weights_are_refused(
 ) -> None:
     config = copied(made, data, tmp_path)
     fewer = copied(made, data, tmp_path / "fewer", "train.lock.image_blocks=1")
-    with pytest.raises(ValueError, match="config.blocks was 1, now 2.*--force"):
+    with pytest.raises(ValueError, match="blocks was 1, now 2.*--force"):
         embed.run(fewer, SINGLE, stage=0)
     embed.run(fewer, SINGLE, stage=0, force=True)  # two blocks are frozen now
     more = options(Path(fewer.run_dir), data, ON)

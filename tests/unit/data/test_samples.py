@@ -388,7 +388,7 @@ def test_samples_carry_text_features_instead_of_text(tmp_path: Path) -> None:
 
 def test_text_embeddings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     index = make_index(tmp_path)
-    with pytest.raises(FileNotFoundError, match="run 'mclclip embed --text' first"):
+    with pytest.raises(FileNotFoundError, match="'mclclip embed --stage 0 --text'"):
         TextFeatures(tmp_path / "text", index)
     write_text_features(tmp_path / "text", index, "float32")
     features = TextFeatures(tmp_path / "text", index)
@@ -397,5 +397,5 @@ def test_text_embeddings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         features.get(PER_SHARD, 0)
     for wrong in (np.zeros((2, 4), np.float32), np.zeros((9, 2)), np.zeros(9, np.float32)):
         np.save(tmp_path / "text" / "00000.npy", wrong)
-        with pytest.raises(ValueError, match="run 'mclclip embed --text --force'"):
+        with pytest.raises(ValueError, match="'mclclip embed --stage 0 --text --force'"):
             features.get(0, 0)

@@ -184,7 +184,7 @@ def test_texts_beside_pictures(tmp_path: Path, photos: Path) -> None:
     }  # fmt: skip
     assert counts["samples"] == 4 and counts["captions"] == 3
     (photos / "sub" / "a.txt").write_text("another caption")
-    with pytest.raises(ValueError, match=r"inputs\.table was"):
+    with pytest.raises(ValueError, match=r"\(sub/a\.txt\).*--force"):
         pack(photos, tmp_path / "out")
 
 

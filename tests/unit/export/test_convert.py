@@ -60,7 +60,7 @@ def test_a_finished_one_is_skipped_and_another_model_is_refused(tmp_path: Path) 
     before = (out / "manifest.json").read_bytes()
     convert.run("hf", tmp_path / "a", out)
     assert (out / "manifest.json").read_bytes() == before
-    with pytest.raises(ValueError, match="was made with other settings"):
+    with pytest.raises(ValueError, match=r"\(model\).*--force"):
         convert.run("hf", exported(tmp_path / "b", seed=1), out)
     convert.run("hf", tmp_path / "b", out, force=True)
     assert (out / "manifest.json").read_bytes() != before

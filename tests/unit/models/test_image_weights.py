@@ -248,7 +248,7 @@ def test_stage_0_trains_the_text_tower_alone(data: Path, file: str, tmp_path: Pa
     other = given_state()
     other["conv1.0.weight"] += 1
     save_file(other, copied)
-    with pytest.raises(ValueError, match="config.model.image_weights was"):
+    with pytest.raises(ValueError, match="model.image_weights was"):
         train.run(again, SINGLE, stage=0)
 
 
