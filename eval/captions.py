@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mclclip.data.findings import Findings
-from mclclip.data.shard_scan import parse_captions
+from mclclip.data.shard_scan import is_caption, parse_captions, read_text_file
 from mclclip.data.table_formats import IMAGE_COLUMNS, NamedTexts, captions_of_json, named
 from mclclip.data.tables import open_table
 from mclclip.eval.images import read_lines, read_range, read_rows, read_shards
@@ -112,7 +112,7 @@ def read_languages(
 
 
 def read_captions_of_shards(directory: Path, captions: str) -> ImageTexts:
-    """The images and all captions (``txt`` or ``json:FIELD``) of ``directory/*.tar``; raises the
+    """The images and all captions (``txt``, ``lines`` or ``json:FIELD``) of ``directory/*.tar``; raises the
     errors of ``read_shards``."""
     images, table = read_shards(directory, captions)
     texts, owners = [], []
@@ -178,7 +178,9 @@ def _caption_files(folder: Path, images: Path) -> NamedTexts:
             f"{len(strangers)} of {len(files)} captions have no image in {images}, such as "
             f"{strangers[0].name}: an image has the name of its caption"
         )
-    return (), [(names[path.stem], path.read_text(encoding="utf-8-sig").strip()) for path in files]
+    texts = [read_text_file(path).strip() for path in files]
+    pairs = zip(files, texts, strict=True)
+    return (), [(names[path.stem], text) for path, text in pairs if is_caption(text)]
 
 
 def _caption_table(path: Path, split: str | None) -> NamedTexts:
@@ -216,11 +218,12 @@ def _caption_lines(path: Path, split: str | None) -> NamedTexts:
 def _caption_tokens(path: Path, split: str | None) -> NamedTexts:
     """``results_20130124.token``: lines of ``FILE#NUMBER<TAB>caption``; it has no splits."""
     pairs = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(read_text_file(path).splitlines(), start=1):
         head, tab, caption = line.partition("\t")
         if not tab or "#" not in head:
             raise ValueError(f"{path} line {number} is not FILE#NUMBER<TAB>caption: {line!r}")
-        pairs.append((head.rpartition("#")[0], caption))
+        if is_caption(caption.strip()):
+            pairs.append((head.rpartition("#")[0], caption))
     return (), pairs
 
 

@@ -18,11 +18,12 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from mclclip.data.decode import IMAGE_EXTENSIONS, PICTURES
+from mclclip.data.decode import IMAGE_EXTENSIONS, PICTURE_SUFFIXES
 from mclclip.data.findings import Findings
-from mclclip.data.index_tables import join_rows
+from mclclip.data.index_tables import Shard, join_rows
+from mclclip.data.options import DataConfig
 from mclclip.data.remote import StoredFile
-from mclclip.data.shard_scan import group_members, read_member, scan_shard
+from mclclip.data.shard_scan import group_members, read_member, read_text_file, scan_shard
 from mclclip.data.table_formats import csv_format
 from mclclip.files import MAX_JSON_BYTES, Roots, below, parse_json, read_bounded
 
@@ -153,12 +154,14 @@ def read_shards(
     if not shards:
         raise FileNotFoundError(f"there is no shard in {directory}: wanted *.tar files")
     findings, scans = Findings(), []
-    for path in shards[:1] if first_only else shards:
+    shards = shards[:1] if first_only else shards
+    for path in shards:
         scan = scan_shard(StoredFile(str(path)), "", captions or "txt", attributes)
         findings.merge(scan.findings)
         scans.append(scan.rows)
     findings.settle_lines(sum(map(len, scans)))
-    table = join_rows(None, 0, scans, findings, [str(path) for path in shards])
+    placed = [Shard(str(path), "", "", 0, 0, path.stat().st_size) for path in shards]
+    table, _ = join_rows(None, scans, placed, 0, findings, DataConfig())
     allowed = ("other_member", *(() if captions else ("no_caption", "several_lines")))
     wrong = {r: f for r, f in findings.to_json().items() if r.partition(":")[0] not in allowed}
     if wrong or not len(table):
@@ -353,7 +356,7 @@ def _voc_images(root: Path, table: str, names: Mapping[str, str], part: Part) ->
 def _voc_rows(path: Path) -> dict[str, int]:
     """Image -> 1, 0 or -1."""
     rows = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(read_text_file(path).splitlines(), start=1):
         name, *rest = line.split() or [""]
         if rest not in (["1"], ["0"], ["-1"]):
             raise ValueError(f"{path} line {number} is not an image and 1, 0 or -1: {line!r}")
@@ -381,7 +384,7 @@ def class_shards(root: Path) -> list[Path]:
 def class_names(root: Path) -> list[str]:
     """The names of the classes of shards, by number; empty where there is no `CLASS_NAMES`."""
     path = next((p for p in (root / CLASS_NAMES, root.parent / CLASS_NAMES) if p.is_file()), None)
-    lines = [] if path is None else path.read_text(encoding="utf-8-sig").splitlines()
+    lines = [] if path is None else read_text_file(path).splitlines()
     return [line.strip() for line in lines if line.strip()]
 
 
@@ -433,7 +436,7 @@ def _why_not(path: Path) -> str | None:
     if path.is_dir():
         return "sub_folder"
     if suffix not in SUFFIXES:
-        return "unsupported_extension" if suffix[1:] in PICTURES else "other_file"
+        return "unsupported_extension" if suffix[1:] in PICTURE_SUFFIXES else "other_file"
     return None
 
 

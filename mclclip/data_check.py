@@ -37,7 +37,7 @@ from mclclip.run.artifacts import Layout, is_finished, made_of, read_manifest
 SHARDS = 4
 """Shards of all sources together that are looked at where there is no index; one of each at least.
 """
-PICTURES, PICTURE_BYTES, CAPTIONS = 1_000, 1 << 27, 20_000
+NUM_PICTURES, PICTURE_BYTES, NUM_CAPTIONS = 1_000, 1 << 27, 20_000
 """Pictures that are decoded, unless they have more bytes together, and captions that are read."""
 MOST_EQUAL, MOST_LONG, MOST_COPIES, MOST_CUT = 0.05, 0.05, 0.01, 0.1
 """Shares of the samples above which a line is a warning."""
@@ -121,7 +121,7 @@ def _index(config: Config, folder: Path) -> tuple[SampleIndex, int, str]:
 
 
 def _pictures(config: Config, read: TarDataset, random: np.random.Generator) -> Iterator[Finding]:
-    ids = random.permutation(len(read))[:PICTURES]
+    ids = random.permutation(len(read))[:NUM_PICTURES]
     fitting = int(np.searchsorted(np.cumsum(read.index.image_size[ids]), PICTURE_BYTES)) + 1
     ids = np.sort(ids[:fitting])
     keys, sizes, hashes, contents, bad = [], [], [], [], dict[int, str]()
@@ -225,7 +225,7 @@ def _captions(config: Config, read: TarDataset, random: np.random.Generator) -> 
     missed = config.reads_captions and bare == 1
     advice = "name the field in data.sources.NAME.captions" if missed else ""
     yield finding("captions", text, advice)
-    ids = random.permutation(np.flatnonzero(numbers))[:CAPTIONS]
+    ids = random.permutation(np.flatnonzero(numbers))[:NUM_CAPTIONS]
     every = read.captions_of(np.sort(ids).tolist())
     drawn = [own[int(random.integers(len(own)))] for own in every]
     if not drawn:
@@ -263,7 +263,7 @@ def _lengths(config: Config, texts: Sequence[str]) -> Finding:
         tokenizer = model_tokenizer(config.model.name)
         context = int(tokenizer.context_length)
         # Two tokens beyond the context are there for its end and for one that is cut off.
-        tokens = [tokenizer([each[:10_000]], context + 2)[0] for each in texts[:PICTURES]]
+        tokens = [tokenizer([each[:10_000]], context + 2)[0] for each in texts[:NUM_PICTURES]]
         padding = int(tokenizer([""], context + 2)[0, -1])
     except (ValueError, FileNotFoundError) as error:
         return finding("caption length", text, f"tokens are not counted ({error})")

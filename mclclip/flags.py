@@ -224,9 +224,7 @@ def _add_pack(verbs: Any) -> None:
     root = "another folder in which images may lie, such as the one that a link leads to"
     add("--allow-root", dest="allow_roots", metavar="FOLDER", type=_existing, help=root, **_SEVERAL)
     add("--path-column", help="column of image paths or images; default: found by its name")
-    text = (
-        "default: found by its name; without one, no captions; several, or COLUMN.FIELD of a list"
-    )
+    text = "default: found by its name; none: no captions; several, or COLUMN.FIELD of a list"
     add("--caption-column", metavar="NAME", help=text, action="append")
     add("--samples-per-shard", type=int, default=10_000, help="images of a tar")
     add("--delimiter", default=None, help="default: by suffix (.tsv: tab) and header")
@@ -266,7 +264,7 @@ def _add_make_pairs(verbs: Any) -> None:
     add = _add(verbs, "make-pairs").add_argument
     shards = "whose *.tar are read; of pictures that no training reads"
     add("--shards", type=_existing, required=True, metavar="FOLDER", help=shards)
-    add("--captions", default="txt", help="of the shards: txt (default) or json:FIELD")
+    add("--captions", default="txt", help="of the shards: txt (default), lines or json:FIELD")
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder of the benchmark")
     add("--rules", nargs="+", default=[], metavar="RULE", help="such as colour (default: all)")
     add("--confused", type=Path, metavar="FOLDER", help="blind spots of a run on these shards")
@@ -292,7 +290,7 @@ def _add_soup(verbs: Any) -> None:
     add = verb.add_argument_group("score").add_argument
     held_out = "shards with captions; the score is retrieval on them, the mean of both R@1"
     add("--held-out", type=_existing, metavar="FOLDER", help=held_out)
-    add("--captions", default="txt", help="of --held-out: txt (default) or json:FIELD")
+    add("--captions", default="txt", help="of --held-out: txt (default), lines or json:FIELD")
     add("--suite", help="benchmarks beside it: a shipped suite or a YAML file")
     add("--set", dest="variables", metavar="NAME=VALUE", help=_VARIABLE, **_SEVERAL)
     add("--only", metavar="BENCHMARK", help="some of the suite (default: all)", **_SEVERAL)
@@ -371,8 +369,7 @@ def _add_checks(verbs: Any) -> None:
     add("--json", action="store_true", help="sizes in bytes")
     peak = "of a GPU in bf16, dense (default 312, an A100; fp32 is a sixteenth of it)"
     add("--peak-tflops", type=float, metavar="P", help=peak)
-    share = "of that peak which training and embedding reach (default 0.3)"
-    add("--share", type=float, metavar="F", help=share)
+    add("--share", type=float, metavar="F", help="of that peak which is reached (default 0.3)")
     rate = "measured in training on one GPU; used for its hours instead of peak and share"
     add("--samples-per-s", type=float, metavar="S", help=rate)
     images = "measured in embedding on one GPU, likewise"
@@ -477,8 +474,7 @@ def _add_filter(verbs: Any) -> None:
     add("--keep-share", type=float, metavar="SHARE", help=share)
     copies = "of samples above this cosine keep one"
     add("--near-duplicates", type=float, metavar="COSINE", help=copies)
-    within = "what is compared for it (default: clusters, where the stage has some)"
-    add("--within", choices=["clusters", "all"], help=within)
+    add("--within", choices=["clusters", "all"], help="default: clusters, where there are some")
     sets = "leave out copies of these evaluation images: embeddings by the same encoder, or .npy"
     named: dict[str, Any] = {"metavar": "[NAME=]FOLDER", "type": _named_existing}
     add("--against", help=sets, **named, **_SEVERAL)

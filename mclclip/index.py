@@ -36,15 +36,17 @@ from mclclip.data.index_tables import (
     read_table,
     read_values,
     scan_shards,
+    stem_of,
     times_of,
     write_tables,
 )
 from mclclip.data.options import DataConfig, SourceConfig
-from mclclip.data.remote import Remote, RemoteOptions, check_protocol, protocol_of
+from mclclip.data.remote import Remote, RemoteOptions, check_protocol
 from mclclip.data.sample_index import KIND, SampleIndex
 from mclclip.data.shard_filter import ShardFilter
 from mclclip.data.shard_scan import IMAGE_CRC, PER_FIELD, caption_fields, captions_text, check_names
 from mclclip.files import clean, move_aside, records_of, remove_leftovers
+from mclclip.options import protocol_of
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import (
@@ -120,9 +122,9 @@ def _index(config: Config, directory: Path, force: Force) -> None:
                 left_out[shard.source][reason] += entry["count"]
     bound = config.data.max_bad_fraction
     _check_faults(findings, len(known) + len(new), bound)
-    paths = [shard.path for shard in (*known[:num_known], *scanned)]
-    findings.settle_lines(sum(map(len, rows)))
-    table = join_rows(table, num_known, rows, findings, paths)
+    shards = [*known[:num_known], *scanned]
+    table, shards = join_rows(table, rows, shards, len(known), findings, config.data)
+    findings.settle_lines(len(table))
     _check_lost(findings, len(table), bound)
     if num_known == 0 and is_finished(directory):
         # The shards are what they were, so the parquets that filters read are not.
@@ -132,7 +134,7 @@ def _index(config: Config, directory: Path, force: Force) -> None:
                 "the parquets beside the shards choose other samples than those of "
                 f"{directory}: restore them, or use --force"
             )
-    manifest = _write(directory, table, [*known[:num_known], *scanned], findings, left_out)
+    manifest = _write(directory, table, shards, findings, left_out)
     note_times(directory, times)
     _log_summary(manifest, findings, len(to_scan), config.reads_captions or not config.trainings)
 
@@ -155,8 +157,7 @@ def _check_lost(findings: Findings, num_samples: int, bound: float) -> None:
     if lost.total() > bound * (num_samples + lost.total()):
         raise ValueError(
             f"{'; '.join(lost.lines())}: data.max_bad_fraction={bound} allows "
-            f"{int(bound * (num_samples + lost.total()))}. Name the members of each sample anew, "
-            "one key for each, or raise data.max_bad_fraction"
+            f"{int(bound * (num_samples + lost.total()))}; that bound may be raised"
         )
 
 
@@ -433,9 +434,10 @@ def _most_paths(pattern: str) -> float:
 
 
 def _new_shards(known: Sequence[Shard], wanted: Sequence[Shard], directory: Path) -> list[Shard]:
-    """The wanted shards that the index lacks.
+    """The wanted shards that the index lacks, named as those of their source are.
 
-    Raises ValueError for a known shard that has changed, FileNotFoundError for a missing one.
+    Raises ValueError for a known shard that has changed, and a new one that cannot be named so;
+    FileNotFoundError for a missing one.
     """
     by_name = {(shard.source, shard.path): shard for shard in wanted}
     for old in known:
@@ -463,4 +465,16 @@ def _new_shards(known: Sequence[Shard], wanted: Sequence[Shard], directory: Path
             if was != is_now:
                 again = "with " if not name else ""
                 raise ValueError(f"{where} was indexed with {name}{was}, now {again}{is_now}")
-    return list(by_name.values())
+    folders = {shard.source: shard.folder for shard in known if shard.name}
+    return [_named_as_before(shard, folders.get(shard.source)) for shard in by_name.values()]
+
+
+def _named_as_before(shard: Shard, folder: str | None) -> Shard:
+    """The shard with its path from a folder on as its name; itself where there is no folder."""
+    stem = stem_of(shard.path)
+    if folder is not None and not stem.startswith(folder):
+        raise ValueError(
+            f"keys of the source {shard.source} have the names of shards in {clean(folder)}, and "
+            f"{clean(shard.path)} lies elsewhere: put it there"
+        )
+    return shard if folder is None else dataclasses.replace(shard, name=stem[len(folder) :])

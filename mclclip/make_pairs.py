@@ -63,11 +63,11 @@ def run(
 ) -> Manifest:
     """Writes minimal pairs of the pictures of ``shards/*.tar``; returns the manifest.
 
-    ``captions``: ``txt`` or ``json:FIELD``. ``rules``: some of ``caption_rules.RULES`` (default:
-    all). ``confused``: what ``mclclip blindspots`` wrote for a run whose data source is these
-    shards; its pairs make items of their own. ``per_rule``: items of a rule at most, each of
-    another picture. ``seed`` decides which pictures, captions and edits. A finished ``out`` of the
-    same shards and settings is skipped.
+    ``captions``: ``txt``, ``lines`` or ``json:FIELD``. ``rules``: some of
+    ``caption_rules.RULES`` (default: all). ``confused``: what ``mclclip blindspots`` wrote for
+    a run whose data source is these shards; its pairs make items of their own. ``per_rule``: items
+    of a rule at most, each of another picture. ``seed`` decides which pictures, captions
+    and edits. A finished ``out`` of the same shards and settings is skipped.
 
     Raises ValueError for wrong values, NoItems where there is no item, and the errors of what it
     reads.

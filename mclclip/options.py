@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import glob
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,10 @@ Decay = Annotated[float, Field(gt=0.0, lt=1.0)]
 PositiveShare = Annotated[float, Field(gt=0.0, le=1.0)]
 Cosine = Annotated[float, Field(ge=-1.0, le=1.0)]
 
+PROTOCOLS = ("s3", "gs", "gcs", "http", "https")
+"""Of a shard's url. A closed list: fsspec also has protocols that read other files of this machine,
+or that chain one to another."""
+
 _UNION_MEMBERS = ("bool", "int", "float", "str", "constrained-int", "constrained-float")
 
 
@@ -32,10 +37,20 @@ def brief(value: object) -> str:
     return text if len(text) <= 200 else text[:200] + "..."
 
 
+def protocol_of(path: str | Path) -> str | None:
+    """The lower-case protocol of a url; None for a path. Of `PROTOCOLS`, and of ``file``, it is
+    known too where ``Path`` has taken a slash of the url away."""
+    protocol, _, rest = str(path).partition(":")
+    protocol = protocol.lower()
+    known = rest.startswith("/") and protocol in (*PROTOCOLS, "file")
+    is_url = known or (rest.startswith("//") and re.fullmatch(r"[a-z][a-z0-9+.-]*", protocol))
+    return protocol if is_url else None
+
+
 def refuse_url(path: str | Path, option: str) -> None:
-    """Raises ValueError for a url where a path is wanted; ``Path`` has taken a slash of it away."""
-    if (found := re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+", str(path))) and not Path(path).exists():
-        url = f"{found[1]}://{str(path)[found.end() :]}"
+    """Raises ValueError for a url where a path is wanted."""
+    if (protocol := protocol_of(path)) is not None and not os.path.exists(path):
+        url = f"{protocol}://{str(path)[len(protocol) + 1 :].lstrip('/')}"
         raise ValueError(
             f"{option} {clean(url)} is a url, and this reads and writes files alone: fetch it and "
             "give its path (tar shards behind urls are read by data.sources.NAME.shards)"

@@ -24,7 +24,7 @@ from mclclip import advice
 from mclclip.data.decode import (
     IMAGE_EXTENSIONS,
     MAX_IMAGE_PIXELS,
-    PICTURES,
+    PICTURE_SUFFIXES,
     DecodeError,
     decode,
     peculiarity,
@@ -97,7 +97,7 @@ def pack(
             table.path, ", ".join(CAPTION_COLUMNS), table.columns,
         )  # fmt: skip
     settings = _settings(table, samples_per_shard, key_prefix, allow_roots, held_out)
-    opened: Any = {"kind": KIND, "config": settings, "inputs": table.inputs}
+    opened: Any = {"kind": KIND, "config": settings, "inputs": table.inputs()}
     # Nothing is written before there is a sample: data without any leave nothing behind.
     done = Artifact.open(out, **opened, force=force, write=False).manifest
     if done is not None:
@@ -131,7 +131,7 @@ def _nothing_usable(
         told += f". {spelling}"
     elif missing and not table.holds_images:
         name = missing["examples"][0]
-        there = [p for p in (table.path.parent, source.parent) if (p / name).is_file()]
+        there = [p for p in (table.path.parent, source.parent) if os.path.isfile(p / name)]
         folder = str(there[0] if there else "FOLDER")
         new = [folder] if source != table.path else [folder, "--captions", str(source)]
         where = f"they are below {folder}" if there else "if they lie in another FOLDER"
@@ -202,7 +202,6 @@ def _write(
         log.info(
             "pack: some have several captions; sources that read all have captions: json:captions"
         )
-    findings.settle_lines(counts["samples"])
     for line in findings.lines():
         log.warning("pack: %s", line)
     if spelling := _explain_missing(table, findings):
@@ -330,11 +329,11 @@ def _image(row: Row, root: Path, roots: Roots, findings: Findings) -> tuple[byte
     reason, data = None, row.image or b""
     if row.image is None:
         file = None if "\0" in row.path else roots.real_path(root / row.path)
-        if suffix_of(row.path) not in PICTURES:
+        if suffix_of(row.path) not in PICTURE_SUFFIXES:
             reason = "unsupported_extension"
         elif file is None:
             reason = "outside_folder"
-        elif not file.is_file():
+        elif not os.path.isfile(file):
             reason = "missing_image"
         else:
             data = file.read_bytes()

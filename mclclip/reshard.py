@@ -45,12 +45,13 @@ from mclclip.data.index_tables import check_shards
 from mclclip.data.labels import read_pseudo_labels
 from mclclip.data.locations import GROUPS, KIND, MEMBERS, SIZES, Locations, SampleRanges, shard_name
 from mclclip.data.options import DataConfig
-from mclclip.data.remote import RemoteOptions, protocol_of
+from mclclip.data.remote import RemoteOptions
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_reader import ShardReader
 from mclclip.data.shard_scan import caption_fields
 from mclclip.data.shard_writer import image_extension
 from mclclip.data.tar_members import TarFault, read_members
+from mclclip.options import protocol_of
 from mclclip.ranks import collectives
 from mclclip.ranks.parent_death import map_in_pool
 from mclclip.ranks.process_group import Context

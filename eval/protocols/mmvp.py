@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from mclclip.eval.features import Extractor
-from mclclip.eval.images import check_inside, read_rows
+from mclclip.eval.images import SUFFIXES, check_inside, read_rows
 from mclclip.eval.items import PAIR, Item
 from mclclip.eval.metrics import BoolArray
 from mclclip.eval.outcomes import Outcomes
@@ -27,7 +27,6 @@ from mclclip.ranks.collectives import together
 
 MMVP_COLUMNS = ("Question ID", "Type", "Statement")
 MMVP_FOLDERS = ("MLLM_VLM Images", "MLLM_VLM_Images")
-MMVP_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 SIDES: dict[str, Side] = {"statement_to_image": "image", "image_to_text": "text", "group": "group"}
 """Direction -> the decisions of a pair that count: statements pick images, images pick statements,
 or both."""
@@ -100,7 +99,7 @@ def read_pairs(root: Path) -> list[Item]:
 
     ``Questions.csv`` has the columns Question ID, Type, Statement; two consecutive rows are a pair,
     an odd id and then an even one, of one Type. Images lie at ``MLLM_VLM Images/<Type>/<Question
-    ID>.jpg`` (or ``MLLM_VLM_Images``; jpeg, png and webp too). Raises ValueError for a Type or a
+    ID>.jpg`` (or ``MLLM_VLM_Images``; other pictures too). Raises ValueError for a Type or a
     link that leads out of ``root``; the links of the Hub's cache lead to its own files.
     """
     root = Path(root)
@@ -123,7 +122,7 @@ def read_pairs(root: Path) -> list[Item]:
             )
         if lacking := [number for number in (a, b) if str(number) not in files[kind]]:
             raise FileNotFoundError(
-                f"no image {folder / kind / str(lacking[0])}.jpg (nor .jpeg, .png, .webp) for "
+                f"no image {folder / kind / str(lacking[0])}.jpg (nor of another suffix) for "
                 f"question {lacking[0]}"
             )
         images, name = (files[kind][str(a)], files[kind][str(b)]), f"{a}-{b}"
@@ -165,9 +164,9 @@ def _images_of_type(folder: Path, kind: str) -> dict[str, Path]:
     own = next((path for path in folders if path.is_dir()), None)
     if own is None:
         raise FileNotFoundError(f"no folder {folder / kind} for the Type {kind!r}")
-    files = [path for path in own.iterdir() if path.suffix.lower() in MMVP_SUFFIXES]
+    files = [path for path in own.iterdir() if path.suffix.lower() in SUFFIXES]
     check_inside(files, folder.parent)
-    files.sort(key=lambda path: MMVP_SUFFIXES.index(path.suffix.lower()), reverse=True)
+    files.sort(key=lambda path: SUFFIXES.index(path.suffix.lower()), reverse=True)
     return {path.stem: path for path in files}
 
 

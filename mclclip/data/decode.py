@@ -61,7 +61,7 @@ FORMATS = tuple(
 IMAGE_EXTENSIONS = tuple(suffix for name in FORMATS for suffix in _SUFFIXES[name])
 """Suffixes, without their dot and in lower case, of the pictures that every reader reads."""
 
-PICTURES = (*(s for some in _SUFFIXES.values() for s in some), "heic", "heif")
+PICTURE_SUFFIXES = (*(s for some in _SUFFIXES.values() for s in some), "heic", "heif")
 """Suffixes of pictures, also of those that Pillow does not read here."""
 
 Pixels = Literal["exact", "fast"]

@@ -28,12 +28,14 @@ REASONS = {
     "large_caption": "samples with a caption file of more than 16 MiB, kept as without a caption",
     "bad_json": "samples whose .json does not parse, kept as without a caption",
     "bad_text": "captions that are not UTF-8, kept as without a caption: save them as UTF-8",
-    "duplicate_key": "samples whose key came before in their source, left out",
-    "copied_sample": "samples of equal key, sizes and caption as an earlier one, left out",
+    "duplicate_key": "samples whose key came before in their source, left out: name the members of "
+    "each sample anew, one key for each",
+    "copied_sample": "samples of equal key, image and caption as an earlier one, left out",
     "no_label": "samples without a class (.cls), left out",
     "several_images": "samples with several images, of which the first is used",
-    "several_lines": "texts (nearly all) of one number of lines are read as one caption: where "
-    "each line is a caption, set captions to lines (of an evaluation shard_captions)",
+    "several_lines": "texts of several lines, as nearly all have, each read as one caption: where "
+    "each line is a caption, set data.sources.NAME.captions (of an evaluation shard_captions) to "
+    "lines",
     "bad_name": "tar members whose name gives no key, left out",
     "other_member": "tar members that are neither pictures nor captions, left out",
     "sparse_member": "tar members stored without their holes (tar --sparse), left out",
@@ -82,6 +84,11 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 """Begins a file that git-lfs left in the place of the real one."""
 
 
+def nearly_all(num_texts: int) -> float:
+    """How many texts of the same number of lines say that each line is a caption."""
+    return max(0.95 * num_texts, 10)
+
+
 class Findings:
     """Samples left out and other unusual finds: a count and up to 20 examples by reason."""
 
@@ -113,12 +120,13 @@ class Findings:
         """Keeps the count of texts with several lines where nearly all of ``num_texts`` have the
         same number of lines, which are then captions of their own; drops it elsewhere."""
         for reason in [r for r in self._found if r.startswith("several_lines:")]:
-            if self._found[reason][0] < max(0.95 * num_texts, 10):
+            if self._found[reason][0] < nearly_all(num_texts):
                 del self._found[reason]
 
     def without(self, reasons: Sequence[str]) -> Findings:
         """The finds of all other reasons."""
-        return self.only([r for r in REASONS if r not in reasons])
+        found = self.to_json().items()
+        return Findings({r: entry for r, entry in found if r.partition(":")[0] not in reasons})
 
     def total(self) -> int:
         """The number of finds of all reasons."""

@@ -31,8 +31,9 @@ import pyarrow as pa
 
 from mclclip.data.findings import MAX_EXAMPLES, Findings
 from mclclip.data.options import DataConfig
-from mclclip.data.remote import Remote, RemoteOptions, StoredFile, protocol_of
+from mclclip.data.remote import Remote, RemoteOptions, StoredFile
 from mclclip.data.shard_filter import ShardFilter, metadata_path
+from mclclip.data.shard_reader import ShardReader
 from mclclip.data.shard_scan import ATTRIBUTE, ROW, TEXT, TEXT_CRC, ShardScan, scan_shard
 from mclclip.files import (
     clean,
@@ -46,6 +47,7 @@ from mclclip.files import (
     whole_file,
     write_json,
 )
+from mclclip.options import protocol_of
 from mclclip.ranks.parent_death import map_in_pool
 from mclclip.run.runlog import progress
 
@@ -56,9 +58,6 @@ TIMES = "shard_times.json"
 SCHEMA = ROW.append(pa.field("shard", pa.int32()))
 INDEX_AGAIN = "take the folder away and run 'mclclip index' again"
 _KEYS_AT_ONCE = 65_536
-MOST_LOST = 0.01
-"""Share of a source's samples with the key of another one, above which keys get the shard's name.
-"""
 Integers = npt.NDArray[np.int64]
 _WHOLE_NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,17})")  # what int() reads quickly and text shows
 
@@ -70,6 +69,8 @@ class Shard:
     ``path`` may be a url. ``digest`` is that of its scan; it is empty in indexes of older versions.
     ``tag`` is a url's ETag, or what its store tells instead; paths have none. ``subset`` is the
     digest of the uids that its samples were chosen by, ``where`` are the conditions on them.
+    ``name`` stands in the keys of its samples, ``source/name/key``, where keys start again in every
+    shard; it is the end of the path.
     """
 
     path: str
@@ -83,6 +84,12 @@ class Shard:
     tag: str = ""
     subset: str = ""
     where: tuple[str, ...] = ()
+    name: str = ""
+
+    @property
+    def folder(self) -> str:
+        """Where its name begins in its path."""
+        return stem_of(self.path).removesuffix(self.name)
 
     @property
     def stored(self) -> StoredFile:
@@ -94,9 +101,9 @@ class Shard:
         return f"shard {clean(self.path)} of source {self.source} in {directory}"
 
     def to_json(self) -> dict[str, Any]:
-        """Its fields; attributes, tag, subset and where only where there are some."""
+        """Its fields; attributes, tag, subset, where and name only where there are some."""
         fields = dataclasses.asdict(self)
-        rare = ("attributes", "tag", "subset", "where")
+        rare = ("attributes", "tag", "subset", "where", "name")
         return {k: v for k, v in fields.items() if v or k not in rare}
 
 
@@ -150,7 +157,7 @@ def read_shards(directory: Path) -> list[Shard]:
         lists = ("attributes", "where")
         shards = [Shard(**(e | {n: tuple(e.get(n, ())) for n in lists})) for e in entries]
         for before, shard in zip([None, *shards], shards, strict=False):
-            texts = (shard.path, shard.source, shard.captions, shard.tag, shard.subset)
+            texts = (shard.path, shard.source, shard.captions, shard.tag, shard.subset, shard.name)
             if not all(isinstance(t, str) for t in (*texts, *shard.attributes, *shard.where)):
                 raise TypeError(f"{shard} has fields of other types")
             if not (before.stop if before else 0) == shard.start <= shard.stop:
@@ -335,21 +342,24 @@ def check_shards(directory: Path, shards: Sequence[Shard], options: DataConfig) 
 
 def join_rows(
     known: pa.Table | None,
-    num_known: int,
     scanned: list[pa.RecordBatch],
+    shards: Sequence[Shard],
+    num_old: int,
     findings: Findings,
-    paths: Sequence[str],
-) -> pa.Table:
-    """The rows of known shards, then those of scanned shards, whose numbers follow ``num_known``.
+    options: DataConfig,
+) -> tuple[pa.Table, list[Shard]]:
+    """The rows of known shards, then those of the scanned ones, which are the last of ``shards``;
+    and the shards, some of them with a name.
 
-    ``paths``: of all shards. Where the keys of a source start again in its shards, those of its
-    scanned shards become ``source/shard/key``. Of other rows with the same key the first stays; the
-    others are counted as ``copied_sample`` or ``duplicate_key``. A row
-    has no value for attributes that only other shards have. The result has one chunk per column,
-    which zero-copy reading needs. ``scanned`` is emptied, so that a column's parts go as soon as
-    they are joined: millions of rows are never there twice.
+    Where more than ``options.max_bad_fraction`` of a source's samples have the key of another one,
+    its shards get names, but for the first ``num_old``, whose keys are known already. Of other rows
+    with the same key the first stays; the others are counted as ``copied_sample`` or
+    ``duplicate_key``. A row has no value for attributes that only other shards have. The result has
+    one chunk per column, which zero-copy reading needs. ``scanned`` is emptied, so that a column's
+    parts go as soon as they are joined: millions of rows are never there twice. Reads the images of
+    samples with the key, size and caption of another one; raises OSError where that fails.
     """
-    tables = [] if known is None else [known]
+    num_known, tables = len(shards) - len(scanned), [] if known is None else [known]
     for number, rows in enumerate(scanned, start=num_known):
         shard = pa.array(np.full(len(rows), number, np.int32))
         table = pa.Table.from_batches([rows])
@@ -360,67 +370,92 @@ def join_rows(
     for number, field in enumerate(table.schema):
         joined = table.column(number).unify_dictionaries().combine_chunks()
         table = table.set_column(number, field, joined)
-    keys = table["key"].chunk(0) if len(table) else pa.array([], pa.large_string())
-    first = _first_rows(keys)
-    if (first < np.arange(len(keys))).any():
-        if (named := _with_shard_names(table, first, num_known, paths)) is not None:
-            table, first = named, _first_rows(named["key"].chunk(0))
-        table = _without_repeated(table, first, findings)
-    return table
+    if not len(table):
+        return table, [*shards]
+    reader = ShardReader([shard.stored for shard in shards], options)
+    scanned_names = {n: s.name for n, s in enumerate(shards) if s.name and n >= num_known}
+    table = _with_names(table, shards, scanned_names)
+    first = _first_rows(table["key"].chunk(0))
+    if (first < np.arange(len(first))).any():
+        names = _new_names(table, first, shards, num_old, reader, options.max_bad_fraction)
+        if names:
+            table = _with_names(table, shards, names)
+            first = _first_rows(table["key"].chunk(0))
+            shards = [replace(s, name=names.get(n, s.name)) for n, s in enumerate(shards)]
+        table = _without_repeated(table, first, findings, reader)
+    return table, [*shards]
 
 
-def _are_copies(table: pa.Table, rows: Integers, first: Integers) -> npt.NDArray[np.bool_]:
-    """Whether samples are those of ``first`` once more: of the same sizes and the same caption."""
+def _are_copies(
+    table: pa.Table, rows: Integers, first: Integers, reader: ShardReader
+) -> npt.NDArray[np.bool_]:
+    """Whether samples are those of ``first`` once more: of the same image and caption."""
     size, text = table["image_size"].to_numpy(), table[TEXT_CRC].to_numpy()
-    same = np.ones(len(rows), bool)
-    for column in (size, text):
-        same &= column[rows] == column[first[rows]]
-    same &= text[rows] != 0
+    shard, offset = table["shard"].to_numpy(), table["image_offset"].to_numpy()
+    others = first[rows]
+    same: npt.NDArray[np.bool_] = (size[rows] == size[others]) & (text[rows] == text[others])
+    for place in np.flatnonzero(same):
+        pair = (rows[place], others[place])
+        ranges = [(int(shard[row]), int(offset[row]), int(size[row])) for row in pair]
+        reader.prefetch(ranges)
+        one, other = (reader.read(*each) for each in ranges)
+        same[place] = one == other
     return same
 
 
-def _with_shard_names(
-    table: pa.Table, first: Integers, num_known: int, paths: Sequence[str]
-) -> pa.Table | None:
-    """The table with keys ``source/shard/key`` of sources of which more than a hundredth of the
-    samples have the key of another sample; None where there is no such source."""
-    keys, shard = table["key"].chunk(0), table["shard"].to_numpy()
-    numbers, starts = np.unique(shard, return_index=True)
-    source_of = [key.partition("/")[0] for key in keys.take(pa.array(starts)).to_pylist()]
-    repeated = np.flatnonzero(first < np.arange(len(keys)))
-    lost = shard[repeated[~_are_copies(table, repeated, first)]]
-    parts = {int(number): keys.slice(start, stop - start) for number, start, stop in zip(
-        numbers, starts, [*starts[1:], len(keys)], strict=True)}  # fmt: skip
-    again = False
-    for source in dict.fromkeys(source_of):
-        own = [int(n) for n, name in zip(numbers, source_of, strict=True) if name == source]
-        if np.isin(lost, own).sum() <= MOST_LOST * np.isin(shard, own).sum():
-            continue
-        names = _names_of([paths[number] for number in own])
-        for number, name in zip(own, names, strict=True):
-            if number >= num_known:
-                texts = (key.partition("/")[2] for key in parts[number].to_pylist())
-                named = [f"{source}/{name}/{text}" for text in texts]
-                parts[number], again = pa.array(named, pa.large_string()), True
-        log.info("keys of %s start again in its shards: they become shard/key", source or "shards")
-    if not again:
-        return None
+def _new_names(
+    table: pa.Table,
+    first: Integers,
+    shards: Sequence[Shard],
+    num_old: int,
+    reader: ShardReader,
+    bound: float,
+) -> dict[int, str]:
+    """By their numbers, the names of shards whose source has more repeated keys than the bound."""
+    shard = table["shard"].to_numpy()
+    repeated = np.flatnonzero(shard[first] != shard)
+    lost = shard[repeated[~_are_copies(table, repeated, first, reader)]]
+    names: dict[int, str] = {}
+    for source in dict.fromkeys(each.source for each in shards):
+        members = [n for n, each in enumerate(shards) if each.source == source]
+        new = [n for n in members if n >= num_old and not shards[n].name]
+        if new and np.isin(lost, members).sum() > bound * np.isin(shard, members).sum():
+            stems = [stem_of(shards[n].path) for n in members]
+            common = os.path.commonprefix([stem.rpartition("/")[0] + "/" for stem in stems])
+            start = common.rfind("/") + 1
+            names |= {n: stem_of(shards[n].path)[start:] for n in new}
+            log.info("keys of %s start again in its shards: they become shard/key", source)
+    return names
+
+
+def stem_of(path: str) -> str:
+    """A path or url without its suffix; a url also without its query, which may be a secret."""
+    return (path if protocol_of(path) is None else path.partition("?")[0]).removesuffix(".tar")
+
+
+def _with_names(table: pa.Table, shards: Sequence[Shard], names: Mapping[int, str]) -> pa.Table:
+    """The table with keys ``source/name/key`` for shards that get names, by their numbers."""
+    if not names:
+        return table
+    keys, parts = table["key"].chunk(0), []
+    bounds = np.searchsorted(table["shard"].to_numpy(), np.arange(len(shards) + 1)).tolist()
+    for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        part = keys.slice(start, stop - start)
+        if number in names:
+            prefix = f"{shards[number].source}/"
+            rest = (key.removeprefix(prefix) for key in part.to_pylist())
+            part = pa.array([f"{prefix}{names[number]}/{key}" for key in rest], keys.type)
+        parts.append(part)
     column = table.column_names.index("key")
-    joined = pa.concat_arrays([*parts.values()])
-    return table.set_column(column, table.schema.field("key"), pa.chunked_array([joined]))
+    joined = pa.chunked_array([pa.concat_arrays(parts)])
+    return table.set_column(column, table.schema.field("key"), joined)
 
 
-def _names_of(paths: Sequence[str]) -> list[str]:
-    """Paths or urls from their common folder on, without their suffix."""
-    folders = [path.rpartition("/")[0] for path in paths]
-    common = os.path.commonprefix([f"{folder}/" for folder in folders])
-    start = common.rfind("/") + 1
-    return [path[start:].removesuffix(".tar") for path in paths]
-
-
-def _without_repeated(table: pa.Table, first: Integers, findings: Findings) -> pa.Table:
+def _without_repeated(
+    table: pa.Table, first: Integers, findings: Findings, reader: ShardReader
+) -> pa.Table:
     repeated = np.flatnonzero(first < np.arange(len(first)))
-    copies = _are_copies(table, repeated, first)
+    copies = _are_copies(table, repeated, first, reader)
     for reason, rows in (("copied_sample", repeated[copies]), ("duplicate_key", repeated[~copies])):
         examples = table["key"].take(pa.array(rows[:MAX_EXAMPLES])).to_pylist()
         findings.add(reason, *examples, count=len(rows))

@@ -10,8 +10,8 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from mclclip.data.decode import MAX_IMAGE_PIXELS, Pixels
-from mclclip.data.remote import RemoteOptions, check_protocol, protocol_of
-from mclclip.options import STRICT, Share
+from mclclip.data.remote import RemoteOptions, check_protocol
+from mclclip.options import STRICT, Share, protocol_of
 
 Policy = Literal["drop", "backoff", "mask", "wrap", "carry"]
 """Use of the samples that fill no batch of their own group (see ``data.epoch_plan``)."""

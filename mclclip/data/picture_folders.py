@@ -10,9 +10,9 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mclclip.data.decode import PICTURES
+from mclclip.data.decode import PICTURE_SUFFIXES
 from mclclip.data.findings import Findings
-from mclclip.data.shard_scan import MAX_TEXT_BYTES, TextFault, parse_captions
+from mclclip.data.shard_scan import MAX_TEXT_BYTES, TextFault, form_of_texts, parse_captions
 from mclclip.data.table_formats import Format, Rows, suffix_of
 from mclclip.files import Roots, read_bounded
 
@@ -45,6 +45,14 @@ def folder_format(folder: Path, roots: Roots) -> Format:
     """The pictures of a folder, each with the text of its name beside it, ``a.txt`` or
     ``a.jpg.txt``; every other file is counted."""
 
+    def texts() -> Iterator[bytes]:
+        for path in walk(folder, roots, Findings()):
+            real = roots.real_path(path) if suffix_of(path) == "txt" else None
+            if real is not None and real.is_file() and real.stat().st_size <= MAX_TEXT_BYTES:
+                yield real.read_bytes()
+
+    form = form_of_texts(texts(), str(folder))
+
     def rows(findings: Findings) -> Rows:
         files = walk(folder, roots, findings)
         for _, beside in itertools.groupby(files, key=lambda path: path.parent):
@@ -55,27 +63,29 @@ def folder_format(folder: Path, roots: Roots) -> Format:
         read = set()
         for path in files:
             name = os.path.relpath(path, folder)
-            if suffix_of(path) in PICTURES:
+            if suffix_of(path) in PICTURE_SUFFIXES:
                 key = path.stem if path.stem in texts else path.name
                 read.add(key)
-                captions = _text_beside(texts.get(key), roots, name, findings)
+                captions = _text_beside(texts.get(key), form, roots, name, findings)
                 yield name, {"file_name": name, "text": captions}
             elif suffix_of(path) != "txt":
                 findings.add("other_file", name)
-        for key in texts.keys() - read:
+        for key in sorted(texts.keys() - read):
             findings.add("lone_text", os.path.relpath(texts[key], folder))
 
     return Format({"file_name": "", "text": ""}, rows, chosen=("file_name", "text"))
 
 
-def _text_beside(text: Path | None, roots: Roots, name: str, findings: Findings) -> list[str]:
-    """The caption in the text beside the picture ``name``."""
+def _text_beside(
+    text: Path | None, form: str, roots: Roots, name: str, findings: Findings
+) -> list[str]:
+    """The captions in the text beside the picture ``name``, which stand in it in this ``form``."""
     if text is None:
         return []
     real = roots.real_path(text)
     try:
         if real is not None:
-            return parse_captions(read_bounded(real, MAX_TEXT_BYTES), "txt")
+            return parse_captions(read_bounded(real, MAX_TEXT_BYTES), form)
         findings.add("outside_folder", f"the text of {name}")
     except TextFault as fault:
         findings.add(fault.reason, f"the text of {name}")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import tempfile
 import threading
 import time
@@ -30,14 +29,10 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from mclclip.data.http_store import FinalError, HttpStore, StatusError
 from mclclip.files import clean
-from mclclip.options import STRICT
+from mclclip.options import PROTOCOLS, STRICT, protocol_of
 
 T = TypeVar("T")
 log = logging.getLogger("mclclip")
-
-PROTOCOLS = ("s3", "gs", "gcs", "http", "https")
-"""Of a shard's url. A closed list: fsspec also has protocols that read other files of this machine,
-or that chain one to another."""
 
 BLOCK_BYTES = 1 << 23
 """Of one request where a whole shard is fetched."""
@@ -47,7 +42,6 @@ GAP_BYTES = 1 << 16
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
 _TAGS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified")
-_SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -91,12 +85,6 @@ UrlRange = tuple[str, int, int, str]
 
 class ChangedShard(OSError):
     """The object behind a url is not the one that was indexed."""
-
-
-def protocol_of(path: str) -> str | None:
-    """The lower-case protocol of a url; None for a path."""
-    found = _SCHEME.match(path)
-    return found[1].lower() if found else None
 
 
 def check_protocol(path: str, where: str) -> None:

@@ -27,8 +27,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from mclclip.data.arrays import open_given_npy
-from mclclip.data.remote import Remote, RemoteOptions, StoredFile, open_whole, protocol_of
+from mclclip.data.remote import Remote, RemoteOptions, StoredFile, open_whole
 from mclclip.files import clean, digest_parts, message_of, parse_json
+from mclclip.options import protocol_of
 
 log = logging.getLogger("mclclip")
 
@@ -231,7 +232,7 @@ def to_uids(texts: pa.Array) -> tuple[npt.NDArray[np.void], npt.NDArray[np.bool_
 
 def metadata_path(shard: str) -> str:
     """Where img2dataset puts the metadata of a shard, a path or a url."""
-    path, mark, query = shard.partition("?") if "://" in shard else (shard, "", "")
+    path, mark, query = shard.partition("?") if protocol_of(shard) else (shard, "", "")
     return f"{path.removesuffix('.tar')}.parquet{mark}{query}"
 
 

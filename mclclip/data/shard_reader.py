@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mclclip.data.options import DataConfig
-from mclclip.data.remote import Remote, StoredFile, UrlRange, protocol_of
+from mclclip.data.remote import Remote, StoredFile, UrlRange
 from mclclip.files import digest_json
+from mclclip.options import protocol_of
 from mclclip.ranks.data_wait import note_place
 
 log = logging.getLogger("mclclip")

@@ -8,14 +8,17 @@ asks for is bounded, and a fault in it is counted by its reason.
 from __future__ import annotations
 
 import codecs
+import itertools
 import json
 import logging
 import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, BinaryIO
 
 # pyarrow imports pandas at its first table. Here it is imported before any connection is open:
@@ -24,11 +27,11 @@ import pandas as pd  # noqa: F401
 import pyarrow as pa
 
 from mclclip.data.decode import IMAGE_EXTENSIONS
-from mclclip.data.findings import LFS_POINTER, NO_TEXTS, Findings
+from mclclip.data.findings import LFS_POINTER, NO_TEXTS, REASONS, Findings, nearly_all
 from mclclip.data.remote import Remote, RemoteOptions, StoredFile, open_whole
 from mclclip.data.shard_filter import ShardFilter
 from mclclip.data.tar_members import Member, TarFault, read_members
-from mclclip.files import clean, digest_array, digest_json, parse_json
+from mclclip.files import clean, digest_array, digest_json, parse_json, read_bounded
 
 log = logging.getLogger("mclclip")
 ARRAY_EXTENSION = "npy"
@@ -129,9 +132,32 @@ def read_text(data: bytes) -> str:
         raise TextFault("bad_text") from None
 
 
+def read_text_file(path: Path) -> str:
+    """The text of a file; ValueError, which names it, where it cannot be read."""
+    try:
+        return read_text(read_bounded(path, MAX_TEXT_BYTES))
+    except TextFault as fault:
+        raise ValueError(f"{path} cannot be read: {REASONS[fault.reason]}") from None
+
+
 def num_lines(text: str) -> int:
     """The number of lines that are not blank."""
     return sum(1 for line in text.splitlines() if line.strip())
+
+
+def form_of_texts(files: Iterable[bytes], what: str) -> str:
+    """How captions stand in texts of other people, of which the first thousand are read: ``lines``,
+    which the log says of ``what``, where nearly all have the same number of them, above one; else
+    ``txt``."""
+    counts: Counter[int] = Counter()
+    for data in itertools.islice(files, 1000):
+        with suppress(TextFault):
+            counts[num_lines(read_text(data))] += 1
+    (number, texts), *_ = [*counts.most_common(1), (0, 0)]
+    if number < 2 or texts < nearly_all(counts.total()):
+        return "txt"
+    log.info("nearly all texts of %s have %d lines: each line is read as a caption", what, number)
+    return "lines"
 
 
 def encoding_of(data: bytes) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import unicodedata
 from pathlib import Path
 from urllib.parse import unquote
@@ -25,7 +26,7 @@ def explain_missing(folder: Path, name: str) -> str | None:
     place = folder
     for part in Path(plain).parts:
         near = place / part
-        if not near.exists():
+        if not os.path.exists(near):
             found = _nearest(place, part)
             if found is None:
                 return None

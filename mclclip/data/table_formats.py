@@ -24,7 +24,7 @@ import pandas as pd  # noqa: F401 (see shard_scan)
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mclclip.data.decode import PICTURES
+from mclclip.data.decode import PICTURE_SUFFIXES
 from mclclip.data.findings import Findings
 from mclclip.data.shard_scan import (
     MAX_IMAGE_BYTES,
@@ -32,8 +32,8 @@ from mclclip.data.shard_scan import (
     Group,
     TextFault,
     encoding_of,
+    form_of_texts,
     group_members,
-    num_lines,
     parse_captions,
     read_member,
 )
@@ -169,7 +169,7 @@ class _TextRows:
         columns = [
             [suffix_of(cell.strip()) for cell in column] for column in zip(*rows, strict=True)
         ]
-        named = any(all(suffix in PICTURES for suffix in column) for column in columns)
+        named = any(all(suffix in PICTURE_SUFFIXES for suffix in column) for column in columns)
         return rows if named or self._delimiter == "\t" else []
 
 
@@ -328,6 +328,14 @@ def _tars(files: Sequence[Path]) -> Format:
     """Samples of WebDataset's shards: captions are the list ``captions`` of the ``.json``, else the
     ``.txt``, else another of the ``.json``'s fields by its name."""
 
+    def texts() -> Iterator[bytes]:
+        for path in files:
+            with open(path, "rb") as file:
+                for group in group_members(file, str(path), "txt", Findings()).values():
+                    yield read_member(file, group.text)
+
+    form = form_of_texts(filter(None, texts()), str(files[0].parent))
+
     def rows(findings: Findings) -> Rows:
         for path in files:
             with open(path, "rb") as file:
@@ -340,15 +348,21 @@ def _tars(files: Sequence[Path]) -> Format:
                         told = where if image else f"{group.named(key)} in {path.name}"
                         findings.add("large_image" if image else "no_image", told)
                     else:
-                        yield where, _sample(file, where, group, image, findings)
+                        yield where, _sample(file, where, group, image, form, findings)
 
     _, first = next(rows(Findings()), ("", {}))
     return Format({"image": b"", "captions": "", **first}, rows, chosen=("image", "captions"))
 
 
 def _sample(
-    file: BinaryIO, where: str, group: Group, image: tuple[int, int], findings: Findings
+    file: BinaryIO,
+    where: str,
+    group: Group,
+    image: tuple[int, int],
+    form: str,
+    findings: Findings,
 ) -> Fields:
+    """The columns of a sample; captions stand in its text in this ``form``."""
     large = [place for place in (group.json, group.text) if place and place[1] > MAX_TEXT_BYTES]
     findings.add("large_caption", *[where] * len(large))
     facts: Any = {}
@@ -358,12 +372,10 @@ def _sample(
     except ValueError:
         findings.add("bad_json", where)
     try:
-        texts = parse_captions(read_member(file, group.text), "txt")
+        texts = parse_captions(read_member(file, group.text), form)
     except TextFault as fault:
         findings.add(fault.reason, where)
     facts = facts if isinstance(facts, dict) else {}
-    if texts and (lines := num_lines(texts[0])) > 1:
-        findings.add(f"several_lines:{lines}", where)
     if isinstance(facts.get("captions"), list) or not texts:
         names = ("captions", *named(facts, CAPTION_COLUMNS))
         texts = next((facts[name] for name in names if facts.get(name)), [])

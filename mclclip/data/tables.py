@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from mclclip import advice
-from mclclip.data.decode import PICTURES
+from mclclip.data.decode import PICTURE_SUFFIXES
 from mclclip.data.findings import LFS_POINTER, Findings
 from mclclip.data.picture_folders import folder_format, walk
-from mclclip.data.spellings import FILE_URL
 from mclclip.data.table_formats import (
     CAPTION_COLUMNS,
     DELIMITERS,
@@ -45,7 +44,7 @@ from mclclip.data.table_formats import (
     suffix_of,
 )
 from mclclip.files import Roots, digest_file, digest_json
-from mclclip.options import refuse_url
+from mclclip.options import protocol_of, refuse_url
 
 log = logging.getLogger("mclclip")
 
@@ -79,7 +78,7 @@ class Table:
     """Images with captions, open to be read as often as wanted.
 
     ``root`` is the folder from which paths start, ``holds_images`` whether images lie in the table
-    itself, ``inputs`` identify its content (see ``_inputs``).
+    itself, ``inputs()`` identify its content (see ``_inputs``), which takes a reading of it.
     """
 
     path: Path
@@ -90,7 +89,7 @@ class Table:
     columns: list[str]
     holds_images: bool
     count: int | None
-    inputs: dict[str, str]
+    inputs: Callable[[], dict[str, str]]
     fields: Callable[[Findings], Rows]
 
     def rows(self, findings: Findings) -> Iterator[Row]:
@@ -167,7 +166,7 @@ def open_table(
         columns=[*table.columns],
         holds_images=is_stored(table.columns[images]),
         count=table.count,
-        inputs=_inputs(path, files, roots),
+        inputs=partial(_inputs, path, files, roots),
         fields=table.rows,
     )
 
@@ -226,7 +225,7 @@ def _files_of_folder(folder: Path, roots: Roots, ask: _Ask) -> list[Path]:
     findings = Findings()
     for path in walk(folder, roots, findings):
         found.setdefault(path.suffix.lower(), []).append(path)
-    pictures = [path for suffix in PICTURES for path in found.get(f".{suffix}", [])]
+    pictures = [path for suffix in PICTURE_SUFFIXES for path in found.get(f".{suffix}", [])]
     texts = {*found.get(".txt", [])}
     if any(
         beside in texts for p in pictures for beside in (p.with_suffix(".txt"), Path(f"{p}.txt"))
@@ -251,7 +250,7 @@ def _files_of_folder(folder: Path, roots: Roots, ask: _Ask) -> list[Path]:
     there = [f"{len(paths)} {suffix or 'without a suffix'}" for suffix, paths in found.items()]
     told = "; ".join([*([f"it has {', '.join(there[:10])}"] if there else []), *findings.lines()])
     raise ValueError(
-        f"{folder} holds no pictures ({', '.join(PICTURES)}), no table and no shards"
+        f"{folder} holds no pictures ({', '.join(PICTURE_SUFFIXES)}), no table and no shards"
         f"{f': {told}' if told else ''}"
     )
 
@@ -298,35 +297,24 @@ def _kind(path: Path, delimiter: str | None) -> str:
 
 def _inputs(path: Path, files: Sequence[Path], roots: Roots) -> dict[str, str]:
     """What is read, as the ``inputs`` of an artifact: each file by its name; of more than ``_FEW``
-    files their number and bytes.
+    files their number, and all of them by one digest.
 
-    A table of text counts by its bytes, and so does a small file, such as a text beside a picture,
-    where the files are few; another one by its size. Times do not count: a copy has others.
+    Tables, texts and small files count by their bytes, other files of a folder by their size. Times
+    do not count: a copy has others.
     """
-    if len(files) == 1 and files[0].suffix.lower() not in _SHARDED:
-        return {files[0].name: digest_file(files[0])}
     root = path if path.is_dir() else path.parent
-    sizes = {
-        os.path.relpath(file, root): file.stat().st_size
-        for file in files or walk(path, roots, Findings())
-        if file.is_file()
-    }
-    if len(sizes) > _FEW:
-        return {
-            f"{len(sizes):,} files": f"{sum(sizes.values()):,} bytes",
-            "their names and sizes": digest_json(sorted(sizes.items())),
-        }
-    return {
-        name: digest_file(root / name) if size <= _SMALL_BYTES else f"{size:,} bytes"
-        for name, size in sorted(sizes.items())
-    }
+    inputs: dict[str, str] = {}
+    for file in files or walk(path, roots, Findings()):
+        if file.is_file():
+            size = file.stat().st_size
+            whole = files or suffix_of(file) == "txt" or size <= _SMALL_BYTES
+            inputs[os.path.relpath(file, root)] = digest_file(file) if whole else f"{size:,} bytes"
+    if len(inputs) > _FEW:
+        return {f"{len(inputs):,} files": digest_json(sorted(inputs.items()))}
+    return dict(sorted(inputs.items()))
 
 
 # --- columns -------------------------------------------------------------------------------------
-
-
-def _is_url(name: str) -> bool:
-    return "://" in name and not name.startswith(FILE_URL)
 
 
 def _text_table(path: Path, delimiter: str) -> Format:
@@ -334,7 +322,7 @@ def _text_table(path: Path, delimiter: str) -> Format:
     if len(delimiter) != 1:
         raise ValueError(f"delimiter is {delimiter!r}, expected one character")
     table = csv_format(path, delimiter)
-    if names := [name for name in table.columns if suffix_of(name) in PICTURES]:
+    if names := [name for name in table.columns if suffix_of(name) in PICTURE_SUFFIXES]:
         raise ValueError(
             f"{path} has no header: its first line names the picture {names[0]!r}, where names of "
             "columns are wanted. Put a line such as 'filepath,title' before it"
@@ -347,11 +335,11 @@ def _root_of(root: Path, rows: Iterable[tuple[str, Fields]], column: str) -> Pat
     is there, the first of its sub-folders that has one of them."""
     names = [str(fields.get(column) or "").strip() for _, fields in rows]
     names = [name for name in names if name and "\0" not in name]
-    if any((root / name).exists() for name in names):
+    if any(os.path.exists(root / name) for name in names):
         return root
     for place, folders, _ in os.walk(root):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        if any(Path(place, name).is_file() for name in names if not os.path.isabs(name)):
+        if any(os.path.isfile(Path(place, name)) for name in names if not os.path.isabs(name)):
             log.info("the pictures are read from %s, where their names start", place)
             return Path(place)
     return root
@@ -366,7 +354,7 @@ def _image_column(
     paths = [
         name for name in named(table.columns, IMAGE_COLUMNS) if isinstance(table.columns[name], str)
     ]
-    addresses = [name for name in paths if _is_url(table.columns[name])]
+    addresses = [name for name in paths if protocol_of(table.columns[name]) not in (None, "file")]
     found = stored or [name for name in paths if name not in addresses]
     if len(found) == 1 or (found and first):
         return found[0]
@@ -381,8 +369,8 @@ def _image_column(
     captions = named(table.columns, CAPTION_COLUMNS)
     texts = [(name, value) for name, value in table.columns.items() if name not in captions]
     texts = [(name, value) for name, value in texts if isinstance(value, str)]
-    fits = [name for name, value in texts if value and (root / value).is_file()]
-    fits += [name for name, value in texts if suffix_of(value.strip()) in PICTURES]
+    fits = [name for name, value in texts if value and os.path.isfile(root / value)]
+    fits += [name for name, value in texts if suffix_of(value.strip()) in PICTURE_SUFFIXES]
     missing = f"{path} has no column of images ({', '.join(IMAGE_COLUMNS)}), it has {_told(table)}"
     if fits:
         raise ask(f"{missing}: name it", "--path-column", fits[0])

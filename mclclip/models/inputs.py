@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode_image, upright_rgb
-from mclclip.options import brief
+from mclclip.options import brief, protocol_of
 
 Picture = str | Path | Image.Image | NDArray[np.uint8] | bytes | BinaryIO
 """A picture: its path, Pillow's image, an array uint8 [H, W, 3], or the bytes or the open file of
@@ -63,7 +63,7 @@ def transformed(picture: Picture | Tensor, transform: Callable[[Any], Tensor]) -
 def _bytes_of(picture: Any) -> tuple[bytes, str]:
     """The bytes of an encoded picture, and what a message calls it."""
     if isinstance(picture, str | Path):
-        if "://" in str(picture):
+        if protocol_of(picture) is not None:
             raise ValueError(f"{brief(str(picture))} is a url: read it, and give its bytes")
         return Path(picture).read_bytes(), str(picture)
     if isinstance(picture, bytes | bytearray):

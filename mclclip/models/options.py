@@ -116,7 +116,7 @@ class StageWeightsConfig:
     """Folder of shards with captions, which neither a training nor a benchmark of the run reads;
     those of its own sources and suite are refused, copies of them are not noticed."""
     captions: str = "txt"
-    """``txt`` or ``json:FIELD``; the first caption of a sample counts."""
+    """``txt``, ``lines`` or ``json:FIELD``; the first caption of a sample counts."""
     max_samples: PositiveInt = 4096
     """Most samples that are read, spread evenly over the shards."""
 

@@ -31,6 +31,9 @@ class Changed:
     back: Callable[[Tensor], Tensor]
 
 
+JOINED_MODEL_TYPE = "mclclip_stages"
+"""In the configuration of a joined encoder."""
+
 Table = Mapping[str, str | Changed | None]
 """Name of a tensor, or of the module of a weight and a bias -> its name in another library.
 

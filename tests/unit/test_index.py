@@ -485,6 +485,69 @@ def test_new_shards_of_known_keys_lose_nothing(tmp_path: Path) -> None:
     assert all_keys(run(tmp_path / "run", s=f"{tmp_path}/*.tar")) == [*first, "s/1/0", "s/1/1"]
 
 
+def test_samples_of_equal_size_and_caption_are_no_copies(tmp_path: Path) -> None:
+    for shard in range(6):
+        members = [(f"{n}.jpg", b"%02d%02d" % (shard, n)) for n in range(20)]
+        members += [(f"{n}.txt", b"a cat" if n % 2 else b"a dog") for n in range(20)]
+        write_tar(tmp_path / f"{shard}.tar", members)
+    found = run(tmp_path / "run", s=f"{tmp_path}/*.tar")
+    assert len(found) == 120 and len({*all_keys(found)}) == 120
+
+
+def test_keys_do_not_depend_on_when_a_shard_came(tmp_path: Path) -> None:
+    """Nor does a scan of all shards, as for checksums of pixels, give other ones."""
+    for number, name in enumerate("ab"):
+        numbered(tmp_path / name / "000.tar", number)
+    run(tmp_path / "run", s=f"{tmp_path}/?/*.tar")
+    make_shard(tmp_path / "c" / "000.tar", "x")  # whose key was not there before
+    grown = all_keys(run(tmp_path / "run", s=f"{tmp_path}/?/*.tar"))
+    assert grown[-1] == "s/c/000/x"
+    assert grown == all_keys(run(tmp_path / "fresh", s=f"{tmp_path}/?/*.tar"))
+    tree = {"sources": {"s": {"shards": f"{tmp_path}/?/*.tar"}}, "verify": "full"}
+    options = {"run_dir": str(tmp_path / "run"), "data": tree}
+    assert all_keys(index.run(config.from_tree(options), SINGLE)) == grown
+
+
+def test_a_scan_of_all_shards_keeps_keys_of_before_they_started_again(tmp_path: Path) -> None:
+    numbered(tmp_path / "0.tar", 0)
+    run(tmp_path / "run", s=f"{tmp_path}/*.tar")
+    numbered(tmp_path / "1.tar", 1)
+    grown = all_keys(run(tmp_path / "run", s=f"{tmp_path}/*.tar"))
+    tree = {"sources": {"s": {"shards": f"{tmp_path}/*.tar"}}, "verify": "full"}
+    options = {"run_dir": str(tmp_path / "run"), "data": tree}
+    assert all_keys(index.run(config.from_tree(options), SINGLE)) == grown
+
+
+def test_a_shard_outside_the_folder_that_names_start_from_is_refused(tmp_path: Path) -> None:
+    for number in range(2):
+        numbered(tmp_path / "in" / f"{number}.tar", number)
+    run(tmp_path / "run", s=f"{tmp_path}/in/*.tar")
+    numbered(tmp_path / "out" / "0.tar", 2)
+    sources = {"s": [f"{tmp_path}/in/*.tar", f"{tmp_path}/out/0.tar"]}
+    with pytest.raises(ValueError, match="--force"):
+        run(tmp_path / "run", **sources)
+    found = run(tmp_path / "run", force=True, **sources)
+    assert all_keys(found)[-1] == "s/out/0/1"
+
+
+def test_a_bound_decides_when_keys_get_the_name_of_their_shard(tmp_path: Path) -> None:
+    for number in range(2):
+        make_shard(tmp_path / f"{number}.tar", *(f"{number}{n}" for n in "abcde"))
+    members = [("0a.jpg", b"another"), ("0a.txt", b"another")]
+    write_tar(tmp_path / "2.tar", members)
+    assert len(run(tmp_path / "strict", s=f"{tmp_path}/*.tar")) == 11
+    assert len(run(tmp_path / "lenient", s=f"{tmp_path}/*.tar", bad=0.5)) == 10
+
+
+def test_lines_are_judged_by_all_samples_of_a_grown_index(tmp_path: Path) -> None:
+    for number, text in enumerate((b"a\nb\n", b"a\n", b"a\nb\n")):
+        members = [(f"{number}{n}.{kind}", text) for n in range(12) for kind in ("jpg", "txt")]
+        write_tar(tmp_path / f"{number}.tar", members)
+        found = run(tmp_path / "run", s=f"{tmp_path}/*.tar")
+        counts = read_manifest(found.directory, KIND).counts["findings"]
+        assert [*counts] == (["several_lines:2"] if number == 0 else [])
+
+
 def test_members_of_one_name_are_refused_above_a_share(tmp_path: Path) -> None:
     members = [(f"a.{kind}", f"{n}".encode()) for n in range(3) for kind in ("jpg", "txt")]
     write_tar(tmp_path / "0.tar", members)

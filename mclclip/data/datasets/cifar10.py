@@ -16,7 +16,6 @@ import numpy as np
 
 from mclclip.data.datasets.folder import class_folders
 from mclclip.data.datasets.sources import (
-    SUFFIXES,
     Pixels,
     Sources,
     Splits,
@@ -25,6 +24,7 @@ from mclclip.data.datasets.sources import (
     png_sample,
     suffix_of,
 )
+from mclclip.data.decode import IMAGE_EXTENSIONS
 from mclclip.data.shard_writer import PackedSample
 
 CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()
@@ -119,7 +119,7 @@ def read_archives(folder: Path, split: str) -> Iterator[tuple[Pixels, str]]:
                             f"{path} has a member {member.name!r} that leads out of it"
                         )
                     wanted = len(parts) == 3 and parts[0] == split and member.isreg()
-                    if wanted and suffix_of(Path(parts[2])) in SUFFIXES:
+                    if wanted and suffix_of(Path(parts[2])) in IMAGE_EXTENSIONS:
                         data = tar.extractfile(member)
                         assert data is not None  # of a regular file it never is
                         picture = picture_of(data.read(), f"{member.name} in {path}")

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 
 from mclclip.data.datasets.sources import (
-    SUFFIXES,
     Sources,
     Splits,
     check_size,
@@ -16,6 +15,7 @@ from mclclip.data.datasets.sources import (
     in_random_order,
     suffix_of,
 )
+from mclclip.data.decode import IMAGE_EXTENSIONS
 from mclclip.data.shard_writer import PackedSample
 
 Classes = Mapping[str, Iterable[Path]]
@@ -60,10 +60,10 @@ def class_folders(folder: Path, only: Sequence[str] | None = None) -> dict[str, 
     classes = {}
     for name in names:
         paths = sorted(p for p in (folder / name).iterdir() if p.name[0] != "." and p.is_file())
-        classes[name] = [path for path in paths if suffix_of(path) in SUFFIXES]
+        classes[name] = [path for path in paths if suffix_of(path) in IMAGE_EXTENSIONS]
         if not classes[name]:
             raise ValueError(
-                f"the class folder {folder / name} holds no image ({', '.join(SUFFIXES)}): "
+                f"the class folder {folder / name} holds no image ({', '.join(IMAGE_EXTENSIONS)}): "
                 "remove it, or put its images in"
             )
     return classes

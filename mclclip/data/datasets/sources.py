@@ -15,13 +15,11 @@ from PIL import Image
 
 from mclclip.data.decode import IMAGE_EXTENSIONS, MAX_IMAGE_PIXELS, DecodeError, decode_image
 from mclclip.data.shard_scan import ARRAY_EXTENSION
-from mclclip.data.shard_writer import PackedSample
+from mclclip.data.shard_writer import PackedSample, image_extension
 
 T = TypeVar("T")
 Pixels = npt.NDArray[np.uint8]
 Splits = dict[str, Iterable[PackedSample]]
-# Image files that are read. Formats that shards cannot hold are decoded and stored as PNG.
-SUFFIXES = IMAGE_EXTENSIONS
 # Sources that torchvision can fetch, and its name for them.
 _DOWNLOADERS = {"cifar10": "CIFAR10", "mnist": "MNIST", "stl10": "STL10", "celeba": "CelebA"}
 
@@ -103,14 +101,14 @@ def file_sample(
 ) -> PackedSample:
     """Sample ``number`` of a split from an image file.
 
-    It is stored byte for byte; with ``size``, or in a format that shards cannot hold, as a PNG
-    whose shorter side has ``size`` pixels. Raises ValueError for a file that has to be decoded and
-    cannot be.
+    It is stored byte for byte; with ``size``, or where its suffix or first bytes are of no format
+    that shards hold, as a PNG, whose shorter side has ``size`` pixels. Raises ValueError for a file
+    that has to be decoded and cannot be.
     """
-    suffix = suffix_of(path)
-    if size is None and suffix in IMAGE_EXTENSIONS:
-        return _sample(number, path.read_bytes(), suffix, attributes)
-    image = picture_of(path.read_bytes(), str(path))
+    data, suffix = path.read_bytes(), suffix_of(path)
+    if size is None and suffix in IMAGE_EXTENSIONS and image_extension(data) is not None:
+        return _sample(number, data, suffix, attributes)
+    image = picture_of(data, str(path))
     if size is not None:
         scale = size / min(image.size)
         width, height = (max(1, round(side * scale)) for side in image.size)

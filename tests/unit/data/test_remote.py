@@ -34,6 +34,7 @@ from mclclip.data.samples import Sample, TarDataset
 from mclclip.data.shard_reader import BLOCK_BYTES, ShardCache, ShardReader, read_copy
 from mclclip.index import expand_shards
 from tests.shard_server import Handler, ShardServer, serving
+from tests.tars import write_tar
 from tests.unit.data.test_samples import make_index, to_tensor, tokenize
 from tests.unit.test_index import all_keys, make_shard
 from tests.unit.test_index import run as run_index
@@ -349,6 +350,13 @@ def test_samples_are_those_on_disk_under_faults(tmp_path: Path, workers: int) ->
         assert not server.takes("fail") and not server.takes("cut")
         # Workers have left alone what this process waits for (with 0 they are this process).
         assert served.reader._remote.tried_again == (0 if workers else 4)
+
+
+def test_keys_name_no_secret_of_a_signed_url(server: ShardServer, tmp_path: Path) -> None:
+    for name in "ab":
+        write_tar(server.folder / f"{name}.tar", [("0.jpg", name.encode()), ("0.txt", b"x")])
+    urls = [server.url(f"{name}.tar?signature=s3cret") for name in "ab"]
+    assert all_keys(run_index(tmp_path / "run", s=urls)) == ["s/a/0", "s/b/0"]
 
 
 def test_the_index_remembers_what_a_url_was(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from mclclip.data.index_tables import (
     join_rows,
     write_tables,
 )
+from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import BAD_SAMPLES, KIND, SampleIndex
 from mclclip.data.shard_scan import ROW, TEXT_CRC
 from mclclip.files import digest_keys
@@ -36,12 +37,12 @@ def rows(*keys: str, captions: int = 1) -> pa.RecordBatch:
 
 
 def build(directory: Path, *shards: pa.RecordBatch) -> SampleIndex:
-    table = join_rows(None, 0, list(shards), Findings(), [f"{n}.tar" for n in range(len(shards))])
     stops = np.cumsum([len(shard) for shard in shards]).tolist()
     placed = [
         Shard(f"/data/{number}.tar", "s", "txt", start, stop, 10)
         for number, (start, stop) in enumerate(zip([0, *stops], stops, strict=False))
     ]
+    table, placed = join_rows(None, list(shards), placed, 0, Findings(), DataConfig())
     artifact = Artifact.open(directory, kind=KIND, config={}, inputs={})
     artifact.finish({}, content_digest=write_tables(directory, table, placed))
     return SampleIndex.open(directory)
@@ -122,7 +123,9 @@ def test_files_that_do_not_fit_each_other(index: SampleIndex) -> None:
 
 
 @pytest.mark.parametrize("collide", [False, True])
-def test_repeated_keys_against_a_set(monkeypatch: pytest.MonkeyPatch, collide: bool) -> None:
+def test_repeated_keys_against_a_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collide: bool
+) -> None:
     """Also where different keys have equal hashes."""
     if collide:
         monkeypatch.setattr(
@@ -132,7 +135,10 @@ def test_repeated_keys_against_a_set(monkeypatch: pytest.MonkeyPatch, collide: b
     rng = np.random.default_rng(0)
     shards = [rows(*(f"s/{n}" for n in rng.integers(0, 60, 25))) for _ in range(8)]
     findings = Findings()
-    table = join_rows(None, 0, list(shards), findings, [f"{n}.tar" for n in range(len(shards))])
+    placed = [Shard(str(tmp_path / f"{n}.tar"), "s", "txt", 0, 0, 10) for n in range(8)]
+    for shard in placed:
+        Path(shard.path).write_bytes(bytes(4096))  # all images are equal
+    table, _ = join_rows(None, list(shards), placed, 0, findings, DataConfig())
     ordered = [key for shard in shards for key in shard["key"].to_pylist()]
     unique = list(dict.fromkeys(ordered))
     assert table["key"].to_pylist() == unique

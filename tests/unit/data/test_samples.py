@@ -61,11 +61,8 @@ def build_index(
         Shard(str(path), "test", captions, stop - len(rows), stop, path.stat().st_size)
         for path, rows, stop in zip(paths, scans, stops, strict=True)
     ]
-    digest = write_tables(
-        directory,
-        join_rows(None, 0, list(scans), Findings(), [f"{n}.tar" for n in range(len(scans))]),
-        shards,
-    )
+    table, _ = join_rows(None, list(scans), shards, 0, Findings(), DataConfig())
+    digest = write_tables(directory, table, shards)
     return SampleIndex(directory, digest)
 
 

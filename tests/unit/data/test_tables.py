@@ -188,6 +188,79 @@ def test_texts_beside_pictures(tmp_path: Path, photos: Path) -> None:
         pack(photos, tmp_path / "out")
 
 
+def texts_of(folder: Path) -> list[list[str]]:
+    """The captions of each packed sample."""
+    members = [m for path in sorted(folder.glob("*.tar")) for m in read_tar(path).items()]
+    return [json.loads(data)["captions"] for name, data in members if name.endswith(".json")]
+
+
+def test_lines_of_texts_are_captions_where_nearly_all_have_as_many(
+    tmp_path: Path, photos: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = (photos / "b.png").read_bytes()
+    lined, mixed = tmp_path / "lined", tmp_path / "mixed"
+    for folder in (lined, mixed):
+        folder.mkdir()
+        for number in range(12):
+            (folder / f"{number}.png").write_bytes(data)
+            lines = "one\ntwo\n" if folder == lined or number % 2 else "one\n"
+            (folder / f"{number}.txt").write_text(lines)
+    members = [(path.name, path.read_bytes()) for path in sorted(lined.iterdir())]
+    tar = write_tar(tmp_path / "tars" / "0.tar", members)
+    with caplog.at_level("INFO", logger="mclclip"):
+        for number, source in enumerate((lined, tar)):
+            pack(source, tmp_path / f"out{number}")
+            assert texts_of(tmp_path / f"out{number}") == [["one", "two"]] * 12
+            assert str(source if source == lined else source.parent) in caplog.text
+    pack(mixed, tmp_path / "out")
+    assert sorted(texts_of(tmp_path / "out")) == [["one"]] * 6 + [["one\ntwo"]] * 6
+
+
+def test_a_tar_with_other_captions_of_the_same_size_is_another_input(
+    tmp_path: Path, photos: Path
+) -> None:
+    data = (photos / "b.png").read_bytes()
+    tar = tmp_path / "tars" / "0.tar"
+    write_tar(tar, [("a.png", data), ("a.txt", b"a cat"), ("b.png", data), ("b.txt", b"a dog")])
+    first = pack(tar, tmp_path / "out")
+    assert pack(tar, tmp_path / "out") == first
+    write_tar(tar, [("a.png", data), ("a.txt", b"a hat"), ("b.png", data), ("b.txt", b"a log")])
+    with pytest.raises(ValueError, match="--force"):
+        pack(tar, tmp_path / "out")
+
+
+def test_texts_count_by_their_content_among_many_files(tmp_path: Path, photos: Path) -> None:
+    (photos / "b.txt").write_text("a cat")
+    for number in range(10_001):
+        (photos / f"alone{number}.txt").touch()
+    first = pack(photos, tmp_path / "out")
+    assert pack(photos, tmp_path / "out") == first
+    (photos / "b.txt").write_text("a dog")
+    with pytest.raises(ValueError, match="--force"):
+        pack(photos, tmp_path / "out")
+
+
+def test_examples_stand_in_order(tmp_path: Path, photos: Path) -> None:
+    names = [f"{letter}.txt" for letter in "zyxwvuts"]
+    for name in names:
+        (photos / name).write_text("of no picture")
+    findings = pack(photos, tmp_path / "out").counts["findings"]
+    assert findings["lone_text"]["examples"] == sorted(names)
+
+
+def test_long_texts_are_no_names_of_files(tmp_path: Path, photos: Path) -> None:
+    long = "a long description " * 30
+    table = write_csv(tmp_path / "a.csv", ["about", "picture"], [[long, "b.png"]])
+    with pytest.raises(ValueError, match="--path-column picture"):
+        pack(photos, tmp_path / "out", captions=table)
+    table = write_csv(tmp_path / "b.csv", ["image", "text"], [[f"{long}.png", "a"], ["b.png", "b"]])
+    findings = pack(photos, tmp_path / "out", captions=table).counts["findings"]
+    assert findings["missing_image"]["count"] == 1
+    table = write_csv(tmp_path / "c.csv", ["image", "text"], [[f"{long}.png", "a"]])
+    with pytest.raises(ValueError, match="missing_image"):
+        pack(photos, tmp_path / "none", captions=table)
+
+
 def test_a_text_beside_a_picture_is_not_read_through_a_link(tmp_path: Path, photos: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("a private text")

@@ -71,7 +71,7 @@ def test_near_ties_are_counted(make_folder: Any, planted: Any) -> None:
 
 
 @pytest.mark.parametrize("images", ["MLLM_VLM Images", "MLLM_VLM_Images"])
-@pytest.mark.parametrize("suffix", [".jpg", ".png", ".webp", ".JPEG"])
+@pytest.mark.parametrize("suffix", [".jpg", ".png", ".webp", ".JPEG", ".bmp"])
 def test_accepted_layouts(make_folder: Any, planted: Any, images: str, suffix: str) -> None:
     root = make_folder({"Structural Character": 2}, images=images, suffix=suffix)
     assert by_metric(mmvp.evaluate(Extractor(planted("perfect", 5)), root))["pooled"] == 100.0

@@ -20,6 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mclclip.data.findings import LFS_POINTER
 from mclclip.eval import captions, metrics
 from mclclip.eval.captions import CaptionRule, read_captions
 from mclclip.eval.features import Extractor, rank_queries, similarity
@@ -509,3 +510,23 @@ def test_tokenizers_that_pad_with_the_end_of_text_are_counted_too() -> None:
     padded: Any = SimpleNamespace(tokenizer=Padded())
     texts = ["a " * 3, "a b c d e f g", "a b c d e f g h", "a " * 30]
     assert retrieval._cut(Extractor(padded), texts)["captions_cut"] == 2
+
+
+# --- texts of other people -----------------------------------------------------------------------
+
+
+def test_texts_are_read_as_a_training_reads_them(tmp_path: Path) -> None:
+    images, texts = tmp_path / "images", tmp_path / "texts"
+    images.mkdir()
+    texts.mkdir()
+    for number, data in enumerate(("grün".encode("utf-16"), b"a dog\n", b"nan\n")):
+        (images / f"{number}.jpg").touch()
+        (texts / f"{number}.txt").write_bytes(data)
+    assert read_captions(texts, images).captions == ["grün", "a dog"]
+    tokens = tmp_path / "a.token"
+    tokens.write_bytes("0.jpg#0\tgrün\n0.jpg#1\tnan\n".encode("utf-16"))
+    assert read_captions(tokens, images).captions == ["grün"]
+    for data in (b"caf\xe9", LFS_POINTER + b"v1\n"):
+        (texts / "1.txt").write_bytes(data)
+        with pytest.raises(ValueError, match=r"1\.txt"):
+            read_captions(texts, images)
