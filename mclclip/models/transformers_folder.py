@@ -400,7 +400,14 @@ def _files_of_weights(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if not index.exists():
         alone = directory / "model.safetensors"
-        return [alone] if alone.is_file() else sorted(directory.glob("*.safetensors"))[:1]
+        there = [alone] if alone.is_file() else sorted(directory.glob("*.safetensors"))
+        if len(there) > 1:
+            raise ValueError(
+                f"{directory} has {len(there)} files of weights, {there[0].name} and others, and "
+                "neither model.safetensors nor an index of them: leave the right one, or save the "
+                "model again"
+            )
+        return there
     record = files.read_model_json(index)
     names = record.get("weight_map") if isinstance(record, Mapping) else None
     inside = {path.name for path in directory.glob("*.safetensors")}
