@@ -112,8 +112,8 @@ def read_languages(
 
 
 def read_captions_of_shards(directory: Path, captions: str) -> ImageTexts:
-    """The images and all captions (``txt``, ``lines`` or ``json:FIELD``) of ``directory/*.tar``; raises the
-    errors of ``read_shards``."""
+    """The images and all captions (``txt``, ``lines`` or ``json:FIELD``) of ``directory/*.tar``;
+    raises the errors of ``read_shards``."""
     images, table = read_shards(directory, captions)
     texts, owners = [], []
     ranges = zip(table["text_offset"].to_pylist(), table["text_size"].to_pylist(), strict=True)

@@ -23,6 +23,7 @@ import pytest
 from mclclip import __version__, advice, cli, config, demo, flags, process, shipped
 from mclclip.ranks import failures, signals
 from mclclip.run.lock import RunLock
+from tests import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 EXIT_CODES = (

@@ -145,6 +145,17 @@ def test_repeated_keys_against_a_set(
     assert findings.to_json()["copied_sample"]["count"] == len(ordered) - len(unique)
 
 
+def test_keys_that_repeat_within_one_shard_name_no_shard(tmp_path: Path) -> None:
+    shard = rows("s/a", "s/bb", "s/ccc")
+    keys = pa.array(["s/a", "s/a", "s/ccc"], pa.large_string())
+    shard = pa.RecordBatch.from_arrays([keys, *shard.columns[1:]], schema=shard.schema)
+    (tmp_path / "0.tar").write_bytes(bytes(range(256)) * 7 + bytes(4096))
+    placed, findings = [Shard(str(tmp_path / "0.tar"), "s", "txt", 0, 0, 10)], Findings()
+    table, after = join_rows(None, [shard], placed, 0, findings, DataConfig())
+    assert table["key"].to_pylist() == ["s/a", "s/ccc"] and after == placed
+    assert [*findings.to_json()] == ["duplicate_key"]
+
+
 # --- bad samples ------------------------------------------------------------------------------
 
 
