@@ -27,15 +27,15 @@ from tests.unit.test_architecture import edges
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
-    "files": 219,
-    "lines": 36_087,
-    "functions": 2_882,
-    "functions of two lines or fewer": 747,
-    "classes": 338,
-    "dataclasses": 165,
+    "files": 228,
+    "lines": 38_132,
+    "functions": 3_057,
+    "functions of two lines or fewer": 788,
+    "classes": 345,
+    "dataclasses": 166,
     "options": 287,
-    "arrows between rooms": 310,
-    "lines of tests": 50_165,
+    "arrows between rooms": 330,
+    "lines of tests": 52_047,
 }
 ROOM = 1.01
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
