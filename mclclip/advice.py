@@ -34,7 +34,7 @@ def remember(
     run: Sequence[str] = (),
     readers: Mapping[str, bool] = MappingProxyType({}),
 ) -> None:
-    """Notes the command that was typed.
+    """Notes the command that was typed; without words it is forgotten.
 
     run      the words by which verbs that read a configuration find the same run: ``--config ucm``
     readers  these verbs, and whether they must be given a stage
@@ -62,13 +62,13 @@ def words_of(verb: str, *first: object, **flags: object) -> list[str]:
 
 def again(command: Sequence[str], *words: object, instead: Path | None = None) -> str:
     """The command with other ``words``, quoted for a shell: in the place of the path ``instead``,
-    or else a flag and its value, which replace the same flag's."""
-    new = [str(word) for word in words]
+    where it stands first, or else a flag and its value, which replace the same flag's."""
+    new, typed = [str(word) for word in words], [*command]
     if instead is not None:
-        return shlex.join(
-            part for word in command for part in (new if Path(word) == instead else [word])
-        )
-    typed = [*command]
+        first = [n for n, word in enumerate(typed) if Path(word) == instead][:1]
+        for at in first:
+            typed[at : at + 1] = new
+        return shlex.join(typed)
     if new[0] in typed:
         at = typed.index(new[0])
         typed[at : at + len(new)] = []

@@ -18,7 +18,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -44,7 +44,7 @@ from mclclip.data.tables import Table, open_table
 from mclclip.eval import results
 from mclclip.models.encoder import Encoder, load_model
 from mclclip.plan.machine import GIB, Machine
-from mclclip.ranks import collectives, process_group
+from mclclip.ranks import collectives, failures, process_group
 from mclclip.ranks.process_group import Context
 from mclclip.report.verdict import Verdict
 from mclclip.run import runlog
@@ -73,17 +73,16 @@ class Run(opened_run.Run):
         """An encoder of the run by its name in ``results``.
 
         Without a name it is the one that the verdict recommends: the tuned one where it is better
-        than the base beyond chance, else the base, ``stage_0``, and one line in the log says so.
+        than the base beyond chance, else the base, ``stage_0``, and the log says so and why.
         ``run.encoder(run.tuned())`` is the tuned one whatever the verdict. Raises FileNotFoundError
-        where it was not exported, and ValueError for an unknown name.
+        where it was not exported, or the outcomes are not there that a verdict needs, and
+        ValueError for an unknown name.
         """
         if name is None:
-            name, tuned = self.recommended(), self.tuned()
-            if name != tuned:
-                log.warning(
-                    "encoder() gives %s, the base: %s The tuned one is encoder(%r)",
-                    *(name, self.verdict()[0], tuned),
-                )
+            name, tuned = self._judged.recommended, self._judged.tuned
+            if tuned not in (name, None):
+                log.warning("encoder() gives the base; encoder(%r) gives the tuned one", tuned)
+                log.warning("%s", self._judged.headline)
         paths = self.exports()
         if name not in paths:
             raise ValueError(f"no encoder {name!r} in {self.directory}: it has {', '.join(paths)}")
@@ -91,20 +90,21 @@ class Run(opened_run.Run):
 
     def recommended(self) -> str:
         """The name of the encoder that the verdict recommends (``encoder``)."""
-        return self._judged().recommended
+        return self._judged.recommended
 
     def tuned(self) -> str:
         """The name of the trained encoder that stands for the run, whether it is proven or not:
-        that with the highest mean of the share ``choose``'s main metrics, of controls too (where
-        there is no such share, of all benchmarks'); a single model before a concat that is not
-        better beyond chance. ``stage_0`` where nothing else was measured."""
+        that with the highest mean of the share ``choose``'s main metrics (where there is no such
+        share, of all benchmarks'); a single model before a concat that is not better beyond chance.
+        ``stage_0`` where nothing was measured but it and controls."""
         return compare.tuned(self._rows()) or compare.BASE
 
     def verdict(self) -> list[str]:
         """The verdict in sentences: what to use, what changed against the base and against the
         ungrouped control, and how far to trust it."""
-        return self._judged().sentences()
+        return self._judged.sentences()
 
+    @cached_property
     def _judged(self) -> Verdict:
         return Verdict.of(self._rows())
 
@@ -149,9 +149,10 @@ def finetune(
     bytes, chooses all settings (``out/finetune/settings.yaml``), trains, evaluates, and returns the
     run. The same call goes on where it was stopped.
 
-    ``base``: NAME@TAG of open_clip, NAME@random, or a folder. ``options``: settings in the place of
-    chosen ones, ``{"train.lr": 1e-5}`` or ``["train.lr=1e-5"]``. ``held_out``: the share of the
-    pictures that each of both shares gets. Raises ValueError and FileNotFoundError, one line, for
+    ``base``: NAME@TAG of open_clip, NAME@FILE of weights, NAME@random, a folder, or hf:FOLDER of a
+    CLIP or SigLIP of transformers. ``options``: settings in the place of chosen ones,
+    ``{"train.lr": 1e-5}`` or ``["train.lr=1e-5"]``. ``held_out``: the share of the pictures that
+    each of both shares gets. Raises ValueError and FileNotFoundError, one line, for
     what is wrong, such as an ``out`` that was begun with other arguments; ``force`` moves aside
     what does not fit and makes it again.
     """
@@ -160,7 +161,7 @@ def finetune(
         overrides = [f"{name}={json.dumps(value)}" for name, value in options.items()]
     in_notebook = "ipykernel" in sys.modules and not log.handlers
     if in_notebook or not log.hasHandlers():  # nobody else shows how far it is
-        runlog.setup(int(os.environ.get("RANK", "0")))
+        runlog.setup(failures.number_of("RANK", 0))
 
     def work(context: Context) -> None:
         run(
@@ -214,13 +215,14 @@ def run(
             inputs={"shards": packed.digest}, force=anew,
         )  # fmt: skip
         if not made.finished:
+            _check_captioned(packed, images)
             pairs = _make_pairs(out, force=anew)
-            _write_settings(made, packed, images, partial(situation, pairs=pairs), overrides)
+            _write_settings(made, packed, partial(situation, pairs=pairs), overrides)
         return str(folder / SETTINGS), anew
 
     def situation(count: int, pairs: Path | None = None) -> Situation:
         machine, half = choose_machine(context)
-        cores = len(os.sched_getaffinity(0)) // context.world_size
+        cores = process_group.count_cores()
         return Situation(base, count, out / "data", out, machine, cores, half, seed, pairs)
 
     settings, anew = collectives.on_main(settle)
@@ -228,6 +230,16 @@ def run(
     with process_group.num_threads(settled.num_threads):
         pipeline.run(settled, context, force=bool(anew))
     return Run.open(out)
+
+
+def _check_captioned(packed: Manifest, images: Path) -> None:
+    """Raises ValueError where a share of what was packed of ``images`` has no caption."""
+    shares = packed.counts["shares"]
+    if lacking := [name for name, share in shares.items() if not share["captions"]]:
+        raise ValueError(
+            f"{', '.join(lacking)} of {images} has no picture with a caption: give a table "
+            "by --captions, or a text beside each picture (a.jpg, a.txt)"
+        )
 
 
 def _make_pairs(out: Path, force: Force) -> Path | None:
@@ -244,19 +256,12 @@ def _make_pairs(out: Path, force: Force) -> Path | None:
 def _write_settings(
     made: Artifact,
     packed: Manifest,
-    images: Path,
     situation: Callable[[int], Situation],
     overrides: Sequence[str],
 ) -> None:
-    """Chooses the settings for what was packed of ``images``, and finishes their artifact."""
-    shares, path = packed.counts["shares"], made.directory / SETTINGS
-    count = shares["train"]["samples"]
+    """Chooses the settings for what was packed, and finishes their artifact."""
+    count, path = packed.counts["shares"]["train"]["samples"], made.directory / SETTINGS
     _, text = choices.choose(situation(count), overrides)
-    if lacking := [name for name, share in shares.items() if not share["captions"]]:
-        raise ValueError(
-            f"{', '.join(lacking)} of {images} has no picture with a caption: give a table "
-            "by --captions, or a text beside each picture (a.jpg, a.txt)"
-        )
     files.write_bytes(path, text.encode())
     made.finish({"samples": count})
     log.info("chose the settings, each with its reason: %s", path)

@@ -27,8 +27,6 @@ from mclclip.models.options import ModelConfig, num_blocks
 from mclclip.options import all_shards
 from mclclip.plan import memory
 from mclclip.plan.machine import GIB, Machine
-from mclclip.ranks.process_group import choose_num_threads
-from mclclip.shipped import RECIPES
 
 PAIRS = "pairs"
 """The benchmark of minimal pairs, and its folder in a run."""
@@ -102,9 +100,6 @@ def _choices(at: Situation) -> Iterator[Choice]:
         yield "device", "cuda", f"a GPU of {at.machine.memory_gib:.3g} GiB"
     else:
         yield "device", "cpu", "no GPU was found or named"
-    if not on_gpu:
-        threads = choose_num_threads(at.cores)
-        yield "num_threads", threads, f"of {at.cores} cores; the rest reads pictures"
     yield "data.sources.mine.shards", all_shards(at.data / "train"), "what is not held out"
     yield "data.sources.mine.captions", "json:captions", "all captions; an epoch draws one of them"
     yield "data.num_workers", max(min(at.cores, 8), 1), f"{at.cores} cores for each process"
@@ -122,7 +117,7 @@ def _choices(at: Situation) -> Iterator[Choice]:
     precision = at.half if on_gpu else "fp32"
     reason = "half the memory and twice the speed of fp32" if on_gpu else "what CPUs are fast in"
     yield "embed.precision", "bf16" if precision == "bf16" else "fp32", reason
-    yield from _trainings(at, name, is_new, batch, precision, reason)
+    yield from _trainings(at, name, tag, batch, precision, reason)
     shares = {
         "choose": "by it the best encoder is chosen",
         "report": "on it the result is reported, and nothing is chosen",
@@ -140,8 +135,9 @@ def _choices(at: Situation) -> Iterator[Choice]:
 
 
 def _trainings(
-    at: Situation, name: str, is_new: bool, batch: int, precision: str, reason: str
+    at: Situation, name: str, tag: str | None, batch: int, precision: str, reason: str
 ) -> Iterator[Choice]:
+    is_new = tag == RANDOM
     epochs = 10 * (1000 / at.samples) ** 0.3  # 10 of 1,000 pictures, 5 of 10,000
     if is_new:
         yield "base.global_batch", 2 * batch, "stage 0 is not drawn from groups"
@@ -152,7 +148,8 @@ def _trainings(
         yield "base.checkpoint.every", 100, "what a kill can cost, in steps"
     yield "train.global_batch", batch, "a power of two, at most a sixteenth of the pictures"
     yield "train.epochs", _rounded(epochs), "few pictures are seen more often than many"
-    if model_config(name).get("init_logit_bias") is not None:
+    weights = tag if tag is not None and not is_new and Path(tag).is_file() else None
+    if model_config(name, weights).get("init_logit_bias") is not None:
         yield "train.objective.kind", "sigmoid", "the base was trained by it"
     blocks = num_blocks(ModelConfig(name=name))
     trained: int | str = "all" if blocks is None else math.ceil(blocks / 2)
@@ -176,12 +173,10 @@ def _trainings(
 
 
 def architecture(base: str) -> tuple[str, str | None]:
-    """The name or path of a base's architecture, such as that of ``tiny_clip``, which is shipped
-    beside the recipes, and its tag. Raises ValueError where it names no weights, or unknown ones.
-    """
-    name, tag = split_name(base)
-    path = RECIPES / f"{name}.json"
-    name = str(path) if Path(name).name == str(name) and path.is_file() else str(name)
+    """The name or path of a base's architecture, and its tag (``split_name``). Raises ValueError
+    where it names no weights, or unknown ones."""
+    where, tag = split_name(base)
+    name = str(where)
     if tag is None:
         refuse_without_weights(name)
     elif tag != RANDOM:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mclclip import advice, process
 from mclclip.flags import build_parser, check_paths, verbs_of
-from mclclip.ranks import signals
+from mclclip.ranks import failures, signals
 
 if TYPE_CHECKING:
     from mclclip.config import Config
@@ -205,10 +204,13 @@ _FUNCTIONS: dict[str, Callable[..., object]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses, runs one verb, and returns its exit code (see ``process``), for a program that goes
-    on: its signals are handled as before."""
+    on: its signals are handled as before, and later messages do not offer this command."""
     words = sys.argv[1:] if argv is None else argv
-    with signals.handled_as_before():
-        return process.answer(lambda: _call(_parse(words)), "--debug" in words)
+    try:
+        with signals.handled_as_before():
+            return process.answer(lambda: _call(_parse(words)), "--debug" in words)
+    finally:
+        advice.remember("", ())
 
 
 def command() -> NoReturn:
@@ -294,7 +296,7 @@ def _call(args: argparse.Namespace) -> int:
         args.remedies = remedies.named(args.remedies)
     from mclclip.run import runlog
 
-    runlog.setup(int(os.environ.get("RANK", "0")), "DEBUG" if args.verbose else "INFO")
+    runlog.setup(failures.number_of("RANK", 0), "DEBUG" if args.verbose else "INFO")
     needs_torch = args.verb not in _QUICK and not getattr(args, "versions", False)
     if needs_torch and "torch" not in sys.modules:
         runlog.log.info("loading torch")

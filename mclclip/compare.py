@@ -38,8 +38,9 @@ Pair = tuple[Row, Row]
 LEVEL = 0.05
 """Corrected p-values below it are taken for a difference."""
 
-BASE, TWIN = "stage_0", "control_ungrouped_"
-"""The encoder that others are compared with, and what begins the name of an encoder's control."""
+BASE, CONTROL, TWIN = "stage_0", "control_", "control_ungrouped_"
+"""The encoder that others are compared with, and what begins the name of a control, and of an
+encoder's ungrouped one."""
 
 
 @dataclass(frozen=True)
@@ -71,18 +72,18 @@ class Comparison:
         changes = [unit.scale * number for number in (d.value, d.low, d.high)]
         values = [self.row.value, self.against.value]
         digits = unit.decimals([*values, *changes])
-        own, other = (f"{value:.{digits}f}" for value in values)
+        value, other = (f"{value:.{digits}f}" for value in values)
         change, low, high = (f"{value:+.{digits}f}" for value in changes)
-        return own, other, change, low, high
+        return value, other, change, low, high
 
     def sentence(self) -> str:
         """The comparison in words."""
         items = ""
         if (more := self.difference.items) is not None:
             items = f", {more:+g} of {self.row.count:,} {self.row.protocol.get('trials', 'items')}"
-        own, other, change, low, high = self.texts()
+        value, other, change, low, high = self.texts()
         return (
-            f"{self.row.benchmark}, {short_name(self.row.metric)}: {self.row.model} has {own}, "
+            f"{self.row.benchmark}, {short_name(self.row.metric)}: {self.row.model} has {value}, "
             f"{self.against.model} {other}, which is {change} {self.row.unit.difference} "
             f"(95 % interval {low} to {high}){items}: {self.verdict} "
             f"({self.p_text()}{self.reason()})"
@@ -219,8 +220,8 @@ def _key(pair: Pair) -> tuple[str, str, str, str]:
 def _corrected_pairs(
     read: Reader, pairs: Sequence[Pair]
 ) -> dict[tuple[str, str, str, str], Comparison]:
-    made = corrected([_compared(read, own, base) for own, base in pairs])
-    return dict(zip(map(_key, pairs), made, strict=True))
+    comparisons = corrected([_compared(read, row, against) for row, against in pairs])
+    return dict(zip(map(_key, pairs), comparisons, strict=True))
 
 
 def corrected(comparisons: Sequence[Comparison]) -> list[Comparison]:
@@ -245,7 +246,7 @@ def family(rows: Sequence[Row]) -> list[Pair]:
     """
     names = [*dict.fromkeys(row.model for row, _ in rows)]
     base, main = _base(names), _main(rows)
-    judged = [name for name in names if not name.startswith("control_")]
+    judged = [name for name in names if not name.startswith(CONTROL)]
     if base == BASE and (chosen := [row for row, _ in main if row.benchmark == results.CHOOSE]):
         best = tuned(rows)
         judged = [] if best is None else [best]
@@ -257,14 +258,15 @@ def family(rows: Sequence[Row]) -> list[Pair]:
 
 
 def tuned(rows: Sequence[Row]) -> str | None:
-    """The trained encoder, of controls too, that stands for a run: that with the highest mean of
-    the main metrics of the share ``choose``, or of all benchmarks where there is no such share.
+    """The trained encoder that stands for a run: that with the highest mean of the main metrics of
+    the share ``choose``, or of all benchmarks where there is no such share.
 
     A single model goes before a concat that is not better beyond chance there, since every client
-    loads a single one. None where nothing but stage 0 was measured.
+    loads a single one. None where nothing was measured but stage 0 and controls.
     """
     by_mean = means(rows)
-    order = sorted((n for n in by_mean if n != BASE), key=lambda n: -by_mean[n])
+    trained = [name for name in by_mean if name != BASE and not name.startswith(CONTROL)]
+    order = sorted(trained, key=lambda name: -by_mean[name])
     if not order or "concat_" not in order[0]:
         return next(iter(order), None)
     best, read, deciding = order[0], Reader(), _deciding(rows)
@@ -311,12 +313,12 @@ def read_runs(runs: Sequence[Path]) -> list[Row]:
     rows: list[Row] = []
     last = [Path(run_dir).resolve().name for run_dir in runs]
     for run_dir, name in zip(runs, last, strict=True):
-        own = Run(run_dir)
-        if not own.result_rows:
-            raise FileNotFoundError(f"no results in {own.layout.results}: run 'mclclip eval' first")
+        run = Run(run_dir)
+        if not run.result_rows:
+            raise FileNotFoundError(f"no results in {run.layout.results}: run 'mclclip eval' first")
         # A run is called by its last folder, or by its whole path where another's is the same.
         prefix = f"{name if last.count(name) == 1 else run_dir}:" if len(runs) > 1 else ""
-        rows += [(replace(row, model=prefix + row.model), path) for row, path in rows_of(own)]
+        rows += [(replace(row, model=prefix + row.model), path) for row, path in rows_of(run)]
     return rows
 
 
@@ -347,33 +349,33 @@ class Reader:
                 f"{row.model} on {row.benchmark} has no outcomes of items, it was evaluated by an "
                 "older version: evaluate again with 'mclclip eval --force'"
             )
-        if row.metric not in (found := self._read(path)):
+        if row.metric not in (by_metric := self._read(path)):
             raise ValueError(f"{path} has no outcomes of {row.metric}: evaluate again with --force")
-        return found[row.metric]
+        return by_metric[row.metric]
 
     def beside(self, row: Result, path: Path | None) -> Outcomes:
         """The outcomes of a row, or of the mean over parts that stands beside a pooled figure."""
-        if row.metric == "pooled" and path is not None and "average" in (found := self._read(path)):
-            return found["average"]
+        if row.metric == "pooled" and path is not None:
+            return self._read(path).get("average") or self(row, path)
         return self(row, path)
 
 
 def _compared(read: Reader, a: Row, b: Row) -> Comparison:
     """Not corrected yet."""
-    (own, _), (base, _) = a, b
-    if own.unit != base.unit:  # an older version wrote none
+    (row, _), (against, _) = a, b
+    if row.unit != against.unit:  # an older version wrote none
         raise ValueError(
-            f"{own.benchmark}, {own.metric}: {own.model} is measured in {own.unit.name} and "
-            f"{base.model} in {base.unit.name}: evaluate again with 'mclclip eval --force'"
+            f"{row.benchmark}, {row.metric}: {row.model} is measured in {row.unit.name} and "
+            f"{against.model} in {against.unit.name}: evaluate again with 'mclclip eval --force'"
         )
     try:
         difference = outcomes.difference(read(*a), read(*b))
     except outcomes.NotTheSame as error:
         raise ValueError(
-            f"{own.model} and {base.model} were not measured on the same items of "
-            f"{own.benchmark}: {error}; evaluate both on the same data"
+            f"{row.model} and {against.model} were not measured on the same items of "
+            f"{row.benchmark}: {error}; evaluate both on the same data"
         ) from None
-    return Comparison(own, base, difference, difference.p_value)
+    return Comparison(row, against, difference, difference.p_value)
 
 
 # --- table -------------------------------------------------------------------------------------
@@ -448,9 +450,9 @@ def _cells(c: Comparison, head: str) -> dict[str, str]:
     """The cells of a comparison by their columns. ``head`` is the column of the value; where it is
     not the name of the unit, the value names its unit."""
     d = c.difference
-    own, _, change, low, high = c.texts()
+    value, _, change, low, high = c.texts()
     return {
-        head: own if head == c.row.unit.name else f"{own} {c.row.unit.name}",
+        head: value if head == c.row.unit.name else f"{value} {c.row.unit.name}",
         "difference": change,
         "95 % interval": f"{low} to {high}",
         "items": "-" if d.items is None else f"{d.items:+g} of {c.row.count}",
@@ -467,12 +469,10 @@ def _blocks(comparisons: Sequence[Comparison]) -> str:
     for c in comparisons:
         groups.setdefault((c.row.benchmark, c.row.metric, c.against.model), []).append(c)
     blocks = []
-    for (benchmark, metric, _), own in groups.items():
-        base = own[0].against
-        value = own[0].texts()[1]
+    for (benchmark, metric, other), group in groups.items():
         what = f"{clean(benchmark)}, {clean(short_name(metric))}"
-        head = f"{what}, against {clean(base.model)} ({value})"
-        rows = [_lines(c) for c in own]
+        head = f"{what}, against {clean(other)} ({group[0].texts()[1]})"
+        rows = [_lines(c) for c in group]
         align = ("left", "right", "right", "right", "right", "right", "left")
         body = tabulate(rows, headers="keys", disable_numparse=True, colalign=align)
         blocks.append(f"{head}\n{body}")

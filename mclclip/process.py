@@ -64,8 +64,11 @@ def answer(work: Callable[[], int], debug: bool) -> int:
         start()
         code = work()
         signals.ignore()
-    except SystemExit as parsed:  # argparse has printed its help, or what is wrong
-        return EXIT_OK if parsed.code is None else int(parsed.code)
+    except SystemExit as left:  # of argparse, which has printed, or of code that a verb has called
+        if left.code is None or isinstance(left.code, int):
+            return left.code or EXIT_OK
+        print(left.code, file=sys.stderr)
+        return EXIT_INTERNAL
     except (Exception, KeyboardInterrupt, Preempted) as error:
         try:
             code = _failed(error, debug)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mclclip.models.encoder import Encoder
+from mclclip.models.transformers_folder import JOINED_MODEL_TYPE
 from mclclip.models.transformers_layout import (
     OPEN_CLIP,
     Table,
@@ -58,7 +59,7 @@ def stages(encoder: Encoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
     num_towers = 1 if encoder.shared_text else len(models)
     config = {
         "architectures": ["StagesModel"],
-        "model_type": "mclclip_stages",
+        "model_type": JOINED_MODEL_TYPE,
         "auto_map": _auto_map("StagesConfig", "StagesModel")
         | {"AutoModelForZeroShotImageClassification": f"{STAGES}.StagesModel"},
         "torch_dtype": "float32",

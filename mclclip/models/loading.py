@@ -229,11 +229,12 @@ def has_texts(name: Name) -> bool:
     return not weights.is_image_encoder(Path(str(name).removeprefix("local-dir:")))
 
 
-def model_config(name: Name) -> dict[str, Any]:
-    """open_clip's configuration of a model; that of an image encoder has no ``text_cfg``. Reads no
-    weights. Raises the errors of ``load_towers``."""
+def model_config(name: Name, pretrained: str | None = None) -> dict[str, Any]:
+    """open_clip's configuration of a model; that of an image encoder has no ``text_cfg``. Of the
+    weights ``pretrained`` (a tag or a file) only the names are read, which may complete it. Raises
+    the errors of ``load_towers``."""
     weights.refuse_joined(name)
-    model_cfg: dict[str, Any] = clip.find(name, load_weights=False)[0]["model_cfg"]
+    model_cfg: dict[str, Any] = clip.find(name, pretrained, load_weights=False)[0]["model_cfg"]
     if "text_cfg" in model_cfg:
         _check_clip(name, model_cfg)
     return model_cfg

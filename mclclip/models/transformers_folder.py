@@ -36,7 +36,8 @@ _BRINGS_CODE = {
     "quantization_config", "per_layer_config", "kernel_config",
 }  # fmt: skip
 _FILES = ("*.json", "*.txt", "*.model", "*.safetensors", "*.safetensors.index.json")
-_LIBRARY_S = "mclclip_stages"  # model_type of a joined encoder
+JOINED_MODEL_TYPE = "mclclip_stages"
+"""``model_type`` of a joined encoder."""
 # What transformers takes where a configuration leaves a field out.
 _BLOCKS = {"num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
 _OF_CLIP = {"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}
@@ -156,7 +157,7 @@ def _check_config(config: object, directory: Path) -> str:
     if not isinstance(config, Mapping):
         raise ValueError(f"{where} is no mapping: it is no model of transformers")
     kind = config.get("model_type")
-    if kind == _LIBRARY_S:
+    if kind == JOINED_MODEL_TYPE:
         raise ValueError(
             f"{directory} is a joined encoder in transformers' layout, which is not read back: "
             "give the folder that it was exported from, such as RUN/exports/concat_raw"
@@ -401,7 +402,14 @@ def _files_of_weights(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if not index.exists():
         alone = directory / "model.safetensors"
-        return [alone] if alone.is_file() else sorted(directory.glob("*.safetensors"))[:1]
+        there = [alone] if alone.is_file() else sorted(directory.glob("*.safetensors"))
+        if len(there) > 1:
+            raise ValueError(
+                f"{directory} has {len(there)} files of weights, {there[0].name} and others, and "
+                "neither model.safetensors nor an index of them: leave the right one, or save the "
+                "model again"
+            )
+        return there
     record = files.read_model_json(index)
     names = record.get("weight_map") if isinstance(record, Mapping) else None
     inside = {path.name for path in directory.glob("*.safetensors")}

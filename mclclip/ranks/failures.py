@@ -152,9 +152,16 @@ def _is_out_of_files(error: BaseException) -> bool:
     )
 
 
+def number_of(variable: str, default: int) -> int:
+    """A number that the launcher has set in the environment; ``default`` where it is not set, or is
+    no number, which ``process_group.init`` refuses where it matters."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else default
+
+
 def complain(error: Exception, with_traceback: bool) -> None:
     """Prints the error's message to stderr as one line, after the traceback if it is wanted."""
-    if int(os.environ.get("RANK", "0")) > 0:
+    if number_of("RANK", 0) > 0:
         # All ranks fail together: rank 0 prints, and the launcher ends the others meanwhile.
         time.sleep(LATER_RANKS_WAIT_S)
     if with_traceback:

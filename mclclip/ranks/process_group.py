@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import logging
 import os
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from mclclip.ranks.failures import Lost
+from mclclip.ranks.failures import Lost, number_of
 from mclclip.ranks.parent_death import die_with_parent, start_pool_worker
 
 log = logging.getLogger("mclclip")
@@ -121,8 +122,15 @@ def init(
 ) -> Context:
     """Joins torchrun's process group and returns this process's Context once all ranks have joined;
     without torchrun there is one process and no group. A group that another library has opened is
-    joined as it is. Errors are those of ``pick_device`` and ``join``, and ValueError for variables
-    that name no place among ranks."""
+    joined as it is, whatever the environment says. Errors are those of ``pick_device`` and
+    ``join``, and ValueError for variables that name no place among ranks."""
+    if under_torchrun():
+        die_with_parent()
+    if dist.is_available() and dist.is_initialized():
+        here = torch.cuda.current_device() if torch.cuda.is_available() else 0
+        local_rank = number_of("LOCAL_RANK", here)
+        where = pick_device(device, local_rank, deterministic=deterministic)
+        return Context(dist.get_rank(), dist.get_world_size(), local_rank, where)
     if not under_torchrun():
         if any(name.startswith("ACCELERATE_") for name in os.environ):
             log.warning(
@@ -131,10 +139,8 @@ def init(
             )
         return Context(device=pick_device(device, deterministic=deterministic))
     rank, world_size, local_rank = _read_place()
-    die_with_parent()
     where = pick_device(device, local_rank, deterministic=deterministic)
-    if not dist.is_initialized():
-        join(where, rank, world_size, wait_s=wait_s)
+    join(where, rank, world_size, wait_s=wait_s)
     return Context(rank, world_size, local_rank, where)
 
 
@@ -164,7 +170,8 @@ def join(
     wait_s: float | None = None,
     **options: Any,
 ) -> None:
-    """Opens the default group; returns once all ranks have opened it.
+    """Opens the default group; returns once all ranks have opened it. It is closed where the
+    interpreter ends, not before: a second one could not be opened at the same address.
 
     ``timeout`` is that of a collective; it is long, since ranks may wait for hours while the first
     one indexes (``peer_watch`` finds dead ranks). Raises Lost where the other ranks have not come
@@ -188,6 +195,7 @@ def join(
             joined.set_exception(error)
 
     threading.Thread(target=open_group, name="join", daemon=True).start()
+    atexit.register(shutdown)  # see `leave`
     _wait_for_ranks(joined, rank, world_size, wait_s)
 
 
@@ -248,6 +256,11 @@ def start_loader_worker(worker: int) -> None:
     torch.set_num_threads(1)
 
 
+def count_cores() -> int:
+    """Processor cores of this process: those of its machine, dealt among the ranks there."""
+    return len(os.sched_getaffinity(0)) // max(number_of("LOCAL_WORLD_SIZE", 1), 1)
+
+
 def choose_num_threads(cores: int) -> int:
     """Intra-op threads of a process that may use so many cores.
 
@@ -261,8 +274,7 @@ def _leave_a_core() -> None:
     """Applies ``choose_num_threads`` to this process, unless its user has chosen fewer threads."""
     if "OMP_NUM_THREADS" in os.environ or not hasattr(os, "sched_getaffinity"):
         return
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(min(torch.get_num_threads(), choose_num_threads(cores)))
+    torch.set_num_threads(min(torch.get_num_threads(), choose_num_threads(count_cores())))
 
 
 _leave_a_core()  # whoever imports mclclip computes so: a verb, a program, a worker before it starts

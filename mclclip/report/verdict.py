@@ -20,12 +20,14 @@ from mclclip.eval.results import REPORT, short_name
 class Verdict:
     """The verdict on a run.
 
-    tuned    the trained encoder that stands for the run (``compare.tuned``); None: there is none
-    is_ahead whether its mean is above the base's where it was chosen
-    family   the comparisons that the run is judged by
+    tuned     the trained encoder that stands for the run (``compare.tuned``); None: there is none
+    has_base  whether there are figures of the base where the tuned encoder was chosen
+    is_ahead  whether its mean is above the base's there, if there is one
+    family    the comparisons that the run is judged by
     """
 
     tuned: str | None
+    has_base: bool
     is_ahead: bool
     family: Sequence[Comparison]
 
@@ -36,28 +38,30 @@ class Verdict:
         Raises FileNotFoundError and ValueError where outcomes are missing or damaged.
         """
         tuned, means = compare.tuned(rows), compare.means(rows)
-        is_ahead = tuned is not None and (BASE not in means or means[tuned] > means[BASE])
+        has_base = BASE in means
+        is_ahead = tuned is not None and (not has_base or means[tuned] > means[BASE])
         family = compare.compare(rows) if compare.family(rows) else []
-        return cls(tuned, is_ahead, family)
+        return cls(tuned, has_base, is_ahead, family)
 
     @cached_property
     def with_base(self) -> list[Comparison]:
         """The comparisons of the tuned encoder with the base, those of the share report first."""
-        own = [c for c in self.family if (c.row.model, c.against.model) == (self.tuned, BASE)]
-        return sorted(own, key=lambda c: c.row.benchmark != REPORT)
+        return self._with(BASE)
 
     @cached_property
     def with_control(self) -> list[Comparison]:
         """The comparisons of the tuned encoder with its ungrouped control."""
-        twin = f"{TWIN}{self.tuned}"
-        own = [c for c in self.family if (c.row.model, c.against.model) == (self.tuned, twin)]
-        return sorted(own, key=lambda c: c.row.benchmark != REPORT)
+        return self._with(f"{TWIN}{self.tuned}")
+
+    def _with(self, other: str) -> list[Comparison]:
+        of_both = [c for c in self.family if (c.row.model, c.against.model) == (self.tuned, other)]
+        return sorted(of_both, key=lambda c: c.row.benchmark != REPORT)
 
     @property
     def recommended(self) -> str:
         """The encoder to use: the tuned one if it is proven, else the base; without figures of a
         base the tuned one."""
-        verdicts = {c.verdict for c in self.with_base} or {"better"}
+        verdicts = {c.verdict for c in self.with_base} or (set() if self.has_base else {"better"})
         proven = self.is_ahead and "better" in verdicts and "worse" not in verdicts
         return self.tuned if self.tuned is not None and proven else BASE
 
@@ -65,7 +69,7 @@ class Verdict:
     def headline(self) -> str:
         """The verdict in one sentence."""
         if self.tuned is None:
-            return "Nothing was trained and measured yet."
+            return "No encoder was trained and measured yet (controls do not count)."
         if not self.with_base:
             return f"Nothing is proven: {self.tuned} was not compared with a base."
         worse = [_name(c) for c in self.with_base if c.verdict == "worse"]
@@ -78,7 +82,10 @@ class Verdict:
                 f"{', '.join(better)}, and worse in {', '.join(worse)}."
             )
         if not self.is_ahead:
-            return "Keep the base: no tuned encoder had higher figures where one was to be chosen."
+            return (
+                "Keep the base: no tuned encoder scored higher than the base on the share `choose` "
+                "(without one: in the mean of all benchmarks)."
+            )
         if better:
             return f"Take {self.tuned}: it is better than the base beyond chance."
         return "Keep the base: nothing is proven."

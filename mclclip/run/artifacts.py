@@ -275,7 +275,7 @@ class Artifact:
         except ValueError:  # a damaged manifest
             if not force:
                 raise
-            old = {"kind": "damaged", "config": {}, "inputs": {}}
+            old = {"kind": None, "config": {}, "inputs": {}}  # as no artifact is: it is moved aside
         if old:
             if write and not finished:
                 for below in [directory, *filter(Path.is_dir, directory.rglob("*"))]:

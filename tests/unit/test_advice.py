@@ -196,6 +196,9 @@ def test_the_typed_command_is_offered_again_with_all_of_its_flags(remembered: No
     )
     moved = shlex.split(advice.again(command, "x", "--captions", "y", instead=Path("my photos")))
     assert moved[2:5] == ["x", "--captions", "y"] and moved[5:] == command[3:]
+    twice = ["mclclip", "finetune", "photos", "--base", "a@b", "--out", "photos"]
+    instead = advice.again(twice, "photos/t.csv", instead=Path("photos"))
+    assert shlex.split(instead) == [*twice[:2], "photos/t.csv", *twice[3:]]
     called = advice.words_of(
         "finetune", "p", base="a@b", out="o", allow_roots=["r", "s"], seed=None
     )

@@ -20,6 +20,7 @@ from PIL import Image
 import mclclip
 from mclclip import api
 from mclclip.engines.engine import Engine
+from mclclip.eval import outcomes
 from mclclip.ranks import process_group
 from tests import photos, tiny
 
@@ -88,6 +89,18 @@ def test_a_fine_tuning_ends_with_encoders_and_a_verdict(tuned: tuple[Path, mclcl
     assert run.recommended() == "stage_0" or run.tuned() in run.verdict()[0]
     assert "stage_0" in {*table.encoder} and run.encoder().embed_dim > 0
     assert run.report() == folder / "run/report.html"
+
+
+def test_a_run_is_judged_once_whatever_is_asked_of_it(
+    tuned: tuple[Path, mclclip.Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, outcomes_of = [], outcomes.read
+    monkeypatch.setattr(outcomes, "read", lambda path: read.append(path) or outcomes_of(path))
+    run = mclclip.Run.open(tuned[0] / "run")
+    run.encoder()
+    first = [*read]
+    assert run.encoder(run.recommended()).embed_dim and run.verdict()
+    assert read == first != []
 
 
 def test_no_copy_of_a_picture_lies_on_two_sides(tuned: tuple[Path, mclclip.Run]) -> None:
@@ -324,4 +337,6 @@ def test_a_run_that_was_moved_has_its_pictures_and_does_not_make_its_old_folder(
     assert before and page.count("data:image") == before
     assert same.run_dir == "elsewhere/mine" and other.run_dir == "new"
     assert same.data.sources["mine"].shards == "elsewhere/mine/data/train/*.tar"
-    assert {str(one.path) for one in same.eval.suite.values()} == {"elsewhere/mine/data"}
+    paths = [Path(one.path) for one in same.eval.suite.values() if one.path is not None]
+    assert {*map(str, paths)} == {"elsewhere/mine/data", "elsewhere/mine/pairs"}
+    assert all((tmp_path / path).is_dir() for path in paths)

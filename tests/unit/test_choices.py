@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mclclip import choices, config
 from mclclip.choices import Situation
 from mclclip.config import Config
+from mclclip.models.loading import load_towers
 from mclclip.plan import memory
 from mclclip.plan.machine import GIB, Machine
 from tests import tiny
@@ -79,6 +82,17 @@ def test_what_is_chosen_fits_the_memory(tmp_path: Path, base: str, gib: float) -
     if base.startswith("RN"):  # batch norms: kept, since groups are no fair sample
         assert not settled.train.lock.image_norm
     assert settled.train.objective.kind == ("sigmoid" if "SigLIP" in base else "info_nce")
+
+
+def test_the_bias_in_a_file_of_weights_chooses_the_loss(tmp_path: Path) -> None:
+    """open_clip's --siglip names it in the checkpoint, not in the architecture."""
+    model = tmp_path / "tiny.json"
+    model.write_text(json.dumps(tiny.MODEL))
+    for kind, bias in {"sigmoid": {"init_logit_bias": -10.0}, "info_nce": {}}.items():
+        weights = tmp_path / f"{kind}.pt"
+        torch.save(load_towers(tiny.MODEL | bias).clip.state_dict(), weights)
+        _, settled = chosen(situation(f"{model}@{weights}"), folder=tmp_path)
+        assert settled.train.objective.kind == kind
 
 
 def test_what_cannot_be_is_one_line() -> None:

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,9 +20,10 @@ from typing import Any, NoReturn
 
 import pytest
 
-from mclclip import __version__, cli, config, demo, flags, process, shipped
+from mclclip import __version__, advice, cli, config, demo, flags, process, shipped
 from mclclip.ranks import failures, signals
 from mclclip.run.lock import RunLock
+from tests import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 EXIT_CODES = (
@@ -434,6 +436,59 @@ def test_the_first_rank_speaks_first(main: Any, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv("RANK", rank)
         assert main("config", "run_dir=x", "a=1").code == 2
     assert waited == [failures.LATER_RANKS_WAIT_S]
+
+
+@pytest.mark.parametrize("rank", ["abc", "-1", ""])
+def test_a_rank_that_is_no_number_is_no_traceback(
+    main: Any, monkeypatch: pytest.MonkeyPatch, rank: str
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    assert main("config", "run_dir=x").code == 0
+    shown = main("config", "run_dir=x", "a=1")
+    assert shown.code == 2 and len(shown.err.splitlines()) == 1
+
+
+def test_main_forgets_its_command(main: Any) -> None:
+    main("config", "run_dir=x", "num_stages=7")
+    assert advice.words_of("config", "run_dir=y") == ["mclclip", "config", "run_dir=y"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (SystemExit(None), 0, ""),
+        (SystemExit(7), 7, ""),
+        (SystemExit("no such thing"), 1, "no such thing\n"),
+    ],
+    ids=str,
+)
+def test_code_that_ends_python_gives_its_exit_code_and_its_words(
+    main: Any, monkeypatch: pytest.MonkeyPatch, error: SystemExit, code: int, said: str
+) -> None:
+    fail_with(monkeypatch, error)
+    shown = main("config", "run_dir=x")
+    assert (shown.code, shown.err) == (code, said)
+
+
+def test_a_group_stays_open_for_the_next_call_and_is_closed_at_the_end(tmp_path: Path) -> None:
+    code = """
+import atexit, sys
+import torch.distributed as dist
+from mclclip import cli
+atexit.register(lambda: print(dist.is_initialized()))
+for _ in range(2):
+    print(cli.main(sys.argv[1:]), dist.is_initialized())
+"""
+    store = socket.create_server(("127.0.0.1", 0))
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.getsockname()[1])}
+    store.close()
+    words = ["index", f"run_dir={tmp_path}/run", f"data.sources.a.shards={tmp_path}/no.tar"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words, "device=cpu"], capture_output=True, text=True,
+        env=tiny.environment() | place | {"RANK": "0", "WORLD_SIZE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["2 True", "2 True", "False"], done.stderr
 
 
 def test_a_loader_workers_own_words_are_recorded(

@@ -106,6 +106,29 @@ def test_without_a_proof_the_base_is_recommended(
     assert "best" not in " ".join(verdict.sentences())
 
 
+def test_a_control_is_never_recommended(tmp_path: Path) -> None:
+    """Without a share to choose by, and with the highest mean."""
+    for name, rights in {
+        "one": {"stage_0": 50, "stage_1": 53, TWIN: 120},
+        "alone": {"stage_0": 50, TWIN: 120},
+        "chosen": {"stage_0": 50, TWIN: 120},
+    }.items():
+        share = results.CHOOSE if name == "chosen" else "mmvp"
+        verdict = Verdict.of(compare.read_runs([evaluated(tmp_path / name, rights, share)]))
+        assert verdict.recommended == "stage_0" and TWIN not in verdict.headline
+        assert verdict.tuned == ("stage_1" if name == "one" else None)
+
+
+def test_without_a_comparison_the_base_is_recommended_where_it_was_measured(
+    tmp_path: Path,
+) -> None:
+    alone = Verdict.of(compare.read_runs([evaluated(tmp_path / "alone", {"stage_1": 60, "b": 1})]))
+    assert alone.recommended == alone.tuned == "stage_1"
+    evaluated(tmp_path / "apart", {"stage_0": 30}, "coco")
+    apart = Verdict.of(compare.read_runs([evaluated(tmp_path / "apart", {"stage_1": 60})]))
+    assert (apart.recommended, apart.tuned, apart.with_base) == ("stage_0", "stage_1", [])
+
+
 @pytest.mark.parametrize(("concat", "chosen"), [(64, "soup"), (130, "concat_raw")])
 def test_a_single_model_goes_before_a_concat_that_is_not_better(
     tmp_path: Path, concat: int, chosen: str

@@ -175,6 +175,10 @@ def _damage_weights(folder: Path, what: str) -> None:
             shutil.copy(folder / "model.safetensors", folder.parent / "outside.safetensors")
             index = {"metadata": {}, "weight_map": {"logit_scale": "../outside.safetensors"}}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        case "several":
+            tensors = load_file(folder / "model.safetensors")
+            save_file(tensors, folder / "a.safetensors", {"format": "pt"})
+            (folder / "model.safetensors").rename(folder / "b.safetensors")
         case "another name":
             _edit_weights(folder, lambda held: held.update(logit_scales=held.pop("logit_scale")))
         case "not finite":
@@ -227,6 +231,7 @@ DAMAGES: list[tuple[str, dict[str, Any] | None, str]] = [
     ("not finite", None, "not finite"),
     ("words", None, "the tokenizer in .* makes ids from .* knows those below 20"),
     ("pickle", None, "has no .*safetensors"),
+    ("several", None, r"a\.safetensors"),
 ]  # fmt: skip
 
 

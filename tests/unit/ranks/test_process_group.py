@@ -90,6 +90,37 @@ def test_a_group_is_joined_and_left(tmp_path: Path) -> None:
     assert not torch.distributed.is_initialized()
 
 
+OPENED = """
+import os, sys
+import torch.distributed as dist
+from mclclip.ranks import process_group
+store, rank = f"file://{sys.argv[1]}/store", int(sys.argv[2])
+dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+print(process_group.init("cpu"))
+dist.barrier()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"RANK": "5", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}],
+    ids=["nothing_is_set", "other_ranks_are_set"],
+)
+def test_a_group_of_another_library_is_joined_as_it_is(
+    tmp_path: Path, variables: dict[str, str]
+) -> None:
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", OPENED, str(tmp_path), str(rank)], stdout=subprocess.PIPE,
+            text=True, env=tiny.environment() | variables,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=120)[0].strip() for process in started]
+    assert said == [str(Context(rank, 2, 0, torch.device("cpu"))) for rank in range(2)]
+
+
 # --- devices -----------------------------------------------------------------------------------
 
 

@@ -67,11 +67,30 @@ print(json.dumps(next(iter(loader))))
     assert len(threads) > 1 and {*threads} == {1}
 
 
-@pytest.mark.parametrize(("word", "threads"), [("", None), ("num_threads=3", 3)])
-def test_finetune_computes_with_the_number_that_it_chose(
-    tmp_path: Path, word: str, threads: int | None
+@pytest.mark.parametrize(
+    ("variables", "cores"),
+    [({}, CORES), ({"LOCAL_WORLD_SIZE": "2"}, CORES // 2), ({"LOCAL_WORLD_SIZE": "0"}, CORES),
+     ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "1"}, CORES), ({"LOCAL_WORLD_SIZE": "x"}, CORES)],
+)  # fmt: skip
+def test_the_cores_of_a_machine_are_dealt_among_its_own_ranks(
+    variables: dict[str, str], cores: int
 ) -> None:
-    """As a verb and as a function; what the settings say counts."""
+    code = "from mclclip.ranks import process_group\nprint(process_group.count_cores())"
+    assert counts(code, **variables) == cores
+
+
+@pytest.mark.parametrize(
+    ("word", "variables", "most"),
+    [
+        ("", {}, choose_num_threads(CORES)),
+        ("", {"OMP_NUM_THREADS": "1"}, 1),
+        ("num_threads=3", {"OMP_NUM_THREADS": "1"}, 3),
+    ],
+)
+def test_finetune_computes_with_the_users_number_of_threads(
+    tmp_path: Path, word: str, variables: dict[str, str], most: int
+) -> None:
+    """As a verb and as a function: an option wins over the environment."""
     photos.write(tmp_path)
     base = f"{tiny.ROOT / 'mclclip/launch/recipes/tiny_clip.json'}@random"
     code = """
@@ -92,7 +111,8 @@ except SystemExit:
 """
     images, captions = str(tmp_path), str(tmp_path / "captions.csv")
     given = [word] if word else []
-    chosen, counted = counts(code, images, captions, base, str(tmp_path / "run"), *given)
-    assert chosen == [threads or choose_num_threads(CORES)] * 2
-    for number, each in zip(chosen, counted, strict=True):
-        assert len(each) > 1 and {*each} == {number}
+    run = str(tmp_path / "run")
+    chosen, counted = counts(code, images, captions, base, run, *given, **variables)
+    assert chosen == [most if word else None] * 2
+    for each in counted:
+        assert len(each) > 1 and {*each} == {most}
