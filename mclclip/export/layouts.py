@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from mclclip.models.encoder import Encoder
-from mclclip.models.transformers_folder import JOINED_MODEL_TYPE
 from mclclip.models.transformers_layout import (
     JOINED_MODEL_TYPE,
     OPEN_CLIP,
