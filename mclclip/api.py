@@ -44,7 +44,7 @@ from mclclip.data.tables import Table, open_table
 from mclclip.eval import results
 from mclclip.models.encoder import Encoder, load_model
 from mclclip.plan.machine import GIB, Machine
-from mclclip.ranks import collectives, failures, process_group
+from mclclip.ranks import collectives, failures, process_group, signals
 from mclclip.ranks.process_group import Context
 from mclclip.report.verdict import Verdict
 from mclclip.run import runlog
@@ -169,7 +169,8 @@ def finetune(
             overrides=overrides, held_out=held_out, seed=seed, force=force, **packing,
         )  # fmt: skip
 
-    process.run(_first(out, overrides), "finetune", work)
+    with signals.saving_interrupts():
+        process.run(_first(out, overrides), "finetune", work)
     return Run.open(out)
 
 

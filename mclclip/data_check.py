@@ -31,6 +31,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSample, TarDataset
 from mclclip.doctor import Finding, finding
 from mclclip.models.loading import model_config, model_tokenizer
+from mclclip.options import brief
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Layout, is_finished, made_of, read_manifest
 
@@ -237,7 +238,7 @@ def _captions(config: Config, read: TarDataset, random: np.random.Generator) -> 
             share = equal_in_batch([*equal.values()], training.global_batch)
             text = f"{share:.1%} of a random batch of {training.global_batch:,} ({name}) have the "
             text += "caption of another sample; groups have more"
-            text += f"; the commonest: {equal.most_common(1)[0][0][:60]!r}"
+            text += f"; the commonest: {brief(equal.most_common(1)[0][0])}"
             advice = "captions that say more, one sample of a caption, or a smaller batch"
             yield finding("equal captions", text, advice if share > MOST_EQUAL else "")
     yield _words(drawn)
@@ -253,7 +254,7 @@ def equal_in_batch(counts: Sequence[int], batch: int) -> float:
     every = np.asarray(counts)
     n = int(every.sum())
     alone = every / n @ hypergeom.pmf(0, max(n - 1, 1), every - 1, min(batch, n) - 1)
-    return float(1.0 - alone)
+    return max(0.0, float(1.0 - alone))
 
 
 def _lengths(config: Config, texts: Sequence[str]) -> Finding:

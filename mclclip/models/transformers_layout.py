@@ -203,7 +203,7 @@ def clip(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
             "its own; --to onnx holds the model as it is"
         )
     only = "open_clip's plain ViT alone: no tower of timm, no ResNet, no attention pool"
-    tensors = renamed(own, CLIP, what, f", which holds {only}")
+    tensors = renamed(own, CLIP, what, f", which holds {only}: --to onnx holds any model")
     width = {"projection_dim": model.embed_dim}
     words = len(tensors["text_model.embeddings.token_embedding.weight"])
     patches = len(tensors["vision_model.embeddings.position_embedding.weight"]) - 1

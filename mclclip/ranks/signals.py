@@ -102,6 +102,28 @@ def handled_as_before() -> Iterator[None]:
         _State.interrupts = 0
 
 
+@contextmanager
+def saving_interrupts() -> Iterator[None]:
+    """In the block the first SIGINT of a training waits until it has saved, as in a verb, and is
+    then raised as KeyboardInterrupt.
+
+    For a program that calls a function of mclclip: does nothing outside its main thread, or where
+    SIGINT has another handler than Python's.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    with handled_as_before():
+        signal.signal(signal.SIGINT, _on_interrupt)
+        try:
+            yield
+        except Preempted as asked:
+            if asked.reason != INTERRUPT:
+                raise
+            raise KeyboardInterrupt("saved: the same call goes on") from None
+
+
 def ignore() -> None:
     """Answers no request from now on, for a process that is about to end anyway.
 
@@ -255,7 +277,7 @@ def is_interrupt(error: BaseException) -> bool:
 def line_of(error: BaseException) -> str:
     """The line that is printed of a request, or of another error."""
     if is_interrupt(error):
-        return "interrupted: the same command goes on from what is finished"
+        return "interrupted: the same command goes on from what is saved"
     if isinstance(error, Preempted):
         return f"asked to leave ({error}): the same command goes on"
     return str(error)

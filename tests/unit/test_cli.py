@@ -327,7 +327,7 @@ ROWS = "labels have 3 rows,\n  the index has 4"
         (ValueError(ROWS), 2, "labels have 3 rows, the index has 4"),
         (FileNotFoundError(ROWS), 2, "labels have 3 rows, the index has 4"),
         (PermissionError(ROWS), 2, "labels have 3 rows, the index has 4"),
-        (KeyboardInterrupt(), 130, "interrupted: the same command goes on from what is finished"),
+        (KeyboardInterrupt(), 130, "interrupted: the same command goes on from what is saved"),
     ],
 )
 def test_what_a_user_can_mend_or_asked_for_is_one_line(

@@ -181,6 +181,19 @@ def test_the_first_interrupt_of_a_training_waits_for_a_step_and_the_second_does_
     assert again.stdout.split() == ["at", "once"] and again.returncode == 0
 
 
+def test_a_program_that_is_interrupted_in_a_training_saves_before_it_ends() -> None:
+    done = run(
+        "import time; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "try:\n"
+        "    with signals.saving_interrupts():\n"
+        "        with signals.deferred():\n"
+        "            os.kill(os.getpid(), signal.SIGINT); time.sleep(0.2); print('saved')\n"
+        "except KeyboardInterrupt: print('raised')\n"
+        "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler, signals.received())\n"
+    )
+    assert done.stdout.split() == ["saved", "raised", "True", "None"] and done.returncode == 0
+
+
 def test_nothing_is_raised_out_of_an_import(tmp_path: Path) -> None:
     """The C++ code of a module may abort the process where an error comes out of nowhere."""
     (tmp_path / "half.py").write_text(
