@@ -372,11 +372,11 @@ def join_rows(
         table = table.set_column(number, field, joined)
     if not len(table):
         return table, [*shards]
-    reader = ShardReader([shard.stored for shard in shards], options)
     scanned_names = {n: s.name for n, s in enumerate(shards) if s.name and n >= num_known}
     table = _with_names(table, shards, scanned_names)
     first = _first_rows(table["key"].chunk(0))
     if (first < np.arange(len(first))).any():
+        reader = ShardReader([shard.stored for shard in shards], options)
         names = _new_names(table, first, shards, num_old, reader, options.max_bad_fraction)
         if names:
             table = _with_names(table, shards, names)

@@ -96,7 +96,7 @@ def is_of_a_library(dotted: str) -> bool:
 
 
 def is_command(text: str) -> bool:
-    """Whether make has these targets, mclclip this verb, or the environment this tool."""
+    """Whether make has these targets, mclclip this verb, or the environment or checkout this tool."""
     program, *words = text.split()
     if program == "make":
         makefile = (ROOT / "Makefile").read_text()
@@ -105,7 +105,7 @@ def is_command(text: str) -> bool:
     if program == "mclclip":
         choices = cli.build_parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
         return words[0] in choices  # type: ignore[operator]
-    return program in TOOLS
+    return program in TOOLS or is_path(program)
 
 
 def is_path(text: str) -> bool:
@@ -120,7 +120,6 @@ def is_there(text: str) -> bool:
         return True
     if text.startswith("import "):
         return importlib.util.find_spec(text.split()[1]) is not None
-    text = re.sub(r"^([A-Z]+='[^']*' )+", "", text)  # without variables of the environment
     name = re.sub(r"\(.*\)( ->.*)?$", "", text)  # without its arguments
     if " " in name:
         return is_command(name)
