@@ -198,12 +198,7 @@ def _add_finetune(verbs: Any) -> None:
     add("--path-column", metavar="NAME", help=f"pictures: a column {column}")
     several = f"captions: a column {column}; several, or COLUMN.FIELD of a list"
     add("--caption-column", metavar="NAME", help=several, action="append")
-    add(
-        "--delimiter",
-        type=character,
-        metavar="CHAR",
-        help="of a table of text; default: by suffix and header",
-    )
+    add("--delimiter", type=character, metavar="CHAR", help="default: by suffix and header")
     root = "another folder in which pictures may lie, such as the one that a link leads to"
     add("--allow-root", dest="allow_roots", metavar="FOLDER", type=_existing, help=root, **_SEVERAL)
     add("--held-out", type=float, default=0.1, metavar="SHARE", help=share)

@@ -28,8 +28,7 @@ def explain_missing(folder: Path, name: str) -> str | None:
         near = place / part
         if not os.path.exists(near):
             if os.path.islink(near):
-                causes.append(f"{near} is a link to nothing, {os.readlink(near)}")
-                break
+                return f"{near} is a link to nothing: {os.readlink(near)}"
             found = _nearest(place, part)
             if found is None:
                 return None
