@@ -361,7 +361,7 @@ def run_verb(args: Mapping[str, Any]) -> None:
     given = dict(args)
     ahead = {name: given.pop(name) for name in ("gpu_gib", "samples")}
     for name, value in ahead.items():
-        if value is not None and value <= 0:
+        if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"--{name.replace('_', '-')} is {value:g}: wanted more than 0")
     if given.pop("dry_run"):
         asked = {name: value for name, value in given.items() if name != "force"}

@@ -27,6 +27,13 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         return f"{text} (default: {'none' if none else '%(default)s'})"
 
 
+def character(text: str) -> str:
+    """Type of flags that are one character."""
+    if len(text) != 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted one character")
+    return text
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that also records its errors for the launcher; sub-parsers have this class too."""
 

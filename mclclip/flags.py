@@ -13,7 +13,7 @@ from typing import Any
 
 from mclclip import __version__
 from mclclip.data import datasets
-from mclclip.flag_parser import Parser
+from mclclip.flag_parser import Parser, character
 
 _VARIANTS = ["mcl", "ungrouped", "random_groups", "pilot", "pilot_ungrouped"]
 _VARIANT = f"the method itself, a control of it, or the pilot's: {', '.join(_VARIANTS)}"
@@ -198,7 +198,7 @@ def _add_finetune(verbs: Any) -> None:
     add("--path-column", metavar="NAME", help=f"pictures: a column {column}")
     several = f"captions: a column {column}; several, or COLUMN.FIELD of a list"
     add("--caption-column", metavar="NAME", help=several, action="append")
-    add("--delimiter", metavar="CHAR", help="of a table of text; default: by suffix and header")
+    add("--delimiter", type=character, metavar="CHAR", help="default: by suffix and header")
     root = "another folder in which pictures may lie, such as the one that a link leads to"
     add("--allow-root", dest="allow_roots", metavar="FOLDER", type=_existing, help=root, **_SEVERAL)
     add("--held-out", type=float, default=0.1, metavar="SHARE", help=share)
@@ -227,7 +227,7 @@ def _add_pack(verbs: Any) -> None:
     text = "default: found by its name; none: no captions; several, or COLUMN.FIELD of a list"
     add("--caption-column", metavar="NAME", help=text, action="append")
     add("--samples-per-shard", type=int, default=10_000, help="images of a tar")
-    add("--delimiter", default=None, help="default: by suffix (.tsv: tab) and header")
+    add("--delimiter", type=character, help="default: by suffix (.tsv: tab) and header")
     add("--key-prefix", default="", help="put before the running number of a key")
     add("--force", action="store_true", help=_FORCE)
 

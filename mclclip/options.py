@@ -22,6 +22,8 @@ BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 """A share that is never all, such as what is dropped, or of the past that is kept."""
 Decay = Annotated[float, Field(gt=0.0, lt=1.0)]
 PositiveShare = Annotated[float, Field(gt=0.0, le=1.0)]
+Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
+"""What torch takes."""
 Cosine = Annotated[float, Field(ge=-1.0, le=1.0)]
 
 PROTOCOLS = ("s3", "gs", "gcs", "http", "https")

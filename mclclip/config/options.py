@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
-from pydantic.types import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.types import PositiveFloat, PositiveInt
 
 from mclclip.caption_rules import HardCaptions
 from mclclip.clustering.options import ClusterConfig
@@ -23,7 +24,7 @@ from mclclip.models.options import (
     num_blocks,
 )
 from mclclip.objectives.base import Facts
-from mclclip.options import STRICT
+from mclclip.options import STRICT, Seed
 from mclclip.train.options import PilotConfig, TrainConfig
 
 
@@ -33,7 +34,7 @@ class Config:
 
     run_dir: str
     """Where everything of the run is written."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of weights, data order, augmentation and clustering."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where tensors live; ``auto``: the GPU of this rank where there is one."""
@@ -51,7 +52,7 @@ class Config:
     is waited for, after which the job ends and names that rank or worker."""
     poll_s: PositiveFloat = 5.0
     """Seconds between checks for the files ``save_now`` and ``stop`` in the run directory."""
-    num_stages: NonNegativeInt = 3
+    num_stages: Annotated[int, Field(ge=0, le=100)] = 3
     """Stages after stage 0."""
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()

@@ -39,6 +39,8 @@ REASONS = {
     "bad_name": "tar members whose name gives no key, left out",
     "other_member": "tar members that are neither pictures nor captions, left out",
     "sparse_member": "tar members stored without their holes (tar --sparse), left out",
+    "link_member": "tar members that are links to files, left out: write the files themselves (tar "
+    "--dereference --hard-dereference)",
     "truncated_shard": "shards cut short: what comes before the cut is used",
     "damaged_shard": "shards with a broken header: what comes before it is used",
     "data_after_end": "shards with data after their end mark (joined tars?), which is not read",

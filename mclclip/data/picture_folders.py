@@ -38,7 +38,13 @@ def walk(folder: Path, roots: Roots, findings: Findings) -> Iterator[Path]:
         hidden = [name for name in (*folders, *names) if name.startswith(".")]
         findings.add("hidden", *(os.path.relpath(Path(place, name), folder) for name in hidden))
         folders[:] = [n for n in sorted(folders) if n[0] != "." and enters(Path(place, n))]
-        yield from (Path(place, name) for name in sorted(names) if name[0] != ".")
+        for path in (Path(place, name) for name in sorted(names) if name[0] != "."):
+            if os.path.exists(path) and not os.path.isfile(
+                path
+            ):  # a pipe, of which reading may never end
+                findings.add("other_file", os.path.relpath(path, folder))
+            else:
+                yield path
 
 
 def folder_format(folder: Path, roots: Roots) -> Format:

@@ -27,6 +27,8 @@ def explain_missing(folder: Path, name: str) -> str | None:
     for part in Path(plain).parts:
         near = place / part
         if not os.path.exists(near):
+            if os.path.islink(near):
+                return f"{near} is a link to nothing: {os.readlink(near)}"
             found = _nearest(place, part)
             if found is None:
                 return None

@@ -31,6 +31,7 @@ _ZEROS = bytes(BLOCK_BYTES)
 _NUMBERS = ((100, 108), (108, 116), (116, 124), (136, 148), (329, 337), (337, 345))
 _PAX_LENGTH = re.compile(rb"([1-9][0-9]{0,6}) ")
 _FILES, _SPARSE, _WITHOUT_DATA = (b"0", b"\0", b"7"), b"S", (b"1", b"2", b"3", b"4", b"5", b"6")
+_LINKS = (b"1", b"2")  # hard and symbolic
 _LONG_NAME, _LONG_LINK, _PAX, _PAX_FOR_ALL = b"L", b"K", (b"x", b"X"), b"g"
 _OF_GNU = (_SPARSE, _LONG_NAME, _LONG_LINK)
 
@@ -47,18 +48,20 @@ class TarFault(Exception):
 class Member:
     """A regular file in a tar: its content is ``size`` bytes at ``offset``.
 
-    ``sparse``: it is stored without its holes, so these bytes are not its content. A name that is
-    not UTF-8 has surrogates in the place of its other bytes.
+    ``sparse``: it is stored without its holes, so these bytes are not its content. ``link``: it is
+    no file but a link, which has no content. A name that is not UTF-8 has surrogates in the place
+    of its other bytes.
     """
 
     name: str
     offset: int
     size: int
     sparse: bool
+    link: bool = False
 
 
 def read_members(file: BinaryIO) -> Iterator[Member]:
-    """Yields the regular files of a tar in its order.
+    """Yields the regular files and the links of a tar in its order.
 
     Raises TarFault where the tar cannot be read any further, after the members before that place;
     also where data follow its end, and where it has no members. Memory: what the headers of one
@@ -94,7 +97,7 @@ class _Reader:
         return True
 
     def next_member(self) -> Member | None:
-        """The next member, or None where it is no regular file; goes to the one after it."""
+        """The next member, or None where it is neither file nor link; goes to the one after it."""
         # Of several headers that give the next member's name or size the first one counts.
         name: str | None = None
         size: int | None = None
@@ -128,6 +131,8 @@ class _Reader:
             self._skip_sparse_headers()
         offset = self._at
         is_folder = kind == b"\0" and own_name.endswith("/")  # as before POSIX
+        if kind in _LINKS:
+            return Member(own_name if name is None else name, offset, 0, sparse=False, link=True)
         if kind in _WITHOUT_DATA or is_folder:
             return None
         if offset + size > self._size:

@@ -29,6 +29,8 @@ log = logging.getLogger("mclclip")
 _KEYS = ("state_dict", "model_state_dict", "model", "module", "ema", "model_ema", "state_dict_ema")
 _TOWERS = {"visual", "text"}  # all names of one tower begin with these, which are no prefixes
 _CONSTANTS = {"input_resolution", "context_length", "vocab_size"}  # beside OpenAI's tensors
+# What torch.load raises for a file that it does not take, whatever is in it.
+_NO_PICKLE = (pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, AttributeError)
 _MOST_EXTRA_POSITIONS = 8  # class token and registers before the grid of an image tower
 
 
@@ -76,7 +78,7 @@ def _unpickled(file: Path, device: str) -> Any:
                 )
     try:
         return torch.load(file, map_location=device, weights_only=True)
-    except pickle.UnpicklingError as error:  # torch would advise to run the file's code
+    except _NO_PICKLE as error:  # torch would advise to run the file's code
         raise ValueError(
             "it is neither safetensors nor a plain state dict saved by torch"
         ) from error

@@ -68,10 +68,11 @@ def find(name: str) -> Path:
     FileNotFoundError where there is none, or it lacks a file."""
     where = name.removeprefix(PREFIX)
     directory = Path(where)
-    if not directory.is_dir():
+    if not where or not directory.is_dir():
         if where.count("/") != 1 or where.startswith((".", "/", "~")):
             raise FileNotFoundError(
-                f"no folder {where}: give hf:FOLDER, or hf:ORG/NAME of a model on the hub"
+                f"no folder {where or 'is named'}: give hf:FOLDER, or hf:ORG/NAME of a model on "
+                "the hub"
             )
         from huggingface_hub import snapshot_download
 

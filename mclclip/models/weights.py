@@ -91,7 +91,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not Path(directory).is_dir():
         raise FileNotFoundError(f"no model directory at {directory}")
     if not path.is_file():
-        advice = "give the directory that 'mclclip export' wrote"
+        advice = "give a directory that an export wrote"
         if (Path(directory) / IMAGE_CONFIG).is_file():
             advice = f"a model of Hugging Face transformers is named hf:{directory}"
         raise FileNotFoundError(

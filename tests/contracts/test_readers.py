@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,7 @@ ELSEWHERE = {
     "large_image": "unit/data/test_tar_members.py",
     "large_caption": "unit/data/test_tar_members.py",
     "bad_name": "unit/data/test_shard_scan.py", "sparse_member": "unit/data/test_tar_members.py",
+    "link_member": "unit/data/test_tar_members.py",
     "truncated_shard": "unit/test_index.py", "damaged_shard": "unit/test_index.py",
     "data_after_end": "unit/data/test_shard_scan.py", "unreadable_shard": "unit/test_index.py",
     "empty_shard": "unit/data/test_shard_scan.py", "no_caption_held_out": "unit/test_pack.py",
@@ -92,6 +94,11 @@ def linked(folder: Path) -> None:
     (folder / "x.jpg").symlink_to(folder.parent / "store" / "x.jpg")
 
 
+def piped(folder: Path) -> None:
+    os.mkfifo(folder / "0.txt")
+    os.mkfifo(folder / "z.jpg")
+
+
 def parquet(folder: Path) -> None:
     data = [picture(1), None, b"", POINTER, b"<svg>", picture(2)]
     texts = [["a"], ["b"], ["c"], ["d"], ["e"], [None, "f"]]
@@ -113,6 +120,7 @@ CASES = {
     ),
     "links": Case("folder", 8, 6, {"linked_folder": 1, "outside_folder": 1, "no_caption": 6}, SIX,
                   linked),
+    "pipes": Case("folder", 8, 6, {"other_file": 2, "no_caption": 6}, SIX, piped),
     "hidden": Case("folder", 8, 6, {"hidden": 2, "no_caption": 6}, SIX | {".git/a.jpg": b"",
                                                                          "._0.jpg": b""}),
     "texts": Case(

@@ -533,3 +533,19 @@ def test_demo_takes_overrides_after_its_seeds(main: Any, monkeypatch: pytest.Mon
 def test_a_url_in_the_place_of_a_path_is_one_line(main: Any, words: str, named: str) -> None:
     shown = main(*words.split())
     assert shown.code == 2 and named in shown.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (["--delimiter", "ab"], "--delimiter: got 'ab', wanted one character"),
+        (["--delimiter", ""], "--delimiter: got '', wanted one character"),
+        (["--gpu-gib", "nan"], "--gpu-gib is nan"),
+    ],
+)
+def test_a_flag_of_finetune_that_cannot_be_is_named(
+    main: Any, tmp_path: Path, given: list[str], named: str
+) -> None:
+    asked = ("--base", "RN50@random", "--out", str(tmp_path / "r"), "--samples", "2000")
+    shown = main("finetune", str(tmp_path), *asked, "--dry-run", *given)
+    assert shown.code == 2 and named in shown.err.splitlines()[-1]

@@ -288,7 +288,7 @@ def test_an_option_is_explained_in_a_few_lines() -> None:
         "train.lr\n    number above 0; default: 0.0005\n    Peak learning rate."
     )
     assert "one of auto, cpu, cuda; default: auto" in explaining.explain("device")
-    assert explaining.explain("seed").startswith("seed\n    whole number at least 0; default: 0\n")
+    assert explaining.explain("seed").startswith("seed\n    whole number at least 0 below 9,223")
     assert explaining.explain("run_dir").splitlines()[1] == "    text; required"
 
 
@@ -430,6 +430,7 @@ def test_every_number_has_a_bound() -> None:
         "train.lr=-1", "train.lr=0", "train.lr=.inf", "train.lr=.nan", "train.warmup=1.5",
         "train.weight_decay=-0.1", "train.betas=[0.9, 1.0]", "train.eps=0", "train.momentum=1",
         "train.ema_decay=1", "train.ema_decay=0", "train.clip_grad_norm=-1",
+        "num_stages=99999999999999999999", "seed=9223372036854775808",
         "train.layer_decay=1.5", "data.max_bad_fraction=2", "cluster.tolerance=-1e-5",
     ],
 )  # fmt: skip

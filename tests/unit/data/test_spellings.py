@@ -28,6 +28,13 @@ def test_the_cause_is_said(tmp_path: Path, name: str, cause: str) -> None:
     assert explained is not None and cause in explained
 
 
+def test_a_link_to_nothing_is_said_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").symlink_to(tmp_path / "gone.jpg")
+    explained = explain_missing(tmp_path, "a.jpg")
+    assert explained is not None and "a link to nothing" in explained
+    assert "gone.jpg" in explained and "Unicode" not in explained
+
+
 def test_nothing_is_said_of_a_name_that_nothing_is_near(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").touch()
     for name in ("a.jpg", "b.jpg", "sub/a.jpg", "", "..", "a.jpg/b"):

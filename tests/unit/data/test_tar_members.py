@@ -63,7 +63,7 @@ def read(path: Path) -> tuple[list[Member], TarFault | None]:
     with open(path, "rb") as file:
         try:
             for found in read_members(file):
-                members.append(found)
+                members += [] if found.link else [found]
         except TarFault as fault:
             return members, fault
     return members, None
@@ -135,6 +135,18 @@ def test_sparse_members_are_passed_over_by_what_is_stored_of_them(tmp_path: Path
         found = scan_shard(StoredFile(str(path)), "s", "txt")
         assert found.rows["key"].to_pylist() == ["s/a"]
         assert {r: e["count"] for r, e in found.findings.to_json().items()} == {"sparse_member": 1}
+
+
+def test_links_are_counted_as_what_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "x.tar"
+    path.write_bytes(
+        header("b.jpg", b"1") + header("c.jpg", b"2") + member("c.txt", b"c") + GOOD + END
+    )
+    found = scan_shard(StoredFile(str(path)), "s", "txt")
+    assert found.rows["key"].to_pylist() == ["s/a"]
+    findings = found.findings.to_json()
+    assert {r: e["count"] for r, e in findings.items()} == {"link_member": 2, "no_image": 1}
+    assert findings["link_member"]["examples"][0] == f"'b.jpg' in {path}"
 
 
 # --- bad ones ---------------------------------------------------------------------------------

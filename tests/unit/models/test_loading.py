@@ -166,7 +166,9 @@ def test_a_path_without_a_model_is_not_taken_for_a_name(name: str) -> None:
 def test_missing_files(vit: Model, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no model directory"):
         load_towers(f"local-dir:{tmp_path}/absent")
-    with pytest.raises(FileNotFoundError, match="no open_clip_config.json"):
+    with pytest.raises(FileNotFoundError, match="hf:FOLDER"):
+        load_towers("hf:")
+    with pytest.raises(FileNotFoundError, match="no open_clip_config.json.*an export wrote$"):
         load_towers(f"local-dir:{tmp_path}")
     with pytest.raises(FileNotFoundError, match="no model config"):
         load_towers(f"{tmp_path}/absent.json")

@@ -70,6 +70,13 @@ def test_the_message_names_what_the_file_has_and_what_the_model_lacks(tmp_path: 
         load_towers(CONFIG, saved(tmp_path / "c.pt", {"optimizer": {}, "step": 3}))
 
 
+@pytest.mark.parametrize("content", [b"", b"text\n", b"evil\n"])
+def test_a_file_that_is_no_checkpoint_is_said_to_be_none(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.pt").write_bytes(content)
+    with pytest.raises(ValueError, match="neither safetensors nor a plain state dict"):
+        load_towers(CONFIG, str(tmp_path / "a.pt"))
+
+
 def test_torchscript_is_named_with_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "script.pt"
     torch.jit.script(torch.nn.Linear(2, 2)).save(str(path))
