@@ -35,10 +35,19 @@ def walk(folder: Path, roots: Roots, findings: Findings) -> Iterator[Path]:
         return False
 
     for place, folders, names in os.walk(folder, followlinks=True):
+        bad = [name for name in (*folders, *names) if not _is_text(name)]
+        told = (os.path.relpath(Path(place, name), folder) for name in bad)
+        findings.add("bad_name", *(os.fsencode(name).decode(errors="replace") for name in told))
+        folders[:], names = filter(_is_text, folders), [*filter(_is_text, names)]
         hidden = [name for name in (*folders, *names) if name.startswith(".")]
         findings.add("hidden", *(os.path.relpath(Path(place, name), folder) for name in hidden))
         folders[:] = [n for n in sorted(folders) if n[0] != "." and enters(Path(place, n))]
         yield from (Path(place, name) for name in sorted(names) if name[0] != ".")
+
+
+def _is_text(name: str) -> bool:
+    """Whether a name is UTF-8: other bytes of it are surrogates, which no text has."""
+    return name.encode(errors="replace").decode() == name
 
 
 def folder_format(folder: Path, roots: Roots) -> Format:

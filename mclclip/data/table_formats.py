@@ -87,24 +87,30 @@ def delimiter_of(path: Path) -> str:
     """The delimiter that the suffix names; where the header has none of these but semicolons, tabs
     or bars, as spreadsheets and Flickr30k write them, that one."""
     usual = DELIMITERS[path.suffix.lower()]
-    with open(path, "rb") as file:
-        data = file.readline(MAX_TEXT_BYTES)
-    header = data.decode(encoding_of(data), "replace")
+    with open(path, encoding=_encoding(path), errors="replace", newline="") as file:
+        header = ""
+        while not header.strip() and (line := file.readline(MAX_TEXT_BYTES)):
+            header = line
     others = [each for each in (";", "\t", "|") if usual not in header and each in header]
     return others[0] if others else usual
 
 
+def _encoding(path: Path) -> str:
+    with open(path, "rb") as start:
+        return encoding_of(start.read(4))
+
+
 def csv_format(path: Path, delimiter: str) -> Format:
     """The rows of a table of text with a header; blanks after a delimiter are ignored."""
-    with open(path, "rb") as start:
-        encoding = encoding_of(start.read(4))
+    encoding = _encoding(path)
 
     @contextmanager
     def opened() -> Iterator[tuple[_TextRows, list[str]]]:
         with open(path, encoding=encoding, newline="") as file:
             reader = _TextRows(file, delimiter)
             try:
-                names = [name.strip() for name in next(reader.rows, [])]
+                header = next((row for row in reader.rows if any(map(str.strip, row))), [])
+                names = [name.strip() for name in header]
                 yield reader, names
             except (csv.Error, UnicodeDecodeError) as error:
                 at = reader.rows.line_num + 1
@@ -135,6 +141,7 @@ class _TextRows:
     def __init__(self, file: Iterable[str], delimiter: str) -> None:
         self._recent: list[str] = []  # the lines of the row that was read last
         self._delimiter = delimiter
+        csv.field_size_limit(MAX_TEXT_BYTES)
         self.rows = csv.reader(self._remembered(file), delimiter=delimiter, skipinitialspace=True)
 
     def _remembered(self, file: Iterable[str]) -> Iterator[str]:
@@ -197,14 +204,20 @@ def _lines(files: Sequence[Path]) -> Format:
 
     columns: Fields = {}
     for _, fields in itertools.islice(rows(Findings()), _EXAMPLES):
-        known = {name for name, value in columns.items() if not is_missing(value)}
-        columns |= {name: value for name, value in fields.items() if name not in known}
+        # A text says more than a number, and a number more than null: a first row may be odd.
+        for name, value in fields.items():
+            if _telling(value) > _telling(columns.get(name, None)) or name not in columns:
+                columns[name] = value
     return Format(columns, rows)
 
 
 def is_missing(value: Any) -> bool:
     """Whether a value stands for none: null, and NaN, which pandas writes for it."""
     return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _telling(value: Any) -> int:
+    return 2 if isinstance(value, str | list) else int(not is_missing(value))
 
 
 def _json(files: Sequence[Path]) -> Format:
@@ -220,7 +233,7 @@ def _json(files: Sequence[Path]) -> Format:
 
 
 def _arrow(files: Sequence[Path]) -> Format:
-    """Parquet, or the streams of Arrow that ``datasets`` saves."""
+    """Parquet, or Arrow: the streams that ``datasets`` saves, and files such as Feather's."""
 
     def rows(_: Findings) -> Rows:
         for path in files:
@@ -241,8 +254,8 @@ def _arrow(files: Sequence[Path]) -> Format:
                     schema, rows_of_file = file.schema_arrow, file.metadata.num_rows
                 count += rows_of_file
             else:
-                with pa.OSFile(str(path)) as file, pa.ipc.open_stream(file) as reader:
-                    schema = reader.schema
+                with _opened(path) as (schema, _):
+                    pass
     _, first = next(rows(Findings()), ("", {}))
     columns = {
         name: example if (value := first.get(name)) is None else value
@@ -260,8 +273,8 @@ def _batches(path: Path) -> Iterator[pa.RecordBatch]:
     """The rows of a file, some at a time; neither a row group nor a column of it is held whole."""
     with _one_line(path):
         if path.suffix != ".parquet":
-            with pa.OSFile(str(path)) as file, pa.ipc.open_stream(file) as reader:
-                yield from (batch.select(_columns(batch.schema)) for batch in reader)
+            with _opened(path) as (schema, batches):
+                yield from (batch.select(_columns(schema)) for batch in batches)
             return
         with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
             facts, columns = file.metadata, _columns(file.schema_arrow)
@@ -269,6 +282,17 @@ def _batches(path: Path) -> Iterator[pa.RecordBatch]:
             row_bytes = sum(group.total_byte_size for group in groups) // max(1, facts.num_rows)
             num_rows = max(1, min(1000, _BATCH_BYTES // max(1, row_bytes)))
             yield from file.iter_batches(num_rows, columns=columns, use_threads=False)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
+    """Schema and rows of a stream of Arrow, or of a file of it, as Feather is."""
+    with pa.OSFile(str(path)) as file:
+        is_file = file.read(6) == b"ARROW1"
+        file.seek(0)
+        with (pa.ipc.open_file if is_file else pa.ipc.open_stream)(file) as reader:
+            numbers = range(reader.num_record_batches if is_file else 0)
+            yield reader.schema, map(reader.get_batch, numbers) if is_file else iter(reader)
 
 
 @contextmanager

@@ -105,10 +105,10 @@ class Table:
             texts = [t for name in self.caption_columns for t in _texts(fields.pop(name, None))]
             yield Row(
                 where,
-                path.strip() if isinstance(path, str) else "",
+                _name(self.root, path),
                 data,
-                [text if isinstance(text, str) else "" for text in texts],
-                {name: _plain(value) for name, value in fields.items() if not is_stored(value)},
+                [text if isinstance(text, str) else "" for text in map(_plain, texts)],
+                _plain({name: value for name, value in fields.items() if not is_stored(value)}),
             )
 
 
@@ -333,7 +333,7 @@ def _text_table(path: Path, delimiter: str) -> Format:
 def _root_of(root: Path, rows: Iterable[tuple[str, Fields]], column: str) -> Path:
     """The folder from which names of pictures start: ``root``, or where none of some rows' pictures
     is there, the first of its sub-folders that has one of them."""
-    names = [str(fields.get(column) or "").strip() for _, fields in rows]
+    names = [_name(root, fields.get(column)) for _, fields in rows]
     names = [name for name in names if name and "\0" not in name]
     if any(os.path.exists(root / name) for name in names):
         return root
@@ -429,6 +429,21 @@ def _checked(path: Path, table: Format, name: str) -> str:
     return name
 
 
+def _name(root: Path, value: Any) -> str:
+    """The name of a file, without blanks and marks of byte order around it where no file below
+    ``root`` has them; "" of what is no text."""
+    name = _plain(value) if isinstance(value, str) else ""
+    bare = name.replace("\ufeff", "").strip()
+    return name if name != bare and os.path.isfile(root / name) else bare
+
+
 def _plain(value: Any) -> Any:
-    """A value that strict JSON has: NaN, which Arrow's columns may hold, is null."""
+    """A value that strict JSON in UTF-8 has: NaN, which Arrow's columns may hold, is null, and half
+    a surrogate, as ``\\ud83d`` alone in JSON gives it, a question mark."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {_plain(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [*map(_plain, value)]
     return None if isinstance(value, float) and not math.isfinite(value) else value
