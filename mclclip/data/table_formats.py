@@ -9,7 +9,6 @@ line.
 
 from __future__ import annotations
 
-import csv
 import itertools
 import math
 import os
@@ -31,7 +30,6 @@ from mclclip.data.shard_scan import (
     MAX_TEXT_BYTES,
     Group,
     TextFault,
-    encoding_of,
     form_of_texts,
     group_members,
     parse_captions,
@@ -81,103 +79,6 @@ def named(columns: Fields, names: Sequence[str]) -> list[str]:
 def suffix_of(path: str | Path) -> str:
     """The suffix of a name in lower case, without its dot."""
     return os.path.splitext(path)[1].lower().removeprefix(".")
-
-
-def delimiter_of(path: Path) -> str:
-    """The delimiter that the suffix names; where the header has none of these but semicolons, tabs
-    or bars, as spreadsheets and Flickr30k write them, that one."""
-    usual = DELIMITERS[path.suffix.lower()]
-    with open(path, encoding=_encoding(path), errors="replace", newline="") as file:
-        header = ""
-        while not header.strip() and (line := file.readline(MAX_TEXT_BYTES)):
-            header = line
-    others = [each for each in (";", "\t", "|") if usual not in header and each in header]
-    return others[0] if others else usual
-
-
-def _encoding(path: Path) -> str:
-    with open(path, "rb") as start:
-        return encoding_of(start.read(4))
-
-
-def csv_format(path: Path, delimiter: str) -> Format:
-    """The rows of a table of text with a header; blanks after a delimiter are ignored."""
-    encoding = _encoding(path)
-
-    @contextmanager
-    def opened() -> Iterator[tuple[_TextRows, list[str]]]:
-        with open(path, encoding=encoding, newline="") as file:
-            reader = _TextRows(file, delimiter)
-            try:
-                header = next((row for row in reader.rows if any(map(str.strip, row))), [])
-                names = [name.strip() for name in header]
-                yield reader, names
-            except (csv.Error, UnicodeDecodeError) as error:
-                at = reader.rows.line_num + 1
-                advice = ": save it as UTF-8" if isinstance(error, UnicodeDecodeError) else ""
-                raise ValueError(f"{path} line {at} does not parse: {error}{advice}") from None
-
-    def rows(findings: Findings) -> Rows:
-        with opened() as (reader, names):
-            for number, cells in reader.cells(len(names), path.name, findings):
-                where = f"{path.name} line {number}"
-                if any(map(str.strip, cells[len(names) :])):
-                    findings.add("extra_cells", where)
-                # Cells that a short row lacks are empty; a column without a name is not read.
-                row = dict(itertools.zip_longest(names, cells[: len(names)], fillvalue=""))
-                row.pop("", None)
-                yield where, row
-
-    with opened() as (_, names):
-        check_once(path, [name for name in names if name])
-        columns = dict.fromkeys(names, "")
-    _, first = next(rows(Findings()), ("", {}))
-    return Format({name: first.get(name, "") for name in columns}, rows)
-
-
-class _TextRows:
-    """Rows of a table of text, by the csv module; `rows` gives them as that does."""
-
-    def __init__(self, file: Iterable[str], delimiter: str) -> None:
-        self._recent: list[str] = []  # the lines of the row that was read last
-        self._delimiter = delimiter
-        csv.field_size_limit(MAX_TEXT_BYTES)
-        self.rows = csv.reader(self._remembered(file), delimiter=delimiter, skipinitialspace=True)
-
-    def _remembered(self, file: Iterable[str]) -> Iterator[str]:
-        for line in file:
-            self._recent.append(line)
-            yield line
-
-    def cells(self, width: int, name: str, findings: Findings) -> Iterator[tuple[int, list[str]]]:
-        """(line number, cells) of each row that is not blank; lines that an open quotation mark
-        has joined to one row are rows again, and counted."""
-        self._recent.clear()
-        for row in self.rows:
-            lines = self._split_again(width) if len(self._recent) > 1 else []
-            last = self.rows.line_num
-            if lines:
-                first = last - len(lines) + 1
-                findings.add("open_quote", f"{name} lines {first} to {last}", count=len(lines))
-                yield from enumerate(lines, start=first)
-            elif row:
-                yield last, row
-            self._recent.clear()
-
-    def _split_again(self, width: int) -> list[list[str]]:
-        """The recent lines as rows of their own where each is one by itself: it has the cells of
-        the header and, unless tabs are between them, names a picture in the same cell."""
-        lines = csv.reader(
-            self._recent, delimiter=self._delimiter, skipinitialspace=True, quoting=csv.QUOTE_NONE
-        )
-        rows = [*lines]
-        if any(len(row) != width for row in rows):
-            return []
-        columns = [
-            [suffix_of(cell.strip()) for cell in column] for column in zip(*rows, strict=True)
-        ]
-        named = any(all(suffix in PICTURE_SUFFIXES for suffix in column) for column in columns)
-        return rows if named or self._delimiter == "\t" else []
 
 
 def check_once(path: Path, names: Sequence[str]) -> None:
@@ -235,7 +136,9 @@ def _json(files: Sequence[Path]) -> Format:
 def _arrow(files: Sequence[Path]) -> Format:
     """Parquet, or Arrow: the streams that ``datasets`` saves, and files such as Feather's."""
 
-    def rows(_: Findings) -> Rows:
+    spelt: set[str] = set()
+
+    def rows(findings: Findings) -> Rows:
         for path in files:
             number = 0
             for batch in _batches(path):
@@ -244,7 +147,11 @@ def _arrow(files: Sequence[Path]) -> Format:
                     number += 1
                     for name, (column, part) in nested.items():
                         fields[name] = [item and item[part] for item in fields[column] or []]
-                    yield f"{path.name} row {number}", fields
+                    where = f"{path.name} row {number}"
+                    for name in spelt & fields.keys():
+                        data, fields[name] = fields[name], _spelt(fields[name])
+                        findings.add("bad_text", *[where] * bool(data and not fields[name]))
+                    yield where, fields
 
     count = 0
     for path in reversed(files):
@@ -257,9 +164,12 @@ def _arrow(files: Sequence[Path]) -> Format:
                 with _opened(path) as (schema, _):
                     pass
     _, first = next(rows(Findings()), ("", {}))
+    spelt |= _text_columns(schema, first)
+    first |= {name: _spelt(first.get(name)) for name in spelt}
+    examples = _examples(schema) | dict.fromkeys(spelt, "")
     columns = {
         name: example if (value := first.get(name)) is None else value
-        for name, example in _examples(schema).items()
+        for name, example in examples.items()
     }
     check_once(files[0], schema.names)
     nested = _nested(schema)
@@ -267,6 +177,25 @@ def _arrow(files: Sequence[Path]) -> Format:
     unread = {field.name: str(field.type) for field in schema if field.name not in known}
     columns |= {name: [] for name in nested}
     return Format(columns, rows, count or None, unread=unread)
+
+
+def _text_columns(schema: pa.Schema, first: Fields) -> set[str]:
+    """The columns of bytes that are text, as Spark writes it: captions, and names of pictures."""
+    stored = {name: b"" for name, example in _examples(schema).items() if example == b""}
+    names = [
+        name
+        for name in named(stored, IMAGE_COLUMNS)
+        if suffix_of((_spelt(first.get(name)) or "").strip()) in PICTURE_SUFFIXES
+    ]
+    return {*named(stored, CAPTION_COLUMNS), *names}
+
+
+def _spelt(data: bytes | None) -> str | None:
+    """Bytes as text; of what is not UTF-8 an empty one."""
+    try:
+        return None if data is None else data.decode()
+    except UnicodeDecodeError:
+        return ""
 
 
 def _batches(path: Path) -> Iterator[pa.RecordBatch]:
@@ -460,6 +389,14 @@ def _pairs_of(entry: Any) -> list[tuple[Any, Any]]:
 
 
 def _coco(content: Mapping[str, Any], path: Path, strict: bool) -> NamedTexts:
+    for kind, wanted in (("images", {"id", "file_name"}), ("annotations", {"image_id"})):
+        for number, entry in enumerate(content[kind], start=1):
+            fits = isinstance(entry, dict) and wanted <= entry.keys()
+            if not fits or any(isinstance(entry[name], list | dict) for name in wanted):
+                raise ValueError(
+                    f"{path} has {str(entry)[:100]!r} as number {number} of {kind!r}, wanted an "
+                    f"object with {' and '.join(sorted(wanted))}"
+                )
     names = {image["id"]: image["file_name"] for image in content["images"]}
     strangers = {a["image_id"] for a in content["annotations"]} - names.keys()
     if strangers and strict:

@@ -37,12 +37,11 @@ from mclclip.data.table_formats import (
     Fields,
     Format,
     Rows,
-    csv_format,
-    delimiter_of,
     is_stored,
     named,
     suffix_of,
 )
+from mclclip.data.text_tables import csv_format, delimiter_of
 from mclclip.files import Roots, digest_file, digest_json
 from mclclip.options import protocol_of, refuse_url
 
@@ -412,11 +411,15 @@ def _caption_columns(
 
 
 def _texts(value: Any) -> list[Any]:
-    """The captions of a cell: a list, one text, or a list that pandas has written as text."""
+    """The captions of a cell: a list, one text or number, or a list that pandas has written as
+    text."""
     if isinstance(value, str) and value.strip()[:1] == "[" and value.strip()[-1:] == "]":
         items = [*_ITEM.finditer(inner := value.strip()[1:-1])]
         if items and not _ITEM.sub("", inner).strip():
             return [ast.literal_eval(item[1]) for item in items]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and math.isfinite(value):  # as a table of text has it
+        return [str(value)]
     return value if isinstance(value, list) else [value]
 
 

@@ -40,6 +40,12 @@ def feather_table(folder: Path) -> str:
     return "t.arrow"
 
 
+def bytes_table(folder: Path) -> str:
+    names = [name.encode() for name in NAMES]
+    pq.write_table(pa.table({"image": names, "caption": [b"a", b"\xe9"]}), folder / "t.parquet")
+    return "t.parquet"
+
+
 # A maker of the table beside the pictures 0.jpg and 1.jpg, the captions packed, and what is counted
 # beside pictures without captions.
 READ: dict[str, tuple[Callable[[Path], str], list[str], Counts]] = {
@@ -60,6 +66,15 @@ READ: dict[str, tuple[Callable[[Path], str], list[str], Counts]] = {
         write("t.csv", "image,caption\n0.jpg,a\n\ufeff1.jpg,b\n"), ["a", "b"], {},
     ),
     "a file of Arrow": (feather_table, ["a", "b"], {}),
+    "text as bytes": (bytes_table, ["a"], {"bad_text": 1, "empty_caption": 1, "no_caption": 1}),
+    "Excel's line of the delimiter": (
+        write("t.csv", "sep=;\r\nimage;caption\r\n0.jpg;a, x\r\n1.jpg;b\r\n"), ["a, x", "b"], {},
+    ),
+    "commas in a .tsv": (write("t.tsv", "image,caption\n0.jpg,a\n1.jpg,b\n"), ["a", "b"], {}),
+    "a number as caption": (
+        lines({"image": "0.jpg", "caption": "a"}, {"image": "1.jpg", "caption": 7}),
+        ["a", "7"], {},
+    ),
     "empty lines before the header": (
         write("t.csv", "\n  \nimage;caption\n0.jpg;a\n1.jpg;b\n"), ["a", "b"], {},
     ),
@@ -99,3 +114,28 @@ def test_odd_names_of_pictures_in_a_folder(folder: Path) -> None:
     with open(os.fsencode(folder) + b"/\xff\xfe.jpg", "wb") as file:
         file.write((folder / "1.jpg").read_bytes())
     assert packed(folder) == (["a"], {"bad_name": 1, "no_caption": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (
+            "t.json", '{"images": [{"id": 1, "file_name": "0.jpg"}], "annotations": '
+            '[{"image_id": 1}, {"image_id": [1]}]}',
+            "'image_id': .1.}\" as number 2 of 'annotations'",
+        ),
+        (
+            "t.json", '{"images": [{"id": 1}], "annotations": []}',
+            "as number 1 of 'images', wanted an object with file_name and id",
+        ),
+        (
+            "t.csv", b"image,caption\n" + b"0.jpg,a\n" * 3000 + b"0.jpg,\xe9\n" + b"0.jpg,a\n" * 9,
+            "t.csv line 3002 does not parse: .*: save it as UTF-8",
+        ),
+    ],
+)  # fmt: skip
+def test_an_odd_place_is_named(name: str, text: str | bytes, message: str, folder: Path) -> None:
+    write(name, text)(folder)
+    with pytest.raises(ValueError, match=message) as error:
+        packed(folder, captions=folder / name)
+    assert "\n" not in str(error.value)
