@@ -98,7 +98,7 @@ def _lines(files: Sequence[Path]) -> Format:
                 number += 1
                 where = f"{path.name} line {number}"
                 if line.strip():
-                    fields = parse_json(line, f"{path} line {number}", unique_keys=True)
+                    fields = parse_json(line.rstrip(), f"{path} line {number}", unique_keys=True)
                     if not isinstance(fields, dict):
                         raise ValueError(f"{path} line {number} is not an object of columns")
                     yield where, fields

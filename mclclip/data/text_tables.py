@@ -45,13 +45,14 @@ def csv_format(path: Path, delimiter: str) -> Format:
         with open(path, encoding=encoding, newline="") as file:
             reader = _TextRows(file, delimiter)
             try:
-                names = [name.strip() for name in reader.header()]
+                names = [name.replace("\ufeff", "").strip() for name in reader.header()]
                 yield reader, names
             except (csv.Error, UnicodeDecodeError) as error:
-                at, advice = f" line {reader.rows.line_num}", ""
+                at, told, advice = f" line {reader.rows.line_num}", str(error), ""
                 if isinstance(error, UnicodeDecodeError):
                     at, advice = _where_broken(path, encoding), ": save it as UTF-8"
-                raise ValueError(f"{path}{at} does not parse: {error}{advice}") from None
+                    told = f"'{error.encoding}' codec can't decode it ({error.reason})"
+                raise ValueError(f"{path}{at} does not parse: {told}{advice}") from None
 
     def rows(findings: Findings) -> Rows:
         with opened() as (reader, names):

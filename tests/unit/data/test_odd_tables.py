@@ -63,7 +63,7 @@ READ: dict[str, tuple[Callable[[Path], str], list[str], Counts]] = {
         ["a ?"], {"missing_image": 1},
     ),
     "a mark of byte order in a name": (
-        write("t.csv", "image,caption\n0.jpg,a\n\ufeff1.jpg,b\n"), ["a", "b"], {},
+        write("t.csv", "\ufeff\ufeffimage,caption\n0.jpg,a\n\ufeff1.jpg,b\n"), ["a", "b"], {},
     ),
     "a file of Arrow": (feather_table, ["a", "b"], {}),
     "text as bytes": (bytes_table, ["a"], {"bad_text": 1, "empty_caption": 1, "no_caption": 1}),
@@ -129,8 +129,12 @@ def test_odd_names_of_pictures_in_a_folder(folder: Path) -> None:
             "as number 1 of 'images', wanted an object with file_name and id",
         ),
         (
+            "t.jsonl", '{"image": "0.jpg"}\n{"image": \n',
+            r"t.jsonl line 2 .* JSON: \D* at column \d+$",
+        ),
+        (
             "t.csv", b"image,caption\n" + b"0.jpg,a\n" * 3000 + b"0.jpg,\xe9\n" + b"0.jpg,a\n" * 9,
-            "t.csv line 3002 does not parse: .*: save it as UTF-8",
+            r"t.csv line 3002 does not parse: 'utf-8' codec can't decode it .[a-z ]*.: save it as",
         ),
     ],
 )  # fmt: skip
