@@ -258,7 +258,10 @@ def parse_json(data: str | bytes, where: str, *, unique_keys: bool = False) -> A
     except Refused as error:
         raise ValueError(f"{where} {error}") from None
     except ValueError as error:  # also text that is not UTF-8, and numbers of 5,000 digits
-        raise ValueError(f"{where} is not valid JSON: {error}") from None
+        told = str(error)
+        if isinstance(error, json.JSONDecodeError) and error.lineno == 1:
+            told = f"{error.msg} at column {error.colno}"  # ``where`` may be a line itself
+        raise ValueError(f"{where} is not valid JSON: {told}") from None
     except RecursionError:
         raise ValueError(f"{where} is nested deeper than {MAX_DEPTH} levels") from None
     return value

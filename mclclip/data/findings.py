@@ -36,7 +36,8 @@ REASONS = {
     "several_lines": "texts of several lines, as nearly all have, each read as one caption: where "
     "each line is a caption, set data.sources.NAME.captions (of an evaluation shard_captions) to "
     "lines",
-    "bad_name": "tar members whose name gives no key, left out",
+    "bad_name": "tar members whose name gives no key, and files and folders whose name is not "
+    "UTF-8, left out",
     "other_member": "tar members that are neither pictures nor captions, left out",
     "sparse_member": "tar members stored without their holes (tar --sparse), left out",
     "link_member": "tar members that are links to files, left out: write the files themselves (tar "

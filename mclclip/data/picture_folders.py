@@ -35,6 +35,10 @@ def walk(folder: Path, roots: Roots, findings: Findings) -> Iterator[Path]:
         return False
 
     for place, folders, names in os.walk(folder, followlinks=True):
+        bad = [name for name in (*folders, *names) if not _is_text(name)]
+        told = (os.path.relpath(Path(place, name), folder) for name in bad)
+        findings.add("bad_name", *(os.fsencode(name).decode(errors="replace") for name in told))
+        folders[:], names = filter(_is_text, folders), [*filter(_is_text, names)]
         hidden = [name for name in (*folders, *names) if name.startswith(".")]
         findings.add("hidden", *(os.path.relpath(Path(place, name), folder) for name in hidden))
         folders[:] = [n for n in sorted(folders) if n[0] != "." and enters(Path(place, n))]
@@ -45,6 +49,11 @@ def walk(folder: Path, roots: Roots, findings: Findings) -> Iterator[Path]:
                 findings.add("other_file", os.path.relpath(path, folder))
             else:
                 yield path
+
+
+def _is_text(name: str) -> bool:
+    """Whether a name is UTF-8: other bytes of it are surrogates, which no text has."""
+    return name.encode(errors="replace").decode() == name
 
 
 def folder_format(folder: Path, roots: Roots) -> Format:

@@ -9,7 +9,6 @@ line.
 
 from __future__ import annotations
 
-import csv
 import itertools
 import math
 import os
@@ -31,7 +30,6 @@ from mclclip.data.shard_scan import (
     MAX_TEXT_BYTES,
     Group,
     TextFault,
-    encoding_of,
     form_of_texts,
     group_members,
     parse_captions,
@@ -83,96 +81,6 @@ def suffix_of(path: str | Path) -> str:
     return os.path.splitext(path)[1].lower().removeprefix(".")
 
 
-def delimiter_of(path: Path) -> str:
-    """The delimiter that the suffix names; where the header has none of these but semicolons, tabs
-    or bars, as spreadsheets and Flickr30k write them, that one."""
-    usual = DELIMITERS[path.suffix.lower()]
-    with open(path, "rb") as file:
-        data = file.readline(MAX_TEXT_BYTES)
-    header = data.decode(encoding_of(data), "replace")
-    others = [each for each in (";", "\t", "|") if usual not in header and each in header]
-    return others[0] if others else usual
-
-
-def csv_format(path: Path, delimiter: str) -> Format:
-    """The rows of a table of text with a header; blanks after a delimiter are ignored."""
-    with open(path, "rb") as start:
-        encoding = encoding_of(start.read(4))
-
-    @contextmanager
-    def opened() -> Iterator[tuple[_TextRows, list[str]]]:
-        with open(path, encoding=encoding, newline="") as file:
-            reader = _TextRows(file, delimiter)
-            try:
-                names = [name.strip() for name in next(reader.rows, [])]
-                yield reader, names
-            except (csv.Error, UnicodeDecodeError) as error:
-                at = reader.rows.line_num + 1
-                advice = ": save it as UTF-8" if isinstance(error, UnicodeDecodeError) else ""
-                raise ValueError(f"{path} line {at} does not parse: {error}{advice}") from None
-
-    def rows(findings: Findings) -> Rows:
-        with opened() as (reader, names):
-            for number, cells in reader.cells(len(names), path.name, findings):
-                where = f"{path.name} line {number}"
-                if any(map(str.strip, cells[len(names) :])):
-                    findings.add("extra_cells", where)
-                # Cells that a short row lacks are empty; a column without a name is not read.
-                row = dict(itertools.zip_longest(names, cells[: len(names)], fillvalue=""))
-                row.pop("", None)
-                yield where, row
-
-    with opened() as (_, names):
-        check_once(path, [name for name in names if name])
-        columns = dict.fromkeys(names, "")
-    _, first = next(rows(Findings()), ("", {}))
-    return Format({name: first.get(name, "") for name in columns}, rows)
-
-
-class _TextRows:
-    """Rows of a table of text, by the csv module; `rows` gives them as that does."""
-
-    def __init__(self, file: Iterable[str], delimiter: str) -> None:
-        self._recent: list[str] = []  # the lines of the row that was read last
-        self._delimiter = delimiter
-        self.rows = csv.reader(self._remembered(file), delimiter=delimiter, skipinitialspace=True)
-
-    def _remembered(self, file: Iterable[str]) -> Iterator[str]:
-        for line in file:
-            self._recent.append(line)
-            yield line
-
-    def cells(self, width: int, name: str, findings: Findings) -> Iterator[tuple[int, list[str]]]:
-        """(line number, cells) of each row that is not blank; lines that an open quotation mark
-        has joined to one row are rows again, and counted."""
-        self._recent.clear()
-        for row in self.rows:
-            lines = self._split_again(width) if len(self._recent) > 1 else []
-            last = self.rows.line_num
-            if lines:
-                first = last - len(lines) + 1
-                findings.add("open_quote", f"{name} lines {first} to {last}", count=len(lines))
-                yield from enumerate(lines, start=first)
-            elif row:
-                yield last, row
-            self._recent.clear()
-
-    def _split_again(self, width: int) -> list[list[str]]:
-        """The recent lines as rows of their own where each is one by itself: it has the cells of
-        the header and, unless tabs are between them, names a picture in the same cell."""
-        lines = csv.reader(
-            self._recent, delimiter=self._delimiter, skipinitialspace=True, quoting=csv.QUOTE_NONE
-        )
-        rows = [*lines]
-        if any(len(row) != width for row in rows):
-            return []
-        columns = [
-            [suffix_of(cell.strip()) for cell in column] for column in zip(*rows, strict=True)
-        ]
-        named = any(all(suffix in PICTURE_SUFFIXES for suffix in column) for column in columns)
-        return rows if named or self._delimiter == "\t" else []
-
-
 def check_once(path: Path, names: Sequence[str]) -> None:
     """Raises ValueError for a name that two columns have."""
     twice = [name for name, count in Counter(names).items() if count > 1]
@@ -190,21 +98,27 @@ def _lines(files: Sequence[Path]) -> Format:
                 number += 1
                 where = f"{path.name} line {number}"
                 if line.strip():
-                    fields = parse_json(line, f"{path} line {number}", unique_keys=True)
+                    fields = parse_json(line.rstrip(), f"{path} line {number}", unique_keys=True)
                     if not isinstance(fields, dict):
                         raise ValueError(f"{path} line {number} is not an object of columns")
                     yield where, fields
 
     columns: Fields = {}
     for _, fields in itertools.islice(rows(Findings()), _EXAMPLES):
-        known = {name for name, value in columns.items() if not is_missing(value)}
-        columns |= {name: value for name, value in fields.items() if name not in known}
+        # A text says more than a number, and a number more than null: a first row may be odd.
+        for name, value in fields.items():
+            if _telling(value) > _telling(columns.get(name, None)) or name not in columns:
+                columns[name] = value
     return Format(columns, rows)
 
 
 def is_missing(value: Any) -> bool:
     """Whether a value stands for none: null, and NaN, which pandas writes for it."""
     return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _telling(value: Any) -> int:
+    return 2 if isinstance(value, str | list) else int(not is_missing(value))
 
 
 def _json(files: Sequence[Path]) -> Format:
@@ -220,9 +134,11 @@ def _json(files: Sequence[Path]) -> Format:
 
 
 def _arrow(files: Sequence[Path]) -> Format:
-    """Parquet, or the streams of Arrow that ``datasets`` saves."""
+    """Parquet, or Arrow: the streams that ``datasets`` saves, and files such as Feather's."""
 
-    def rows(_: Findings) -> Rows:
+    spelt: set[str] = set()
+
+    def rows(findings: Findings) -> Rows:
         for path in files:
             number = 0
             for batch in _batches(path):
@@ -231,7 +147,11 @@ def _arrow(files: Sequence[Path]) -> Format:
                     number += 1
                     for name, (column, part) in nested.items():
                         fields[name] = [item and item[part] for item in fields[column] or []]
-                    yield f"{path.name} row {number}", fields
+                    where = f"{path.name} row {number}"
+                    for name in spelt & fields.keys():
+                        data, fields[name] = fields[name], _spelt(fields[name])
+                        findings.add("bad_text", *[where] * bool(data and not fields[name]))
+                    yield where, fields
 
     count = 0
     for path in reversed(files):
@@ -241,12 +161,15 @@ def _arrow(files: Sequence[Path]) -> Format:
                     schema, rows_of_file = file.schema_arrow, file.metadata.num_rows
                 count += rows_of_file
             else:
-                with pa.OSFile(str(path)) as file, pa.ipc.open_stream(file) as reader:
-                    schema = reader.schema
+                with _opened(path) as (schema, _):
+                    pass
     _, first = next(rows(Findings()), ("", {}))
+    spelt |= _text_columns(schema, first)
+    first |= {name: _spelt(first.get(name)) for name in spelt}
+    examples = _examples(schema) | dict.fromkeys(spelt, "")
     columns = {
         name: example if (value := first.get(name)) is None else value
-        for name, example in _examples(schema).items()
+        for name, example in examples.items()
     }
     check_once(files[0], schema.names)
     nested = _nested(schema)
@@ -256,12 +179,31 @@ def _arrow(files: Sequence[Path]) -> Format:
     return Format(columns, rows, count or None, unread=unread)
 
 
+def _text_columns(schema: pa.Schema, first: Fields) -> set[str]:
+    """The columns of bytes that are text, as Spark writes it: captions, and names of pictures."""
+    stored = {name: b"" for name, example in _examples(schema).items() if example == b""}
+    names = [
+        name
+        for name in named(stored, IMAGE_COLUMNS)
+        if suffix_of((_spelt(first.get(name)) or "").strip()) in PICTURE_SUFFIXES
+    ]
+    return {*named(stored, CAPTION_COLUMNS), *names}
+
+
+def _spelt(data: bytes | None) -> str | None:
+    """Bytes as text; of what is not UTF-8 an empty one."""
+    try:
+        return None if data is None else data.decode()
+    except UnicodeDecodeError:
+        return ""
+
+
 def _batches(path: Path) -> Iterator[pa.RecordBatch]:
     """The rows of a file, some at a time; neither a row group nor a column of it is held whole."""
     with _one_line(path):
         if path.suffix != ".parquet":
-            with pa.OSFile(str(path)) as file, pa.ipc.open_stream(file) as reader:
-                yield from (batch.select(_columns(batch.schema)) for batch in reader)
+            with _opened(path) as (schema, batches):
+                yield from (batch.select(_columns(schema)) for batch in batches)
             return
         with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
             facts, columns = file.metadata, _columns(file.schema_arrow)
@@ -269,6 +211,17 @@ def _batches(path: Path) -> Iterator[pa.RecordBatch]:
             row_bytes = sum(group.total_byte_size for group in groups) // max(1, facts.num_rows)
             num_rows = max(1, min(1000, _BATCH_BYTES // max(1, row_bytes)))
             yield from file.iter_batches(num_rows, columns=columns, use_threads=False)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
+    """Schema and rows of a stream of Arrow, or of a file of it, as Feather is."""
+    with pa.OSFile(str(path)) as file:
+        is_file = file.read(6) == b"ARROW1"
+        file.seek(0)
+        with (pa.ipc.open_file if is_file else pa.ipc.open_stream)(file) as reader:
+            numbers = range(reader.num_record_batches if is_file else 0)
+            yield reader.schema, map(reader.get_batch, numbers) if is_file else iter(reader)
 
 
 @contextmanager
@@ -436,6 +389,14 @@ def _pairs_of(entry: Any) -> list[tuple[Any, Any]]:
 
 
 def _coco(content: Mapping[str, Any], path: Path, strict: bool) -> NamedTexts:
+    for kind, wanted in (("images", {"id", "file_name"}), ("annotations", {"image_id"})):
+        for number, entry in enumerate(content[kind], start=1):
+            fits = isinstance(entry, dict) and wanted <= entry.keys()
+            if not fits or any(isinstance(entry[name], list | dict) for name in wanted):
+                raise ValueError(
+                    f"{path} has {str(entry)[:100]!r} as number {number} of {kind!r}, wanted an "
+                    f"object with {' and '.join(sorted(wanted))}"
+                )
     names = {image["id"]: image["file_name"] for image in content["images"]}
     strangers = {a["image_id"] for a in content["annotations"]} - names.keys()
     if strangers and strict:

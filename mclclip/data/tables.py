@@ -37,12 +37,11 @@ from mclclip.data.table_formats import (
     Fields,
     Format,
     Rows,
-    csv_format,
-    delimiter_of,
     is_stored,
     named,
     suffix_of,
 )
+from mclclip.data.text_tables import csv_format, delimiter_of
 from mclclip.files import Roots, digest_file, digest_json
 from mclclip.options import protocol_of, refuse_url
 
@@ -105,10 +104,10 @@ class Table:
             texts = [t for name in self.caption_columns for t in _texts(fields.pop(name, None))]
             yield Row(
                 where,
-                path.strip() if isinstance(path, str) else "",
+                _name(self.root, path),
                 data,
-                [text if isinstance(text, str) else "" for text in texts],
-                {name: _plain(value) for name, value in fields.items() if not is_stored(value)},
+                [text if isinstance(text, str) else "" for text in map(_plain, texts)],
+                _plain({name: value for name, value in fields.items() if not is_stored(value)}),
             )
 
 
@@ -333,7 +332,7 @@ def _text_table(path: Path, delimiter: str) -> Format:
 def _root_of(root: Path, rows: Iterable[tuple[str, Fields]], column: str) -> Path:
     """The folder from which names of pictures start: ``root``, or where none of some rows' pictures
     is there, the first of its sub-folders that has one of them."""
-    names = [str(fields.get(column) or "").strip() for _, fields in rows]
+    names = [_name(root, fields.get(column)) for _, fields in rows]
     names = [name for name in names if name and "\0" not in name]
     if any(os.path.exists(root / name) for name in names):
         return root
@@ -412,11 +411,15 @@ def _caption_columns(
 
 
 def _texts(value: Any) -> list[Any]:
-    """The captions of a cell: a list, one text, or a list that pandas has written as text."""
+    """The captions of a cell: a list, one text or number, or a list that pandas has written as
+    text."""
     if isinstance(value, str) and value.strip()[:1] == "[" and value.strip()[-1:] == "]":
         items = [*_ITEM.finditer(inner := value.strip()[1:-1])]
         if items and not _ITEM.sub("", inner).strip():
             return [ast.literal_eval(item[1]) for item in items]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and math.isfinite(value):  # as a table of text has it
+        return [str(value)]
     return value if isinstance(value, list) else [value]
 
 
@@ -429,6 +432,21 @@ def _checked(path: Path, table: Format, name: str) -> str:
     return name
 
 
+def _name(root: Path, value: Any) -> str:
+    """The name of a file, without blanks and marks of byte order around it where no file below
+    ``root`` has them; "" of what is no text."""
+    name = _plain(value) if isinstance(value, str) else ""
+    bare = name.replace("\ufeff", "").strip()
+    return name if name != bare and os.path.isfile(root / name) else bare
+
+
 def _plain(value: Any) -> Any:
-    """A value that strict JSON has: NaN, which Arrow's columns may hold, is null."""
+    """A value that strict JSON in UTF-8 has: NaN, which Arrow's columns may hold, is null, and half
+    a surrogate, as ``\\ud83d`` alone in JSON gives it, a question mark."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {_plain(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [*map(_plain, value)]
     return None if isinstance(value, float) and not math.isfinite(value) else value

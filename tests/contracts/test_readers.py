@@ -43,7 +43,7 @@ ELSEWHERE = {
     "no_attribute": "unit/data/test_attributes.py", "no_field": "unit/data/test_caption_fields.py",
     "large_image": "unit/data/test_tar_members.py",
     "large_caption": "unit/data/test_tar_members.py",
-    "bad_name": "unit/data/test_shard_scan.py", "sparse_member": "unit/data/test_tar_members.py",
+    "sparse_member": "unit/data/test_tar_members.py",
     "link_member": "unit/data/test_tar_members.py",
     "truncated_shard": "unit/test_index.py", "damaged_shard": "unit/test_index.py",
     "data_after_end": "unit/data/test_shard_scan.py", "unreadable_shard": "unit/test_index.py",
@@ -99,6 +99,12 @@ def piped(folder: Path) -> None:
     os.mkfifo(folder / "z.jpg")
 
 
+def misnamed(folder: Path) -> None:
+    for name in (b"\xff.jpg", b"\xff.txt"):
+        Path(os.fsdecode(os.fsencode(folder / "sub") + name)).write_bytes(picture(1))
+    Path(os.fsdecode(os.fsencode(folder) + b"/\xff")).mkdir()
+
+
 def parquet(folder: Path) -> None:
     data = [picture(1), None, b"", POINTER, b"<svg>", picture(2)]
     texts = [["a"], ["b"], ["c"], ["d"], ["e"], [None, "f"]]
@@ -123,6 +129,7 @@ CASES = {
     "pipes": Case("folder", 8, 6, {"other_file": 2, "no_caption": 6}, SIX, piped),
     "hidden": Case("folder", 8, 6, {"hidden": 2, "no_caption": 6}, SIX | {".git/a.jpg": b"",
                                                                          "._0.jpg": b""}),
+    "names": Case("folder", 9, 6, {"bad_name": 3, "no_caption": 6}, SIX, misnamed),
     "texts": Case(
         "folder", 13, 12, {"bad_text": 1, "lfs_pointer": 1, "no_caption": 2, "lone_text": 1},
         SIX | TEXTS | {"1.txt": "é".encode("utf-16"), "2.txt": b"caf\xe9", "3.txt": POINTER,

@@ -1,0 +1,134 @@
+"""Tables of text (CSV, TSV): the first line that is not empty names the columns."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mclclip.data.decode import PICTURE_SUFFIXES
+from mclclip.data.findings import Findings
+from mclclip.data.shard_scan import MAX_TEXT_BYTES, encoding_of
+from mclclip.data.table_formats import DELIMITERS, Format, Rows, check_once, suffix_of
+
+_SEPARATOR = re.compile(r"sep=(.)\s*", re.IGNORECASE)  # Excel's line before the header
+
+
+def delimiter_of(path: Path) -> str:
+    """The delimiter that the suffix names; where the header has none of these but semicolons, tabs,
+    bars or commas, as spreadsheets and Flickr30k write them, that one; before all, Excel's."""
+    usual = DELIMITERS[path.suffix.lower()]
+    with open(path, encoding=_encoding(path), errors="replace", newline="") as file:
+        header = ""
+        while not header.strip() and (line := file.readline(MAX_TEXT_BYTES)):
+            header = line
+    if separator := _SEPARATOR.fullmatch(header):
+        return separator[1]
+    others = [each for each in (";", "\t", "|", ",") if usual not in header and each in header]
+    return others[0] if others else usual
+
+
+def _encoding(path: Path) -> str:
+    with open(path, "rb") as start:
+        return encoding_of(start.read(4))
+
+
+def csv_format(path: Path, delimiter: str) -> Format:
+    """The rows of a table of text with a header; blanks after a delimiter are ignored."""
+    encoding = _encoding(path)
+
+    @contextmanager
+    def opened() -> Iterator[tuple[_TextRows, list[str]]]:
+        with open(path, encoding=encoding, newline="") as file:
+            reader = _TextRows(file, delimiter)
+            try:
+                names = [name.replace("\ufeff", "").strip() for name in reader.header()]
+                yield reader, names
+            except (csv.Error, UnicodeDecodeError) as error:
+                at, told, advice = f" line {reader.rows.line_num}", str(error), ""
+                if isinstance(error, UnicodeDecodeError):
+                    at, advice = _where_broken(path, encoding), ": save it as UTF-8"
+                    told = f"'{error.encoding}' codec can't decode it ({error.reason})"
+                raise ValueError(f"{path}{at} does not parse: {told}{advice}") from None
+
+    def rows(findings: Findings) -> Rows:
+        with opened() as (reader, names):
+            for number, cells in reader.cells(len(names), path.name, findings):
+                where = f"{path.name} line {number}"
+                if any(map(str.strip, cells[len(names) :])):
+                    findings.add("extra_cells", where)
+                # Cells that a short row lacks are empty; a column without a name is not read.
+                row = dict(itertools.zip_longest(names, cells[: len(names)], fillvalue=""))
+                row.pop("", None)
+                yield where, row
+
+    with opened() as (_, names):
+        check_once(path, [name for name in names if name])
+        columns = dict.fromkeys(names, "")
+    _, first = next(rows(Findings()), ("", {}))
+    return Format({name: first.get(name, "") for name in columns}, rows)
+
+
+def _where_broken(path: Path, encoding: str) -> str:
+    """`` line N`` of the first line that is not UTF-8, which is found out of what is read ahead."""
+    if encoding != "utf-8-sig":
+        return ""
+    with open(path, encoding=encoding, errors="surrogateescape", newline="") as file:
+        broken = (at for at, line in enumerate(file, start=1) if re.search("[\udc80-\udcff]", line))
+        return f" line {next(broken)}"
+
+
+class _TextRows:
+    """Rows of a table of text, by the csv module; `rows` gives them as that does."""
+
+    def __init__(self, file: Iterable[str], delimiter: str) -> None:
+        self._recent: list[str] = []  # the lines of the row that was read last
+        self._delimiter = delimiter
+        csv.field_size_limit(MAX_TEXT_BYTES)
+        self.rows = csv.reader(self._remembered(file), delimiter=delimiter, skipinitialspace=True)
+
+    def _remembered(self, file: Iterable[str]) -> Iterator[str]:
+        for line in file:
+            self._recent.append(line)
+            yield line
+
+    def header(self) -> list[str]:
+        """The first row that is neither empty nor Excel's line of the delimiter."""
+        for row in self.rows:
+            if any(map(str.strip, row)) and not _SEPARATOR.fullmatch("".join(self._recent)):
+                return row
+            self._recent.clear()
+        return []
+
+    def cells(self, width: int, name: str, findings: Findings) -> Iterator[tuple[int, list[str]]]:
+        """(line number, cells) of each row that is not blank; lines that an open quotation mark
+        has joined to one row are rows again, and counted."""
+        self._recent.clear()
+        for row in self.rows:
+            lines = self._split_again(width) if len(self._recent) > 1 else []
+            last = self.rows.line_num
+            if lines:
+                first = last - len(lines) + 1
+                findings.add("open_quote", f"{name} lines {first} to {last}", count=len(lines))
+                yield from enumerate(lines, start=first)
+            elif row:
+                yield last, row
+            self._recent.clear()
+
+    def _split_again(self, width: int) -> list[list[str]]:
+        """The recent lines as rows of their own where each is one by itself: it has the cells of
+        the header and, unless tabs are between them, names a picture in the same cell."""
+        lines = csv.reader(
+            self._recent, delimiter=self._delimiter, skipinitialspace=True, quoting=csv.QUOTE_NONE
+        )
+        rows = [*lines]
+        if any(len(row) != width for row in rows):
+            return []
+        columns = [
+            [suffix_of(cell.strip()) for cell in column] for column in zip(*rows, strict=True)
+        ]
+        named = any(all(suffix in PICTURE_SUFFIXES for suffix in column) for column in columns)
+        return rows if named or self._delimiter == "\t" else []
