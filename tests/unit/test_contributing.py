@@ -96,7 +96,7 @@ def is_of_a_library(dotted: str) -> bool:
 
 
 def is_command(text: str) -> bool:
-    """Whether make has these targets, mclclip this verb, or the environment or checkout this tool."""
+    """Whether make has these targets, mclclip this verb, or environment or checkout this tool."""
     program, *words = text.split()
     if program == "make":
         makefile = (ROOT / "Makefile").read_text()
