@@ -24,7 +24,7 @@ from mclclip.data.index_tables import Shard, join_rows
 from mclclip.data.options import DataConfig
 from mclclip.data.remote import StoredFile
 from mclclip.data.shard_scan import group_members, read_member, read_text_file, scan_shard
-from mclclip.data.table_formats import csv_format
+from mclclip.data.text_tables import csv_format
 from mclclip.files import MAX_JSON_BYTES, Roots, below, parse_json, read_bounded
 
 log = logging.getLogger("mclclip")
