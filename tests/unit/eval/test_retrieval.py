@@ -327,7 +327,7 @@ WRONG_FILES: list[tuple[str, str | bytes, str]] = [
     ("a.csv", "picture,caption\na.jpg,x\n", "no column of images .*filepath.* it has .*picture"),
     ("a.csv", "path,words\na.jpg,x\n", r"missing \['title'\]: its first line must name"),
     ("a.csv", "filepath,title\n", "has no captions"),
-    ("a.csv", b"filepath,title\na.jpg,\xff\n", "a.csv line 1 does not parse"),
+    ("a.csv", b"filepath,title\na.jpg,\xff\n", "a.csv line 2 does not parse"),
     ("a.json", '{"images": [{"id": 1}]}', "neither COCO captions"),
     (
         "a.json",
