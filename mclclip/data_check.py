@@ -34,6 +34,7 @@ from mclclip.models.loading import model_config, model_tokenizer
 from mclclip.options import brief
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Layout, is_finished, made_of, read_manifest
+from mclclip.run.runlog import count_of
 
 SHARDS = 4
 """Shards of all sources together that are looked at where there is no index; one of each at least.
@@ -101,7 +102,7 @@ def _index(config: Config, folder: Path) -> tuple[SampleIndex, int, str]:
     directory = Layout.of(config).index
     if is_finished(directory):
         samples = SampleIndex.open(directory)
-        return samples, len(samples), f" in {len(samples.shards):,} shards, all indexed"
+        return samples, len(samples), f" in {count_of(len(samples.shards), 'shard')}, all indexed"
     sources, number, every = {}, 0, 0
     for name, source in config.data.sources.items():
         paths = index.expand_shards(
@@ -115,7 +116,11 @@ def _index(config: Config, folder: Path) -> tuple[SampleIndex, int, str]:
     data = replace(data, index_workers=1)  # to start processes takes longer than to scan
     samples = index.run(replace(config, run_dir=str(folder), data=data), SINGLE)
     total = round(len(samples) * every / number)
-    return samples, total, f" in {every:,} shards; looked at: {len(samples):,} in {number:,}"
+    return (
+        samples,
+        total,
+        f" in {count_of(every, 'shard')}; looked at: {len(samples):,} in {number:,}",
+    )
 
 
 # --- pictures ------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ from mclclip.run.artifacts import (
     is_finished,
     read_manifest,
 )
-from mclclip.run.runlog import progress
+from mclclip.run.runlog import count_of, progress
 
 log = logging.getLogger("mclclip")
 MAX_PATHS = 1_000_000  # that one pattern of shards may stand for
@@ -195,7 +195,7 @@ def _write(
     if not len(table):
         loosen = ": check the file of subset, or loosen where" if any(left_out.values()) else ""
         raise ValueError(
-            f"no usable sample in {len(shards)} shard(s) of data.sources: "
+            f"no usable sample in {count_of(len(shards), 'shard')} of data.sources: "
             f"{'; '.join(findings.lines()) or 'they are empty'}{loosen}"
         )
     ends = np.cumsum(np.bincount(table["shard"].to_numpy(), minlength=len(shards))).tolist()
@@ -247,8 +247,8 @@ def _log_summary(
 ) -> None:
     counts = manifest.counts
     log.info(
-        "index: %d samples with %d captions in %d shards (%d scanned now)",
-        *(counts[name] for name in ("samples", "captions", "shards")),
+        "index: %s with %s in %s (%d scanned now)",
+        *(count_of(counts[name + "s"], name) for name in ("sample", "caption", "shard")),
         num_scanned,
     )
     for source, entry in counts["sources"].items():

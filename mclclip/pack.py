@@ -44,7 +44,7 @@ from mclclip.data.tables import Row, Table, open_table
 from mclclip.files import Roots
 from mclclip.options import refuse_url
 from mclclip.run.artifacts import Artifact, Force, Manifest
-from mclclip.run.runlog import progress
+from mclclip.run.runlog import count_of, progress
 
 log = logging.getLogger("mclclip")
 KIND = "shards"
@@ -195,9 +195,9 @@ def _write(
     if held_out:
         counts["shares"] = shares
     log.info(
-        "pack: %d samples with %d captions in %d shards",
-        counts["samples"], counts["captions"], counts["shards"],
-    )  # fmt: skip
+        "pack: %s with %s in %s",
+        *(count_of(counts[name + "s"], name) for name in ("sample", "caption", "shard")),
+    )
     if several:
         log.info(
             "pack: some have several captions; sources that read all have captions: json:captions"

@@ -49,7 +49,7 @@ from mclclip.files import (
 )
 from mclclip.options import protocol_of
 from mclclip.ranks.parent_death import map_in_pool
-from mclclip.run.runlog import progress
+from mclclip.run.runlog import count_of, progress
 
 log = logging.getLogger("mclclip")
 
@@ -327,7 +327,7 @@ def check_shards(directory: Path, shards: Sequence[Shard], options: DataConfig) 
     changed = [s for s in shards if s.digest and noted.get(s.path) != times.get(s.path)]
     if not changed:
         return
-    log.info("%d shard(s) have another time than when they were indexed: read again", len(changed))
+    log.info("read again, for another time: %s", count_of(len(changed), "shard"))
     with closing(scan_shards(changed, options)) as scans:
         shown = progress(scans, total=len(changed), description="check shards")
         for shard, scan in zip(changed, shown, strict=True):

@@ -38,6 +38,7 @@ from mclclip.data.shard_writer import PACKED_FROM
 from mclclip.files import clean, digest_json, own, parse_json, read_json, write_json
 from mclclip.randomness import mix
 from mclclip.run.artifacts import Manifest, read_manifest, verb_of
+from mclclip.run.runlog import count_of
 
 log = logging.getLogger("mclclip")
 KIND = "index"
@@ -440,6 +441,7 @@ class BadSamples:
             self.index.add_bad(new)
             keys = self.index.names(sorted(new)[:5])
             reasons = [f"{key} ({new[i]})" for i, key in zip(sorted(new)[:5], keys, strict=True)]
-            log.warning("%d sample(s) cannot be used: %s", len(new), ", ".join(reasons))
+            told = count_of(len(new), "sample")
+            log.warning("%s cannot be used: %s", told, ", ".join(reasons))
         self.index.check_bad_fraction(self.known, self.max_bad_fraction)
         return len(self.known)

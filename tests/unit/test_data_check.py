@@ -66,7 +66,7 @@ def test_good_data_have_no_finding_and_nothing_is_written(tmp_path: Path) -> Non
     options = settings(tmp_path)
     lines = found(options, tmp_path)
     assert {each.state for each in lines.values()} == {"ok"}, lines
-    assert lines["samples"].text == "100 in 1 shards; looked at: 100 in 1"
+    assert lines["samples"].text == "100 in 1 shard; looked at: 100 in 1"
     assert "48 x 40 pixels in the median" in lines["sizes"].text
     assert "colours 100%, numbers 100%, places 100%" in lines["words"].text
     assert "up to 4 (K 2 x 2), of 25 samples" in lines["groups"].text
