@@ -279,10 +279,21 @@ def _has_trained(out: Path) -> bool:
 
 
 def _count(table: Table) -> int | None:
-    """How many pictures a table names; None where only reading them all would say it."""
+    """How many pictures a table names; None where only reading them all would say it.
+
+    Raises ValueError where it names pictures and none has a caption.
+    """
     if table.holds_images:
         return table.count
-    return len({row.path for row in table.rows(Findings())})
+    captions: dict[str, bool] = {}  # whether a picture has one
+    for row in table.rows(Findings()):
+        captions[row.path] = captions.get(row.path, False) or any(map(str.strip, row.captions))
+    if captions and not any(captions.values()):
+        raise ValueError(
+            f"{table.path} has no picture with a caption: give a table by --captions, or a text "
+            "beside each picture (a.jpg, a.txt)"
+        )
+    return len(captions)
 
 
 def _check_held_out(share: float) -> None:

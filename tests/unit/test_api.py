@@ -212,6 +212,17 @@ def test_a_dry_run_refuses_what_the_run_would(
         api.dry_run(tmp_path, **asked | columns | given)  # type: ignore[arg-type]
 
 
+def test_a_dry_run_refuses_pictures_without_captions(tmp_path: Path) -> None:
+    for number in range(130):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    asked = {"base": "tiny_clip@random", "gpu_gib": None, "samples": None, "captions": None}
+    asked |= {"out": tmp_path / "run", "overrides": [], "held_out": 0.1, "seed": 0}
+    with pytest.raises(ValueError, match="--captions"):
+        api.dry_run(tmp_path, **asked)  # type: ignore[arg-type]
+    (tmp_path / "7.txt").write_text("a caption")
+    assert "base:" in api.dry_run(tmp_path, **asked)  # type: ignore[arg-type]
+
+
 def test_the_reference_has_every_public_name_with_an_example_that_runs(
     tuned: tuple[Path, mclclip.Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
