@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -12,6 +13,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from mclclip import advice
 
 # Under nohup and in the background of a shell these are ignored, which processes would inherit. A
 # handler is not inherited.
@@ -40,6 +43,13 @@ def pytest_collection_finish() -> None:
 
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def no_typed_command() -> Iterator[None]:
+    """What a test has typed is not offered by the messages of the next one."""
+    yield
+    advice.remember("", ())
 
 
 @pytest.fixture(scope="session")

@@ -154,12 +154,6 @@ def test_commands_of_messages_are_such_that_can_be_typed(
     assert {*composed} == {"advice.py"}
 
 
-@pytest.fixture
-def remembered() -> Iterator[None]:
-    yield
-    advice.remember("", [])
-
-
 @pytest.mark.parametrize(
     ("typed", "message", "completed"),
     [
@@ -185,13 +179,13 @@ def remembered() -> Iterator[None]:
     ],
 )
 def test_an_offered_command_names_the_run_that_was_typed(
-    remembered: None, capsys: pytest.CaptureFixture[str], typed: str, message: str, completed: str
+    capsys: pytest.CaptureFixture[str], typed: str, message: str, completed: str
 ) -> None:
     cli._parse(shlex.split(typed))
     assert advice.complete(message) == completed
 
 
-def test_the_typed_command_is_offered_again_with_all_of_its_flags(remembered: None) -> None:
+def test_the_typed_command_is_offered_again_with_all_of_its_flags() -> None:
     words = shlex.split("pack 'my photos/' --delimiter=; --out o --path-column a")
     cli._parse(words)
     command = advice.words_of("pack")
