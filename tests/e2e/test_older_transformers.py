@@ -128,7 +128,7 @@ def of_a_clip(python: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
             ['a dog'], padding='max_length', max_length=16, return_tensors='pt')
         from PIL import Image
         processor = transformers.AutoImageProcessor.from_pretrained(
-            f'{folder}/hf', trust_remote_code=True)
+            f'{folder}/hf/exact_processor', trust_remote_code=True)
         image = Image.linear_gradient('L').resize((47, 32)).convert('RGB')
         with torch.no_grad():
             print(json.dumps({
