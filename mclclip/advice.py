@@ -56,9 +56,10 @@ def words_of(verb: str, *first: object, **flags: object) -> list[str]:
         values = value if isinstance(value, list | tuple) else [value]
         flag = "--" + name.removesuffix("s" if values is value else "").replace("_", "-")
         for each in values:
-            words += (
-                [] if each in (None, False, "") else [flag] * (each is True) or [flag, str(each)]
-            )
+            if each is True:
+                words.append(flag)
+            elif each not in (None, False, ""):
+                words += [flag, str(each)]
     return words
 
 

@@ -116,11 +116,8 @@ def _index(config: Config, folder: Path) -> tuple[SampleIndex, int, str]:
     data = replace(data, index_workers=1)  # to start processes takes longer than to scan
     samples = index.run(replace(config, run_dir=str(folder), data=data), SINGLE)
     total = round(len(samples) * every / number)
-    return (
-        samples,
-        total,
-        f" in {count_of(every, 'shard')}; looked at: {len(samples):,} in {number:,}",
-    )
+    text = f" in {count_of(every, 'shard')}; looked at: {len(samples):,} in {number:,}"
+    return samples, total, text
 
 
 # --- pictures ------------------------------------------------------------------------------------
@@ -146,7 +143,7 @@ def _pictures(config: Config, read: TarDataset, random: np.random.Generator) -> 
         pixels = np.asarray(picture.convert("RGB"))
         flat = bool((pixels == pixels[0, 0]).all())
         reason = peculiarity(raw.image, config.data.max_image_pixels)
-        for name in [n for n in (reason, "flat" if flat else None) if n is not None]:
+        for name in filter(None, (reason, "flat" if flat else None)):
             odd.setdefault(name, []).append(key)
         keys.append(key)
         sizes.append(picture.size)

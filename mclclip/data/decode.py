@@ -260,7 +260,7 @@ def peculiarity(data: bytes, max_image_pixels: int) -> str | None:
         with _opened(data, max_image_pixels) as image:
             if _has_16_bits(image):
                 image.load()
-                return "narrow_range" if _highest(image) < 6_554 else None
+                return "narrow_range" if np.asarray(image).max(initial=0) < 6_554 else None
             return None if _transparent(image) is None else "transparent"
     except DecodeError:
         return None
@@ -268,10 +268,6 @@ def peculiarity(data: bytes, max_image_pixels: int) -> str | None:
 
 def _has_16_bits(image: Image.Image) -> bool:
     return image.mode == "I" or image.mode.startswith("I;16")
-
-
-def _highest(image: Image.Image) -> int:
-    return int(np.asarray(image).max(initial=0))
 
 
 def _transparent(image: Image.Image) -> Image.Image | None:

@@ -43,9 +43,8 @@ def walk(folder: Path, roots: Roots, findings: Findings) -> Iterator[Path]:
         findings.add("hidden", *(os.path.relpath(Path(place, name), folder) for name in hidden))
         folders[:] = [n for n in sorted(folders) if n[0] != "." and enters(Path(place, n))]
         for path in (Path(place, name) for name in sorted(names) if name[0] != "."):
-            if os.path.exists(path) and not os.path.isfile(
-                path
-            ):  # a pipe, of which reading may never end
+            # Reading a pipe may never end.
+            if os.path.exists(path) and not os.path.isfile(path):
                 findings.add("other_file", os.path.relpath(path, folder))
             else:
                 yield path
