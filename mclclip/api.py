@@ -272,7 +272,7 @@ def _write_settings(
 
 
 def _has_trained(out: Path) -> bool:
-    """Whether a training of the run has finished, or has a checkpoint that it would go on from."""
+    """Returns whether a training of the run has finished, or has a checkpoint to go on from."""
     folders = ("", "controls/*/", "pilot/", "pilot/controls/*/")
     left = ("checkpoints/step_*", MANIFEST)
     return any(any(out.glob(f"{at}stage_*/train/{name}")) for at in folders for name in left)

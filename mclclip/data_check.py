@@ -88,7 +88,7 @@ def findings(config: Config, folder: Path) -> Iterator[Finding]:
 
 
 def _of_pack(samples: SampleIndex) -> Findings:
-    """What ``pack`` has counted when it wrote the shards of an index; nothing of other shards."""
+    """Returns what ``pack`` counted when it wrote shards of an index; nothing of other shards."""
     found = Findings()
     folders = dict.fromkeys(Path(shard.path).parent for shard in samples.shards)
     for folder in dict.fromkeys(place for own in folders for place in (own, own.parent)):

@@ -23,7 +23,7 @@ BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 Decay = Annotated[float, Field(gt=0.0, lt=1.0)]
 PositiveShare = Annotated[float, Field(gt=0.0, le=1.0)]
 Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
-"""What torch takes."""
+"""A seed of a run: torch and NumPy take 63 bits."""
 Cosine = Annotated[float, Field(ge=-1.0, le=1.0)]
 
 PROTOCOLS = ("s3", "gs", "gcs", "http", "https")

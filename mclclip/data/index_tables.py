@@ -389,7 +389,7 @@ def join_rows(
 def _are_copies(
     table: pa.Table, rows: Integers, first: Integers, reader: ShardReader
 ) -> npt.NDArray[np.bool_]:
-    """Whether samples are those of ``first`` once more: of the same image and caption."""
+    """Returns whether samples are those of ``first`` once more: of the same image and caption."""
     size, text = table["image_size"].to_numpy(), table[TEXT_CRC].to_numpy()
     shard, offset = table["shard"].to_numpy(), table["image_offset"].to_numpy()
     others = first[rows]

@@ -51,7 +51,7 @@ def walk(folder: Path, roots: Roots, findings: Findings) -> Iterator[Path]:
 
 
 def _is_text(name: str) -> bool:
-    """Whether a name is UTF-8: other bytes of it are surrogates, which no text has."""
+    """Returns whether a name is UTF-8: other bytes of it are surrogates, which no text has."""
     return name.encode(errors="replace").decode() == name
 
 

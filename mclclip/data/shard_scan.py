@@ -114,7 +114,7 @@ def captions_by_field(data: bytes, captions: str) -> list[list[str]]:
 
 
 def is_caption(text: str) -> bool:
-    """Whether a stripped text says something: it is not blank, and no word for a missing value."""
+    """Returns whether a stripped text is neither blank nor a word for a missing value."""
     return bool(text) and (len(text) > 4 or text.lower() not in NO_TEXTS)
 
 

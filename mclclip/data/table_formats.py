@@ -113,7 +113,7 @@ def _lines(files: Sequence[Path]) -> Format:
 
 
 def is_missing(value: Any) -> bool:
-    """Whether a value stands for none: null, and NaN, which pandas writes for it."""
+    """Returns whether a value stands for none: null, and NaN, which pandas writes for it."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 

@@ -174,7 +174,7 @@ def open_table(
 
 
 def _path(source: Path, captions: Path | None) -> Path:
-    """What holds the captions. FileNotFoundError where it or its pictures are not there;
+    """Returns what holds the captions. FileNotFoundError where it or its pictures are missing;
     ValueError for urls."""
     refuse_url(source, "pictures:")
     if captions is None:
@@ -295,8 +295,8 @@ def _kind(path: Path, delimiter: str | None) -> str:
 
 
 def _inputs(path: Path, files: Sequence[Path], roots: Roots) -> dict[str, str]:
-    """What is read, as the ``inputs`` of an artifact: each file by its name; of more than ``_FEW``
-    files their number, and all of them by one digest.
+    """Returns what is read, as the ``inputs`` of an artifact: each file by its name; of more than
+    ``_FEW`` files their number, and all of them by one digest.
 
     Tables, texts and small files count by their bytes, other files of a folder by their size. Times
     do not count: a copy has others.

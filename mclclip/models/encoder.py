@@ -110,7 +110,7 @@ class Encoder(nn.Module):
         self.eval()
 
     def __repr__(self) -> str:
-        """What the encoder is, in a line or two; `stages` has the models themselves."""
+        """Says what the encoder is, in a line or two; `stages` has the models themselves."""
         size = sum(parameter.numel() for parameter in self.parameters()) / 1e6
         towers = "image and text towers" if self.stages[0].reads_texts else "image tower alone"
         if self.variant is not None:

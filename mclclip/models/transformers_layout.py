@@ -230,7 +230,7 @@ def clip(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def is_siglip(model: Model) -> bool:
-    """Whether a model is of SigLIP's kind: a timm ViT with an attention pool."""
+    """Returns whether a model is of SigLIP's kind: a timm ViT with an attention pool."""
     vision = model.config["model_cfg"]["vision_cfg"]
     return bool(vision.get("timm_model_name")) and vision.get("timm_pool") == "map"
 

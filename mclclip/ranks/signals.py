@@ -269,7 +269,7 @@ def code_of(error: BaseException) -> int:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether the user interrupted the process, in a training or elsewhere."""
+    """Returns whether the user interrupted the process, in a training or elsewhere."""
     saved = isinstance(error, Preempted) and error.reason == INTERRUPT
     return saved or isinstance(error, KeyboardInterrupt)
 

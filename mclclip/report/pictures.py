@@ -198,7 +198,7 @@ def exchanges(run: Run, thumbnails: Thumbnails, model: str | None) -> list[dict[
 
 
 def _has_items(row: Result) -> bool:
-    """Whether the items of a row are shown: minimal pairs, and queries of the share report."""
+    """Returns whether the items of a row are shown: pairs, and queries of the share report."""
     main = {MINIMAL_PAIRS: "average", "pairs": "pooled"}.get(str(row.protocol.get("name")))
     is_query = row.benchmark == REPORT and row.protocol.get("level") == "headline"
     return is_query or row.metric == main
