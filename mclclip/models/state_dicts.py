@@ -101,8 +101,8 @@ def _without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def recorded_quick_gelu(file: Path) -> bool | None:
-    """Returns whether weights were trained with quick GELU, by what their trainer left beside them: a
-    model's ``open_clip_config.json``, or ``params.txt`` of open_clip's training above its
+    """Returns whether weights were trained with quick GELU, by what their trainer left beside them:
+    a model's ``open_clip_config.json``, or ``params.txt`` of open_clip's training above its
     checkpoints. None where nothing says so."""
     beside, params = file.parent / weights.CONFIG, file.parent.parent / "params.txt"
     if beside.is_file():

@@ -357,8 +357,8 @@ def _tokenizer_cfg(directory: Path, clips: Any, text: Mapping[str, Any]) -> dict
 
 
 def _is_clips(words: Mapping[str, Any], merges: object, clips: Any) -> bool:
-    """Returns whether a vocabulary is that of CLIP's own tokenizer, in which the two words that begin
-    and end a text may have other names."""
+    """Returns whether a vocabulary is that of CLIP's own tokenizer, in which the two words that
+    begin and end a text may have other names."""
     if not isinstance(merges, list) or len(words) != len(clips.encoder):
         return False
     pairs = [" ".join(merge) if isinstance(merge, list) else str(merge) for merge in merges]

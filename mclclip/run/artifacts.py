@@ -208,8 +208,8 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
 
 
 def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    """Returns what differs between two records of ``Artifact``: an option with both values, or inputs
-    by their names, since their digests tell nobody anything; None if they are equal."""
+    """Returns what differs between two records of ``Artifact``: an option with both values, or
+    inputs by their names, since their digests tell nobody anything; None if they are equal."""
     if old["kind"] != new["kind"]:
         return f"was made as another kind: {brief(old['kind'])}, now {brief(new['kind'])}"
     if of_option := difference(old["config"], new["config"]):
