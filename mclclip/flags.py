@@ -119,7 +119,7 @@ encoders:
 
 what a run shows:
   analyse       what a run left -> figures, as data and as pictures
-                $ mclclip analyse --config ucm --figures clam
+                $ mclclip analyse --config ucm --figures tsne
   blindspots    image pairs that one encoder confuses and another tells apart
                 $ mclclip blindspots --config ucm --stage 0 --other 1
   filter        embeddings -> which samples to train on, as weights
@@ -155,7 +155,8 @@ def verbs_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPars
 
 
 def _add(verbs: Any, name: str, force: str | None = None) -> argparse.ArgumentParser:
-    """The parser of a verb; with ``force``, what --force does, the verb reads a configuration.
+    """The parser of a verb. With ``force``, what --force does (empty: the verb has none), the verb
+    reads a configuration.
 
     Its flags are the arguments of the function that ``cli`` calls, where their units stand.
     """
@@ -168,6 +169,7 @@ def _add(verbs: Any, name: str, force: str | None = None) -> argparse.ArgumentPa
     verb.add_argument("--verbose", action="store_true", help="more lines in the log")
     if force is not None:
         _add_config_options(verb)
+    if force:
         verb.add_argument("--force", action="store_true", help=force)
     return verb
 
@@ -441,8 +443,8 @@ def _add_figures(verbs: Any) -> None:
     add("--set", dest="variables", metavar="NAME=VALUE", help=_VARIABLE, **_SEVERAL)
     add("--only", metavar="BENCHMARK", help="some of the suite (default: all)", **_SEVERAL)
     add("--details", action="store_true", help="show further directions and optimistic figures too")
-    verb = _add(verbs, "analyse", _REMAKE)
-    figures = "some figures, such as clam; default: all for which no encoder runs"
+    verb = _add(verbs, "analyse", "")
+    figures = "some figures, such as tsne; default: all that the run has data for"
     verb.add_argument("--figures", metavar="NAME,...", help=figures)
 
 

@@ -1,10 +1,9 @@
 """Verb ``analyse``: what a run left on disk -> figures, as data and as pictures, in ``analysis/``.
 
 A figure is a module of this folder that has a ``FIGURE``, and is called as the module is. It
-becomes a JSON file and a PNG of that name. Figures are made of embeddings, clusters, pseudo labels,
-results.jsonl, metrics.jsonl, and the last checkpoint of a training that has learned gates. A stage
-that lacks what a figure needs is named in the log and left out of it. Figures for which an encoder
-runs are drawn only where they are named.
+becomes a JSON file and a PNG of that name. Figures are made of embeddings, clusters, pseudo labels
+and results.jsonl; no encoder runs. A stage that lacks what a figure needs is named in the log and
+left out of it.
 """
 
 from __future__ import annotations
@@ -32,28 +31,24 @@ def figures() -> dict[str, Figure]:
     return {name: module.FIGURE for name, module in modules.items() if hasattr(module, "FIGURE")}
 
 
-def run(
-    config: Config, context: Context, *, figures: str | None = None, force: bool = False
-) -> Path:
+def run(config: Config, context: Context, *, figures: str | None = None) -> Path:
     """Writes the figures of a run; returns ``run_dir/analysis``.
 
-    ``figures`` are names with commas between them; None: all for which no encoder runs, as far as
-    the run has what they need. A figure that is there is drawn anew: what it is made of may have
-    changed. Raises FileNotFoundError where the run has no index yet, and ValueError for an unknown
-    name and where the run lacks what a named figure needs. ``force`` changes nothing.
+    ``figures`` are names with commas between them; None: all that the run has what they need for.
+    A figure that is there is drawn anew: what it is made of may have changed. Raises
+    FileNotFoundError where the run has no index yet, and ValueError for an unknown name and where
+    the run lacks what a named figure needs.
     """
-    return collectives.on_main(partial(_run, config, context, figures))
+    return collectives.on_main(partial(_draw_figures, config, figures))
 
 
-def _run(config: Config, context: Context, wanted: str | None) -> Path:
+def _draw_figures(config: Config, wanted: str | None) -> Path:
     known = figures()
-    names = [name for name, figure in known.items() if not figure.encoder]
-    if wanted is not None:
-        names = [name.strip() for name in wanted.split(",")]
+    names = [*known] if wanted is None else [name.strip() for name in wanted.split(",")]
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"there is no figure {unknown[0]!r}: take {', '.join(known)}")
     drawing.library()
-    inputs = Inputs(config, context.device)
+    inputs = Inputs(config)
     directory = inputs.run.directory / "analysis"
     directory.mkdir(exist_ok=True)
     for name in names:

@@ -15,7 +15,7 @@ import numpy as np
 from mclclip.files import needed, whole_file
 
 Series = Mapping[str, Sequence[float]]
-_NAMED = 20  # more rows, columns or colours than this stand without their names
+_NAMED = 20  # more colours than this stand without their names
 
 
 def library() -> Any:
@@ -127,49 +127,20 @@ def _shades(count: int) -> Sequence[Any]:
     return list(colormaps["gist_rainbow"](np.linspace(0.0, 1.0, count)))
 
 
-def height_of(count: int) -> float:
-    """Inches for as many rows."""
-    return min(max(2.2, 0.25 * count), 6.0)
-
-
-def name_ticks(axes: Any, columns: Sequence[str] | None, rows: Sequence[str]) -> None:
-    """Names of columns and rows, where they are few enough to be read."""
-    if columns is not None:
-        few = columns if len(columns) <= _NAMED else []
-        axes.set_xticks(range(len(few)), few, rotation=90, fontsize="x-small")
-    few = rows if len(rows) <= _NAMED else []
-    axes.set_yticks(range(len(few)), few, fontsize="x-small")
-
-
 def sheet(
     path: Path,
     title: str,
     rows: Sequence[Sequence[Any]],
     labels: Sequence[str],
-    columns: Sequence[str] = (),
-    heat: Mapping[tuple[int, int], Any] | None = None,
 ) -> None:
-    """Pictures in rows, the first of each apart from the others.
-
-    rows     pictures [H, W, 3]; rows may have different lengths
-    labels   of the rows
-    columns  titles above the first row (none: no titles)
-    heat     (row, column) -> a map [h, w], at least 0, that is laid over that picture, each scaled
-             to its own largest value
-    """
+    """Pictures [H, W, 3] in rows with labels; rows may have different lengths."""
     width = max(len(row) for row in rows)
     with canvas(path, 0.9 * width + 1.2, 0.95 * len(rows) + 0.5) as figure:
         grid = figure.subplots(len(rows), width, squeeze=False)
         for axes in grid.ravel():
             axes.set_axis_off()
         for number, (row, label) in enumerate(zip(rows, labels, strict=True)):
-            for place, (axes, image) in enumerate(zip(grid[number], row, strict=False)):
+            for axes, image in zip(grid[number], row, strict=False):
                 axes.imshow(image)
-                values = (heat or {}).get((number, place))
-                if values is not None:
-                    whole = axes.get_images()[0].get_extent()
-                    axes.imshow(values, cmap="jet", alpha=0.5, vmin=0.0, extent=whole)
             grid[number, 0].set_title(label, fontsize="x-small", loc="left")
-        for axes, name in zip(grid[0], columns, strict=False):
-            axes.text(0.5, 1.3, name, fontsize="x-small", ha="center", transform=axes.transAxes)
         figure.suptitle(title)

@@ -25,7 +25,6 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic_core import PydanticCustomError
 from torch import Tensor, nn
 
-from mclclip.objectives.gated_pairs import LabelFilter
 from mclclip.options import STRICT, nearest
 from mclclip.ranks.collectives import OutsideParameters
 from mclclip.ranks.process_group import Context
@@ -271,8 +270,6 @@ class ObjectiveOptions:
     """Whether stages may start from another encoder than the one that was clustered."""
     engines: ClassVar[tuple[str, ...]] = ("ddp", "fsdp", "deepspeed")
     """Engines that can carry its parameters and buffers."""
-    has_gates: ClassVar[bool] = False
-    """Whether it learns gates of classes, which ``subspaces`` finds in its saved state."""
 
     @property
     def reads(self) -> Reads:
@@ -303,12 +300,6 @@ class ObjectiveOptions:
         the model's own.
         """
         return Objective()
-
-    def subspaces(self, state: Mapping[str, Tensor]) -> tuple[LabelFilter, nn.Module | None]:
-        """The label filter in a saved state (names to tensors) of the objective, and the norm of
-        the features that it gates: on the CPU, in evaluation mode and without gradients. Called
-        only where it ``has_gates``."""
-        raise NotImplementedError(f"{type(self).__name__} has no gates")
 
     def cost(self, sizes: Sizes) -> Cost:
         """Memory that the loss takes; by default that of the gathered features."""

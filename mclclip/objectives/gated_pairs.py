@@ -302,7 +302,7 @@ class LabelFilter(nn.Module):
     def of_classes(self) -> Tensor:
         """[K, D]: the gates of every class by itself, by the running statistics of the batch norms.
 
-        Figures show them after training, and the penalty is of them.
+        The penalty is of them.
         """
         classes = torch.arange(self.labels.num_embeddings, device=self.labels.weight.device)
         training = self.training

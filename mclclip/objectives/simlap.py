@@ -23,7 +23,6 @@ Where the paper is silent or contradicts itself:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -61,7 +60,7 @@ from mclclip.objectives.gated_pairs import (
 )
 from mclclip.objectives.moco import MomentumCopy, check_engine
 from mclclip.objectives.row_losses import wide
-from mclclip.options import STRICT, Share, with_prefix
+from mclclip.options import STRICT, Share
 from mclclip.randomness import Integers, mix
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import to_device
@@ -142,11 +141,6 @@ class Options(ObjectiveOptions):
             )
 
     @property
-    def has_gates(self) -> bool:  # type: ignore[override]
-        """Whether a label filter learns them."""
-        return self.gates == "labels"
-
-    @property
     def _reads_means(self) -> bool:
         return self.pairs == "n_closest" and self.closest_by == "class_means"
 
@@ -185,20 +179,6 @@ class Options(ObjectiveOptions):
             seed=seed,
             dtype=dtype,
         )
-
-    def subspaces(self, state: Mapping[str, Tensor]) -> tuple[LabelFilter, nn.Module | None]:
-        """The label filter and the layer norm of a saved state of the objective."""
-        labels, last = state["filter.labels.weight"], state["filter.layers.5.weight"]
-        label_filter = LabelFilter(
-            len(labels), len(last), label_dim=self.label_dim, hidden_dim=self.hidden_dim
-        )
-        label_filter.load_state_dict(with_prefix(state, "filter."))
-        norm = None
-        if self.norm == "layer":
-            norm = nn.LayerNorm(len(last))
-            norm.load_state_dict(with_prefix(state, "norm."))
-            norm.eval().requires_grad_(False)
-        return label_filter.eval().requires_grad_(False), norm
 
     def means_of(self, classes: Classes) -> Tensor | None:
         """The means of classes [K, E] by which some are closest; None where closeness is not

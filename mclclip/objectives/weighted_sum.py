@@ -23,7 +23,6 @@ from mclclip.objectives.base import (
     Setting,
     Sizes,
 )
-from mclclip.objectives.gated_pairs import LabelFilter
 from mclclip.options import STRICT, with_prefix
 from mclclip.ranks.collectives import OutsideParameters
 
@@ -85,16 +84,6 @@ class Options(ObjectiveOptions):
         """Engines that can carry every term."""
         every = [term.objective.engines for term in self.terms]
         return tuple(name for name in every[0] if all(name in names for names in every))
-
-    @property
-    def has_gates(self) -> bool:  # type: ignore[override]
-        """True where a term has gates."""
-        return any(term.objective.has_gates for term in self.terms)
-
-    def subspaces(self, state: Mapping[str, Tensor]) -> tuple[LabelFilter, nn.Module | None]:
-        """The gates of the first term that has some."""
-        number = [term.objective.has_gates for term in self.terms].index(True)
-        return self.terms[number].objective.subspaces(with_prefix(state, f"terms.{number}."))
 
     @property
     def reads(self) -> Reads:

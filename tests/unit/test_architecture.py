@@ -33,10 +33,8 @@ ROOMS: dict[str, set[str]] = {
     "config": {"run", "data", "models", "objectives", "clustering", "eval", "train/options"},
     # A run directory, opened for whoever reads one: above the rooms whose files lie there.
     "opened_run": {"ranks", "run", "data", "models", "eval", "config"},
-    "figures": {"ranks", "run", "data", "models", "eval", "config", "opened_run"},
+    "figures": {"ranks", "run", "data", "eval", "config", "opened_run"},
 }
-# Figures of clusters, and of gates, which lie in the checkpoints of an objective.
-ROOMS["figures"] |= {"clustering", "checkpoint", "objectives"}
 ROOMS["train/loop"] |= {"train/options", "train/symptoms"}
 # A verb reads options and does its work with any room, and imports no other verb.
 VERBS = {"pack", "make_dataset", "make_pairs", "index", "embed", "cluster", "export", "doctor"}

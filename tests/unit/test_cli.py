@@ -92,7 +92,7 @@ def test_every_verb_has_help(main: Any, verb: str) -> None:
         ("train --stage 1", "train.verb.run"),
         ("export --stage 1", "export.stage"),
         ("eval", "eval.run.run"),
-        ("analyse --figures tsne,clam", "figures.run"),
+        ("analyse --figures tsne,recall", "figures.run"),
         ("make-dataset patterns --out x", "make_dataset.run"),
         ("pack a --captions b --out c", "pack.pack"),
         ("report runs/mine --out page.html", "report.run"),

@@ -1,5 +1,5 @@
-"""What figures measure, against closed forms and definitions by loops: labels, gates, correlations,
-singular values, cosines within and between classes, places on a plane."""
+"""What figures measure, against closed forms and definitions by loops: labels, singular
+values, cosines within and between classes, places on a plane."""
 
 import math
 
@@ -8,18 +8,12 @@ import pytest
 
 from mclclip.figures import overlap
 from mclclip.figures import singular_values as spread
-from mclclip.figures.class_likeness import gate_similarity
-from mclclip.figures.gate_pairs import most_open
-from mclclip.figures.gates import unlike_pairs
 from mclclip.figures.inputs import unit_rows
-from mclclip.figures.loss_readout import correlations
 from mclclip.figures.overlap import class_overlap, class_similarity, quietest_dimensions
 from mclclip.figures.pseudo_labels import histogram
 from mclclip.figures.recall import dominant_classes, label_recall
 from mclclip.figures.singular_values import effective_rank, singular_values, uniformity
 from mclclip.figures.tsne import layout
-
-GATES = np.array([[0.9, 0.8, 0.1, 0.5], [0.7, 0.2, 0.6, 0.1], [0.1, 0.9, 0.9, 0.9]])
 
 
 def test_histogram_by_hand() -> None:
@@ -40,40 +34,6 @@ def test_recall_by_hand() -> None:
     nearest = [[0, 1], [0, 1], [1, 0], [1, -1], [1, 0]]
     classes = [3, 3, 6, 6, 3]  # cluster 0 stands for 3, cluster 1 for 6
     assert label_recall(nearest, classes).tolist() == [0.8, 1.0]
-
-
-def test_open_dimensions() -> None:
-    assert most_open(GATES, [0, 1], 2).tolist() == [0, 1]
-    assert most_open(GATES, [2], 4).tolist() == [1, 2, 3, 0]
-
-
-def test_similarity_counts_dimensions_that_both_open() -> None:
-    assert gate_similarity(GATES).tolist() == [[2, 1, 1], [1, 2, 1], [1, 1, 3]]
-
-
-def test_pairs_go_from_the_least_to_the_most_similar_gates() -> None:
-    gates = [[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.5, 0.5]]
-    assert unlike_pairs(gates, 1).tolist() == [[0, 2], [0, 1]]
-    every = unlike_pairs(gates, 3).tolist()
-    assert every[0] == [0, 2] and every[-1] == [0, 1]
-    assert sorted(every) == [[0, 1], [0, 2], [0, 3], [1, 2], [1, 3], [2, 3]]
-    assert unlike_pairs(gates[:1], 3).shape == (0, 2)
-
-
-def test_correlations_are_pearsons() -> None:
-    rng = np.random.default_rng(0)
-    loss, shape, color = rng.normal(size=(3, 33))
-    names, found = correlations(loss, {"shape": shape, "color": color})
-    assert names == ["loss", "shape", "color"]
-    np.testing.assert_allclose(found, np.corrcoef([loss, shape, color]))
-
-
-def test_signs_of_the_figure() -> None:
-    loss = np.array([1.0, 2.0, 3.0])
-    errors = {"easy": 2.0 * loss + 1.0, "hard": -loss, "same": [4.0, 4.0, 4.0]}
-    found = correlations(loss, errors)[1]
-    assert found[0, 1] == pytest.approx(1.0) and found[1, 2] == pytest.approx(-1.0)
-    assert np.isnan(found[0, 3])
 
 
 def random(count: int, dim: int = 4, seed: int = 0) -> np.ndarray:

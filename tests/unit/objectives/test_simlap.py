@@ -113,28 +113,6 @@ def test_options_say_what_is_read() -> None:
     assert found.num_views == 2
 
 
-@pytest.mark.parametrize("norm", ["layer", "none"])
-def test_gates_are_found_in_a_saved_state(norm: str) -> None:
-    options = {"kind": "simlap", "attribute": "breed", "label_dim": 5, "hidden_dim": 7}
-    alone, term = parse(options | {"norm": norm}), {"objective": options | {"norm": norm}}
-    plain = {"objective": {"kind": "nt_xent"}}
-    summed = parse({"kind": "weighted_sum", "terms": [plain, term]})
-    for given in (alone, summed):
-        assert given.has_gates
-        built = given.build(setting()).train()
-        built(**batch())  # moves the batch norms' statistics
-        (module,) = (m for m in built.modules() if isinstance(m, SimLAP))
-        label_filter, layer_norm = given.subspaces(built.state_dict())
-        every = torch.arange(CLASSES)
-        assert label_filter.num_classes == CLASSES
-        expected = module.filter.of_classes().float()
-        torch.testing.assert_close(label_filter(every, every), expected)
-        assert (layer_norm is None) == (norm == "none")
-    assert not parse({"kind": "nt_xent"}).has_gates
-    with pytest.raises(NotImplementedError, match="has no gates"):
-        parse({"kind": "nt_xent"}).subspaces({})
-
-
 def test_n_closest_by_means_and_by_embeddings(tmp_path: Path) -> None:
     given = batch()
     arbitrary = parse({"kind": "simlap"}).build(setting())
