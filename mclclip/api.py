@@ -273,7 +273,7 @@ def _write_settings(
 
 def _has_trained(out: Path) -> bool:
     """Returns whether a training of the run has finished, or has a checkpoint to go on from."""
-    folders = ("", "controls/*/", "pilot/", "pilot/controls/*/")
+    folders = ("", "controls/*/")
     left = ("checkpoints/step_*", MANIFEST)
     return any(any(out.glob(f"{at}stage_*/train/{name}")) for at in folders for name in left)
 

@@ -69,16 +69,13 @@ def _export(config: Config, context: Context, args: argparse.Namespace) -> objec
 
 
 def _run(config: Config, context: Context, args: argparse.Namespace) -> object:
-    from mclclip import pilot, pipeline
+    from mclclip import pipeline
     from mclclip.eval import results
 
     run_dir = pipeline.run(config, context, force=args.force)
     if context.is_main and (rows := results.read(run_dir / "results.jsonl")):
         print(results.table(rows))
-    reason = pilot.reason_to_stop(config) if context.is_main else None
-    if reason is not None:
-        print(f"\n{reason}")
-    return run_dir if reason is None else process.Ended(reason)
+    return run_dir
 
 
 def _convert(args: argparse.Namespace) -> object:
@@ -254,8 +251,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
             )
         if given:
             args.function, args.standalone = _convert, True
-    if getattr(args, "pilot", None) is not None:
-        args.overrides.append(f"pilot.share={args.pilot}")
     if getattr(args, "trunk_cache", False):
         args.overrides.append("trunk_cache.enabled=true")
     readers = {

@@ -15,8 +15,8 @@ from mclclip import __version__
 from mclclip.data import datasets
 from mclclip.flag_parser import Parser, character
 
-_VARIANTS = ["mcl", "ungrouped", "random_groups", "pilot", "pilot_ungrouped"]
-_VARIANT = f"the method itself, a control of it, or the pilot's: {', '.join(_VARIANTS)}"
+_VARIANTS = ["mcl", "ungrouped", "random_groups"]
+_VARIANT = f"the method itself, or a control of it: {', '.join(_VARIANTS)}"
 _STAGE = "number of the stage; 0 is the base model"
 _SEVERAL: dict[str, Any] = {"action": "append", "default": []}
 _FORCE = "make again, and move the old aside"
@@ -497,6 +497,4 @@ def _add_race(verbs: Any) -> None:
 
 
 def _add_run(verbs: Any) -> None:
-    verb = _add(verbs, "run", _UNFIT)
-    share = "first judge the run by stage 1 on this share of the samples, such as 0.1 (the same as "
-    verb.add_argument("--pilot", metavar="SHARE", help=f"{share}pilot.share=0.1)")
+    _add(verbs, "run", _UNFIT)

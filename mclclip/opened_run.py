@@ -121,7 +121,7 @@ class Run:
 
     @classmethod
     def of(cls, config: Config, variant: str = "mcl") -> Run:
-        """The run of a configuration, or one of its controls or pilots (``Layout.variant``)."""
+        """The run of a configuration, or one of its controls (``Layout.variant``)."""
         return cls(Path(config.run_dir), config, variant)
 
     # --- its parts ---

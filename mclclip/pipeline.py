@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from mclclip import cluster, embed, export, files, index, pilot, reshard
+from mclclip import cluster, embed, export, files, index, reshard
 from mclclip import config as configuration
 from mclclip.config import Config, TrainConfig
 from mclclip.data import extras
@@ -38,7 +38,7 @@ from mclclip.models.memory import load_shapes
 from mclclip.models.options import ModelConfig
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
-from mclclip.run.artifacts import PILOTS, Force, Layout, is_finished
+from mclclip.run.artifacts import Force, Layout, is_finished
 from mclclip.train import verb as train
 
 log = logging.getLogger("mclclip")
@@ -47,7 +47,6 @@ log = logging.getLogger("mclclip")
 def run(config: Config, context: Context, *, force: bool = False, only: str | None = None) -> Path:
     """Runs the whole method and returns the run directory.
 
-    With ``pilot.stop_without_gain`` it may end after the pilot (see ``pilot.reason_to_stop``).
     Options that would stop the run only at a later stage are checked first: they raise ValueError
     or FileNotFoundError before anything is written. ``force`` makes artifacts again that are of
     other settings or damaged; the others are kept. ``only``: a control that runs without the
@@ -95,8 +94,8 @@ def _steps(config: Config, context: Context, force: Force, only: str | None) -> 
     if "weighted" in config.export.concat:
         collectives.on_main(lambda: held_out.read(config))  # refused where a training reads them
     _stage(config, context, 0, "mcl", force)
-    if only is None and not _method(config, context, force):
-        return
+    if only is None:
+        _method(config, context, force)
     for control in config.controls if only is None else [only]:
         log.info("--- control: %s", control)
         for stage in range(1, config.num_stages + 1):
@@ -104,34 +103,18 @@ def _steps(config: Config, context: Context, force: Force, only: str | None) -> 
         _join(config, context, control, force)
 
 
-def _method(config: Config, context: Context, force: Force) -> bool:
-    """Every stage of MCL after stage 0, and their join; False where the pilot ends the run."""
+def _method(config: Config, context: Context, force: Force) -> None:
+    """Every stage of MCL after stage 0, and their join."""
     for stage in range(1, config.num_stages + 1):
         log.info("--- stage %d of %d", stage, config.num_stages)
         embed.run(config, context, stage=stage - 1, force=force)
         cluster.run(config, context, stage=stage - 1, force=force)
-        if stage == 1 and config.pilot.share is not None:
-            _pilot(config, context, force)
-            if collectives.on_main(lambda: pilot.reason_to_stop(config)) is not None:
-                return False
         # Copies that a finished training has read may be deleted.
         trained = partial(is_finished, Layout.of(config).train(stage))
         if config.reshard.enabled and (force or not collectives.on_main(trained)):
             reshard.run(config, context, stage=stage, force=force)
         _stage(config, context, stage, "mcl", force)
     _join(config, context, "mcl", force)
-    return True
-
-
-def _pilot(config: Config, context: Context, force: Force) -> None:
-    """Trains stage 1 and its control on a share of the samples, and judges them."""
-    collectives.on_main(lambda: pilot.check_begun(config))
-    small = pilot.settings(config)
-    for variant in PILOTS:
-        log.info("--- %s: a share of %.3g of the samples", variant, config.pilot.share)
-        _stage(small, context, 1, variant, force)
-        _join(small, context, variant, force)
-    collectives.on_main(lambda: pilot.judge(config))
 
 
 def check(config: Config, context: Context, *, reads_benchmarks: bool = True) -> None:
@@ -155,7 +138,6 @@ def check(config: Config, context: Context, *, reads_benchmarks: bool = True) ->
             )
     if config.trunk_cache.enabled:
         embed.check_trunk_folder(config)
-    pilot.check(config)
     held_out.check(config)
     (evaluation.check if reads_benchmarks else evaluation.check_options)(config.eval.suite)
     _check_tokenizers(config)

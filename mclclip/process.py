@@ -17,7 +17,6 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -30,13 +29,6 @@ if TYPE_CHECKING:
     from mclclip.ranks.process_group import Context
 
 log = logging.getLogger("mclclip")
-
-
-@dataclass(frozen=True)
-class Ended:
-    """Returned by a verb that ends well before all of its work is done; recorded as the reason."""
-
-    reason: str
 
 
 _RECORDED = "_mclclip_recorded"  # attribute of an error that is already in the recorded state
@@ -201,9 +193,9 @@ def _recorded(
         record("running", EXIT_OK, f"process {os.getpid()}")
         with signals.recording(record_and_tell), data_wait.limited(config.peer_timeout_s), watch:
             with failures.naming_lost():
-                result = work(context)
+                work(context)
         signals.ignore()
-        record("finished", EXIT_OK, result.reason if isinstance(result, Ended) else "")
+        record("finished", EXIT_OK, "")
     except BaseException as error:
         try:
             signals.ignore()  # a request may still be raised here

@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from mclclip import config as configuration
-from mclclip import files, pilot, pipeline, plan
+from mclclip import files, pipeline, plan
 from mclclip.config import Config, to_tree
 from mclclip.data.epoch_plan import total_steps
 from mclclip.eval import results
-from mclclip.opened_run import Run
+from mclclip.opened_run import JOINED, Run
 from mclclip.plan import steps as planned
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
@@ -79,8 +79,6 @@ class Race:
         config = configuration.load(self.recipe, [*self.overrides, "controls=[]"])
         if not config.has_stages:
             raise ValueError("num_stages=0 has no training that could be mended: set num_stages")
-        if config.pilot.share is not None:
-            raise ValueError(f"a race has no pilot: leave out pilot.share={config.pilot.share}")
         if not config.eval.suite:
             raise ValueError("a race is judged by benchmarks, and eval.suite is empty: set it")
         return config
@@ -353,8 +351,11 @@ class Race:
 
 
 def _judged_by(remedy: Remedy, config: Config) -> str:
-    """The encoder that stands for a remedy, without the prefix of a control."""
-    return remedy.encoder or pilot.encoder_of(config)
+    """The encoder that stands for a remedy, without the prefix of a control: the one that it names,
+    else the first join of the run, else its stage 1."""
+    preferred = ("concat_stage_norm", *JOINED)
+    first = next((name for name in preferred if name in config.encoders), "stage_1")
+    return remedy.encoder or first
 
 
 def _steps_of(shared: Config) -> int:

@@ -32,7 +32,7 @@ wise            controls=[ungrouped] encoder=soup_uniform  # average of base and
 """
 """The remedies that are known by name, a line each: a name, overrides, and after # what it is.
 ``controls=[NAME]`` runs that control in the place of the method, and ``encoder`` names the encoder
-that stands for the remedy (default: the one by which a run is judged, ``pilot.encoder_of``).
+that stands for the remedy (default: concat_stage_norm, else another join, else stage_1).
 Remedies with the same overrides share their trainings."""
 
 BASE, CONTROL = "base", "ungrouped"

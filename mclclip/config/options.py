@@ -25,7 +25,7 @@ from mclclip.models.options import (
 )
 from mclclip.objectives.base import Facts
 from mclclip.options import STRICT, Seed
-from mclclip.train.options import PilotConfig, TrainConfig
+from mclclip.train.options import TrainConfig
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -73,8 +73,6 @@ class Config:
     same locks and learning rates, and with captions and augmentations from the same keys. They
     differ in which samples form a batch, in the order of the samples, and in the mask of Eq. 3.
     A single pair of runs cannot tell a difference from noise: repeat both with other seeds."""
-    pilot: PilotConfig = PilotConfig()
-    """A small form of the run that is judged before the rest of it begins."""
     eval: EvalConfig = EvalConfig()
     export: ExportConfig = ExportConfig()
     track: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)

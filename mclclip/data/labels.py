@@ -45,7 +45,6 @@ from mclclip.randomness import mix
 from mclclip.run import artifacts
 
 Integers = npt.NDArray[np.int64]
-_SHARE = int.from_bytes(b"share", "big")  # purpose of a random number, part of its key
 _AT_ONCE = 2**20  # samples that are hashed, or whose weights are read, at once
 WEIGHT_UNIT = 2**16
 MOST_WEIGHT = 10_000.0
@@ -205,20 +204,6 @@ def permute_labels(labels: np.ndarray, seed: int, stage: int) -> np.ndarray:
     return permuted
 
 
-def outside_of_share(num_samples: int, share: float, seed: int) -> Integers:
-    """Sorted ids of the samples that a draw of ``share`` of ``num_samples`` leaves out.
-
-    A hash of the seed and the id decides, so that a larger share holds a smaller one, and samples
-    that are added later change nothing for the others.
-    """
-    limit = np.uint64(min(int(share * 2.0**64), 2**64 - 1))
-    blocks = [np.zeros(0, np.int64)]
-    for start in range(0, num_samples, _AT_ONCE):
-        ids = np.arange(start, min(start + _AT_ONCE, num_samples))
-        blocks.append(ids[mix(seed, _SHARE, ids) >= limit])
-    return np.concatenate(blocks)
-
-
 class ClassLabels:
     """The first ``labels_per_sample`` clusters of each sample, nearest first, from ``clusters/``.
 
@@ -348,19 +333,16 @@ class SampleWeights:
         data: DataConfig,
         plan: PlanConfig,
         option: str,
-        share: float = 1.0,
     ) -> SampleWeights | None:
         """The weights of an index's samples, by ``plan`` and by the sources of ``data``; None where
         every sample weighs 1 and nothing is scaled.
 
         option  name of the training's plan in messages, such as ``train.plan``
-        share   of the samples that a pilot draws from
         A manifest beside the file ``plan.weights`` must be of this index.
         Raises FileNotFoundError or ValueError, one line, for a file that is not there or not of
         this index, for numbers that are no weights, and where all are 0.
         """
         path, per_epoch = plan.weights, plan.samples_per_epoch
-        per_epoch = per_epoch and max(1, round(share * per_epoch))
         by_source = {name: source.weight for name, source in data.sources.items()}
         factors = np.array([by_source.get(s.source, 1.0) for s in index.shards], np.float64)
         if path is None and per_epoch is None and bool((factors == 1.0).all()):

@@ -139,13 +139,11 @@ def origin(source: Source, run: Path, options: Config | None) -> dict[str, objec
 
 def benchmark_rows(source: Source, run: Path | None) -> list[Result]:
     """The rows of results.jsonl of this very encoder, by its name in the run; none for a folder
-    that is not one of `Layout`. A control, a pilot and MCL have stages of the same names."""
+    that is not one of `Layout`. A control and MCL have stages of the same names."""
     if run is None:
         return []
     parts = source.directory.resolve().relative_to(run.resolve()).parts
     path, variant = Layout(run).results, "mcl"
-    if parts[0] == "pilot":
-        path, parts = Layout(run, "pilot").results, parts[1:]
     if parts[:1] == ("controls",) and len(parts) > 1:
         variant, parts = parts[1], parts[2:]
     is_joined = len(parts) == 2 and parts[0] == "exports"

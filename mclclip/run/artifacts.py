@@ -27,7 +27,6 @@ change later and say for themselves what they depend on::
       filters/filter/           weights.npy  reasons.npy  scores.npy  left_out.jsonl
       controls/ungrouped/       stage_1/ ... exports/    the same layout again
       controls/random_groups/
-      pilot/                    stage_1/ ... exports/  controls/ungrouped/  results.jsonl
                                 outcomes/  verdict.json
       results.jsonl             outcomes/  report.html
 """
@@ -353,14 +352,10 @@ class Artifact:
 # --- paths ----------------------------------------------------------------------------------------
 
 
-PILOTS = {"pilot": "mcl", "pilot_ungrouped": "ungrouped"}
-"""Variants that are trained on a share of the samples -> the method that they try out."""
-
-
 def run_above(artifact: Path) -> Path | None:
     """The run directory that an artifact of a stage lies in, known by its index or its stage 0,
     since verbs that are called one by one leave no configuration there; None for one elsewhere."""
-    for folder in artifact.resolve().parents[:5]:  # of a pilot's control it is the fifth
+    for folder in artifact.resolve().parents[:4]:  # of a control it is the fourth
         if is_finished(Layout(folder).index) or is_finished(Layout(folder).export(0)):
             return folder
     return None
@@ -377,26 +372,20 @@ class HasRunDir(Protocol):
 class Layout:
     """Paths of a run (drawn above).
 
-    variant          ``mcl``, the name of a control, or one of ``PILOTS``, which lie in a folder of
-                     their own and share index, stage 0 and pseudo labels with the run
-    is_pilot         whether the variant is trained on a share of the samples
-    method           ``mcl`` or the name of a control, of a pilot too
+    variant          ``mcl`` or the name of a control, which shares index, stage 0 and pseudo labels
+                     with the run
     index            the sample index
-    pilot            folder of the pilot: its stages, its controls, its results and its verdict
     root             folder of the stages of this variant
-    results          results.jsonl, one row per figure; a pilot has its own
+    results          results.jsonl, one row per figure
     text_embeddings  text embeddings of the frozen text tower (stage 0's)
     trunk_cache      what the frozen blocks of stage 0's encoder make of every image
     """
 
     def __init__(self, run_dir: Path, variant: str = "mcl") -> None:
         self.run_dir, self.variant = run_dir, variant
-        self.is_pilot, self.method = variant in PILOTS, PILOTS.get(variant, variant)
         self.index = run_dir / "index"
-        self.pilot = run_dir / "pilot"
-        own = self.pilot if self.is_pilot else run_dir
-        self.root = own if self.method == "mcl" else own / "controls" / self.method
-        self.results = own / "results.jsonl"
+        self.root = run_dir if variant == "mcl" else run_dir / "controls" / variant
+        self.results = run_dir / "results.jsonl"
         self.text_embeddings = run_dir / "stage_0" / "text_embeddings"
         self.trunk_cache = run_dir / "stage_0" / "trunk_cache"
 
@@ -404,11 +393,6 @@ class Layout:
     def of(cls, config: HasRunDir, variant: str = "mcl") -> Layout:
         """The layout of a configuration's run directory."""
         return cls(Path(config.run_dir), variant)
-
-    @property
-    def controlled(self) -> Layout:
-        """The layout of what this variant is a control of; of MCL, its own."""
-        return Layout(self.run_dir, "pilot" if self.is_pilot else "mcl")
 
     def stage(self, stage: int) -> Path:
         """A stage's directory; stage 0 is shared by all variants."""
@@ -460,4 +444,4 @@ class Layout:
 
     def model_name(self, name: str) -> str:
         """The name of a model in results.jsonl: ``stage_1``, ``control_ungrouped_stage_1``."""
-        return name if self.method == "mcl" else f"control_{self.method}_{name}"
+        return name if self.variant == "mcl" else f"control_{self.variant}_{name}"

@@ -1,11 +1,10 @@
-"""Options of a training, of its evaluations, and of its pilot."""
+"""Options of a training and of its evaluations."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, field
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -147,26 +146,3 @@ class TrainConfig:
         """Arguments of ``models.optimizer.build_optimizer`` beside the module."""
         same = ("weight_decay", "betas", "eps", "momentum", "layer_decay", "start_decay", "lr")
         return {"name": self.optimizer} | {name: getattr(self, name) for name in same}
-
-
-@checked_dataclass(frozen=True, config=STRICT)
-class PilotConfig:
-    """A pilot: stage 1 and its ungrouped control on a share of the samples, before the run."""
-
-    share: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    """Share of the samples that the pilot draws, such as 0.1 (``mclclip run --pilot 0.1``); null:
-    no pilot."""
-    steps_share: PositiveShare | None = None
-    """Share of the steps that the pilot takes, where it is another than that of the samples: 1 is
-    as long a training as stage 1's, over fewer samples (null: ``share``)."""
-    stop_without_gain: bool = False
-    """End the run after a pilot that shows no gain, which on the demo missed gains that came late;
-    false: the run goes on whatever the pilot shows, and its verdict stands in
-    ``pilot/verdict.json``."""
-
-    def __post_init__(self) -> None:
-        if self.steps_share is not None and self.share is None:
-            raise ValueError(
-                f"pilot.steps_share={self.steps_share} is of a pilot, and there is none: set "
-                "pilot.share too, or leave it out"
-            )

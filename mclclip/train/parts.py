@@ -18,7 +18,7 @@ from mclclip.data.decode import Pixels
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.extras import BaseFeatures, EditedCaptions, EqualityDigests, report_equal
 from mclclip.data.groups import GroupedIndex
-from mclclip.data.labels import AttributeClasses, ClassLabels, SampleWeights, outside_of_share
+from mclclip.data.labels import AttributeClasses, ClassLabels, SampleWeights
 from mclclip.data.locations import Resharded, TextFeatures, TrunkRows
 from mclclip.data.row_store import left_out
 from mclclip.data.sample_index import BadSamples, SampleIndex
@@ -53,7 +53,6 @@ class Job:
     directory     of its artifact
     title         name in log lines: the variant if it has groups or is their control, else the kind
                   of the objective
-    share         share of the samples that a pilot draws from; None for other trainings
     reads_groups  whether batches are made of groups of pseudo labels
     reads_trunk   whether views are what the frozen blocks made of images once, not images
     cached_text   whether captions come as embeddings from disk
@@ -68,7 +67,6 @@ class Job:
     name: str
     directory: Path
     title: str
-    share: float | None
     reads_groups: bool
     reads_trunk: bool
     cached_text: bool
@@ -83,7 +81,7 @@ class Job:
         stage: int,
         index: SampleIndex,
     ) -> Job:
-        """Training of a stage, whose ``options`` are those of ``config`` or of a pilot."""
+        """Training of a stage."""
         objective = options.objective
         groups = objective.reads.groups and stage > 0
         return cls(
@@ -91,8 +89,7 @@ class Job:
             name="train" if stage else "base",
             directory=layout.train(stage),
             title=layout.variant if groups else objective.kind,
-            share=config.pilot.share if layout.is_pilot else None,
-            reads_groups=groups and layout.method != "ungrouped",
+            reads_groups=groups and layout.variant != "ungrouped",
             reads_trunk=stage > 0 and config.trunk_cache.enabled,
             cached_text=stage > 0 and options.reads_text_embeddings,
         )  # fmt: skip
@@ -105,8 +102,7 @@ class Job:
     @cached_property
     def left_out(self) -> dict[str, np.ndarray]:
         """Ids of the samples that the training leaves out, by reason: they lack the caption, the
-        attribute or the embedding that the objective reads, or are outside of the share that a
-        pilot draws.
+        attribute or the embedding that the objective reads.
 
         Raises ValueError where all samples lack what the objective reads.
         """
@@ -116,9 +112,6 @@ class Job:
             found["without_caption"] = self.index.without_caption(reader)
         if reads.attribute is not None:
             found["without_attribute"] = self.index.without_attribute(reads.attribute, reader)
-        if self.share is not None:
-            outside = outside_of_share(len(self.index), self.share, self.config.seed)
-            found["outside_of_share"] = outside
         if "images" in reads.base:
             embedded = self.layout.embeddings(0)
             found["without_embedding"] = left_out(embedded, len(self.index.shards))
@@ -128,7 +121,7 @@ class Job:
     def weights(self) -> SampleWeights | None:
         """How often an epoch draws each sample; None: once. Raises its errors (``open``)."""
         plan, option = self.options.plan, f"{self.name}.plan"
-        return SampleWeights.open(self.index, self.config.data, plan, option, self.share or 1.0)
+        return SampleWeights.open(self.index, self.config.data, plan, option)
 
     @cached_property
     def classes(self) -> ClassLabels | AttributeClasses | None:
@@ -147,7 +140,7 @@ class Job:
     def begun(self) -> dict[str, Any] | None:
         """Settings that the training which this one controls, or this one itself, was begun with;
         None where neither was."""
-        for layout in (self.layout.controlled, self.layout):
+        for layout in (Layout.of(self.config), self.layout):
             try:
                 made = made_of(layout.train(self.stage))
             except ValueError:  # damaged: opening the artifact says so, or mends it

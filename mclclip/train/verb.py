@@ -7,7 +7,6 @@ from the options, and ``loop`` runs the steps.
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -62,8 +61,7 @@ def run(
     otherwise: on the pseudo labels of ``cluster`` (``mcl``), without groups (``ungrouped``), or on
     the same labels permuted over the samples (``random_groups``). The two controls take as many
     steps as MCL's training of the stage, and draw captions and augmentations from the same keys
-    (seed, stage, epoch, sample). ``pilot`` and ``pilot_ungrouped`` are the first and the second on
-    ``pilot.share`` of the samples, for that share of the steps or ``pilot.steps_share``.
+    (seed, stage, epoch, sample).
     ``evaluate`` measures checkpoints where ``evaluate.every`` asks for it.
     Raises ValueError where options and data do not fit, and RuntimeError for a control whose
     number of steps is not known yet, before anything is written.
@@ -102,28 +100,17 @@ def _keep_finished(job: Job) -> None:
 
 
 def _options(config: Config, layout: Layout, stage: int) -> TrainConfig:
-    """The options of a training; a pilot has its share of the steps. See ``run`` for errors."""
+    """The options of a training. See ``run`` for errors."""
     options = config.base if stage == 0 else config.train
     if options is None:
         raise ValueError("stage 0 is a given encoder (base is null): there is nothing to train")
-    if layout.method != "mcl" and layout.method not in options.objective.controls:
+    if layout.variant != "mcl" and layout.variant not in options.objective.controls:
         raise ValueError(
             f"--variant {layout.variant} does not apply to train.objective.kind="
             f"{options.objective.kind}, which has "
             f"{', '.join(options.objective.controls) or 'no controls'}: leave it out"
         )
-    if not layout.is_pilot:
-        return options
-    if config.pilot.share is None or stage != 1:
-        raise ValueError(
-            f"--variant {layout.variant} trains stage 1 on a share of the samples, got stage "
-            f"{stage} and pilot.share={config.pilot.share}: use --stage 1, and set pilot.share"
-        )
-    share, epochs = config.pilot.steps_share, options.epochs
-    if share is not None:  # epochs over fewer samples have fewer steps already
-        epochs *= share / config.pilot.share
-    steps = options.steps and max(1, round(options.steps * (share or config.pilot.share)))
-    return replace(options, steps=steps, epochs=epochs)
+    return options
 
 
 def _on_disk(job: Job, force: Force) -> Artifact:
@@ -192,9 +179,7 @@ def _settings(job: Job) -> dict[str, Any]:
         settings["data"] = {"pixels": job.pixels}
     if job.memory_format == "channels_last":  # of a new training ``run`` adds it, by the tower
         settings["memory_format"] = job.memory_format
-    if job.layout.is_pilot:
-        settings["share"] = job.share
-    if job.layout.method != "mcl" and job.options.steps is None:
+    if job.layout.variant != "mcl" and job.options.steps is None:
         settings["steps"] = _controlled_steps(job)
     return settings
 
@@ -228,7 +213,6 @@ def _report_samples(job: Job, opened: Opened) -> None:
     reasons = {
         "without_caption": "have no caption",
         "without_attribute": f"have no {job.options.objective.reads.attribute}",
-        "outside_of_share": "are outside of the pilot's share",
         "without_embedding": "have no embedding of stage 0",
     }
     for reason, ids in job.left_out.items():
@@ -257,7 +241,7 @@ def _controlled_steps(job: Job) -> int:
     number comes from the groups that the controlled training draws from.
     """
     options = job.options
-    mcl = Job.of(job.config, options, job.context, job.layout.controlled, job.stage, job.index)
+    mcl = Job.of(job.config, options, job.context, Layout.of(job.config), job.stage, job.index)
     # Raises where the controlled training was made with other options or labels than those of now.
     _on_disk(mcl, force=False)  # it is no control, so that its settings do not come here again
     controlled = StageGroups(mcl.directory / _GROUPS)

@@ -47,8 +47,6 @@ ROOMS["train/verb"] |= {"train/parts"}
 ROOMS["train"] = set()
 # A report says what compare says, and renders it: its functions of rows, which print nothing.
 ROOMS["report"] |= {"compare"}
-# The verdict on a pilot reads what verbs left, with the arithmetic of two of them.
-ROOMS["pilot"] = {"compare", "plan", "config", "eval", "data", "run", "opened_run"}
 # The method calls verbs, and what is above it the method.
 ROOMS["pipeline"] = {*ROOMS}
 ROOMS["demo"] = {*ROOMS}

@@ -129,7 +129,6 @@ def refused(recipe: Path, *words: str, remedies: tuple[str, ...] = ("mcl",), **m
 
 def test_what_would_stop_a_race_later_is_refused_at_once(recipe: Path) -> None:
     assert "num_stages=0 has no training" in refused(recipe, "num_stages=0")
-    assert "a race has no pilot" in refused(recipe, "pilot.share=0.5")
     assert "each may be given once" in refused(recipe, seeds=[1, 1])
     assert "name mcl too" in refused(recipe, remedies=("random_groups",))
     wise = refused(recipe, "export.soup=false", remedies=("wise",))

@@ -213,14 +213,14 @@ def test_scores_are_those_of_a_loop_and_low_ones_are_left_out(config: Config) ->
 # --- evaluation images ---
 
 
-@pytest.mark.parametrize("kind", ["run", "npy", "control of a pilot"])
+@pytest.mark.parametrize("kind", ["run", "npy", "control"])
 def test_copies_of_evaluation_images_are_listed_with_these(
     config: Config, made: Path, kind: str, tmp_path: Path
 ) -> None:
     folder = made / ("evaluation.npy" if kind == "npy" else "eval/run/stage_0/embeddings")
-    if kind == "control of a pilot":
+    if kind == "control":
         shutil.copytree(made / "eval/run", tmp_path / "eval")
-        of_run, folder = folder, tmp_path / "eval/pilot/controls/ungrouped/stage_1/embeddings"
+        of_run, folder = folder, tmp_path / "eval/controls/ungrouped/stage_1/embeddings"
         shutil.copytree(of_run, folder)
     directory = done(config, against=[f"ev={folder}"])
     assert left_out(directory, "against") == {*SEEN}

@@ -13,7 +13,6 @@ from mclclip.data.labels import (
     combine_stages,
     group_statistics,
     label_space,
-    outside_of_share,
     truncate,
 )
 from tests.batches import grouped_index
@@ -171,18 +170,3 @@ def test_no_radices_make_one_group() -> None:
     assert (grouped.num_groups, grouped.sample_ids.tolist()) == (1, [0, 2, 3])
     with pytest.raises(ValueError, match="run from 0 to 1"):
         grouped_index(np.array([0, 1]), ())
-
-
-def test_a_share_is_nested_and_does_not_depend_on_later_samples() -> None:
-    inside = {}
-    for share in (0.1, 0.3, 0.9999999999999999):
-        ids = outside_of_share(20_000, share, seed=3)
-        np.testing.assert_array_equal(ids, np.unique(ids))
-        inside[share] = set(range(20_000)) - set(ids.tolist())
-        assert len(inside[share]) == pytest.approx(share * 20_000, abs=300)  # 4 deviations
-    tenth, third, all_of_them = inside.values()
-    assert tenth < third < all_of_them | third
-    fewer = outside_of_share(10_000, 0.1, seed=3)
-    assert set(range(10_000)) - set(fewer.tolist()) == {i for i in tenth if i < 10_000}
-    other = set(range(20_000)) - set(outside_of_share(20_000, 0.1, seed=4).tolist())
-    assert len(other & tenth) < 400  # 200 by chance

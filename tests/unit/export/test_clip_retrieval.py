@@ -148,7 +148,7 @@ def test_a_run_without_a_configuration(run: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     assert Source(tmp_path / "elsewhere" / "export").run_dir is None
     assert Source(source).run_dir == tmp_path / "run"
-    deep = tmp_path / "run" / "pilot" / "controls" / "ungrouped" / "stage_1" / "export"
+    deep = tmp_path / "run" / "controls" / "ungrouped" / "stage_1" / "export"
     assert Source(deep).run_dir == tmp_path / "run"
 
 
@@ -209,12 +209,10 @@ def test_a_folders_name_makes_no_link_in_its_card(tmp_path: Path) -> None:
 
 
 def test_a_card_has_rows_of_its_own_encoder(tmp_path: Path) -> None:
-    """A control, a pilot and MCL have stages of the same names."""
+    """A control and MCL have stages of the same names."""
     cases: dict[str, list[float]] = {
         "stage_1/export": [1.0],
         "controls/ungrouped/stage_1/export": [2.0],
-        "pilot/stage_1/export": [3.0],
-        "pilot/controls/ungrouped/stage_1/export": [4.0],
         "exports/soup_uniform": [5.0],
         "older/stage_1/export": [],
         "blindspots/stage_1": [],
@@ -223,7 +221,6 @@ def test_a_card_has_rows_of_its_own_encoder(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir(parents=True)
     for path, values in {
         "results.jsonl": {"stage_1": 1.0, "control_ungrouped_stage_1": 2.0, "soup_uniform": 5.0},
-        "pilot/results.jsonl": {"stage_1": 3.0, "control_ungrouped_stage_1": 4.0},
     }.items():
         rows = [result_row(name, "pairs", value, 0.0, 9.0) for name, value in values.items()]
         (tmp_path / path).write_text("".join(rows))
