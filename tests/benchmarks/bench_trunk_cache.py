@@ -8,31 +8,116 @@ step or an image costs without the frozen blocks, to all of it; images also have
 
 from __future__ import annotations
 
+import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from mclclip import embed, plan
+from mclclip import config as configuration
+from mclclip import embed, export, index, plan
+from mclclip.config import Config
 from mclclip.data.locations import TrunkRows
 from mclclip.data.sample_index import SampleIndex
 from mclclip.models.model import unit
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import Layout
-from tests.benchmarks import timing
-from tests.benchmarks.bench_entry_point import Setting, options, ours, prepare, shards_in
+from mclclip.run.artifacts import Artifact, Layout
+from tests.benchmarks import peers, timing
+from tests.benchmarks.bench_reading import rendered, repeated
 
+WARM_UP = 2  # steps that are not counted
 WAYS = {
     "images": (),
     "images, fast": ("data.pixels=fast",),
     "cache, float16": ("trunk_cache.enabled=true",),
     "cache, float32": ("trunk_cache={enabled: true, dtype: float32}",),
 }
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is compared."""
+
+    model: str
+    blocks: int
+    batch: int
+    steps: int
+    shards: tuple[Path, ...]
+
+
+def options(setting: Setting, run_dir: Path, *more: str) -> Config:
+    """One stage of one group, on one thread and one loader worker."""
+    tree: dict[str, Any] = {
+        "run_dir": str(run_dir),
+        "num_stages": 1,
+        "num_threads": 1,
+        "device": "cpu",
+        "data": {
+            "sources": {"bench": {"shards": [str(path) for path in setting.shards]}},
+            "num_workers": 1,
+            "pixels": "exact",
+        },
+        "model": {"name": setting.model, "pretrained": None},
+        "embed": {"batch_size": 32},
+        "train": {
+            "global_batch": setting.batch,
+            "steps": WARM_UP + setting.steps,
+            "precision": "fp32",
+            "lock": {"image_blocks": setting.blocks, "text": False},
+            "log_every": 1,
+            "checkpoint": {"every": 1000},
+        },
+    }
+    return configuration.from_tree(tree, more)
+
+
+def prepare(setting: Setting, run_dir: Path) -> None:
+    """What a training reads: index, random weights, one group, and random text embeddings, since
+    speed does not depend on their values."""
+    config = options(setting, run_dir)
+    samples = index.run(config, SINGLE)
+    encoder = export.stage(config, SINGLE, stage=0)
+    layout, inputs = Layout.of(config), {"index": samples.digest}
+    labels = Artifact.open(layout.pseudo_labels(1), kind="pseudo_labels", config={}, inputs=inputs)
+    np.save(labels.directory / "pseudo_labels.npy", np.zeros((len(samples), 1), np.int64))
+    labels.finish({"radices": [1]})
+    texts = Artifact.open(layout.text_embeddings, kind="text_embeddings", config={}, inputs=inputs)
+    dim = json.loads((encoder / "open_clip_config.json").read_text())["model_cfg"]["embed_dim"]
+    for number, shard in enumerate(samples.shards):
+        captions = int(samples.num_captions[shard.start : shard.stop].sum())
+        rows = np.random.default_rng(number).normal(size=(captions, dim))
+        rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+        np.save(texts.directory / f"{number:05d}.npy", rows.astype(np.float16))
+    texts.finish({"samples": len(samples), "shards": len(samples.shards)})
+
+
+def ours(setting: Setting, run_dir: Path, *more: str) -> float:
+    """Samples per second of ``mclclip train``, the median over steps."""
+    path = run_dir.with_suffix(".yaml")
+    path.write_text(configuration.dump(options(setting, run_dir, *more)))
+    words = ["-m", "mclclip", "train", "--stage", "1", "--config", str(path), "--force"]
+    done = peers.run(sys.executable, words)
+    rows = run_dir / "stage_1/train/metrics.jsonl"
+    if done.returncode or not rows.exists():
+        raise RuntimeError(f"mclclip gave no figures:\n{done.stderr[-2000:]}")
+    found = [json.loads(line)["seconds"] for line in rows.read_text().splitlines()]
+    return setting.batch / statistics.median(found[WARM_UP:])
+
+
+def shards_in(folder: Path, times: int, few: int | None) -> tuple[Path, ...]:
+    """CC12M's photographs ``times`` over, where they are; or ``few`` rendered pictures."""
+    real = sorted((timing.SHARED_DATA / "cc12m_sample").glob("*.tar"))
+    if real and few is None:
+        return tuple(repeated(real, folder / "shards", times))
+    return tuple(rendered(folder, few or 256))
 
 
 def allowed(setting: Setting, run_dir: Path) -> tuple[float, float]:

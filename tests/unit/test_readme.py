@@ -6,7 +6,6 @@ import ast
 import importlib
 import importlib.util
 import inspect
-import json
 import re
 import runpy
 import shlex
@@ -27,7 +26,7 @@ from tests.unit.test_cli import parsers
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = "docs/pages"
-README, LEARNING, LEDGER = "README.md", f"{SITE}/evidence/learning.md", f"{SITE}/evidence/ledger.md"
+README = "README.md"
 OBJECTIVES, RECIPES = f"{SITE}/reference/objectives.md", f"{SITE}/reference/recipes.md"
 VERBS, BENCHMARKS = f"{SITE}/reference/verbs.md", f"{SITE}/reference/benchmarks.md"
 FAILS = f"{SITE}/when-it-fails.md"
@@ -59,38 +58,6 @@ PROGRAMS: dict[str, list[str]] = {
 
 every_page = pytest.mark.parametrize("page", PAGES)
 every_linked_page = pytest.mark.parametrize("page", LINKED)
-
-
-# --- the ledger --------------------------------------------------------------------------------
-
-# The last table and figure of each paper; of IFM the main text, beside which there is Figure 13.
-LAST = {"MCL": (11, 7), "MLCD": (10, 6), "SimLAP": (5, 15), "IFM": (2, 8)}
-
-
-def items_of_the_ledger() -> set[tuple[str, str, int]]:
-    """Paper, Table or Fig, and number of all items that stand in the first column."""
-    found = set()
-    section = TEXT[LEDGER]
-    for row in re.findall(r"^\| (?!paper and|---)([^|]*) \|", section, re.MULTILINE):
-        paper = kind = ""
-        for name, what, first, last in re.findall(
-            r"\b(MCL|MLCD|SimLAP|IFM)\b|(Table|Fig)|(?<![.\w])(\d+)(?: to (\d+))?",
-            re.sub(r"\([^)]*\)", "", row),
-        ):
-            paper, kind = name or paper, what or kind
-            if first:
-                numbers = range(int(first), int(last or first) + 1)
-                found |= {(paper, kind, number) for number in numbers}
-    return found
-
-
-def test_the_ledger_has_every_table_and_figure() -> None:
-    wanted = {("IFM", "Fig", 13)}
-    for paper, (tables, drawn) in LAST.items():
-        wanted |= {(paper, "Table", number) for number in range(1, tables + 1)}
-        wanted |= {(paper, "Fig", number) for number in range(1, drawn + 1)}
-    assert items_of_the_ledger() == wanted
-    assert "75 / 138 / 82 ms" in TEXT[LEDGER]
 
 
 # --- the tree ----------------------------------------------------------------------------------
@@ -128,21 +95,6 @@ def test_the_tree_lists_every_room_and_every_file_beside_them() -> None:
     assert {"mclclip/data/", "mclclip/data/datasets/"} <= rooms
     beside = {"docs/", "eval/", "launch/", "slurm/", "tests/"}
     assert listed_paths(TEXT[README]) == files | rooms | beside
-
-
-# --- sizes and figures -------------------------------------------------------------------------
-
-
-def rows_of(text: str) -> list[list[str]]:
-    """The tables of a text, each as its lines without the two of the header."""
-    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
-    return [table.splitlines()[2:] for table in tables]
-
-
-def test_the_readme_is_short() -> None:
-    text = TEXT[README]
-    assert text.count("\n") <= 120
-    assert all(len(line) <= 80 for line in text.splitlines() if line.startswith("|"))
 
 
 # --- verbs, exit codes, recipes, options, protocols --------------------------------------------
@@ -292,10 +244,6 @@ def test_verbs_in_its_sentences_are_there(page: str) -> None:
     assert named <= parsers().keys()
 
 
-def test_the_launchers_it_names_are_there() -> None:
-    assert all((ROOT / program).is_file() for program in PROGRAMS if "/" in program)
-
-
 def python_blocks() -> list[tuple[str, str]]:
     """Page and text of each example in Python."""
     return [
@@ -317,30 +265,6 @@ def test_python_examples_name_what_is_there() -> None:
                 module, names = "mclclip", [node.attr]
             absent = [name for name in names if not hasattr(importlib.import_module(module), name)]
             assert not absent, f"{page}: {module} has no {absent}"
-
-
-def cells_of_the_notebook() -> list[dict[str, Any]]:
-    return json.loads((ROOT / "docs/notebooks/first_run.ipynb").read_text())["cells"]
-
-
-def test_the_notebook_was_run_to_its_end_and_shows_a_verdict() -> None:
-    """``make notebook`` runs it; here, that it holds what it printed."""
-    code = [cell for cell in cells_of_the_notebook() if cell["cell_type"] == "code"]
-    assert [cell["execution_count"] for cell in code] == [*range(1, len(code) + 1)]
-    outputs = [output for cell in code for output in cell["outputs"]]
-    assert not [output for output in outputs if output["output_type"] == "error"]
-    printed = "".join("".join(output.get("text", "")) for output in outputs)
-    assert re.search(r"^(Keep the base|Take ).*\n\S+ against the base: ", printed, re.MULTILINE)
-    pictures = [output for output in outputs if "image/png" in output.get("data", {})]
-    assert len(pictures) == 2
-
-
-def test_the_readme_prints_what_a_run_has_printed() -> None:
-    """The notebook, or a page of evidence, has each of its outputs."""
-    outputs = [o for cell in cells_of_the_notebook() for o in cell.get("outputs", [])]
-    printed = "".join("".join(output.get("text", "")) for output in outputs) + TEXT[LEARNING]
-    blocks = re.findall(r"```text\n(.*?)```", TEXT[README], re.DOTALL)
-    assert blocks and all(block in printed for block in blocks)
 
 
 # --- links -------------------------------------------------------------------------------------
@@ -381,11 +305,16 @@ def test_links_lead_somewhere(page: str) -> None:
     assert not broken_links(page, TEXT[page])
 
 
-@pytest.mark.parametrize(
-    "link", ["launch/README.txt", "launch/README.md#no-such", "#none", "http://a"]
-)
-def test_broken_links_are_found(link: str) -> None:
-    assert broken_links(README, f"[a]({link}) [b](launch/README.md#the-demo)") == [link]
+def test_the_tests_that_hold_promises_are_there() -> None:
+    """CONTRIBUTING.md and tests/README.md name them, by file or by function."""
+    files = list((ROOT / "tests").rglob("test_*.py"))
+    text = "".join(file.read_text() for file in files)
+    functions = set(re.findall(r"def (test_\w+)", text))
+    named = re.findall(
+        r"[`/:](test_\w+(?:\.py)?)", TEXT["CONTRIBUTING.md"] + TEXT["tests/README.md"]
+    )
+    assert len(named) >= 60
+    assert not set(named) - functions - {file.name for file in files} - {"test_NAME.py"}
 
 
 # --- the site ----------------------------------------------------------------------------------
@@ -410,14 +339,6 @@ def test_tables_of_what_helps_are_those_of_their_files() -> None:
     assert changed != page and script["filled"](changed) == page
     files = {path.stem for path in script["RESULTS"].glob("*.json")}
     assert files <= set(re.findall(r"<!-- table (\S+) -->", page))
-
-
-def test_pages_of_elsewhere_keep_their_links_in_the_site() -> None:
-    relink = reference().relink
-    home = ROOT / SITE / "how-to" / "search.md"
-    text = "[a](../../../tests/benchmarks/README.md#k) [b](../../../setup.cfg) [c](data.md#d)"
-    shown = "[a](../evidence/benchmarks.md#k) b [c](data.md#d)"
-    assert relink(text, home, "how-to/search.md") == shown
 
 
 @cache
