@@ -26,9 +26,8 @@ Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
 """A seed of a run: torch and NumPy take 63 bits."""
 Cosine = Annotated[float, Field(ge=-1.0, le=1.0)]
 
-PROTOCOLS = ("s3", "gs", "gcs", "http", "https")
-"""Of a shard's url. A closed list: fsspec also has protocols that read other files of this machine,
-or that chain one to another."""
+PROTOCOLS = ("s3", "gs", "az", "http", "https", "hf")
+"""Of a shard's url."""
 
 _UNION_MEMBERS = ("bool", "int", "float", "str", "constrained-int", "constrained-float")
 

@@ -10,9 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from email.message import Message
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 
 class ShardServer(ThreadingHTTPServer):
@@ -23,7 +26,7 @@ class ShardServer(ThreadingHTTPServer):
     cut         this many responses of data end after half of their bytes
     ranges      False: the whole file is sent, whatever is asked for
     silent      True: a request of data is accepted and never answered
-    tags        False: no ETags
+    tags        False: neither ETags nor times of change
     after_look  called once, before the first request of data is answered
     answer      called first of all with the request's handler; False where it has not answered
     headers     of all requests so far, by method
@@ -92,6 +95,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.send(412, b"")
         found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         status, extra = 200, {"ETag": tag} if tag else {}
+        if server.tags:
+            extra["Last-Modified"] = formatdate(path.stat().st_mtime, usegmt=True)
         if found and server.ranges:
             extra["Content-Range"] = f"bytes {found[1]}-{found[2]}/{len(data)}"
             status, data = 206, data[int(found[1]) : int(found[2]) + 1]
@@ -125,3 +130,24 @@ def serving(folder: Path, host: str = "127.0.0.1") -> Iterator[ShardServer]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+@contextmanager
+def s3_bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A bucket of moto's S3 as boto3 gives it; stores find it through the environment."""
+    server_of = pytest.importorskip("moto.server", reason="moto's S3 is not installed")
+    import boto3
+
+    server = server_of.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    names = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_REGION": "us-east-1"}
+    for name, value in (names | {"AWS_ENDPOINT_URL": f"http://{host}:{port}"}).items():
+        monkeypatch.setenv(name, value)
+    try:
+        # A process keeps the stores of a bucket, and with them the address.
+        bucket = boto3.resource("s3", region_name="us-east-1").Bucket(f"bucket-{port}")
+        bucket.create()
+        yield bucket
+    finally:
+        server.stop()

@@ -82,7 +82,8 @@ class CheckpointConfig:
     asynchronous: bool = False
     """Continue training while a copy of the state is written to disk."""
     mirror: str | None = None
-    """fsspec url of a folder that gets a copy of every checkpoint, such as ``s3://bucket/run``."""
+    """A folder that gets a copy of every checkpoint: a path, such as on a mounted disk, or a url of
+    an object store, such as ``s3://bucket/run`` (``gs://`` and ``az://`` too)."""
     on_error: Literal["stop", "continue"] = "stop"
     """When a checkpoint cannot be written, such as on a full disk: end the run, or continue
     training and try again at the next checkpoint."""

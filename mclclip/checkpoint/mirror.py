@@ -1,42 +1,46 @@
-"""A copy of every step on another file system, for a job that restarts with an empty disk."""
+"""A copy of every step in another place, for a job that restarts with an empty disk."""
 
 from __future__ import annotations
 
 import logging
-import re
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import Any
 
-import fsspec
-from fsspec.implementations.local import LocalFileSystem
+import obstore
 
 from mclclip import files
 from mclclip.checkpoint import step_files
 from mclclip.checkpoint.step_files import STATE, parse_steps, path_of, temporary_of
+from mclclip.options import protocol_of
+from mclclip.stores import open_folder, reason_of
 
 log = logging.getLogger("mclclip")
 
 POLL_S = 5.0  # no collective waits longer than this for work of the first rank alone
+_PROTOCOLS = (None, "file", "s3", "gs", "az")
+_RETRIES, _TIMEOUT_S = 6, 60.0  # of one request
+_BLOCK_BYTES, _AT_ONCE = 1 << 24, 4  # of one request, and requests of one file that is copied
 
 
 class Mirror:
-    """Copies the steps of ``directory`` to ``url`` (fsspec), in a background thread.
+    """Copies the steps of ``directory`` to ``url``, a folder or a url of an object store, in a
+    background thread.
 
     A round copies every step that the mirror lacks, the newest first, then removes old ones there;
     so a step that failed to be copied is tried again in the next round. The state.json of a copy is
-    written last: a step without it does not count. Failures are only warned of. Raises ValueError
-    for a url whose protocol fsspec does not have.
+    written last and removed first: a step without it does not count. Failures are only warned of.
+    Raises ValueError for another url.
     """
 
     def __init__(self, url: str, directory: Path, keep: int, keep_every: int | None) -> None:
-        protocol = fsspec.core.split_protocol(url)[0] or "file"
-        try:
-            fsspec.get_filesystem_class(protocol)
-        except (ValueError, ImportError) as error:
-            raise ValueError(f"mirror={url!r} cannot be used: {error}") from error
+        if protocol_of(url) not in _PROTOCOLS:
+            raise ValueError(
+                f"mirror={files.clean(url)!r} cannot be used: give a folder, or a url of s3://, "
+                "gs:// or az://"
+            )
         self.url, self.directory = url.rstrip("/"), Path(directory)
         self.keep, self.keep_every = keep, keep_every
         self.failures = 0  # rounds that failed
@@ -52,70 +56,6 @@ class Mirror:
         """Waits up to ``timeout_s`` for the started rounds; True if they still go on."""
         return self._round is not None and bool(wait_for([self._round], timeout_s).not_done)
 
-    # --- to the mirror -------------------------------------------------------------------------
-
-    def _warn(self, what: str, error: Exception) -> None:
-        self.failures += 1
-        log.warning(
-            "the mirror %s cannot %s (%s: %s), failure %d: training does not depend on it",
-            self.url, what, type(error).__name__, files.message_of(error), self.failures,
-        )  # fmt: skip
-
-    def _copy_new(self) -> None:
-        try:
-            fs, root = fsspec.core.url_to_fs(self.url)
-            fs.makedirs(root, exist_ok=True)
-            saved = step_files.steps(self.directory)
-            for step in reversed(saved):
-                self.copying = step
-                path = path_of(self.directory, step)
-                try:
-                    self._copy(fs, root, path, step)
-                except FileNotFoundError:
-                    if path.exists():  # else the step itself was removed
-                        raise
-                finally:
-                    self.copying = None
-            if saved:
-                self._prune(fs, root, saved[-1])
-        except Exception as error:  # every file system has errors of its own
-            self._warn("be brought up to date", error)
-
-    def _copy(self, fs: Any, root: str, path: Path, step: int) -> None:
-        final = f"{root}/{path.name}"
-        state = (path / STATE).read_bytes()
-        if fs.exists(f"{final}/{STATE}") and fs.cat_file(f"{final}/{STATE}") == state:
-            return
-        self._remove(fs, final)
-        # Object stores have no rename: there the copy grows under its final name.
-        by_rename = isinstance(fs, LocalFileSystem)
-        target = f"{root}/.{path.name}.tmp" if by_rename else final
-        self._remove(fs, target)
-        fs.makedirs(target, exist_ok=True)
-        for name in step_files.read_entries(path, step):
-            fs.put_file(str(path / name), f"{target}/{name}")
-        fs.pipe_file(f"{target}/{STATE}", state)
-        if by_rename:
-            fs.mv(target, final, recursive=True)
-
-    def _prune(self, fs: Any, root: str, newest: int) -> None:
-        """Removes old steps, and copies that were never finished."""
-        whole = self._steps(fs, root)
-        doomed = step_files.superfluous(whole, newest, self.keep, self.keep_every)
-        for name in self._names(fs, root):
-            half = [step for step in parse_steps([name]) if step not in whole and step <= newest]
-            temporary = re.fullmatch(r"\.step_\d+\.tmp", name)
-            if half or temporary or set(parse_steps([name])) & set(doomed):
-                self._remove(fs, f"{root}/{name}")
-
-    def _remove(self, fs: Any, path: str) -> None:
-        if fs.exists(f"{path}/{STATE}"):
-            fs.rm_file(f"{path}/{STATE}")
-        if fs.exists(path):
-            fs.rm(path, recursive=True)
-
-    # --- from the mirror -----------------------------------------------------------------------
-
     def fetch(self, tried: set[int]) -> int | None:
         """Copies the newest whole step that is not in ``tried`` to the local directory.
 
@@ -123,33 +63,96 @@ class Mirror:
         caller checks whether it is intact.
         """
         try:
-            fs, root = fsspec.core.url_to_fs(self.url)
-            steps = [step for step in self._steps(fs, root) if step not in tried]
+            store = self._open()
+            sizes = _sizes(store)
+            steps = [step for step in _whole_steps(sizes) if step not in tried]
             if not steps:
                 return None
             final = path_of(self.directory, steps[-1])
             temporary = temporary_of(self.directory, steps[-1])
-            if temporary.exists():
-                shutil.rmtree(temporary)
+            shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-            for source in fs.ls(f"{root}/{final.name}", detail=False):
-                fs.get_file(source, str(temporary / source.rsplit("/", 1)[-1]))
+            for name in _names_of(final.name, sizes):
+                with open(temporary / name.rpartition("/")[2], "wb") as file:
+                    for at in range(0, sizes[name], _BLOCK_BYTES):
+                        end = min(at + _BLOCK_BYTES, sizes[name])
+                        file.write(obstore.get_range(store, name, start=at, end=end))
             files.fsync_directory(temporary)
             temporary.rename(final)
-        except Exception as error:
+        except Exception as error:  # every store has errors of its own
             self._warn("be read", error)
             return None
         return steps[-1]
 
-    # --- what is there -------------------------------------------------------------------------
+    def _open(self) -> Any:
+        return open_folder(self.url, _RETRIES, _TIMEOUT_S)
 
-    def _names(self, fs: Any, root: str) -> list[str]:
-        fs.invalidate_cache()
-        if not fs.exists(root):
-            return []
-        return [path.rstrip("/").rsplit("/", 1)[-1] for path in fs.ls(root, detail=False)]
+    def _warn(self, what: str, error: Exception) -> None:
+        self.failures += 1
+        log.warning(
+            "the mirror %s cannot %s (%s: %s), failure %d: training does not depend on it",
+            self.url, what, type(error).__name__, reason_of(error), self.failures,
+        )  # fmt: skip
 
-    def _steps(self, fs: Any, root: str) -> list[int]:
-        """Completely copied steps of the mirror, ascending."""
-        steps = parse_steps(self._names(fs, root))
-        return [step for step in steps if fs.exists(f"{root}/{path_of(Path(), step).name}/{STATE}")]
+    def _copy_new(self) -> None:
+        try:
+            store, saved = self._open(), step_files.steps(self.directory)
+            for step in reversed(saved):
+                self.copying = step
+                path = path_of(self.directory, step)
+                try:
+                    _copy(store, path, step)
+                except FileNotFoundError:
+                    if path.exists():  # else the step itself was removed
+                        raise
+                finally:
+                    self.copying = None
+            if saved:
+                self._prune(store, saved[-1])
+        except Exception as error:  # every store has errors of its own
+            self._warn("be brought up to date", error)
+
+    def _prune(self, store: Any, newest: int) -> None:
+        """Removes old steps, and copies that were never finished."""
+        sizes = _sizes(store)
+        whole = _whole_steps(sizes)
+        doomed = step_files.superfluous(whole, newest, self.keep, self.keep_every)
+        for folder in {name.partition("/")[0] for name in sizes}:
+            for step in parse_steps([folder]):
+                if step in doomed or (step not in whole and step <= newest):
+                    _remove(store, folder, sizes)
+
+
+def _copy(store: Any, path: Path, step: int) -> None:
+    sizes, state = _sizes(store), (path / STATE).read_bytes()
+    copied_state = f"{path.name}/{STATE}"
+    if copied_state in sizes and obstore.get(store, copied_state).bytes() == state:
+        return
+    _remove(store, path.name, sizes)
+    for name in step_files.read_entries(path, step):
+        obstore.put(
+            store, f"{path.name}/{name}", path / name,
+            chunk_size=_BLOCK_BYTES, max_concurrency=_AT_ONCE,
+        )  # fmt: skip
+    obstore.put(store, copied_state, state)
+
+
+def _remove(store: Any, folder: str, sizes: dict[str, int]) -> None:
+    for name in _names_of(folder, sizes):
+        obstore.delete(store, name)
+
+
+def _names_of(folder: str, names: dict[str, int]) -> list[str]:
+    """The objects of a step, its state first."""
+    of_folder = [name for name in names if name.startswith(f"{folder}/")]
+    return sorted(of_folder, key=lambda name: not name.endswith(f"/{STATE}"))
+
+
+def _sizes(store: Any) -> dict[str, int]:
+    """The objects of the mirror by name, with their sizes."""
+    return {entry["path"]: entry["size"] for entry in obstore.list(store).collect()}
+
+
+def _whole_steps(names: dict[str, int]) -> list[int]:
+    """Completely copied steps, ascending."""
+    return parse_steps(name.removesuffix(f"/{STATE}") for name in names if name.endswith(STATE))

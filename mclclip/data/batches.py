@@ -395,7 +395,8 @@ class Loader(Generic[T]):
     ``describe(item, place)`` names what is read, for a message: ``place`` is the number that the
     reading process last gave to ``data_wait.note_place`` (-1: none). ``note_slow`` is called with a
     sample whose decoding ends this process (``data_wait.wait_for``). With ``batched`` an item is a
-    list, of which the data set returns all at once. ``pin_memory`` is DataLoader's.
+    list, of which the data set returns all at once. ``pin_memory`` is DataLoader's. With ``spawn``
+    workers start as fresh processes, not as forks: urls cannot be read in a fork (`data.remote`).
     Iterating raises LostWorker where a worker was ended from outside or, in a process with a limit,
     where a batch does not come.
     """
@@ -410,6 +411,7 @@ class Loader(Generic[T]):
         note_slow: Callable[[int], str] = data_wait.nothing,
         batched: bool = False,
         pin_memory: bool = False,
+        spawn: bool = False,
     ) -> None:
         self.items, self.describe, self.note_slow = items, describe, note_slow
         self.num_workers = min(num_workers, len(items))
@@ -423,6 +425,7 @@ class Loader(Generic[T]):
             worker_init_fn=partial(_start_worker, self._places),
             pin_memory=pin_memory,
             persistent_workers=False,
+            multiprocessing_context="spawn" if spawn and self.num_workers else None,
             **(many if batched else one),
         )
 

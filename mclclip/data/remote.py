@@ -1,47 +1,39 @@
-"""Shards behind a url: object stores through fsspec, and plain HTTP.
+"""Shards behind urls of S3, Google Cloud Storage, Azure and HTTP, which obstore reads.
 
 A url is looked at when a verb begins (its size and its ETag, which the index remembers) and then
-read by ranges of bytes, many in flight. A read that fails is tried again with growing pauses; one
-that fails for good is an OSError that names the shard. A server that sends more than was asked for
-is an error, and so is an object whose ETag is not the remembered one: when it is looked at, and
-over HTTP with every read, as far as the server gives strong ETags.
-
-Addresses and credentials of a store come from where its library looks for them: environment
-variables (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``), ``~/.aws`` and ``~/.netrc``.
+read by ranges of bytes, many in flight. obstore repeats a request that fails, with growing pauses;
+what fails for good is an OSError that names the shard. Reads ask for the remembered ETag
+(``If-Match``), so that an object that was replaced is an error and never data.
 """
 
 from __future__ import annotations
 
-import logging
 import os
+import re
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeVar, cast
 
-import fsspec
+import obstore
+from obstore import exceptions
 from pydantic import Field, PositiveFloat
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from mclclip.data.http_store import FinalError, HttpStore, StatusError
 from mclclip.files import clean
 from mclclip.options import PROTOCOLS, STRICT, protocol_of
+from mclclip.stores import HUB_URL, open_store, reason_of
 
 T = TypeVar("T")
-log = logging.getLogger("mclclip")
 
 BLOCK_BYTES = 1 << 23
-"""Of one request where a whole shard is fetched."""
+"""Of one request where a whole object is fetched."""
 
 GAP_BYTES = 1 << 16
 """Members that lie nearer to each other than this are read by one request."""
-
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
-_TAGS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified")
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -53,15 +45,11 @@ class RemoteOptions:
     """
 
     retries: int = Field(default=6, ge=0, le=1000)
-    """Further attempts of a read that failed, with pauses of 0.2, 0.4, ... up to 10 seconds."""
+    """Further attempts of a request that failed, with pauses that grow from 0.2 to 10 seconds."""
     timeout_s: PositiveFloat = 60.0
-    """Longest time of one request (S3 and HTTP; other stores have their library's)."""
+    """Longest time of one request."""
     in_flight: int = Field(default=16, ge=1, le=1024)
     """Requests that one process has under way."""
-    cache: str | None = None
-    """A folder on a local disk that keeps whole shards, shared by the processes of a node."""
-    cache_gib: PositiveFloat = 100.0
-    """Size of that folder at most. Shards that find no room are read by ranges, as without one."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +58,7 @@ class StoredFile:
 
     path  a path or a url
     size  in bytes
-    tag   of a url: its ETag; where a store has none, its digest or the time of its last change;
-          else empty
+    tag   of a url: its ETag; where a store has none, the time of its last change, or nothing
     """
 
     path: str
@@ -88,9 +75,9 @@ class ChangedShard(OSError):
 
 
 def check_protocol(path: str, where: str) -> None:
-    """Raises ValueError for a url of another protocol than `PROTOCOLS`, a chain of urls, one with a
-    blank, at which it would end in messages, and one that holds a password, which would be stored
-    in the index."""
+    """Raises ValueError for a url of another protocol than `PROTOCOLS`, one with a blank, at which
+    it would end in messages, one that holds a password, which would be stored in the index, and one
+    of the hub that names no file of a data set."""
     if "::" in path or not path.startswith(tuple(f"{known}://" for known in PROTOCOLS)):
         raise ValueError(
             f"{where}: {clean(path)!r} is neither a local path nor a url that is read: wanted "
@@ -98,34 +85,78 @@ def check_protocol(path: str, where: str) -> None:
         )
     if len(parts := path.split()) > 1:
         raise ValueError(f"{where}: {clean(parts[0])!r} is followed by a blank: write it as %20")
-    if "@" in path.split("/")[2]:
+    is_hub = path.startswith("hf://")
+    if is_hub and not HUB_URL.fullmatch(path):
+        raise ValueError(
+            f"{where}: {clean(path)!r} names no file of a data set: wanted "
+            "hf://datasets/ORG/NAME/FILE, or hf://datasets/ORG/NAME@REVISION/FILE"
+        )
+    if "@" in path.split("/")[2] and not is_hub:
         raise ValueError(
             f"{where}: {clean(path)!r} holds a user or a password: leave them out, and put "
-            "them where the store's library looks for them (HTTP: ~/.netrc, S3: ~/.aws/credentials)"
+            "them where they are looked for (HTTP: ~/.netrc; others: environment variables)"
         )
 
 
+# --- errors --------------------------------------------------------------------------------------
+
+
+def _call(url: str, options: RemoteOptions, call: Callable[[Any, str], T]) -> T:
+    """``call(store, path)``; errors become an OSError without the query of the url. They have no
+    cause: obstore's messages show queries, and replies of servers that may repeat them."""
+    failure: OSError
+    try:
+        return call(*open_store(url, options.retries, options.timeout_s))
+    except (exceptions.BaseError, OSError, ValueError) as error:
+        failure = _failure(clean(url), error, options.retries)
+    raise failure
+
+
+def _failure(url: str, error: Exception, retries: int) -> OSError:
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(f"shard {url} is not there: put it back")
+    if isinstance(error, exceptions.PreconditionError):
+        return ChangedShard(
+            f"shard {url} has changed since it was indexed (another ETag): restore it, or index it "
+            "anew with 'mclclip index --force'"
+        )
+    if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
+        return PermissionError(
+            f"shard {url} may not be read ({reason_of(error)}): check the credentials of its store"
+        )
+    if isinstance(error, exceptions.NotSupportedError):
+        return OSError(
+            f"shard {url} cannot be read: its server does not serve ranges of bytes, by which "
+            "samples are read. Fetch it, or put it on a server that does"
+        )
+    return OSError(
+        f"shard {url} could not be read ({reason_of(error)}; a request is tried again {retries} "
+        "times where that may help): look after its store, and start again"
+    )
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
 class Remote:
-    """Reads objects by url; usable after a fork and in many threads. Pickles as its options."""
+    """Reads objects by url, in many threads. Pickles as its options."""
 
     def __init__(self, options: RemoteOptions | None = None) -> None:
         self.options = options or RemoteOptions()
-        self._pid = 0
-        self._ranged: set[str] = set()  # hosts that are known to serve ranges
-        self.tried_again = 0  # requests of this process that were repeated
+        self._pool: ThreadPoolExecutor | None = None
 
     def stat(self, paths: Sequence[str], missing_urls: bool = False) -> list[StoredFile | None]:
         """Size and tag of each path or url now, of urls side by side; None for a missing path.
 
         Raises FileNotFoundError for a missing url (with ``missing_urls`` it is None too), OSError
-        where the store does not answer or says no size.
+        where the store does not answer.
         """
 
         def stat(path: str) -> StoredFile | None:
             is_url = protocol_of(path) is not None
             try:
                 if is_url:
-                    return self._attempts(path, lambda: self._stat_once(path))
+                    return self._stat_url(path)
                 return StoredFile(path, os.path.getsize(path))
             except FileNotFoundError:
                 if is_url and not missing_urls:
@@ -136,32 +167,47 @@ class Remote:
         of_urls = dict(zip(urls, self._side_by_side(stat, urls), strict=True))
         return [of_urls[path] if path in of_urls else stat(path) for path in paths]
 
-    def _stat_once(self, url: str) -> StoredFile:
-        info = self._store(url).info(url)
-        if info.get("type") == "directory":
-            raise FileNotFoundError(url)
-        if not isinstance(info.get("size"), int):
-            raise OSError("its size is not told, so it cannot be read by ranges")
-        tag = next((str(info[name]) for name in _TAGS if info.get(name)), "")
-        return StoredFile(url, info["size"], tag)
+    def _stat_url(self, url: str) -> StoredFile:
+        def look(store: Any, path: str) -> Any:
+            if protocol_of(url) in ("http", "https", "hf"):
+                # Not by HEAD, which servers refuse where a url is signed for GET; and a server
+                # without ranges is told here, not a verb later.
+                return obstore.get(store, path, options={"range": (0, 1)}).meta
+            return obstore.head(store, path)
+
+        meta = _call(url, self.options, look)
+        changed = meta["last_modified"]
+        tag = meta["e_tag"] or (changed.isoformat() if changed.timestamp() > 0 else "")
+        return StoredFile(url, meta["size"], tag)
 
     def glob(self, pattern: str) -> list[str]:
-        """Urls of the objects that match; ValueError for HTTP, which has no listings."""
+        """Urls of the objects that match: ``*`` stands for no slash, ``**`` for any text.
+
+        Raises ValueError for HTTP and the hub, which have no listings."""
         protocol = protocol_of(pattern)
-        if protocol in ("http", "https"):
+        if protocol in ("http", "https", "hf"):
             raise ValueError(
                 f"{clean(pattern)!r}: HTTP has no listings: use braces, such as "
                 "https://host/{00000..00099}.tar, or @FILE with one url per line"
             )
-        found = self._attempts(pattern, lambda: self._store(pattern).glob(pattern, detail=True))
-        return [f"{protocol}://{name}" for name, info in found.items() if info["type"] == "file"]
+        parts = re.split(r"(\*\*|\*)", pattern.split("/", 3)[3])
+        stars = {"**": ".*", "*": "[^/]*"}
+        matches = re.compile("".join(stars.get(part) or re.escape(part) for part in parts))
+        folder = parts[0].rpartition("/")[0]
+
+        def names(store: Any, _: str) -> list[str]:
+            return [entry["path"] for entry in obstore.list(store, folder or None).collect()]
+
+        bucket = "/".join(pattern.split("/")[:3])
+        listed = _call(f"{bucket}/{folder}", self.options, names)
+        return [f"{bucket}/{name}" for name in listed if matches.fullmatch(name)]
 
     def read_ranges(self, ranges: Sequence[UrlRange]) -> list[bytes]:
         """The bytes of each range, in their order, neighbours by one request.
 
-        With a tag the object must still have it, as far as the store can be asked (HTTP).
-        Raises FileNotFoundError for an object that is gone, ChangedShard for one that has changed,
-        and OSError where the store does not give those bytes after all attempts.
+        With a tag that is an ETag the object must still have it. Raises FileNotFoundError for an
+        object that is gone, ChangedShard for one that has changed, and OSError where the store does
+        not give those bytes after all attempts.
         """
         return self.start(ranges)[0]()
 
@@ -173,9 +219,8 @@ class Remote:
         Returns a function that waits and gives the bytes, or raises as ``read_ranges`` does; and
         one that gives them up: what no thread has begun yet is not asked for.
         """
-        self._in_this_process()
         requests, places = _joined(ranges)
-        coming = [self._threads.submit(self._read, request) for request in requests]
+        coming = [self._threads().submit(self._read, request) for request in requests]
 
         def give_up() -> None:
             for future in coming:
@@ -193,13 +238,7 @@ class Remote:
         return take, give_up
 
     def fetch(self, stored: StoredFile, file: BinaryIO) -> None:
-        """Writes the whole object to ``file``; ChangedShard where it changes meanwhile.
-
-        A server that serves no ranges, by which samples are read later, is refused here."""
-        host = stored.path.split("/")[2]
-        if host not in self._ranged and stored.size > 1:
-            self._read((stored.path, stored.size - 1, 1, stored.tag))
-            self._ranged.add(host)
+        """Writes the whole object to ``file``; ChangedShard where it changes meanwhile."""
         step = BLOCK_BYTES * self.options.in_flight
         for start in range(0, stored.size, step):
             stop = min(start + step, stored.size)
@@ -213,74 +252,36 @@ class Remote:
             raise ChangedShard(f"shard {url} changed while it was read: start again")
 
     def _read(self, request: UrlRange) -> bytes:
-        """The bytes of a range, by one request and as many attempts as it needs."""
+        """The bytes of a range, by one request. obstore's ``get_ranges`` joins neighbours as
+        `_joined` does, but does not send an ETag."""
         url, start, size, tag = request
         if not threading.main_thread().is_alive():
             # The interpreter waits for its threads, which would go on to read the rest.
-            raise FinalError("the program has ended")
-
-        def once() -> bytes:
-            store = self._store(url)
-            told = {"tag": tag} if isinstance(store, HttpStore) else {}
-            data: bytes = store.cat_file(url, start=start, end=start + size, **told)
-            if len(data) != size:
-                raise OSError(f"{len(data):,} bytes came where {size:,} were asked for")
-            return data
-
-        return self._attempts(url, once) if size else b""
-
-    def _attempts(self, url: str, read: Callable[[], T]) -> T:
-        """``read()``, tried again after errors that may pass."""
-        for attempt in range(self.options.retries + 1):
-            try:
-                return read()
-            except Exception as error:  # each store's library raises errors of its own
-                _raise_final(url, error)
-                last = error
-            if not threading.main_thread().is_alive():
-                break  # the program ends, and waits for its threads
-            if attempt < self.options.retries:
-                self.tried_again += 1
-                level = logging.WARNING if self.tried_again == 1 else logging.DEBUG
-                log.log(level, "%s is read again: %s", clean(url), _error_line(last))
-                time.sleep(min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S))
-        raise OSError(
-            f"shard {clean(url)} could not be read after {attempt + 1} attempts "
-            f"({_error_line(last)}): look after its store, and start again"
-        ) from last
+            raise OSError("the program has ended")
+        if not size:
+            return b""
+        options: Any = {"range": (start, start + size)}
+        if tag.startswith('"'):  # a weak ETag, and a time of change, never match
+            options["if_match"] = tag
+        data = _call(
+            url, self.options,
+            lambda store, path: obstore.get(store, path, options=options).bytes().to_bytes(),
+        )  # fmt: skip
+        if len(data) != size:
+            raise OSError(
+                f"shard {clean(url)} has become shorter than when it was indexed: restore it"
+            )
+        return data
 
     def _side_by_side(self, call: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
         if len(items) < 2:
             return [call(item) for item in items]
-        self._in_this_process()
-        return list(self._threads.map(call, items))
+        return list(self._threads().map(call, items))
 
-    def _store(self, url: str) -> Any:
-        """An `HttpStore`, or fsspec's file system of a url; made anew in every process."""
-        self._in_this_process()
-        protocol, timeout_s = protocol_of(url) or "", self.options.timeout_s
-        if protocol in self._stores:
-            return self._stores[protocol]
-        check_protocol(url, "shard")
-        # Nothing is remembered of listings, which may change.
-        options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
-        if protocol == "s3":
-            options["config_kwargs"] = {"connect_timeout": timeout_s, "read_timeout": timeout_s}
-        try:
-            is_http = protocol in ("http", "https")
-            store = HttpStore(timeout_s) if is_http else fsspec.filesystem(protocol, **options)
-        except ImportError as error:
-            raise FinalError(
-                f"{error}: install the library of {protocol}://, for S3, GS and HTTP by "
-                "pip install 'mclclip[remote]'"
-            ) from error
-        return self._stores.setdefault(protocol, store)
-
-    def _in_this_process(self) -> None:
-        if self._pid != os.getpid():
-            self._stores: dict[str, Any] = {}
-            self._threads = ThreadPoolExecutor(self.options.in_flight, "remote shards")
-            self._pid = os.getpid()
+    def _threads(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.options.in_flight, "remote shards")
+        return self._pool
 
     def __reduce__(self) -> tuple[type[Remote], tuple[RemoteOptions]]:
         return type(self), (self.options,)
@@ -300,30 +301,6 @@ def _joined(ranges: Sequence[UrlRange]) -> tuple[list[UrlRange], list[tuple[int,
             requests.append(ranges[number])
         places[number] = len(requests) - 1, start - requests[-1][1]
     return requests, places
-
-
-def _raise_final(url: str, error: Exception) -> None:
-    """Raises what another attempt would not mend."""
-    if isinstance(error, FinalError | ChangedShard):
-        raise type(error)(f"shard {clean(url)}: {clean(str(error))}") from error
-    status = error.status if isinstance(error, StatusError) else None
-    if status == 412:
-        raise ChangedShard(
-            f"shard {clean(url)} has changed since it was indexed (another ETag): restore it, "
-            "or index it anew with 'mclclip index --force'"
-        ) from error
-    if isinstance(error, FileNotFoundError) or status in (404, 410):
-        raise FileNotFoundError(f"shard {clean(url)} is not there: put it back") from error
-    if isinstance(error, PermissionError) or status in (401, 403):
-        raise PermissionError(
-            f"shard {clean(url)} may not be read ({_error_line(error)}): check the credentials of "
-            "its store"
-        ) from error
-
-
-def _error_line(error: BaseException) -> str:
-    """One line on an error, which may have no words of its own."""
-    return clean(" ".join(str(error).split()))[:200] or type(error).__name__
 
 
 @contextmanager

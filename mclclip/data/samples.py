@@ -277,27 +277,12 @@ class TarDataset(Dataset["Sample | BadSample"]):
         return self.transform(image) if self.transform and self.trunk is None else image
 
     def _image(self, raw: RawSample) -> Any:
-        """The decoded image of a sample, as the transform reads it.
-
-        Where its bytes cannot be decoded and its store has others, it is what these give: so what
-        is noted as bad is so in its shard, whose bytes the note is compared with later.
-        """
+        """The decoded image of a sample, as the transform reads it."""
         if self.transform is None:
             raise RuntimeError("this TarDataset has no transform: it reads captions and bytes only")
         arrays = bool(getattr(self.transform, "reads_arrays", False))
         pixels = bool(getattr(self.transform, "reads_pixels", False))
-        most = self.options.max_image_pixels
-        try:
-            return decode(raw.image, most, arrays, pixels)
-        except DecodeError as error:
-            (ranges,) = self.locations.of(np.array([raw.sample_id], np.int64))
-            stored = self.reader.read_in_store(*ranges.image)
-            if stored is None or stored == raw.image:
-                raise
-            try:
-                return decode(stored, most, arrays, pixels)
-            except DecodeError:
-                raise error from None
+        return decode(raw.image, self.options.max_image_pixels, arrays, pixels)
 
     def _unfit(self, sample_id: int, error: ValueError) -> BadSample:
         detail = f"sample {self.index.keys([sample_id])[0]}: {error}"

@@ -75,6 +75,7 @@ def image_batches(
         describe=describe,
         note_slow=index.note_slow,
         batched=True,
+        spawn=bool(source.reader.urls),
     )
     batches = iter(loader)
     for of_shard in cuts:

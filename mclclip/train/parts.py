@@ -433,4 +433,5 @@ def loader_of(
         describe=describe,
         note_slow=job.index.note_slow,
         pin_memory=choose_memory(job.context.device) == "pinned",
+        spawn=bool(dataset.reader.urls),
     )

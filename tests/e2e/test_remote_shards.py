@@ -22,8 +22,6 @@ from tests.e2e.conftest import Shell
 from tests.matrix import kept
 from tests.shard_server import Handler, ShardServer, serving
 
-pytest.importorskip("aiohttp", reason="shards behind http need aiohttp (the extra 'remote')")
-
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ShardServer]:

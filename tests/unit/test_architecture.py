@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "mclclip"
 # Ground: what every room may import. It imports nothing of ours but other ground.
 GROUND = {"files", "options", "randomness", "pair_products", "search", "torchvision_fix"}
-GROUND |= {"shipped", "caption_rules", "remedies", "advice"}
+GROUND |= {"shipped", "caption_rules", "remedies", "advice", "stores"}
 # Room -> the rooms that it may import, beside ground and itself.
 ROOMS: dict[str, set[str]] = {
     "ranks": set(),

@@ -11,22 +11,23 @@ import subprocess
 import sys
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
+import obstore
 import pytest
 import torch
 from torch import Tensor
 
 from mclclip import checkpoint
 from mclclip.checkpoint import CheckpointConfig, Checkpoints, step_files
-from mclclip.checkpoint.mirror import Mirror
 from mclclip.run.artifacts import Artifact
 from mclclip.run.recorder import NotFinite
+from mclclip.stores import open_folder
 from tests import tiny
 from tests.matrix import kept
+from tests.shard_server import s3_bucket
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -162,11 +163,6 @@ def test_the_same_step_is_written_once_and_replaced_by_a_later_start(tmp_path: P
     target = Source(1)
     checkpoints.resume(target)
     assert_same(target, Source(5))
-
-
-def test_a_mirror_of_an_unknown_protocol_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="mirror='nowhere://x' cannot be used"):
-        Checkpoints(tmp_path, CheckpointConfig(mirror="nowhere://x"))
 
 
 # --- the model alone ---------------------------------------------------------------------------
@@ -554,16 +550,25 @@ def test_what_is_not_finite_is_not_saved(
 # --- the mirror --------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["file", "memory"])
-def mirror(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Url of an empty folder: one with a rename, one without."""
-    url = f"file://{tmp_path}/mirror" if request.param == "file" else f"memory://{tmp_path}"
-    return url
+@pytest.fixture(params=["folder", "s3"])
+def mirror(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """An empty folder, as on a mounted disk, or one of an object store."""
+    if request.param == "folder":
+        yield str(tmp_path / "mirror")
+    else:
+        with s3_bucket(monkeypatch) as bucket:
+            yield f"s3://{bucket.name}/runs/mine"
 
 
-def names_at(url: str) -> list[str]:
-    fs, root = fsspec.core.url_to_fs(url)
-    return sorted(path.rsplit("/", 1)[-1] for path in fs.ls(root, detail=False))
+def store_of(mirror: str) -> Any:
+    return open_folder(mirror, retries=0, timeout_s=60.0)
+
+
+def names_at(mirror: str) -> list[str]:
+    paths = [entry["path"] for entry in obstore.list(store_of(mirror)).collect()]
+    return sorted({path.partition("/")[0] for path in paths})
 
 
 def test_a_fresh_disk_gets_the_newest_of_the_mirror(
@@ -584,10 +589,9 @@ def test_a_damaged_copy_is_passed_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, mirror: str
 ) -> None:
     saved(tmp_path / "a", 2, 4, 6, 8, mirror=mirror)
-    fs, root = fsspec.core.url_to_fs(mirror)
-    fs.rm_file(f"{root}/step_00000008/state.json")  # a copy that was never finished
-    data = f"{root}/step_00000006/__0_0.distcp"
-    fs.pipe_file(data, fs.cat_file(data)[:-1])
+    store, data = store_of(mirror), "step_00000006/__0_0.distcp"
+    obstore.delete(store, "step_00000008/state.json")  # a copy that was never finished
+    obstore.put(store, data, obstore.get(store, data).bytes().to_bytes()[:-1])
     tiny.flip(tmp_path / "a" / "step_00000002" / "__0_0.distcp")
     for step in (4, 6, 8):
         shutil.rmtree(tmp_path / "a" / f"step_{step:08d}")
@@ -599,11 +603,8 @@ def test_a_damaged_copy_is_passed_over(
 
 
 def test_leftovers_of_a_killed_copy_go_with_the_next(tmp_path: Path, mirror: str) -> None:
-    fs, root = fsspec.core.url_to_fs(mirror)
-    for name in (".step_00000002.tmp", "step_00000003"):
-        fs.makedirs(f"{root}/{name}")
-        fs.pipe_file(f"{root}/{name}/.metadata", b"")
-    fs.pipe_file(f"{root}/notes.txt", b"not ours")
+    for name in ("step_00000003/.metadata", "notes.txt"):
+        obstore.put(store_of(mirror), name, b"")
     saved(tmp_path / "a", 4, mirror=mirror)
     assert names_at(mirror) == ["notes.txt", "step_00000004"]
 
@@ -612,39 +613,43 @@ def test_a_failing_mirror_is_a_counted_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "mirror").write_text("a file where a folder should be")
-    checkpoints = saved(tmp_path / "a", 2, 4, mirror=f"file://{tmp_path}/mirror")
+    checkpoints = saved(tmp_path / "a", 2, 4, mirror=str(tmp_path / "mirror"))
     assert checkpoints.steps() == [2, 4]
     assert checkpoints.mirror is not None and checkpoints.mirror.failures == 2
     assert [f"failure {n}" in line for n, line in enumerate(warnings_of(caplog), 1)] == [True] * 2
     (tmp_path / "mirror").unlink()  # the next round brings over what was missed
     checkpoints.save(6, Source(6))
     checkpoints.wait()
-    assert names_at(f"file://{tmp_path}/mirror") == [f"step_{n:08d}" for n in (2, 4, 6)]
+    assert names_at(str(tmp_path / "mirror")) == [f"step_{n:08d}" for n in (2, 4, 6)]
 
 
 def test_a_mirror_that_cannot_be_read_does_not_keep_a_run_from_starting(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def away(*_: object) -> None:
-        raise ConnectionError("no route to host")
-
-    monkeypatch.setattr(fsspec.core, "url_to_fs", away)
-    assert Checkpoints(tmp_path / "a", CheckpointConfig(mirror="memory://x")).resume(Source(1)) == 0
+    (tmp_path / "mirror").write_text("a file where a folder should be")
+    options = CheckpointConfig(mirror=str(tmp_path / "mirror"))
+    assert Checkpoints(tmp_path / "a", options).resume(Source(1)) == 0
     (line,) = warnings_of(caplog)
-    assert "cannot be read (ConnectionError: no route to host)" in line
+    assert "cannot be read" in line
+
+
+@pytest.mark.parametrize("url", ["http://host/run", "ftp://host/run", "hf://datasets/a/b/run"])
+def test_a_mirror_that_cannot_be_written_to_is_refused(tmp_path: Path, url: str) -> None:
+    with pytest.raises(ValueError, match="mirror"):
+        Checkpoints(tmp_path / "a", CheckpointConfig(mirror=url))
 
 
 def test_a_slow_mirror_holds_up_neither_training_nor_its_own_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mirror: str
 ) -> None:
-    begun, go_on, original = threading.Event(), threading.Event(), Mirror._copy
+    begun, go_on, original = threading.Event(), threading.Event(), obstore.put
 
-    def slow(*args: Any) -> None:
+    def slow(*args: Any, **options: Any) -> None:
         begun.set()
         assert go_on.wait(300)
-        original(*args)
+        original(*args, **options)
 
-    monkeypatch.setattr(Mirror, "_copy", slow)
+    monkeypatch.setattr(obstore, "put", slow)
     checkpoints = Checkpoints(tmp_path / "a", CheckpointConfig(keep=1, mirror=mirror))
     checkpoints.save(2, Source(2))
     assert begun.wait(300)

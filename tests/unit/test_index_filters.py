@@ -200,7 +200,6 @@ def test_uids_of_json_members_and_findings_of_what_is_left_out(tmp_path: Path) -
 
 
 def test_shards_behind_urls_have_their_parquets_there(tmp_path: Path, pool: Pool) -> None:
-    pytest.importorskip("aiohttp", reason="shards behind http need aiohttp (the extra 'remote')")
     options = {"subset": pool.subset(drawn(60, 0.6)), "where": WHERE}
     local = run(tmp_path / "local", pool.shards, **options)
     with serving(pool.folder) as server:

@@ -432,7 +432,6 @@ def test_thumbnails_of_samples_carry_their_captions(made: Path) -> None:
 
 
 def test_pictures_are_read_with_the_options_of_the_run_for_urls(tmp_path: Path) -> None:
-    pytest.importorskip("aiohttp", reason="shards behind http need aiohttp (the extra 'remote')")
     made_run.write_shards(tmp_path / "shards")
     with serving(tmp_path / "shards") as server:
         tree = config.to_tree(made_run.settings(tmp_path))

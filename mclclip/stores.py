@@ -1,0 +1,114 @@
+"""Opens stores of objects behind urls, which obstore reads and writes.
+
+Credentials come from the environment, under the names that obstore documents
+(``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ``GOOGLE_APPLICATION_CREDENTIALS``,
+``AZURE_STORAGE_ACCOUNT_NAME``, ...); for HTTP from ``~/.netrc``, and for ``hf://`` from
+``HF_TOKEN``. On a redirect to another host they are not sent.
+
+obstore's threads do not survive a fork: a forked child that used them would hang, and would take
+its parent down. So `open_store` refuses a process whose parent has used obstore before it forked,
+and a loader whose data set reads urls starts its workers anew (``spawn``).
+"""
+
+from __future__ import annotations
+
+import netrc
+import os
+import re
+from base64 import b64encode
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import obstore.store
+
+from mclclip.files import clean
+from mclclip.options import protocol_of
+
+_MOST_STORES = 512  # that stay open: one for each bucket or host, and for each signature
+HUB_URL = re.compile(r"hf://datasets/([^/@?]+/[^/@?]+)(?:@([^/?]+))?/([^?]+)")
+_opened_by: list[int] = []  # the process that has used obstore first
+
+
+def open_store(url: str, retries: int, timeout_s: float) -> tuple[Any, str]:
+    """obstore's store of a url, and the path of the object in it.
+
+    A store keeps its connections, so one serves all objects of a bucket, or of a host and a query.
+    Raises RuntimeError in a forked child whose parent has opened stores before.
+    """
+    _check_process()
+    header = ""
+    if hub := HUB_URL.match(url):
+        name, revision, file = hub.groups()
+        host = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+        url = f"{host}/datasets/{name}/resolve/{revision or 'main'}/{file}"
+        header = f"Bearer {os.environ['HF_TOKEN']}" if os.environ.get("HF_TOKEN") else ""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https"):
+        base, path = f"{parts.scheme}://{parts.netloc}", url.split("/", 3)[3:]
+        return _open(base, "", retries, timeout_s), "".join(path)
+    base = f"{parts.scheme}://{parts.netloc}/" + (f"?{parts.query}" if parts.query else "")
+    header = header or _login_of(parts.hostname or "")
+    return _open(base, header, retries, timeout_s), unquote(parts.path[1:])
+
+
+def open_folder(url: str, retries: int, timeout_s: float) -> Any:
+    """obstore's store of a folder, which is made where it is missing: a path, or a url of an object
+    store. Names of objects are relative to it. Raises as `open_store` does, and what obstore raises
+    where the folder cannot be made."""
+    _check_process()
+    if protocol_of(url) in (None, "file"):
+        folder = Path(url.removeprefix("file://")).expanduser().absolute()
+        return obstore.store.LocalStore(folder, mkdir=True, automatic_cleanup=True)
+    return _open(url, "", retries, timeout_s)
+
+
+def _check_process() -> None:
+    if not _opened_by:
+        _opened_by.append(os.getpid())
+    if _opened_by[0] != os.getpid():
+        raise RuntimeError("urls are read in a process that was forked from one that has read some")
+
+
+@lru_cache(_MOST_STORES)
+def _open(base: str, header: str, retries: int, timeout_s: float) -> Any:
+    client: dict[str, Any] = {
+        # An address with http is the user's; https is not left for http on a redirect.
+        "allow_http": not base.startswith("https:"),
+        "timeout": timedelta(seconds=timeout_s),
+        "connect_timeout": timedelta(seconds=timeout_s),
+    }
+    if header:
+        client["default_headers"] = {"authorization": header}
+    pauses = {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=10)}
+    longest = timedelta(seconds=(retries + 1) * (timeout_s + 10))
+    retry = {"max_retries": retries, "retry_timeout": longest, "backoff": {**pauses, "base": 2}}
+    from_url: Any = obstore.store.from_url
+    return from_url(base, client_options=client, retry_config=retry)
+
+
+def _login_of(host: str) -> str:
+    """The header for a host that ``~/.netrc`` (or ``$NETRC``) has a password of; else empty."""
+    try:
+        login = netrc.netrc(os.environ.get("NETRC")).authenticators(host)
+    except FileNotFoundError:
+        return ""
+    except netrc.NetrcParseError as error:
+        raise ValueError(f"~/.netrc cannot be read (line {error.lineno}): correct it") from None
+    if login is None:
+        return ""
+    return "Basic " + b64encode(f"{login[0]}:{login[2]}".encode()).decode()
+
+
+def reason_of(error: Exception) -> str:
+    """A few words on an error of obstore, without what a server or a url may have put into it."""
+    text = str(error)
+    if status := re.search(r"status code: (\d+[\w -]*)", text):
+        return f"HTTP status {status[1].strip()}"
+    if kind := re.search(r"HttpError \{\s*kind: (\w+)", text):
+        about_redirects = "redirect" in text.partition("\n")[0]
+        return "too many redirects" if about_redirects else f"HTTP error: {kind[1]}"
+    line = text.partition("\n")[0].partition(": Error performing")[0]
+    return clean(re.sub(r"\S*[?&#=]\S*", "...", line))[:200] or type(error).__name__
