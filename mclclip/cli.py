@@ -35,7 +35,7 @@ _COMMON = {
 # Verbs that answer without torch.
 _QUICK = {"recipes", "completion", "compare"}
 # Flags of export to another library's layout.
-_CONVERSION = ("to", "model", "out", "images", "texts", "precision", "push", "public")
+_CONVERSION = ("to", "model", "out", "images", "texts", "precision")
 # Flags of soup that say what soups are measured on.
 _JUDGED = ("held_out", "captions", "suite", "variables", "only", "device")
 

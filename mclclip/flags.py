@@ -426,10 +426,6 @@ def _add_conversion(export: argparse.ArgumentParser) -> None:
     add("--texts", type=_existing, metavar="FILE", help=texts)
     precision = "of onnx: numbers in which weights are stored (default: fp32)"
     add("--precision", choices=["fp32", "fp16"], help=precision)
-    push = "upload it to this repository of the Hugging Face hub, a private one if it is new"
-    add("--push", metavar="ORG/NAME", help=push)
-    public = "of --push: a repository that everybody may read"
-    add("--public", action="store_true", default=None, help=public)
 
 
 def _add_figures(verbs: Any) -> None:

@@ -62,7 +62,7 @@ MAX_BYTES = 4 << 20
 POINTS = 400
 """Rows at most of a training's records."""
 
-JOINED = ("concat_raw", "concat_stage_norm", "concat_weighted", "soup_uniform")
+JOINED = ("concat_raw", "concat_stage_norm", "soup_uniform")
 """The joined encoders that a run may have."""
 
 _LONGEST_LINE = 1 << 16

@@ -26,7 +26,6 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.eval import results
 from mclclip.eval import run as evaluation
 from mclclip.eval.protocols import BenchmarkConfig, evaluator
-from mclclip.export import held_out
 from mclclip.models.loading import (
     check_tokenizer,
     has_texts,
@@ -91,8 +90,6 @@ def prepare(
 
 def _steps(config: Config, context: Context, force: Force, only: str | None) -> None:
     _check_data(config, index.run(config, context, force=force))
-    if "weighted" in config.export.concat:
-        collectives.on_main(lambda: held_out.read(config))  # refused where a training reads them
     _stage(config, context, 0, "mcl", force)
     if only is None:
         _method(config, context, force)
@@ -138,7 +135,6 @@ def check(config: Config, context: Context, *, reads_benchmarks: bool = True) ->
             )
     if config.trunk_cache.enabled:
         embed.check_trunk_folder(config)
-    held_out.check(config)
     (evaluation.check if reads_benchmarks else evaluation.check_options)(config.eval.suite)
     _check_tokenizers(config)
 
@@ -193,9 +189,8 @@ def _check_tokenizers(config: Config) -> None:
     """Raises FileNotFoundError where texts are to be read by a tokenizer that cannot be had."""
     readers = [n for n, options in config.trainings.items() if options.objective.reads.captions]
     models = [config.model_of(name) for name in readers]
-    joins = config.needs_text_embeddings or "weighted" in config.export.concat
     measured = any(evaluator(b.kind).reads_text for b in config.eval.suite.values())
-    if measured or (config.has_stages and joins):
+    if measured or (config.has_stages and config.needs_text_embeddings):
         models.append(config.model)
     first = Layout.of(config).export(0)  # has a copy of the tokenizer's files
     names = [

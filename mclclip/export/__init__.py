@@ -22,10 +22,9 @@ from mclclip import checkpoint, files
 from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
-from mclclip.export import held_out
 from mclclip.models import soup, transformers_folder, weights
 from mclclip.models.clip import is_without_weights
-from mclclip.models.encoder import StageWeights, save_concat
+from mclclip.models.encoder import save_concat
 from mclclip.models.loading import load_towers
 from mclclip.models.lora import add_lora, merge_lora
 from mclclip.models.model import Model
@@ -58,15 +57,11 @@ def join(
 ) -> dict[str, Path]:
     """Joins the exports of stages 0 to N; returns the directories by name.
 
-    The names are `concat_raw`, `concat_stage_norm` and `concat_weighted`, as configured, and
-    `soup_uniform`. Raises ValueError where stage 0 is all there is, for joining takes at least two
-    encoders, and FileNotFoundError where a stage has no export yet; for `concat_weighted` also the
-    errors of `held_out.read`.
+    The names are `concat_raw` and `concat_stage_norm`, as configured, and `soup_uniform`. Raises
+    ValueError where stage 0 is all there is, for joining takes at least two encoders, and
+    FileNotFoundError where a stage has no export yet.
     """
-    joined = collectives.on_main(lambda: _join(config, variant, force))
-    if "weighted" in config.export.concat:
-        joined["concat_weighted"] = _weighted(config, context, variant, force)
-    return joined
+    return collectives.on_main(lambda: _join(config, variant, force))
 
 
 # --- one stage -------------------------------------------------------------------------------
@@ -207,18 +202,16 @@ def _filled(config: Config, layout: Layout, stage: int, state: dict[str, Tensor]
 
 
 def _join(config: Config, variant: str, force: Force) -> dict[str, Path]:
-    """Everything that is joined but the concat ``weighted``."""
     if not config.has_stages:
         raise ValueError(
             "num_stages=0 leaves stage 0 alone, and joining takes at least two encoders: export it "
             "with 'mclclip export --stage 0', or train stages with num_stages=1 or more"
         )
     layout = Layout.of(config, variant)
-    stages, inputs = _stages(config, layout)
+    stages = {f"stage_{number}": layout.export(number) for number in range(config.num_stages + 1)}
+    inputs = {n: artifacts.read_manifest(p, "export").digest for n, p in stages.items()}
     writers: dict[str, Callable[[Path], dict[str, Any]]] = {
-        f"concat_{kind}": partial(_concat, stages, kind)
-        for kind in config.export.concat
-        if kind != "weighted"
+        f"concat_{kind}": partial(_concat, stages, kind) for kind in config.export.concat
     }
     if config.export.soup:
         writers["soup_uniform"] = partial(_soup, config, layout, [*stages.values()], force)
@@ -230,48 +223,9 @@ def _join(config: Config, variant: str, force: Force) -> dict[str, Path]:
     return joined
 
 
-def _stages(config: Config, layout: Layout) -> tuple[dict[str, Path], dict[str, str]]:
-    """The finished exports of all stages and their digests, by name."""
-    stages = {f"stage_{number}": layout.export(number) for number in range(config.num_stages + 1)}
-    return stages, {n: artifacts.read_manifest(p, "export").digest for n, p in stages.items()}
-
-
-def _concat(
-    stages: dict[str, Path],
-    variant: Variant,
-    directory: Path,
-    learned: StageWeights | None = None,
-) -> dict[str, Any]:
-    record = save_concat([*stages.values()], variant, directory, [*stages], learned)
-    counts = {"num_trunk_blocks": record["num_trunk_blocks"], **record["num_parameters"]}
-    return counts | ({"learned": record["learned"]} if learned else {})
-
-
-def _weighted(config: Config, context: Context, variant: str, force: Force) -> Path:
-    """The concat whose stages are weighted by a fit on held-out pairs, which its manifest names.
-
-    The ranks share the work on features; the first one writes.
-    """
-    layout = Layout.of(config, variant)
-    path = layout.joined("concat_weighted")
-    fields = {"name": "concat_weighted", "captions": config.export.weights.captions}
-
-    def prepare() -> tuple[dict[str, Path], dict[str, str], held_out.HeldOutPairs, bool]:
-        stages, inputs = _stages(config, layout)
-        pairs = held_out.read(config)
-        inputs["held_out"] = pairs.digest
-        there = Artifact.open(
-            path, kind="concat", config=fields, inputs=inputs, force=force, write=False
-        )
-        return stages, inputs, pairs, there.finished
-
-    stages, inputs, pairs, finished = collectives.on_main(prepare)
-    learned = None if finished else held_out.fit(config, context, stages, pairs)
-
-    def write(directory: Path) -> dict[str, Any]:
-        return {"held_out": pairs.record} | _concat(stages, "weighted", directory, learned)
-
-    return collectives.on_main(lambda: written(path, "concat", fields, inputs, force, write))
+def _concat(stages: dict[str, Path], variant: Variant, directory: Path) -> dict[str, Any]:
+    record = save_concat([*stages.values()], variant, directory, [*stages])
+    return {"num_trunk_blocks": record["num_trunk_blocks"], **record["num_parameters"]}
 
 
 def _soup(

@@ -13,12 +13,11 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from mclclip import files
-from mclclip.export import certificate, hub, targets
+from mclclip.export import card, certificate, targets
 from mclclip.export.certificate import Certificate, Probes
 from mclclip.export.targets import Precision, Source
 from mclclip.models import weights
@@ -38,28 +37,22 @@ def run(
     texts: Path | None = None,
     precision: Precision | None = None,
     num_images: int = 64,
-    push: str | None = None,
-    public: bool | None = None,
-    api: Any = None,
     force: Force = False,
 ) -> Path:
     """Writes the encoder in ``model`` (an export: a stage, a soup, a concat; for `clip_retrieval` a
     stage's embeddings in its run directory) as a folder that library ``to`` reads; returns it.
 
     ``images``, ``texts``: a folder of pictures and a file with a text per line, on which the two
-    are compared (default: drawn ones); the differences are in ``certificate.json``. ``push``: a
-    repository ORG/NAME that gets the finished export, by the hub's client ``api``; everybody may
-    read it if ``public``. Raises FileNotFoundError where there is no such model, ValueError where
-    the other library cannot hold it, ``out`` holds other files, a package is missing or features
-    differ, and before all work the errors of ``open_repository``; nothing is left then.
+    are compared (default: drawn ones); the differences are in ``certificate.json``. Raises
+    FileNotFoundError where there is no such model, and ValueError where the other library cannot
+    hold it, ``out`` holds other files, a package is missing or features differ; nothing is left
+    then.
     """
     target, source = _opened(to, model, precision)
     out = out if out.name not in ("", "..") else out.resolve()  # a name is needed beside it
     if out.resolve() == source.directory.resolve():
         raise ValueError(f"--out {out} is the model itself: give a new folder")
     artifacts.refuse_foreign(out, "--out")
-    if public and push is None:
-        raise ValueError("--public is of --push ORG/NAME: give that too, or leave it out")
     probes = certificate.read_probes(images, texts, num_images)
     pixels = {n: files.digest_array(np.asarray(image)) for n, image in probes.images.items()}
     fields = {
@@ -72,20 +65,16 @@ def run(
     if read_beside := getattr(target, "inputs", None):
         inputs |= read_beside(source)
     open_ = partial(Artifact.open, out, kind="converted", config=fields, inputs=inputs, force=force)
-    finished = not force and open_(write=False).finished
-    upload = None if push is None else hub.open_repository(to, push, bool(public), api)
-    if finished:
+    if not force and open_(write=False).finished:
         log.info("%s is finished: skipped", out)
-    else:
-        proofs, artifact = _write(to, source, out, probes, open_)
-        paths = [p for p in sorted(out.rglob("*")) if p.is_file() and p.name != artifacts.INTENT]
-        records = files.records_of(out, *(str(path.relative_to(out)) for path in paths))
-        counts = {"images": len(probes.images), "texts": len(probes.texts)}
-        artifact.finish(counts | {"runtimes": len(proofs)}, records=records)
-        for number, proof in enumerate(proofs):
-            _report(out, proof, first=number == 0)
-    if upload is not None:
-        upload(out)
+        return out
+    proofs, artifact = _write(to, source, out, probes, open_)
+    paths = [p for p in sorted(out.rglob("*")) if p.is_file() and p.name != artifacts.INTENT]
+    records = files.records_of(out, *(str(path.relative_to(out)) for path in paths))
+    counts = {"images": len(probes.images), "texts": len(probes.texts)}
+    artifact.finish(counts | {"runtimes": len(proofs)}, records=records)
+    for number, proof in enumerate(proofs):
+        _report(out, proof, first=number == 0)
     return out
 
 
@@ -133,7 +122,7 @@ def _write(
                 )
         record = {"runtimes": [asdict(proof) for proof in proofs]}
         files.write_json(begun / "certificate.json", record)
-        files.write_bytes(begun / hub.CARD, hub.card(to, source, proofs).encode())
+        card.write_card(begun, to, source, proofs)
         artifact = open_()
         for path in sorted(begun.iterdir()):
             if (out / path.name).is_dir():

@@ -1,5 +1,5 @@
 """A joined encoder in the layout of Hugging Face transformers: `config.json` and tensors of the
-`StagesModel` of `models/transformers_stages.py`. Layouts of a single model are in
+`StagesModel` of `export/transformers_stages.py`. Layouts of a single model are in
 `models/transformers_layout.py`.
 """
 
@@ -27,7 +27,7 @@ from mclclip.models.transformers_layout import (
 from mclclip.options import with_prefix
 
 STAGES = "transformers_stages"
-"""Module of a joined encoder: `mclclip.models.transformers_stages`, and a copy beside weights."""
+"""Module of a joined encoder: `mclclip.export.transformers_stages`, and a copy beside weights."""
 
 _STAGES = ("ln_1", "ln_2", "in_proj", "out_proj", "c_fc", "c_proj")
 _STAGE_TEXT: Table = {
@@ -71,11 +71,9 @@ def stages(encoder: Encoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
             "width": vision["hidden_size"],
             "num_trunk_blocks": encoder.num_trunk_blocks,
             "variant": encoder.variant,
-            "stage_weights": [*encoder.stage_weights] or None,
         },
         "text_config": text | {"model_type": "mclclip_stages_text", "num_towers": num_towers},
     }
-    # The logit scale is that of the first stage, or the one learned with the stages' weights.
     tensors = {"logit_scale": torch.tensor(encoder.logit_scale).log()}
     for number, model in enumerate(models):
         own = state(model)

@@ -5,8 +5,7 @@ run once. On disk:
 
     concat_raw/  open_clip_config.json    the base model's
                  concat_model.safetensors `shared.NAME` (equal in all stages) and `stage_S.NAME`
-                 concat.json              variant, stages, num_trunk_blocks, digests of the sources;
-                                          of the variant weighted the weights of its stages
+                 concat.json              variant, stages, num_trunk_blocks, digests of the sources
 
 Plain open_clip refuses such a directory, because its weights are not those of one model.
 """
@@ -14,14 +13,12 @@ Plain open_clip refuses such a directory, because its weights are not those of o
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from mclclip import files
@@ -30,38 +27,13 @@ from mclclip.models.inputs import Picture, pictures_of, texts_of, transformed
 from mclclip.models.loading import common_config, load_towers, refuse_without_weights
 from mclclip.models.model import Model, unit
 from mclclip.models.options import Variant
-from mclclip.options import brief, first_problem, with_prefix
+from mclclip.options import brief, with_prefix
 from mclclip.shipped import RECIPES
 
 RANDOM = "random"
 """Stands for random weights in the place of open_clip's tag."""
-_SCHEMAS = (1, 2)  # 2: has weights of its stages, which a reader of 1 would overlook
+_SCHEMA = 1
 _MOST_STAGES = 64
-
-
-@dataclass(frozen=True)
-class StageWeights:
-    """Weights of the stages, which sum to 1, and the logit scale fitted with them.
-
-    ``loss`` is the loss of the fit in nats, ``equal_loss`` the smallest one of equal weights, with
-    a logit scale of its own; chance is near log(1024).
-    """
-
-    weights: tuple[float, ...]
-    logit_scale: float
-    loss: float
-    equal_loss: float
-    pairs: int
-
-
-def check_weights(given: Sequence[float], stages: int) -> None:
-    """Raises ValueError unless these are weights of so many stages: none negative, their sum 1."""
-    if len(given) != stages or not all(map(math.isfinite, given)):
-        raise ValueError(f"weights of stages are {brief(given)}: wanted {stages} numbers")
-    if min(given) < 0 or abs(sum(given) - 1) > 1e-6:
-        raise ValueError(
-            f"weights of stages are {brief(given)}: wanted none below 0, and weights that sum to 1"
-        )
 
 
 class Encoder(nn.Module):
@@ -76,12 +48,11 @@ class Encoder(nn.Module):
     Without a text tower, texts raise ValueError. The models are frozen and put into eval mode.
 
     With a `variant` the stages are joined. With c_s the cosine and z_s the raw image feature of
-    stage s, the similarity of `raw` is sum_s |z_s| c_s / (sqrt(S) sqrt(sum_s |z_s|^2)), that of
-    `stage_norm` is the mean of the c_s, and that of `weighted` is sum_s w_s c_s with the `learned`
-    weights w, which sum to 1. This holds with a shared text tower and with text towers of the
-    stages' own. Images run through the first `num_trunk_blocks` blocks once, in the first stage's
-    model, which must equal the others there; with 0 blocks every stage runs completely. The logit
-    scale is the first stage's, or the one that was learned with the weights.
+    stage s, the similarity of `raw` is sum_s |z_s| c_s / (sqrt(S) sqrt(sum_s |z_s|^2)), and
+    that of `stage_norm` is the mean of the c_s. This holds with a shared text tower and with text
+    towers of the stages' own. Images run through the first `num_trunk_blocks` blocks once, in the
+    first stage's model, which must equal the others there; with 0 blocks every stage runs
+    completely. The logit scale is the first stage's.
     """
 
     stages: Any
@@ -93,18 +64,16 @@ class Encoder(nn.Module):
         *,
         num_trunk_blocks: int = 0,
         shared_text: bool = True,
-        learned: StageWeights | None = None,
     ) -> None:
         super().__init__()
         if variant is not None:
-            _check_variant(variant, learned, len(stages))
+            _check_variant(variant)
         self.stages = nn.ModuleList(stages).requires_grad_(False)
         self.variant = variant
         self.num_trunk_blocks = num_trunk_blocks
         self.shared_text = shared_text
         self.embed_dim = sum(stage.embed_dim for stage in stages)
-        self.stage_weights = learned.weights if learned else ()
-        self.logit_scale = learned.logit_scale if learned else stages[0].logit_scale().item()
+        self.logit_scale = stages[0].logit_scale().item()
         self.tokenizer = stages[0].tokenizer
         self.preprocess_val = stages[0].preprocess_val
         self.eval()
@@ -168,7 +137,7 @@ class Encoder(nn.Module):
         features = self.stage_features(images)
         if self.variant is None:
             return unit(features[0])
-        return join_image_features(features, self.variant, self.stage_weights)
+        return join_image_features(features, self.variant)
 
     @overload
     def encode_text(self, tokens: Tensor) -> Tensor: ...
@@ -193,7 +162,7 @@ class Encoder(nn.Module):
         features = self.stage_text_features(tokens)
         if self.variant is None:
             return unit(features[0])
-        return join_text_features(features, self.stage_weights)
+        return join_text_features(features)
 
     def _joined(self, parts: Sequence[Tensor]) -> NDArray[np.float32]:
         if not parts:
@@ -215,8 +184,8 @@ class Encoder(nn.Module):
         """[B, context] int64 -> queries [B, S*D] of an index [z_s] / sqrt(S) (`--to clip_retrieval`
         writes one), whose inner products weigh the stages; see `join_query_features`.
 
-        Without `stage_weights` they are the encoder's own: the learned ones, or equal ones. Raises
-        ValueError for `raw`, whose weights are lengths of images, and for weights that are wrong.
+        Without `stage_weights` the weights are equal. Raises ValueError for weights that are wrong,
+        and without any for `raw`, which weighs stages by lengths of images.
         """
         return join_query_features(self.stage_text_features(tokens), self._query(stage_weights))
 
@@ -230,9 +199,9 @@ class Encoder(nn.Module):
         if self.variant == "raw":
             raise ValueError(
                 "the variant raw weighs stages by the lengths of image features, which no query "
-                "knows: give stage_weights, or take stage_norm or weighted"
+                "knows: give stage_weights, or take stage_norm"
             )
-        return self.stage_weights or [1 / len(self.stages)] * len(self.stages)
+        return [1 / len(self.stages)] * len(self.stages)
 
 
 def _parts(items: Sequence[Any], size: int) -> list[list[Any]]:
@@ -242,16 +211,12 @@ def _parts(items: Sequence[Any], size: int) -> list[list[Any]]:
 # --- joining ---------------------------------------------------------------------------------
 
 
-def join_image_features(
-    features: Sequence[Tensor], variant: Variant, stage_weights: Sequence[float] = ()
-) -> Tensor:
+def join_image_features(features: Sequence[Tensor], variant: Variant) -> Tensor:
     """S raw features [B, D] -> unit [B, S*D].
 
     `raw` keeps the lengths of the stages' features, so a stage with longer features weighs more.
     `stage_norm` scales every stage's features to unit length first, so the similarity is the mean
-    of the cosines. `weighted` scales the unit features of stage s by the root of its weight, here
-    and in `join_text_features`, so the similarity is sum_s w_s c_s; equal weights give that of
-    `stage_norm`.
+    of the cosines.
 
     MCL's released evaluation concatenates raw image features, and repeats the text feature of the
     frozen text tower that all stages share. `raw` gives exactly its similarities where the stages
@@ -261,58 +226,44 @@ def join_image_features(
     parts = [feature.float() for feature in features]
     if variant != "raw":
         parts = [unit(part) for part in parts]
-    return unit(torch.cat(_scaled(parts, stage_weights), dim=-1))
+    return unit(torch.cat(parts, dim=-1))
 
 
-def join_text_features(features: Sequence[Tensor], stage_weights: Sequence[float] = ()) -> Tensor:
+def join_text_features(features: Sequence[Tensor]) -> Tensor:
     """S text features [B, D] (the same one S times for a shared text tower) -> unit [B, S*D].
 
     Every stage's text feature is scaled to unit length first, with `raw` images too. So only the
     lengths of image features weigh the stages; with raw text features the weight of stage s would
     be |z_s| |t_s|. With a shared text tower this makes no difference, since all stages have the
-    same text feature. `stage_weights` are those of the variant `weighted`.
+    same text feature.
     """
-    return unit(torch.cat(_scaled([unit(f) for f in features], stage_weights), dim=-1))
+    return unit(torch.cat([unit(f) for f in features], dim=-1))
 
 
 def join_query_features(features: Sequence[Tensor], stage_weights: Sequence[float]) -> Tensor:
     """S features [B, D] of texts, or of images -> [B, S*D]: queries [w_s f_s] sqrt(S).
 
     They are for an index whose rows are [z_s] / sqrt(S), which is what `join_image_features` makes
-    for `stage_norm`. The inner product of a query and a row is sum_s w_s c_s, the similarity of the
-    variant `weighted` with these weights: one index serves all weights. A query has the length
+    for `stage_norm`. The inner product of a query and a row is sum_s w_s c_s, the cosines of the
+    stages with these weights: one index serves all weights. A query has the length
     sqrt(S sum_s w_s^2), which is 1 for equal weights only, so a search by cosine finds the same
     rows in the same order, and similarities that are divided by this number. Raises ValueError
     for weights that are negative or do not sum to 1.
     """
-    check_weights(stage_weights, len(features))
+    if len(stage_weights) != len(features) or not all(map(math.isfinite, stage_weights)):
+        raise ValueError(f"stage_weights is {brief(stage_weights)}: wanted {len(features)} numbers")
+    if min(stage_weights) < 0 or abs(sum(stage_weights) - 1) > 1e-6:
+        raise ValueError(
+            f"stage_weights is {brief(stage_weights)}: wanted none below 0, and a sum of 1"
+        )
     parts = [w * unit(f) for w, f in zip(stage_weights, features, strict=True)]
     return math.sqrt(len(features)) * torch.cat(parts, dim=-1)
 
 
-def _scaled(parts: Sequence[Tensor], stage_weights: Sequence[float]) -> list[Tensor]:
-    if not stage_weights:
-        return [*parts]
-    return [math.sqrt(weight) * part for weight, part in zip(stage_weights, parts, strict=True)]
-
-
-def _check_variant(variant: object, learned: StageWeights | None, stages: int) -> None:
-    """Raises ValueError unless it is a variant, and `weighted` alone has weights of its stages."""
+def _check_variant(variant: object) -> None:
+    """Raises ValueError unless it is a variant."""
     if variant not in get_args(Variant):
         raise ValueError(f"variant is {brief(variant)}: give one of {', '.join(get_args(Variant))}")
-    if (variant == "weighted") != (learned is not None):
-        raise ValueError(
-            f"the variant {variant} has {'no ' if learned is None else ''}weights of its stages: "
-            "these belong to weighted, which is fitted on held-out pairs"
-        )
-    if learned is None:
-        return
-    check_weights(learned.weights, stages)
-    if not 0 <= learned.logit_scale < math.inf:
-        raise ValueError(
-            f"the logit scale of weights of stages is {brief(learned.logit_scale)}: wanted a "
-            "number from 0 on"
-        )
 
 
 # --- on disk ---------------------------------------------------------------------------------
@@ -323,16 +274,14 @@ def save_concat(
     variant: Variant,
     directory: Path,
     names: Sequence[str] | None = None,
-    learned: StageWeights | None = None,
 ) -> dict[str, Any]:
     """Joins exported stages (open_clip directories, base first) and returns what concat.json holds.
 
     Tensors that are bit for bit equal in all stages are stored once; the longest run of such blocks
     from the input on is the trunk. `names` are the stages' names in concat.json (default: those of
-    the directories). `learned` has the weights of the stages for the variant `weighted`.
-    Raises ValueError where the stages are not of one architecture.
+    the directories). Raises ValueError where the stages are not of one architecture.
     """
-    _check_variant(variant, learned, len(stages))
+    _check_variant(variant)
     if not stages:
         raise ValueError("there is no stage to join: give at least one exported model")
     config = common_config(stages)
@@ -353,7 +302,7 @@ def save_concat(
     for number, own in enumerate(tensors):
         joined |= {f"stage_{number}.{n}": own[n] for n in own if n not in shared}
     record = {
-        "schema_version": _SCHEMAS[-1] if learned else _SCHEMAS[0],
+        "schema_version": _SCHEMA,
         "variant": variant,
         "num_trunk_blocks": layout.count_without(differing),
         "num_blocks": len(layout.blocks),
@@ -368,8 +317,6 @@ def save_concat(
             "concat": sum(tensor.numel() for tensor in joined.values()),
         },
     }
-    if learned:
-        record["learned"] = asdict(learned) | {"weights": [*learned.weights]}
     weights.copy_tokenizer(stages[0], directory)
     weights.write_tensors(Path(directory) / weights.CONCAT_WEIGHTS, joined)
     weights.write_config(directory, config)
@@ -387,10 +334,10 @@ def load_concat(directory: Path) -> Encoder:
     record = files.read_model_json(path)
     if not isinstance(record, dict):
         raise ValueError(f"{directory} has a {weights.CONCAT} without fields: export it again")
-    if record.get("schema_version") not in _SCHEMAS:
+    if record.get("schema_version") != _SCHEMA:
         raise ValueError(
             f"{directory} has concat schema {record.get('schema_version')}, this mclclip reads "
-            f"up to {_SCHEMAS[-1]}: export it again"
+            f"{_SCHEMA}: export it again"
         )
     tensors = weights.read_tensors(Path(directory) / weights.CONCAT_WEIGHTS)
     listed = record.get("stages")
@@ -401,24 +348,13 @@ def load_concat(directory: Path) -> Encoder:
             f"{path} names {number:,} stages (at most {_MOST_STAGES} are read), its weights hold "
             f"{sorted(held)[:5]}: export it again"
         )
-    if record.get("variant") not in get_args(Variant):
-        _check_variant(record.get("variant"), None, number)
-    given = record.get("learned")
-    try:
-        learned = None if given is None else TypeAdapter(StageWeights).validate_python(given)
-        _check_variant(record.get("variant"), learned, number)
-    except ValueError as error:  # pydantic's is one too
-        name, problem = first_problem(error) if isinstance(error, ValidationError) else ("", error)
-        raise ValueError(
-            f"'learned' in {path} is damaged: {name} {problem}; export it again"
-        ) from None
+    _check_variant(record.get("variant"))
     stages = _filled_stages(directory, tensors, number, record)
     return Encoder(
         stages,
         record["variant"],
         num_trunk_blocks=record["num_trunk_blocks"],
         shared_text=record["shared_text"],
-        learned=learned,
     )
 
 

@@ -21,7 +21,7 @@ from pydantic.types import NonNegativeInt, PositiveFloat, PositiveInt
 from mclclip import files
 from mclclip.options import STRICT, BelowOne
 
-Variant = Literal["raw", "stage_norm", "weighted"]
+Variant = Literal["raw", "stage_norm"]
 """How a concat joins the features of its stages (see ``encoder.join_image_features``)."""
 
 Targets = Literal["attention", "mlp", "all"]
@@ -109,39 +109,16 @@ class LoraConfig:
 
 
 @checked_dataclass(frozen=True, config=STRICT)
-class StageWeightsConfig:
-    """Held-out pairs that the weights of the concat ``weighted`` are fitted on."""
-
-    held_out: str | None = None
-    """Folder of shards with captions, which neither a training nor a benchmark of the run reads;
-    those of its own sources and suite are refused, copies of them are not noticed."""
-    captions: str = "txt"
-    """``txt``, ``lines`` or ``json:FIELD``; the first caption of a sample counts."""
-    max_samples: PositiveInt = 4096
-    """Most samples that are read, spread evenly over the shards."""
-
-
-@checked_dataclass(frozen=True, config=STRICT)
 class ExportConfig:
     """Encoders that ``export`` makes of all stages at the end."""
 
     concat: list[Variant] = field(default_factory=lambda: ["raw", "stage_norm"])
-    """Variants of the concatenated encoder: features as they are, each stage's at unit length, or
-    ``weighted`` by weights that are fitted on held-out pairs."""
-    weights: StageWeightsConfig = StageWeightsConfig()
-    """The pairs that ``weighted`` is fitted on."""
+    """Variants of the concatenated encoder: features as they are, or each stage's at unit
+    length."""
     soup: bool = True
     """Write the uniform soup of all stages."""
     ema: bool = True
     """Export the moving average of the weights where the training kept one."""
-
-    def __post_init__(self) -> None:
-        if "weighted" in self.concat and self.weights.held_out is None:
-            raise ValueError(
-                "concat has weighted, whose weights are fitted on held-out pairs: set "
-                "export.weights.held_out=FOLDER, with shards that neither a training nor a "
-                "benchmark reads"
-            )
 
 
 # --- the architecture that a configuration describes ---------------------------------------------

@@ -42,7 +42,6 @@ _CONTROLS = {
 _JOINED = {
     "concat_raw": "concat_raw joins the features of all stages.",
     "concat_stage_norm": "concat_stage_norm joins them with each stage's at unit length.",
-    "concat_weighted": "concat_weighted joins them by weights fitted on held-out pairs.",
     "soup_uniform": "soup_uniform averages the weights of all stages.",
 }
 

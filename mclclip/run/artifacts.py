@@ -21,7 +21,7 @@ change later and say for themselves what they depend on::
                 train/          grouped_index/  checkpoints/  metrics.jsonl
                 export/  embeddings/  clusters/
       ...
-      exports/  concat_raw/  concat_stage_norm/  concat_weighted/  soup_uniform/
+      exports/  concat_raw/  concat_stage_norm/  soup_uniform/
       blindspots/stage_0-stage_2/  pairs.jsonl  near_duplicates.jsonl  weights.npy  gallery.png
                                    benchmark/
       filters/filter/           weights.npy  reasons.npy  scores.npy  left_out.jsonl

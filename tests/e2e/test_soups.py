@@ -1,4 +1,4 @@
-"""Soups and learned stage weights by the command line, and what they refuse."""
+"""Soups by the command line, and what they refuse."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import pytest
 from mclclip import config, index
 from mclclip.eval import results
 from mclclip.models import weights
-from mclclip.models.encoder import Encoder, load_model
+from mclclip.models.encoder import load_model
 from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import SINGLE
 from tests import tiny
 from tests.e2e.conftest import Shell
-from tests.matrix import in_soak
 from tests.unit.models.stages import save_stages
 
 
@@ -54,23 +53,6 @@ def test_soups_are_made_measured_and_evaluated(shell: Shell, folder: Path, tmp_p
     alone = {model: [v for (m, _), v in own.items() if m == model] for model, _ in own}
     assert best >= max(sum(alone[f"stage_{n}"]) / 2 for n in range(3))
     assert load_model(greedy).embed_dim == load_model(wise).embed_dim == 8
-
-
-@in_soak
-def test_learned_weights_go_through_the_run(shell: Shell, folder: Path, tmp_path: Path) -> None:
-    """export joins, eval finds the encoder by its name, and the same command has nothing to do."""
-    data, run_dir = tiny.make_data(tmp_path / "data", num_samples=96), tmp_path / "run"
-    options = ("export.concat=[stage_norm,weighted]", "export.soup=false", "num_stages=1",
-               f"export.weights.held_out={folder / 'held_out' / 'shards'}")  # fmt: skip
-    config = tiny.write_config(tmp_path / "config.yaml", run_dir, data, *options)
-    shell.ok("run", "--config", config)
-    encoder = load_model(run_dir / "exports" / "concat_weighted")
-    assert isinstance(encoder, Encoder) and sum(encoder.stage_weights) == pytest.approx(1)
-    measured = {row.model for row in results.read(run_dir / "results.jsonl")}
-    assert measured == {"stage_0", "stage_1", "concat_stage_norm", "concat_weighted"}
-    before = tiny.digests(run_dir / "exports", "**/*")
-    shell.ok("export", "--config", config)
-    assert tiny.digests(run_dir / "exports", "**/*") == before
 
 
 def test_a_soup_is_not_chosen_on_training_images(

@@ -106,8 +106,8 @@ def test_wrong_advice_would_be_found(key: str, value: str, why: str) -> None:
 VERBS = flags.verbs_of(flags.build_parser())
 OFFERED = re.compile(r"'mclclip ([a-z][a-z-]*)((?: [^'\n]*)?)'")
 ANY_COMMAND = re.compile(rf"mclclip (?:{'|'.join(VERBS)})\b")
-# The command line's help; a card and a commit's message, which nobody is to type.
-NO_MESSAGES = {"flags.py", "hub.py"}
+# The command line's help, and a card, which nobody is to type.
+NO_MESSAGES = {"flags.py", "card.py"}
 ALONE = {"pack", "make-pairs"}  # named as what does a thing, not as a command to type
 
 

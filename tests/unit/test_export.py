@@ -1,7 +1,5 @@
 """The export verb: checkpoints and given encoders to open_clip directories, once."""
 
-import shutil
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,18 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from mclclip import config, export, files, index, make_dataset
+from mclclip import config, export, files
 from mclclip.checkpoint import CheckpointConfig, Checkpoints, load_model_state
 from mclclip.config import Config
 from mclclip.engines.engine import Engine
-from mclclip.eval.protocols import BenchmarkConfig
-from mclclip.export import held_out
 from mclclip.models import weights
 from mclclip.models.encoder import Encoder, load_model
 from mclclip.models.loading import load_towers
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
-from mclclip.models.options import StageWeightsConfig
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact, Layout
@@ -148,87 +143,6 @@ def test_join_writes_what_is_configured(options: Config) -> None:
     assert load_model(joined["soup_uniform"]).embed_dim == 32
     fewer = make_config(Path(options.run_dir), export={"concat": ["raw"], "soup": False})
     assert list(export.join(fewer, SINGLE)) == ["concat_raw"]
-
-
-def held_out_pairs(folder: Path, seed: int = 5) -> Path:
-    make_dataset.run("patterns", folder, seed=seed, num_samples=40, num_pairs=1)
-    return folder / "shards"
-
-
-@pytest.fixture
-def indexed(options: Config, tmp_path: Path) -> Config:
-    """The run with an index of training shards, and held-out pairs for the weights of stages."""
-    trained_on, pairs = held_out_pairs(tmp_path / "a", 4), held_out_pairs(tmp_path / "b")
-    weighted = make_config(
-        Path(options.run_dir),
-        data={"sources": {"own": {"shards": f"{trained_on}/*.tar"}}, "index_workers": 1},
-        export={
-            "concat": ["stage_norm", "weighted"],
-            "soup": False,
-            "weights": {"held_out": str(pairs), "max_samples": 30},
-        },
-    )
-    index.run(weighted, SINGLE)
-    return weighted
-
-
-def test_weights_of_stages_are_fitted_on_held_out_pairs(indexed: Config, tmp_path: Path) -> None:
-    joined = export.join(indexed, SINGLE)
-    assert list(joined) == ["concat_stage_norm", "concat_weighted"]
-    encoder = load_model(joined["concat_weighted"])
-    assert isinstance(encoder, Encoder) and encoder.variant == "weighted"
-    manifest = artifacts.read_manifest(joined["concat_weighted"], "concat")
-    named, learned = manifest.counts["held_out"], manifest.counts["learned"]
-    assert (named["samples"], list(named["shards"])) == (30, ["00000.tar"])
-    assert (named["first"], named["last"]) == ("00000.tar/000000000", "00000.tar/000000038")
-    assert tuple(learned["weights"]) == encoder.stage_weights
-    assert sum(learned["weights"]) == pytest.approx(1)
-    assert learned["loss"] <= learned["equal_loss"] and learned["pairs"] == 30
-    # The same tensors, joined in another way, are another encoder.
-    assert manifest.digest != artifacts.read_manifest(joined["concat_stage_norm"], "concat").digest
-    before = written(joined["concat_weighted"])
-    export.join(indexed, SINGLE)
-    assert written(joined["concat_weighted"]) == before
-    other = StageWeightsConfig(held_out=str(held_out_pairs(tmp_path / "c", 6)))
-    again = replace(indexed, export=replace(indexed.export, weights=other))
-    with pytest.raises(ValueError, match=r"\(held_out\).*--force"):
-        export.join(again, SINGLE)
-    base = replace(indexed.model, name=str(joined["concat_weighted"]), pretrained=None)
-    trained = replace(indexed, run_dir=str(tmp_path / "trained"), model=base)
-    with pytest.raises(ValueError, match="concat_weighted is a joined encoder, which can be eval"):
-        export.stage(trained, SINGLE, stage=0)
-
-
-def test_pairs_that_are_not_held_out_are_refused(indexed: Config, tmp_path: Path) -> None:
-    cases = {
-        "a/shards": "the run is trained on 40 of its 40 images",
-        "copied": "the run is trained on 40 of its 40 images",
-        "a": "there is no shard in",
-        "b/shards": "the benchmark 'pairs' reads",
-    }
-    shutil.copytree(tmp_path / "a" / "shards", tmp_path / "copied")
-    tested = {"pairs": BenchmarkConfig("mmvp", str(tmp_path / "b"))}
-    for where, message in cases.items():
-        weights_of = StageWeightsConfig(held_out=str(tmp_path / where))
-        wrong = replace(
-            indexed,
-            export=replace(indexed.export, concat=["weighted"], weights=weights_of),
-            eval=replace(indexed.eval, suite=tested),
-        )
-        with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
-            export.join(wrong, SINGLE)
-        assert "\n" not in str(error.value)
-        assert not Layout.of(wrong).joined("concat_weighted").exists()
-
-
-def test_weights_are_fitted_on_captions_of_held_out_pairs(tmp_path: Path) -> None:
-    weighted: dict[str, Any] = {"concat": ["weighted"]}
-    with pytest.raises(ValueError, match=r"set export\.weights\.held_out=FOLDER"):
-        make_config(tmp_path, export=weighted)
-    weighted["weights"] = {"held_out": str(held_out_pairs(tmp_path / "b"))}
-    images_alone = make_config(tmp_path, model={"name": str(TINY), "text": False}, export=weighted)
-    with pytest.raises(ValueError, match="the model has no text tower: take raw or stage_norm"):
-        held_out.check(images_alone)
 
 
 def test_join_takes_at_least_two_encoders_and_waits_for_all(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ class ExportTarget(Protocol):
     CARD: Mapping[str, str]
     """Front matter of its model cards. `pipeline_tag` is for models that read texts."""
     IS_MODEL: bool
-    """Whether it is made of an exported model, and is a model, as hubs hold it; or else data."""
+    """Whether it is made of an exported model, or else of a run's embeddings."""
 
     def write(self, source: Source, out: Path) -> None:
         """Writes all files into the empty folder `out`.

@@ -103,7 +103,7 @@ def _of_stages(source: Source, run: Path) -> list[Path]:
     if source.encoder.variant == "raw":
         raise ValueError(
             f"{source.directory} joins features of any length (raw), and embeddings have unit "
-            "length: give concat_stage_norm or concat_weighted, which export.concat makes"
+            "length: give concat_stage_norm"
         )
     found = []
     for stage in files.read_model_json(source.directory / weights.CONCAT)["stages"]:

@@ -1,7 +1,7 @@
 """An encoder as a folder that Hugging Face transformers loads.
 
 open_clip's plain ViT becomes a `CLIPModel`, open_clip's SigLIP a `SiglipModel`, both without code
-of ours. A joined encoder becomes a `StagesModel` (`models/transformers_stages.py`, which is copied
+of ours. A joined encoder becomes a `StagesModel` (`export/transformers_stages.py`, which is copied
 beside its weights). Every folder names transformers' own image processor, with which pipelines and
 auto classes load it without a question, and holds one of open_clip's pixels in a folder below it.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,7 @@ def write_model(
     """Writes configuration, weights and image processors (`kind` is ``CLIP`` or ``Siglip``); of a
     joined encoder the code of its model too."""
     if source.is_concat:
-        code = Path(transformers_folder.__file__).with_name(f"{layouts.STAGES}.py")
+        code = Path(layouts.__file__).with_name(f"{layouts.STAGES}.py")
         files.write_bytes(out / code.name, code.read_bytes())
     files.write_bytes(out / transformers_folder.CONFIG, json.dumps(config, indent=2).encode())
     settings = source.encoder.stages[0].config["preprocess_cfg"]
@@ -69,8 +68,10 @@ def write_model(
 def load_stages(out: Path) -> Any:
     """The joined model or tower in a folder, by this package's own classes, never by the code in
     the folder. Raises ValueError where the weights lack a tensor."""
-    import_module(f"mclclip.models.{layouts.STAGES}")
-    return load(config_check.library().AutoModel, out, trust_remote_code=False)
+    library = config_check.library()
+    import mclclip.export.transformers_stages  # noqa: F401  # registers the classes
+
+    return load(library.AutoModel, out, trust_remote_code=False)
 
 
 def load(cls: Any, out: Path, **options: Any) -> Any:

@@ -4,7 +4,7 @@ LLaVA reads the tokens of a single state, that before the last block (`vision_fe
 plain ViT is written as transformers' `CLIPVisionModel`, under the names of its version 4, which
 LLaVA's own code pins; version 5 reads them too, but writes names without the prefix, and version 4
 then fills every tensor at random, with a warning only. A joined encoder is a `StagesVisionModel`
-(`models/transformers_stages.py`), whose stages LLaVA reads in one of two ways:
+(`export/transformers_stages.py`), whose stages LLaVA reads in one of two ways:
 
 - one by one, in transformers 5: with `vision_feature_layer=[0, 1, 2]` its LLaVA reads the states of
   three stages, and joins their channels;
@@ -88,11 +88,6 @@ def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
     what = f"{type(model).__name__}, tokens before the last block"
     runtime = f"transformers {transformers.__version__}, {what}"
     notes = [trained_blocks_seen(source)]
-    if source.encoder.stage_weights:
-        notes.append(
-            "LLaVA joins the states of the stages as they are: the learned weights of the stages "
-            "are of the features alone, and its projector learns weights of its own"
-        )
     return [certificate.compare(own, other, runtime, probes, notes=notes)]
 
 

@@ -60,7 +60,7 @@ class ImageGraph(nn.Module):
         shared = encoder.num_trunk_blocks
         hidden = models[0].encode_trunk(pixels, shared)
         features = [model.encode_tail(hidden, shared) for model in models]
-        return join_image_features(features, encoder.variant, encoder.stage_weights)
+        return join_image_features(features, encoder.variant)
 
 
 class TextGraph(nn.Module):
@@ -70,7 +70,6 @@ class TextGraph(nn.Module):
         super().__init__()
         self.models = nn.ModuleList(encoder.stages[: 1 if encoder.shared_text else None])
         self.repeats = len(encoder.stages) if encoder.shared_text else 1
-        self.stage_weights = tuple(encoder.stage_weights)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, context] -> unit [B, E]."""
@@ -78,7 +77,7 @@ class TextGraph(nn.Module):
         features = [unit(model.encode_text(tokens)) for model in models] * self.repeats
         if len(features) == 1:
             return features[0]
-        return join_text_features(features, self.stage_weights)
+        return join_text_features(features)
 
 
 def write(source: Source, out: Path) -> None:

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from mclclip.models.encoder import StageWeights, save_concat
+from mclclip.models.encoder import save_concat
 from mclclip.models.loading import load_towers
 from tests import tiny
 
 CONFIGS = tiny.ROOT / "tests" / "configs"
-LEARNED = StageWeights((0.5, 0.2, 0.3), 21.0, loss=1.0, equal_loss=1.1, pairs=64)
 
 
 def the_certificate(out: Path, runtime: int = 0) -> dict[str, Any]:
@@ -67,16 +66,14 @@ def stages(folder: Path, *, trunk: int = 2) -> list[Path]:
 
 
 def joined(folder: Path, variant: Any = "raw", *, trunk: int = 2, text: bool = False) -> Path:
-    """A concat of three tiny stages; with `text` each has a text tower of its own, and `weighted`
-    has other weights for each."""
+    """A concat of three tiny stages; with `text` each has a text tower of its own."""
     paths = stages(folder, trunk=trunk)
     if text:
         model = load_towers(paths[2])
         with torch.no_grad():
             model.exported.ln_final.bias += 0.3
         model.save(paths[2])
-    learned = LEARNED if variant == "weighted" else None
-    save_concat(paths, variant, folder / "concat", learned=learned)
+    save_concat(paths, variant, folder / "concat")
     return folder / "concat"
 
 

@@ -20,10 +20,11 @@ from mclclip.data import row_store
 from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TarDataset
-from mclclip.export import convert, hub
+from mclclip.export import card, convert
 from mclclip.export.targets import Source, clip_retrieval
-from mclclip.models.encoder import Encoder, StageWeights, load_model, save_concat
+from mclclip.models.encoder import load_model, save_concat
 from mclclip.models.loading import load_towers
+from mclclip.models.options import Variant
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Layout
 from tests import tiny
@@ -195,17 +196,18 @@ def test_a_card_says_that_weights_were_random(run: Path) -> None:
     options, source = config.load(run / "config.yaml"), Source(run / "stage_0" / "export")
     named = replace(options, model=replace(options.model, name="ViT-B-32", pretrained="openai"))
     own = replace(options.model, name=str(run / "stage_0" / "export"))
-    assert hub.origin(source, run, named)["base"] == "ViT-B-32, weights openai"
+    assert card.origin(source, run, named)["base"] == "ViT-B-32, weights openai"
     bare = replace(named, model=replace(named.model, pretrained=None))
-    assert hub.origin(source, run, bare)["base"] == "ViT-B-32, random weights"
-    assert hub.origin(source, run, replace(options, model=own))["base"] == "export"
+    assert card.origin(source, run, bare)["base"] == "ViT-B-32, random weights"
+    assert card.origin(source, run, replace(options, model=own))["base"] == "export"
 
 
 def test_a_folders_name_makes_no_link_in_its_card(tmp_path: Path) -> None:
-    folder = tmp_path / "[click](javascript:x) ![p](u) <b> *a* `c` a|b \\[d]"
-    card = hub.card("timm", Source(folder), [])
+    folder, out = tmp_path / "[click](javascript:x) ![p](u) <b> *a* `c` a|b \\[d]", tmp_path / "out"
+    out.mkdir()
+    card.write_card(out, "open_clip", Source(folder), [])
     wanted = r"# \[click\](javascript:x) !\[p\](u) &lt;b> \*a\* 'c' a\|b \\\[d\]"
-    assert f"\n{wanted}\n" in card
+    assert f"\n{wanted}\n" in (out / "README.md").read_text()
 
 
 def test_a_card_has_rows_of_its_own_encoder(tmp_path: Path) -> None:
@@ -219,14 +221,12 @@ def test_a_card_has_rows_of_its_own_encoder(tmp_path: Path) -> None:
     }
     for folder in cases:
         (tmp_path / folder).mkdir(parents=True)
-    for path, values in {
-        "results.jsonl": {"stage_1": 1.0, "control_ungrouped_stage_1": 2.0, "soup_uniform": 5.0},
-    }.items():
-        rows = [result_row(name, "pairs", value, 0.0, 9.0) for name, value in values.items()]
-        (tmp_path / path).write_text("".join(rows))
+    values = {"stage_1": 1.0, "control_ungrouped_stage_1": 2.0, "soup_uniform": 5.0}
+    rows = [result_row(name, "pairs", value, 0.0, 9.0) for name, value in values.items()]
+    (tmp_path / "results.jsonl").write_text("".join(rows))
     for folder, wanted in cases.items():
-        rows = hub.benchmark_rows(Source(tmp_path / folder), tmp_path)
-        assert [row.value for row in rows] == wanted, folder
+        found = card.benchmark_rows(Source(tmp_path / folder), tmp_path)
+        assert [row.value for row in found] == wanted, folder
 
 
 @pytest.fixture(scope="module")
@@ -248,36 +248,38 @@ def joined(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     export.written(layout.export(1), "export", {"stage": 1}, {}, False, write)
     embed.run(options, SINGLE, stage=1)
     stages = [layout.export(0), layout.export(1)]
-    for kind, found in (("stage_norm", None), ("raw", None), ("weighted", LEARNED)):
-        to, names = layout.joined(f"concat_{kind}"), ["stage_0", "stage_1"]
-        save_concat(stages, kind, to, names, found)  # type: ignore[arg-type]
+    kinds: list[Variant] = ["stage_norm", "raw"]
+    for kind in kinds:
+        save_concat(stages, kind, layout.joined(f"concat_{kind}"), ["stage_0", "stage_1"])
     return root
 
 
-LEARNED = StageWeights((0.25, 0.75), 30.0, loss=1.0, equal_loss=1.1, pairs=64)
+WEIGHTS = (0.25, 0.75)
 
 
 def test_an_index_of_a_joined_encoder_serves_all_weights(joined: Path, tmp_path: Path) -> None:
-    """Written once: inner products are the similarities of the weighted encoder."""
+    """Written once: inner products are the cosines of the stages, weighed."""
     layout, out = Layout(joined), tmp_path / "out"
     convert.run("clip_retrieval", layout.joined("concat_stage_norm"), out)
     images, texts, table = read(out)
     np.testing.assert_allclose(np.linalg.norm(images, axis=1), 1.0, atol=1e-6)
     assert images.shape == texts.shape == (95, 16)
-    weighted = load_model(layout.joined("concat_weighted"))
     queried = load_model(layout.joined("concat_stage_norm"))
-    assert isinstance(weighted, Encoder) and isinstance(queried, Encoder)
     samples = SampleIndex.open(layout.index)
-    data = TarDataset(samples, DataConfig(), weighted.preprocess_val)
+    data = TarDataset(samples, DataConfig(), queried.preprocess_val)
     ids = [int(number) for number in samples.ids_of(list(table["key"][:12]))]
     drawn = data.__getitems__(ids)
     pixels = torch.stack([sample.views[0] for sample in drawn])  # type: ignore[union-attr]
-    tokens = weighted.tokenizer(list(table["caption"][:12]))
-    wanted = weighted.encode_image(pixels) @ weighted.encode_text(tokens).T
-    query = queried.query_text(tokens, LEARNED.weights)
+    tokens = queried.tokenizer(list(table["caption"][:12]))
+    alone = (load_model(layout.export(stage)) for stage in (0, 1))
+    wanted = sum(
+        weight * (stage.encode_image(pixels) @ stage.encode_text(tokens).T)
+        for weight, stage in zip(WEIGHTS, alone, strict=True)
+    )
+    query = queried.query_text(tokens, WEIGHTS)
     found = torch.from_numpy(images[:12]) @ query.T
     torch.testing.assert_close(found, wanted, atol=2e-6, rtol=0)
-    turned = torch.from_numpy(texts[:12]) @ queried.query_image(pixels, LEARNED.weights).T
+    turned = torch.from_numpy(texts[:12]) @ queried.query_image(pixels, WEIGHTS).T
     torch.testing.assert_close(turned, wanted.T, atol=2e-6, rtol=0)
     assert (wanted - torch.from_numpy(images[:12] @ texts[:12].T)).abs().max() > 1e-3
     notes = the_certificate(out)["notes"]
@@ -292,7 +294,7 @@ def test_embeddings_that_a_joined_encoder_cannot_use_are_refused(
     layout, out = Layout(tmp_path / "run"), tmp_path / "out"
     with pytest.raises(ValueError, match="any length .raw.*give concat_stage_norm"):
         convert.run("clip_retrieval", layout.joined("concat_raw"), out)
-    other, source = load_towers(layout.export(1)), layout.joined("concat_weighted")
+    other, source = load_towers(layout.export(1)), layout.joined("concat_stage_norm")
     run_once = convert.run("clip_retrieval", source, tmp_path / "kept")
     assert convert.run("clip_retrieval", source, run_once) == run_once
     path = layout.embeddings(1) / "manifest.json"

@@ -11,7 +11,7 @@ import torch
 
 import mclclip
 from mclclip.export import convert
-from mclclip.export.targets import Source, hf
+from mclclip.export.targets import Source
 from mclclip.export.targets.llava import trained_blocks_seen
 from mclclip.models import weights
 from mclclip.models.loading import load_towers
@@ -19,23 +19,6 @@ from tests.unit.export import tiny_llava
 from tests.unit.export.models import exported, joined, the_certificate
 
 transformers = pytest.importorskip("transformers")
-
-
-def test_weights_of_stages_are_never_overlooked(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A configuration that has lost them is refused, and a tower without features says so."""
-    out = convert.run("hf", joined(tmp_path, "weighted"), tmp_path / "hf")
-    described = json.loads((out / "config.json").read_text())
-    assert described["vision_config"]["stage_weights"] == [0.5, 0.2, 0.3]
-    for part in ({"stage_weights": None}, {"variant": "stage_norm"}):
-        changed = described | {"vision_config": described["vision_config"] | part}
-        (out / "config.json").write_text(json.dumps(changed))
-        with pytest.raises(ValueError, match="weighted, and it alone, has a weight for each"):
-            hf.load_stages(out)
-    with caplog.at_level("WARNING", logger="mclclip"):
-        convert.run("llava", tmp_path / "concat", tmp_path / "llava")
-    assert "the learned weights of the stages are of the features alone" in caplog.text
 
 
 def test_llava_reads_all_stages_unpatched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import timm
 import torch
 from torch import Tensor
 
@@ -29,7 +28,6 @@ from tests.unit.export.models import (
     siglip,
     source_of,
     the_certificate,
-    timm_tower,
 )
 
 transformers = pytest.importorskip("transformers")
@@ -61,21 +59,6 @@ def by_transformers(out: Path) -> list[Callable[[Tensor], Tensor]]:
     ]
 
 
-def by_timm(out: Path) -> list[Callable[[Tensor], Tensor]]:
-    """timm's folder, after its list of models and a file gave the same."""
-    model: Any = timm.create_model(f"local-dir:{out}", pretrained=True).eval()
-    config = json.loads((out / "config.json").read_text())
-    path = str(out / "model.safetensors")
-    again: Any = timm.create_model(
-        config["architecture"], checkpoint_path=path, **config["model_args"]
-    )
-    pixels = torch.randn(1, *config["pretrained_cfg"]["input_size"])
-    assert torch.equal(model(pixels), again.eval()(pixels))
-    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
-    assert transform.transforms[-1].std.tolist() == pytest.approx(config["pretrained_cfg"]["std"])
-    return [model]
-
-
 def by_open_clip(out: Path) -> list[Callable[[Tensor], Tensor]]:
     import open_clip
 
@@ -86,19 +69,17 @@ def by_open_clip(out: Path) -> list[Callable[[Tensor], Tensor]]:
 LIBRARIES = {
     "hf": by_transformers,
     "onnx": by_onnxruntime,
-    "timm": by_timm,
     "open_clip": by_open_clip,
 }
 QUICK = [
     ("hf", "long"), ("hf", "vit"), ("hf", "siglip"), ("hf", "siglip_flat"),
-    ("hf", "apart_weighted"), ("onnx", "vit"), ("onnx", "resnet"), ("onnx", "concat_weighted"),
-    ("timm", "test_vit"), ("timm", "test_convnext"), ("timm", "quick_gelu"), ("open_clip", "vit"),
+    ("hf", "apart_stage_norm"), ("onnx", "vit"), ("onnx", "resnet"), ("onnx", "concat_stage_norm"),
+    ("open_clip", "vit"),
 ]  # fmt: skip
 MORE = [
     ("onnx", "long"), ("open_clip", "long"), ("hf", "quick_gelu"),
-    ("hf", "concat_raw"), ("hf", "apart_stage_norm"), ("onnx", "image_encoder"),
-    ("onnx", "concat_raw"), ("onnx", "concat_stage_norm"), ("onnx", "test_convnext"),
-    ("onnx", "test_vit"), ("timm", "vit"), ("timm", "test_resnet"),
+    ("hf", "concat_raw"), ("onnx", "image_encoder"), ("onnx", "concat_raw"),
+    ("onnx", "test_convnext"), ("onnx", "test_vit"),
 ]  # fmt: skip
 
 
@@ -145,7 +126,7 @@ def test_every_module_of_the_folder_is_a_target() -> None:
         }
         words = ["export", "--to", name, "--model", "model", "--out", "out"]
         assert cli._parse(words).to == name
-    assert {"hf", "onnx", "timm", "llava", "open_clip", "clip_retrieval"} <= {*targets.names()}
+    assert {"hf", "onnx", "llava", "open_clip", "clip_retrieval"} <= {*targets.names()}
 
 
 # --- what they cannot hold ---------------------------------------------------------------------
@@ -190,14 +171,6 @@ REFUSED: dict[str, tuple[Any, str, Callable[[Path], Path]]] = {
     ),
     "resnets, joined": (
         "llava", "has no place in transformers' CLIPModel", lambda path: joined_resnets(path),
-    ),
-    "a concat in timm": ("timm", "is a joined encoder, which timm cannot hold", joined),
-    "a resnet in timm": (
-        "timm", "is a ModifiedResNet, which timm has not", lambda path: source_of("resnet", path),
-    ),
-    "no linear projection": (
-        "timm", "is no linear layer .*it cannot hold this tower",
-        lambda path: timm_tower(path / "mlp", "test_vit", timm_proj="mlp", image_size=160),
     ),
     "a concat in open_clip": (
         "open_clip", "is a joined encoder, which plain open_clip cannot hold", joined,

@@ -1,6 +1,9 @@
 """The concat: its similarity, its files, and the one loader."""
 
 import json
+import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import mclclip.torchvision_fix  # noqa: F401
@@ -25,11 +28,13 @@ from mclclip.models.encoder import (
     load_model,
     save_concat,
 )
-from mclclip.models.loading import load_towers
+from mclclip.models.loading import load_towers, model_config
+from mclclip.models.memory import load_shapes
 from mclclip.models.model import Model
 from mclclip.models.options import Variant
 from mclclip.models.weights import CONCAT_WEIGHTS
 from tests.unit.models.conftest import CONFIGS, tiny_config
+from tests.unit.models.stages import save_stages
 
 VARIANTS: tuple[Variant, ...] = ("raw", "stage_norm")
 
@@ -84,21 +89,17 @@ def test_dot_product_is_the_formula(
     torch.testing.assert_close(shuffled, found, atol=1e-6, rtol=0)
 
 
-def test_weighted_similarity_is_the_weighted_sum_of_cosines() -> None:
-    """Of images and texts that are both scaled by roots of the weights, and of queries."""
+def test_a_query_gives_the_weighted_sum_of_cosines() -> None:
     images, texts, weighing = draw(7, 3), draw(8, 3), (0.6, 0.3, 0.1)
     cosines = [
         functional.normalize(z, dim=1) @ functional.normalize(t, dim=1).T
         for z, t in zip(images, texts, strict=True)
     ]
     wanted = sum(w * c for w, c in zip(weighing, cosines, strict=True))
-    rows = join_image_features(images, "weighted", weighing)
-    torch.testing.assert_close(rows @ join_text_features(texts, weighing).T, wanted)
     index = join_image_features(images, "stage_norm")
     torch.testing.assert_close(index @ join_query_features(texts, weighing).T, wanted)
-    equal = join_image_features(images, "weighted", (1 / 3,) * 3)
-    mean = similarity(images, texts, "stage_norm")
-    torch.testing.assert_close(equal @ join_text_features(texts, (1 / 3,) * 3).T, mean)
+    equal = join_query_features(texts, (1 / 3,) * 3)
+    torch.testing.assert_close(index @ equal.T, similarity(images, texts, "stage_norm"))
 
 
 @pytest.mark.parametrize("own_texts", [False, True])
@@ -231,3 +232,55 @@ def test_foreign_directories(stages: list[Path], tmp_path: Path) -> None:
     (tmp_path / "c" / "concat.json").write_text(json.dumps(record | {"schema_version": 99}))
     with pytest.raises(ValueError, match="schema 99"):
         load_model(tmp_path / "c")
+
+
+# --- weights of stages at query time -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_one_index_serves_all_weights(
+    vit: Model, tmp_path: Path, images: torch.Tensor, tokens: torch.Tensor, text: bool
+) -> None:
+    """Rows [z_s] / sqrt(S), which are those of `stage_norm`, and queries [w_s t_s] sqrt(S)."""
+    folders = save_stages(vit, tmp_path, 3, text=text)
+    save_concat(folders, "stage_norm", tmp_path / "index")
+    encoder, alone = load_model(tmp_path / "index"), [load_model(folder) for folder in folders]
+    index = encoder.encode_image(images)
+    cosines = [one.encode_image(images) @ one.encode_text(tokens).T for one in alone]
+    for weighing in ((0.6, 0.4, 0.0), (0.2, 0.3, 0.5), (1.0, 0.0, 0.0)):
+        wanted = sum(w * c for w, c in zip(weighing, cosines, strict=True))
+        query = encoder.query_text(tokens, weighing)
+        torch.testing.assert_close(index @ query.T, wanted, atol=1e-6, rtol=0)
+        length = math.sqrt(3 * sum(weight**2 for weight in weighing))
+        torch.testing.assert_close(query.norm(dim=1), torch.full((len(query),), length))
+        among = (one.encode_image(images) for one in alone)
+        wanted = sum(w * (z @ z.T) for w, z in zip(weighing, among, strict=True))
+        pictures = index @ encoder.query_image(images, weighing).T
+        torch.testing.assert_close(pictures, wanted, atol=1e-6, rtol=0)
+    equal = index @ encoder.query_text(tokens).T
+    wanted = index @ encoder.encode_text(tokens).T
+    torch.testing.assert_close(equal, wanted, atol=1e-6, rtol=0)
+    apart = (equal - index @ encoder.query_text(tokens, (1.0, 0.0, 0.0)).T).abs().max()
+    assert apart > 1e-3  # the weights do something
+
+
+def test_weights_of_a_query_are_checked(vit: Model, tmp_path: Path, tokens: torch.Tensor) -> None:
+    save_concat(save_stages(vit, tmp_path, 2), "raw", tmp_path / "c")
+    encoder = load_model(tmp_path / "c")
+    with pytest.raises(ValueError, match="stage_weights"):
+        encoder.query_text(tokens)
+    for wrong in ((0.5, 0.4), (1.5, -0.5), (1.0,), (), (float("nan"), 1.0)):
+        with pytest.raises(ValueError, match="stage_weights"):
+            encoder.query_text(tokens, wrong)
+    assert encoder.query_text(tokens, (0.5, 0.5)).shape == (len(tokens), encoder.embed_dim)
+
+
+def test_what_wants_one_model_refuses_a_joined_encoder(vit: Model, tmp_path: Path) -> None:
+    """Its configuration is that of one stage: nothing may go on with that, and without weights."""
+    save_concat(save_stages(vit, tmp_path, 2), "raw", tmp_path / "c")
+    readers: list[Callable[[str], object]] = [load_towers, model_config, load_shapes]
+    readers += [partial(load_towers, text=False), partial(load_shapes, text=False)]
+    for read in readers:
+        for name in (str(tmp_path / "c"), f"local-dir:{tmp_path / 'c'}"):
+            with pytest.raises(ValueError, match="is a joined encoder"):
+                read(name)

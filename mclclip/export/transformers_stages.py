@@ -51,14 +51,13 @@ class _Sizes(PretrainedConfig):  # type: ignore[misc]
 
 class StagesVisionConfig(_Sizes):
     """Sizes of the image half. `variant`: `raw` joins features as they are, `stage_norm` each at
-    unit length, `weighted` times the root of its stage's number in `stage_weights`, images and
-    texts. `num_stages` towers share their first `num_trunk_blocks` blocks. `width` is that of their
-    blocks, and `hidden_size` what LLaVA's projector reads: `width`, or that of all stages."""
+    unit length. `num_stages` towers share their first `num_trunk_blocks` blocks. `width` is that of
+    their blocks, and `hidden_size` what LLaVA's projector reads: `width`, or that of all stages."""
 
     model_type = "mclclip_stages_vision"
     base_config_key = "vision_config"
     sizes: ClassVar[dict[str, Any]] = dict(
-        num_stages=1, num_trunk_blocks=0, variant="raw", stage_weights=None, width=None,
+        num_stages=1, num_trunk_blocks=0, variant="raw", width=None,
         hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
         image_size=32, patch_size=8, num_channels=3, hidden_act="gelu", layer_norm_eps=1e-5,
         projection_dim=32,
@@ -66,11 +65,6 @@ class StagesVisionConfig(_Sizes):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if (self.variant == "weighted") != (self.stage_weights is not None):
-            raise ValueError(
-                f"variant is {self.variant} and stage_weights is {self.stage_weights}: weighted, "
-                "and it alone, has a weight for each of its stages; export the encoder again"
-            )
         self.width = kwargs.get("width") or self.hidden_size
 
 
@@ -117,12 +111,9 @@ def unit(features: Tensor) -> Tensor:
     return functional.normalize(features.float(), dim=-1, eps=1e-12)
 
 
-def _joined(features: Any, stage_weights: list[float] | None) -> Tensor:
-    """S features [B, D] -> unit [B, S*D], each times the root of its stage's weight, if any."""
-    rows = [feature.float() for feature in features]
-    if stage_weights is not None:
-        rows = [weight**0.5 * row for weight, row in zip(stage_weights, rows, strict=True)]
-    return unit(torch.cat(rows, dim=-1))
+def _joined(features: Any) -> Tensor:
+    """S features [B, D] -> unit [B, S*D]."""
+    return unit(torch.cat([feature.float() for feature in features], dim=-1))
 
 
 class Block(nn.Module):
@@ -278,7 +269,7 @@ class StagesVisionModel(_Loaded):
         )
         if self.config.variant != "raw":
             features = tuple(unit(feature) for feature in features)
-        joined = _joined(features, self.config.stage_weights)
+        joined = _joined(features)
         states = (*penultimate, torch.cat(penultimate, dim=-1), torch.cat(last, dim=-1))
         output = BaseModelOutputWithPooling(
             last_hidden_state=states[-1], pooler_output=joined, hidden_states=states
@@ -309,7 +300,7 @@ class StagesModel(_Loaded):
         ends, and attention looks back only."""
         rows = [unit(tower(input_ids)) for tower in self.text_towers]
         repeats = self.config.vision_config.num_stages // len(rows)
-        return _joined(rows * repeats, self.config.vision_config.stage_weights)
+        return _joined(rows * repeats)
 
     def forward(
         self,

@@ -1,28 +1,19 @@
-"""A converted export on a hub of models: its card (README.md), and `--push ORG/NAME`.
+"""The model card (README.md) of a converted export.
 
 The card says what a model is, where it comes from and how far it may be trusted. What lies in the
 run directory of the export goes in; of a folder that was moved away from it, only the certificates
 are known.
-
-The hub is Hugging Face's, or the one that HF_ENDPOINT names. What can be known before the work is
-asked before it: a token, and whether the repository may be written to. A repository is new, empty,
-or holds an export of mclclip; in any other one nothing is touched.
 """
 
 from __future__ import annotations
 
-import glob
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import huggingface_hub
 from huggingface_hub import ModelCardData
-from huggingface_hub.errors import RepositoryNotFoundError
 
 from mclclip import __version__, config, files
 from mclclip.config import Config
@@ -32,23 +23,18 @@ from mclclip.export import targets
 from mclclip.export.certificate import Certificate
 from mclclip.export.targets import Source
 from mclclip.models.clip import is_without_weights
-from mclclip.models.weights import one_line, quiet
 from mclclip.run import artifacts
-from mclclip.run.artifacts import Layout, Manifest
+from mclclip.run.artifacts import Layout
 
 log = logging.getLogger("mclclip")
 
-CARD = "README.md"
-
 _MOST_ROWS = 60
 _LICENCES = {"openai": "mit"}  # of pretrained tags, where it is beyond doubt (NOTICE.md)
-_OF_THE_HUB = {".gitattributes"}
-
-# --- the card ----------------------------------------------------------------------------------
 
 
-def card(to: str, source: Source, proofs: Sequence[Certificate]) -> str:
-    """The card of the export of `source` to the layout `to`, with its certificates."""
+def write_card(out: Path, to: str, source: Source, proofs: Sequence[Certificate]) -> None:
+    """Writes the card of the export of `source` to the layout `to`, with its certificates, into the
+    folder `out`."""
     run = source.run_dir
     front: dict[str, Any] = dict(targets.find(to).CARD)
     if "pipeline_tag" in front and not source.encoder.stages[0].reads_texts:
@@ -98,7 +84,7 @@ def card(to: str, source: Source, proofs: Sequence[Certificate]) -> str:
         "## Licence\n\nFine-tuned weights carry the terms of the base's weights and of the data "
         "they were trained on. Name both where you publish them.\n"
     )
-    return "\n".join(parts)
+    files.write_bytes(out / "README.md", "\n".join(parts).encode())
 
 
 def _escaped(value: object) -> str:
@@ -164,105 +150,3 @@ def _in_words(protocol: Mapping[str, Any]) -> str:
         for name, value in protocol.items()
     }
     return ", ".join(f"{name}: {value}" for name, value in shown.items())
-
-
-# --- the repository ----------------------------------------------------------------------------
-
-
-def open_repository(
-    to: str, name: str, public: bool = False, api: Any = None
-) -> Callable[[Path], None]:
-    """Looks at the repository `name` and changes nothing; returns a function that uploads the
-    finished export in a folder there. `api` is the hub's client; a new repository is for everybody
-    if `public`.
-
-    Raises ValueError for a layout that no hub holds, a name that is none, offline, without a token,
-    and for a repository that has files of others or everybody reads. What it returns raises
-    RuntimeError where a file but the card is not what was written, or the hub refuses.
-    """
-    if not targets.find(to).IS_MODEL:
-        models = [other for other in targets.names() if targets.find(other).IS_MODEL]
-        raise ValueError(f"--push is of --to {', '.join(models)}, and this is --to {to}")
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
-        raise ValueError(f"--push is {name!r}, wanted ORG/NAME of a repository of models")
-    api = _client() if api is None else api
-
-    with _asking(f"{name} cannot be looked at"):
-        try:
-            info = api.model_info(name)
-        except RepositoryNotFoundError:  # the token sees none
-            info = None
-    names = {file.rfilename for file in (info.siblings or [])} if info else set()
-    if info and not info.private and not public:
-        raise ValueError(
-            f"--push: everybody reads {name}: give --public to publish the export there, or "
-            "another name"
-        )
-    if info and info.private and public:
-        log.warning("%s is private and stays so: change it in its settings on the hub", name)
-    before = _export_in(api, name) if artifacts.MANIFEST in names else None
-    if before is None and names - _OF_THE_HUB:
-        raise ValueError(
-            f"--push: {name} holds files that mclclip did not write, such as "
-            f"{min(names - _OF_THE_HUB)}: give a new name, or remove them there"
-        )
-    if before is not None:
-        log.info(
-            "%s holds an export to %s of %s, which the new one takes the place of; its history "
-            "keeps it", name, before.config.get("to"), before.finished,
-        )  # fmt: skip
-    records = {*before.records} if before is not None else set()
-    return lambda out: _upload(api, name, out, public, records)
-
-
-def _upload(api: Any, name: str, out: Path, public: bool, before: set[str]) -> None:
-    """Uploads the export in `out` in one commit: the files of its manifest alone, and none of the
-    files `before` of the export that the repository held which it has not."""
-    manifest = artifacts.read_manifest(out, "converted")
-    manifest.check(out, *(file for file in manifest.records if file != CARD))
-    names = {*manifest.records, artifacts.MANIFEST}
-    with _asking(f"{out} is finished, and {name} has not got it"):
-        api.create_repo(name, private=not public, exist_ok=True)
-        done = api.upload_folder(
-            repo_id=name,
-            folder_path=out,
-            commit_message=f"mclclip export --to {manifest.config['to']}",
-            allow_patterns=sorted(map(glob.escape, names)),
-            delete_patterns=sorted(map(glob.escape, before - names)) or None,
-        )
-    log.info("%s has %s: %s", name, out, getattr(done, "commit_url", done))
-
-
-def _client() -> Any:
-    if huggingface_hub.is_offline_mode():
-        raise ValueError("--push needs the hub, and HF_HUB_OFFLINE is set: unset it")
-    if not huggingface_hub.get_token():
-        raise ValueError(
-            "--push needs a token that may write: set HF_TOKEN, or run 'hf auth login' first"
-        )
-    return huggingface_hub.HfApi(library_name="mclclip")
-
-
-def _export_in(api: Any, name: str) -> Manifest | None:
-    """The manifest of the export in a repository; None where its manifest is another program's."""
-    with TemporaryDirectory() as folder:
-        with _asking(f"{name} cannot be read"):
-            api.hf_hub_download(name, artifacts.MANIFEST, local_dir=folder)
-        try:
-            return artifacts.read_manifest(Path(folder), "converted")
-        except ValueError:
-            return None
-
-
-@contextmanager
-def _asking(what: str) -> Iterator[None]:
-    """Calls of the hub inside are quiet. Raises RuntimeError, one line that begins with `what`,
-    where one fails."""
-    try:
-        with quiet():
-            yield
-    except Exception as error:  # the client raises dozens of kinds of errors
-        raise RuntimeError(
-            f"{what} ({one_line(error)}): see to the token's rights and the network, then give the "
-            "same command again"
-        ) from error
