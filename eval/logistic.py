@@ -1,44 +1,44 @@
-"""Multinomial logistic regression on unit features, by scikit-learn or by torch over ranks.
+"""Multinomial logistic regression on unit features, by scikit-learn or by torch's L-BFGS.
 
 Both minimise the sum of cross-entropies + strength / 2 * |weights|^2, without a penalty on the
-bias, in float64 by L-BFGS, on features scaled to length sqrt(E). Their entries are then about 1,
-like those of an image tower's last norm, so that a strength has the same effect at any width. The
-bias absorbs any shift of the features, so subtracting their mean does not change the minimum;
-L-BFGS then needs far fewer steps.
+bias, in float64, on features scaled to length sqrt(E). Their entries are then about 1, like those
+of an image tower's last norm, so that a strength has the same effect at any width. The bias absorbs
+any shift of the features, so subtracting their mean does not change the minimum; L-BFGS then needs
+far fewer steps.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
-from mclclip.eval.features import Features, over_ranks
+from mclclip.eval.features import Features
 from mclclip.eval.metrics import IntArray
-from mclclip.ranks.collectives import broadcast, broadcast_object, gather, together
-from mclclip.ranks.process_group import Context
 
-Solver = Literal["auto", "scikit_learn", "torch"]
-"""Who solves; ``auto`` takes torch from ``LARGE`` on, where scikit-learn would take hours."""
+Solver = Literal["scikit_learn", "torch"]
+FloatRows = NDArray[np.float64]
 
-LARGE = 20_000_000  # rows x classes: CIFAR-100 has 5 million, ImageNet 1,281 million
+LARGE = 200_000
 MAX_ITERATIONS = 1000
 # Bound of the gradient of the mean loss, which shrinks with the number of classes K, since a class
 # has 1/K of the images. scikit-learn's default of 1e-4 is too coarse for hundreds of classes.
 TOLERANCE = 1e-6
-HISTORY = 10  # scikit-learn's
-# Sums are made of so many parts of the rows, in order, whatever the number of ranks that compute
-# them, so that the result does not depend on it. More ranks than these do nothing.
-PARTS = 16
-ROWS = 16_384  # rows of a part whose logits are held at a time
+ROWS = 16_384  # rows whose float64 copies and logits are held at a time
+
+
+def choose_solver(num_rows: int) -> Solver:
+    """scikit-learn, which copies all rows to float64, or for ``LARGE`` sets torch, which copies
+    them in blocks and runs on a GPU too."""
+    return "torch" if num_rows >= LARGE else "scikit_learn"
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,14 @@ class Classifier:
     classes    [C] the labels that it was trained on, in order
     weight     [C, E], of unit rows
     bias       [C]
+    gradient   the largest entry of the mean loss's gradient where the solver stopped
     converged  whether the solver reached the minimum
     """
 
     classes: IntArray
-    weight: NDArray[np.float64]
-    bias: NDArray[np.float64]
+    weight: FloatRows
+    bias: FloatRows
+    gradient: float
     converged: bool
 
     def predict(self, rows: Features) -> IntArray:
@@ -67,193 +69,123 @@ class Classifier:
         that it was not trained on is behind all others."""
         ranks = []
         for part, scores in self._scores(rows):
-            own = self.classes == labels[part, None]
-            best = np.where(own, scores, -np.inf).max(axis=1, keepdims=True)
-            ranks.append(1 + np.count_nonzero((scores >= best) & ~own, axis=1))
+            right = self.classes == labels[part, None]
+            best = np.where(right, scores, -np.inf).max(axis=1, keepdims=True)
+            ranks.append(1 + np.count_nonzero((scores >= best) & ~right, axis=1))
         return np.concatenate(ranks)
 
-    def preferences(self, rows: Features) -> NDArray[np.float64]:
+    def preferences(self, rows: Features) -> FloatRows:
         """How much each row [Q] is of the second of two classes; without the biases, which are
         equal for all rows and would hide small differences in their last digits."""
         assert len(self.classes) == 2
-        preferences: NDArray[np.float64] = rows @ (self.weight[1] - self.weight[0])
+        preferences: FloatRows = rows @ (self.weight[1] - self.weight[0])
         return preferences
 
-    def _scores(self, rows: Features) -> Iterator[tuple[slice, NDArray[np.float64]]]:
+    def _scores(self, rows: Features) -> Iterator[tuple[slice, FloatRows]]:
         """Yields parts of the rows, in order, each with its scores [r, C]."""
         for start in range(0, len(rows), ROWS):
             part = slice(start, start + ROWS)
             yield part, rows[part] @ self.weight.T + self.bias
 
 
-def choose(solver: Solver, num_rows: int, num_classes: int) -> Solver:
-    """``auto`` resolved by the size of the problem, so that it is the same on every machine."""
-    if solver != "auto":
-        return solver
-    return "torch" if num_rows * num_classes >= LARGE else "scikit_learn"
-
-
-def fit_all(
-    context: Context,
+def fit(
     train: Features,
     labels: IntArray,
-    strengths: Sequence[float],
+    strength: float,
+    max_iterations: int = MAX_ITERATIONS,
     *,
     solver: Solver = "scikit_learn",
-    max_iterations: int = MAX_ITERATIONS,
-) -> list[Classifier]:
-    """One classifier per strength, the same on every rank.
-
-    With scikit-learn the ranks divide the strengths, with torch the rows of each fit, on their
-    devices. All ranks must pass the same arguments.
-    """
-    if choose(solver, len(train), len(np.unique(labels))) == "torch":
-        problem = _Problem(context, train, labels)
-        return [problem.fit(strength, max_iterations) for strength in strengths]
-
-    def own(part: slice) -> list[Classifier]:
-        return [fit(train, labels, strength, max_iterations) for strength in strengths[part]]
-
-    return [*chain(*over_ranks(context, len(strengths), own))]
-
-
-def fit(
-    train: Features, labels: IntArray, strength: float, max_iterations: int = MAX_ITERATIONS
+    device: torch.device | None = None,
 ) -> Classifier:
-    """Trains scikit-learn's classifier on unit rows ``train`` [N, E] with ``labels`` [N]."""
+    """Trains a classifier of unit rows ``train`` [N, E] with ``labels`` [N], in this process.
+
+    ``device`` is where torch computes.
+    """
+    classes, targets = np.unique(labels, return_inverse=True)
+    problem = _Problem(train, targets, len(classes), strength, device)
+    solve = _solve_by_torch if solver == "torch" else _solve_by_scikit_learn
+    converged = solve(problem, max_iterations)
+    weight, bias = (part.detach().cpu().numpy() for part in (problem.weight, problem.bias))
+    weight = weight * problem.length
+    bias = bias - weight @ problem.mean
+    return Classifier(classes.astype(np.int64), weight, bias, problem.gradient(), converged)
+
+
+class _Problem:
+    """The mean loss as a function of ``weight`` [C, E] and ``bias`` [C] of rows that are shifted
+    by their mean and scaled."""
+
+    def __init__(
+        self,
+        train: Features,
+        targets: IntArray,
+        num_classes: int,
+        strength: float,
+        device: torch.device | None,
+    ) -> None:
+        self.train, self.targets, self.strength = train, targets, strength
+        self.length, self.mean = math.sqrt(train.shape[1]), train.mean(axis=0, dtype=np.float64)
+        # scikit-learn penalises the one row of weights that two classes need, which is the
+        # difference of the two here: half their squares' sum at the minimum.
+        self.penalty = strength / len(train) / (1 if num_classes == 2 else 2)
+        tensors = (torch.from_numpy(array).to(device) for array in (train, targets))
+        self.blocks = [*zip(*(tensor.split(ROWS) for tensor in tensors), strict=True)]
+        self.shift = torch.from_numpy(self.mean).to(device)
+        options: dict[str, Any] = {"dtype": torch.float64, "device": device, "requires_grad": True}
+        self.weight = torch.zeros(num_classes, train.shape[1], **options)
+        self.bias = torch.zeros(num_classes, **options)
+
+    def loss(self) -> Tensor:
+        """Returns the mean loss, and leaves its gradient in ``weight`` and ``bias``."""
+        self.weight.grad = self.bias.grad = None
+        loss = self.penalty * self.weight.square().sum()
+        loss.backward()
+        total = loss.detach()
+        for rows, targets in self.blocks:
+            scaled = (rows.double() - self.shift) * self.length
+            logits = functional.linear(scaled, self.weight, self.bias)
+            loss = functional.cross_entropy(logits, targets, reduction="sum") / len(self.train)
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def gradient(self) -> float:
+        """The largest entry of the gradient."""
+        self.loss()
+        return max(float(part.grad.abs().max()) for part in (self.weight, self.bias))
+
+
+def _solve_by_torch(problem: _Problem, max_iterations: int) -> bool:
+    """Moves the problem to its minimum, and returns whether it got there."""
+    optimizer = torch.optim.LBFGS(
+        [problem.weight, problem.bias],
+        max_iter=max_iterations,
+        max_eval=15 * max_iterations,
+        tolerance_grad=TOLERANCE,
+        tolerance_change=0.0,
+        history_size=10,  # scikit-learn's
+        line_search_fn="strong_wolfe",
+    )
+    optimizer.step(problem.loss)  # type: ignore[no-untyped-call]
+    return problem.gradient() <= TOLERANCE
+
+
+def _solve_by_scikit_learn(problem: _Problem, max_iterations: int) -> bool:
+    """Likewise."""
     # Imported here, since it takes half a second that other commands need not spend.
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
 
-    length, mean = _length_and_mean(train)
-    model = LogisticRegression(C=1 / strength, max_iter=max_iterations, tol=TOLERANCE)
+    rows = problem.train - problem.mean
+    rows *= problem.length
+    model = LogisticRegression(C=1 / problem.strength, max_iter=max_iterations, tol=TOLERANCE)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ConvergenceWarning)
-        model.fit((train - mean) * length, labels)
-    stopped = any(issubclass(warning.category, ConvergenceWarning) for warning in caught)
+        model.fit(rows, problem.targets)
     weight, bias = model.coef_, model.intercept_
-    if len(weight) == 1:  # of two classes scikit-learn keeps the second one's row alone
+    if len(weight) == 1:  # of two classes it keeps the second one's row alone
         weight, bias = (np.concatenate([-part, part]) / 2 for part in (weight, bias))
-    return _classifier(model.classes_, weight, bias, train, not stopped)
-
-
-def _length_and_mean(train: Features) -> tuple[float, NDArray[np.float64]]:
-    """The length that unit rows are scaled to, and the mean that is subtracted before."""
-    return math.sqrt(train.shape[1]), train.mean(axis=0, dtype=np.float64)
-
-
-def _classifier(
-    classes: IntArray,
-    weight: NDArray[np.float64],
-    bias: NDArray[np.float64],
-    train: Features,
-    converged: bool,
-) -> Classifier:
-    """A classifier of unit rows, from one of rows after the shift and the scaling."""
-    length, mean = _length_and_mean(train)
-    weight = weight * length
-    return Classifier(classes.astype(np.int64), weight, bias - weight @ mean, converged)
-
-
-class _Problem:
-    """The training set as parts on the devices of the ranks; each rank holds its own."""
-
-    def __init__(self, context: Context, train: Features, labels: IntArray) -> None:
-        self.train, self.device, self.is_main = train, context.device, context.is_main
-        self.classes, targets = np.unique(labels, return_inverse=True)
-        # Each rank has the same number of slots; those beyond its own parts stay 0.
-        world = context.world_size
-        bounds = [PARTS * rank // world for rank in range(world + 1)]
-        self.slots = -(-PARTS // world)
-        self.filled = [
-            rank * self.slots + slot
-            for rank in range(world)
-            for slot in range(bounds[rank + 1] - bounds[rank])
-        ]
-        self.length, mean = _length_and_mean(train)
-        self.mean = torch.from_numpy(mean).to(self.device)
-        self.parts = []
-        for part in range(bounds[context.rank], bounds[context.rank + 1]):
-            rows = slice(len(train) * part // PARTS, len(train) * (part + 1) // PARTS)
-            own = (torch.from_numpy(train[rows]), torch.from_numpy(targets[rows]))
-            self.parts.append(tuple(tensor.to(self.device) for tensor in own))
-
-    def fit(self, strength: float, max_iterations: int) -> Classifier:
-        """Trains with all ranks; every rank gets the first one's classifier.
-
-        The first rank takes the steps and decides when to stop; the others add their parts to each
-        sum that it asks for. So ranks of unequal machines cannot come to unequal decisions.
-        """
-        shape = (len(self.classes), self.train.shape[1] + 1)  # the last column is the bias
-        solution = torch.zeros(shape, dtype=torch.float64, device=self.device)
-
-        def work() -> Classifier | None:
-            if not self.is_main:
-                sent = solution.new_empty(solution.numel() + 1)
-                while (sent := broadcast(sent))[0]:  # as ``_ask`` sends it
-                    self._sums(solution.copy_(sent[1:].view_as(solution)))
-                return None
-            try:
-                return self._solve(solution, strength, max_iterations)
-            finally:
-                self._ask(solution, more=False)
-
-        fitted: Classifier = broadcast_object(together(work))  # type: ignore[assignment]
-        return fitted
-
-    def _solve(self, solution: Tensor, strength: float, max_iterations: int) -> Classifier:
-        if len(self.classes) == 2:
-            # scikit-learn penalises the one row of weights that two classes need, which is the
-            # difference of the two here: half their squares' sum at the minimum.
-            strength *= 2
-        optimizer = torch.optim.LBFGS(
-            [solution],
-            max_iter=max_iterations,
-            max_eval=15 * max_iterations,
-            tolerance_grad=TOLERANCE,
-            tolerance_change=0.0,
-            history_size=HISTORY,
-            line_search_fn="strong_wolfe",
-        )
-
-        def closure() -> float:
-            loss, solution.grad = self._loss_and_gradient(solution, strength)
-            return loss
-
-        optimizer.step(closure)  # type: ignore[no-untyped-call]
-        _, gradient = self._loss_and_gradient(solution, strength)
-        converged = bool(gradient.abs().max() <= TOLERANCE)
-        rows = solution.cpu().numpy()
-        return _classifier(self.classes, rows[:, :-1], rows[:, -1], self.train, converged)
-
-    def _loss_and_gradient(self, solution: Tensor, strength: float) -> tuple[float, Tensor]:
-        """The mean loss of all rows and its gradient, of ``solution``'s shape; first rank only."""
-        self._ask(solution, more=True)
-        total = self._sums(solution) / len(self.train)
-        penalised, share = solution[:, :-1], strength / len(self.train)
-        gradient = total[1:].reshape(solution.shape)
-        gradient[:, :-1] += share * penalised
-        return float(total[0] + share / 2 * penalised.square().sum()), gradient
-
-    def _ask(self, solution: Tensor, *, more: bool) -> None:
-        """Sends the first rank's solution, and whether sums of it are wanted, to the others."""
-        broadcast(torch.cat([solution.new_tensor([more]), solution.detach().flatten()]))
-
-    def _sums(self, solution: Tensor) -> Tensor:
-        """The sums of losses and gradients over the rows of all ranks, on every rank."""
-        sums = solution.new_zeros(self.slots, solution.numel() + 1)
-        for slot, (rows, targets) in enumerate(self.parts):
-            for start in range(0, len(rows), ROWS):
-                self._add(sums[slot], solution, rows[start:][:ROWS], targets[start:][:ROWS])
-        return gather(sums)[self.filled].sum(dim=0)
-
-    def _add(self, sums: Tensor, solution: Tensor, rows: Tensor, targets: Tensor) -> None:
-        scaled = (rows.double() - self.mean) * self.length
-        log_shares = (scaled @ solution[:, :-1].T + solution[:, -1]).log_softmax(dim=1)
-        own = targets[:, None]
-        sums[0] -= log_shares.gather(1, own).sum()
-        errors = log_shares.exp_()
-        errors.scatter_add_(1, own, errors.new_full(own.shape, -1.0))
-        gradient = sums[1:].view_as(solution)
-        gradient[:, :-1] += errors.T @ scaled
-        gradient[:, -1] += errors.sum(dim=0)
+    with torch.no_grad():
+        problem.weight.copy_(torch.from_numpy(weight))
+        problem.bias.copy_(torch.from_numpy(bias))
+    return not any(issubclass(warning.category, ConvergenceWarning) for warning in caught)

@@ -20,7 +20,7 @@ from mclclip.data import shard_scan as fields
 from mclclip.eval.classification import LabelledFeatures
 from mclclip.eval.features import Extractor
 from mclclip.eval.images import StoredImage, read_shards
-from mclclip.eval.logistic import MAX_ITERATIONS, Solver
+from mclclip.eval.logistic import MAX_ITERATIONS
 from mclclip.eval.metrics import IntArray
 from mclclip.eval.outcomes import Outcomes, joined
 from mclclip.eval.protocols import Evaluator, knn, linear_probe
@@ -83,7 +83,6 @@ def evaluate(
     validation_share: linear_probe.OpenShare = 0.2,
     seed: NonNegativeInt = 0,
     max_iterations: PositiveInt = MAX_ITERATIONS,
-    solver: Solver = "auto",
     k: PositiveInt = 10,
     max_train: PositiveInt | None = None,
 ) -> list[Measurement]:
@@ -91,9 +90,9 @@ def evaluate(
     with a classifier trained on ``root/train``; ``mean`` is over attributes.
 
     ``attributes``: names of those that are judged, as the shards' ``.json`` have them. ``probe``:
-    ``linear``, with the L2 ``strength`` (None: chosen on ``validation_share`` of train)
-    and ``solver`` (see ``linear_probe``), or ``knn``, the majority of the ``k`` nearest.
-    ``seed`` draws those that are validated on; ``max_iterations`` are the solver's at most.
+    ``linear``, with the L2 ``strength`` (None: chosen on ``validation_share`` of train), or
+    ``knn``, the majority of the ``k`` nearest. ``seed`` draws those that are validated on;
+    ``max_iterations`` are the solver's at most.
     ``max_train``: only the first so many train images are used. Features are extracted once for all
     attributes. Figures do not depend on the number of ranks. Raises the errors of ``read_split``
     and ``coded``.
@@ -105,7 +104,7 @@ def evaluate(
     items = [image.key for image in asked]
     options: dict[str, Any] = {
         "strength": strength, "validation_share": validation_share, "seed": seed,
-        "max_iterations": max_iterations, "solver": solver,
+        "max_iterations": max_iterations,
     }  # fmt: skip
     figures = []
     for name in attributes:

@@ -33,9 +33,9 @@ from mclclip.eval.classification import (
     precisions,
     ranked_figures,
 )
-from mclclip.eval.features import Extractor, Features
+from mclclip.eval.features import Extractor, Features, over_ranks
 from mclclip.eval.images import read_parts
-from mclclip.eval.logistic import MAX_ITERATIONS, Classifier, Solver
+from mclclip.eval.logistic import MAX_ITERATIONS, TOLERANCE, Classifier, choose_solver
 from mclclip.eval.metrics import BoolArray, IntArray
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.protocols import Evaluator
@@ -98,7 +98,6 @@ def train(
     validation_share: float,
     seed: int,
     max_iterations: int,
-    solver: Solver,
     metric: Metric = "accuracy",
 ) -> tuple[list[Classifier | None], dict[str, Any]]:
     """The classifier of ``data.train``, and what a row's protocol says of it. Of images with
@@ -111,15 +110,17 @@ def train(
     labels = data.train_labels
     if labels.ndim == 1 and len(np.unique(labels)) < 2:
         raise ValueError("all train images are of one class: a classifier needs two at least")
-    if labels.ndim == 2 and (lacking := np.flatnonzero(~_learnable(labels))).size:
-        raise ValueError(
-            f"{len(lacking)} classes have no train image with them, or none without, such as "
-            f"{data.class_names[lacking[0]]!r}: a classifier needs both"
-        )
-    # Decided once, so that search and final fit are solved alike.
-    num_classes = len(np.unique(labels)) if labels.ndim == 1 else 2
-    solver = logistic.choose(solver, len(labels), num_classes)
-    fitting: dict[str, Any] = {"solver": solver, "max_iterations": max_iterations}
+    if labels.ndim == 2:
+        learnable = (labels == 1).any(axis=0) & (labels == -1).any(axis=0)
+        if (lacking := np.flatnonzero(~learnable)).size:
+            raise ValueError(
+                f"{len(lacking)} classes have no train image with them, or none without, such as "
+                f"{data.class_names[lacking[0]]!r}: a classifier needs both"
+            )
+    # The solver is chosen once, so that search and final fit are solved alike.
+    fitting: dict[str, Any] = {
+        "solver": choose_solver(len(labels)), "max_iterations": max_iterations
+    }  # fmt: skip
     if strength:
         chosen, chosen_by = strength, "set"
     elif data.valid is not None:
@@ -153,12 +154,6 @@ def predict(
     return on_main(lambda: classifier.predict(data.test)), protocol
 
 
-def _learnable(truth: IntArray) -> BoolArray:
-    """[K]: whether a class has images with it and images without it."""
-    learnable: BoolArray = (truth == 1).any(axis=0) & (truth == -1).any(axis=0)
-    return learnable
-
-
 def _fit_all(
     context: Context,
     rows: Features,
@@ -167,17 +162,23 @@ def _fit_all(
     fitting: dict[str, Any],
 ) -> list[list[Classifier | None]]:
     """For every strength the classifier, or that of every class of ``labels`` [N, K]: None where
-    there is nothing to learn. Rows that are not judged for a class are left out there."""
-    if labels.ndim == 1:
-        return [[one] for one in logistic.fit_all(context, rows, labels, strengths, **fitting)]
-    columns: list[Sequence[Classifier | None]] = []
-    for truth, learnable in zip(labels.T, _learnable(labels), strict=True):
-        of = truth != 0
-        if learnable:
-            columns.append(logistic.fit_all(context, rows[of], truth[of], strengths, **fitting))
-        else:
-            columns.append([None] * len(strengths))
-    return [[*fitted] for fitted in zip(*columns, strict=True)]
+    there is nothing to learn. Rows that are not judged for a class are left out there. The ranks
+    divide the fits, and all of them get all classifiers."""
+    columns = [labels] if labels.ndim == 1 else [*labels.T]
+    fits = [(strength, truth) for strength in strengths for truth in columns]
+
+    def fit(strength: float, truth: IntArray) -> Classifier | None:
+        if labels.ndim == 1:
+            return logistic.fit(rows, truth, strength, device=context.device, **fitting)
+        judged = truth != 0
+        if len(np.unique(truth[judged])) < 2:
+            return None
+        judged_rows = rows[judged]
+        return logistic.fit(judged_rows, truth[judged], strength, device=context.device, **fitting)
+
+    shares = over_ranks(context, len(fits), lambda part: [fit(*each) for each in fits[part]])
+    fitted = [classifier for share in shares for classifier in share]
+    return [fitted[start : start + len(columns)] for start in range(0, len(fitted), len(columns))]
 
 
 def outcomes_of(
@@ -222,10 +223,15 @@ def _search(
 
 def _log(strength: float, fitted: Sequence[Classifier | None], what: str) -> bool:
     """Logs a strength and how its classifiers do; returns whether all of them converged."""
-    converged = all(one is None or one.converged for one in fitted)
-    level, end = (logging.INFO, "") if converged else (logging.WARNING, ", did not converge")
-    log.log(level, "linear probe: L2 strength %.3g: %s%s", strength, what, end)
-    return converged
+    log.info("linear probe: L2 strength %.3g: %s", strength, what)
+    gradients = [one.gradient for one in fitted if one is not None and not one.converged]
+    if gradients:
+        log.warning(
+            "linear probe: L2 strength %.3g did not converge (gradient's norm %.2g, wanted %.0e): "
+            "raise max_iterations",
+            strength, max(gradients), TOLERANCE,
+        )  # fmt: skip
+    return not gradients
 
 
 def evaluate(
@@ -239,7 +245,6 @@ def evaluate(
     validation_share: OpenShare = 0.2,
     seed: NonNegativeInt = 0,
     max_iterations: PositiveInt = MAX_ITERATIONS,
-    solver: Solver = "auto",
 ) -> list[Measurement]:
     """Figures in percent of the test images under a classifier that was trained on the others;
     ``read_parts`` says where they lie, without ``labels`` and with it.
@@ -252,12 +257,10 @@ def evaluate(
 
     ``strength``: the L2 strength (see ``logistic``), one for all classes; None chooses it by
     ``metric`` on the data set's part ``valid``, or where there is none on ``validation_share`` of
-    every class of train; then it trains on all of it. ``solver``: ``scikit_learn``, ``torch`` (over
-    the ranks, on their devices) or ``auto`` by the size of the training set.
-    ``seed`` draws the part that is validated on; ``max_iterations`` are the solver's at most. Of
-    ``feature``, ``projected`` is compared with texts and ``pooled`` comes before that projection:
-    CLIP takes ``pooled``; that features have equal length is ours. Figures do not depend on the
-    number of ranks.
+    every class of train; then it trains on all of it. ``seed`` draws the part that is validated on;
+    ``max_iterations`` are the solver's at most. Of ``feature``, ``projected`` is compared with
+    texts and ``pooled`` comes before that projection: CLIP takes ``pooled``; that features have
+    equal length is ours. Figures do not depend on the number of ranks.
     """
     several = metric == "map_11_point"
     if several:
@@ -267,7 +270,7 @@ def evaluate(
     data = extract(extractor, root, feature, parts)
     options: dict[str, Any] = {
         "strength": strength, "validation_share": validation_share, "seed": seed,
-        "max_iterations": max_iterations, "solver": solver, "metric": metric,
+        "max_iterations": max_iterations, "metric": metric,
     }  # fmt: skip
     fitted, chosen = train(extractor.context, data, **options)
     protocol = {"name": "linear_probe", **chosen, **data.protocol}

@@ -150,7 +150,6 @@ CASES: Mapping[str, Case] = {
     ),
     "knn": Case("knn", _parts, {"k": 5, "weights": "similarity"}, **_PROBE),
     "probe": Case("linear_probe", _parts, {"validation_share": 0.4}, **_PROBE),
-    "large probe": Case("linear_probe", _parts, {"solver": "torch", "strength": 0.5}, **_PROBE),
     "voc probe": Case(
         "linear_probe",
         _parts,
