@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import importlib
 from pathlib import Path
@@ -228,70 +227,6 @@ def modules() -> list[Path]:
     return sorted(p for top in (PACKAGE, PACKAGE / "eval") for p in top.rglob("*.py"))
 
 
-def option_classes() -> list[ast.ClassDef]:
-    """Every class of options that a configuration is made of."""
-    return [
-        node
-        for path in modules()
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.ClassDef) and node.name.endswith("Config")
-        if any("checked_dataclass" in ast.unparse(each) for each in node.decorator_list)
-    ]
-
-
-def test_every_class_of_options_is_seen() -> None:
-    names = {node.name for node in option_classes()}
-    assert {"Config", "TrainConfig", "DataConfig", "BenchmarkConfig", "CheckpointConfig"} <= names
-
-
-@pytest.mark.parametrize("node", option_classes(), ids=lambda node: node.name)
-def test_every_option_is_explained(node: ast.ClassDef) -> None:
-    """Each class has a docstring, and so has each field, except one that is options itself."""
-    assert ast.get_docstring(node)
-    for item, following in zip(node.body, [*node.body[1:], None], strict=True):
-        if not isinstance(item, ast.AnnAssign):
-            continue
-        annotation = ast.unparse(item.annotation)
-        explained = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-        assert explained or annotation.endswith("Config"), ast.unparse(item.target)
-
-
-EVERY = list(explaining.options())
-
-
-def test_every_option_of_a_configuration_is_explained() -> None:
-    """Those of every kind of objective and benchmark too; a text has a verb or tells a quantity."""
-    keys = {(option.key, option.kind) for option in EVERY}
-    assert len(keys) == len(EVERY) > 500
-    assert {("train.lr", ""), ("data.sources.NAME.shards", "")} <= keys
-    assert {("train.objective.threshold", "mlcd"), ("eval.suite.NAME.options.k", "knn")} <= keys
-    assert not [option for option in EVERY if len(option.text.split()) < 2]
-    assert not [option for option in EVERY if not option.type or "value" in option.type.split()]
-
-
-def test_defaults_that_are_explained_are_those_of_a_configuration() -> None:
-    tree = yaml.safe_load(config.dump(load(None, ["run_dir=x"])))
-    compared = 0
-    for option in EVERY:
-        found: Any = tree
-        for part in option.key.split("."):
-            found = found.get(part, ...) if isinstance(found, dict) else ...
-        if found is not ... and option.kind == "" and option.default not in ("required", ""):
-            if option.default != "those below":
-                assert yaml.safe_load(option.default) == found, option.key
-                compared += 1
-    assert compared > 100
-
-
-def test_an_option_is_explained_in_a_few_lines() -> None:
-    assert explaining.explain("train.lr") == (
-        "train.lr\n    number above 0; default: 0.0005\n    Peak learning rate."
-    )
-    assert "one of auto, cpu, cuda; default: auto" in explaining.explain("device")
-    assert explaining.explain("seed").startswith("seed\n    whole number at least 0 below 9,223")
-    assert explaining.explain("run_dir").splitlines()[1] == "    text; required"
-
-
 @pytest.mark.parametrize(
     ("key", "keys"),
     [
@@ -307,13 +242,6 @@ def test_options_are_explained_by_the_beginning_or_a_part_of_their_keys(
     blocks = explaining.explain(key).split("\n\n")
     assert [block.split()[0] for block in blocks] == keys
     assert all(len(line) <= 80 for block in blocks for line in block.splitlines())
-
-
-def test_all_options_are_explained_once() -> None:
-    shown = explaining.explain("")
-    assert "\ntrain.lr\n" in shown and "\nbase.lr\n" not in shown
-    with pytest.raises(ValueError, match=r"no option 'train.learning_rte' \(nearest: "):
-        explaining.explain("train.learning_rte")
 
 
 def test_null_drops_a_benchmark_of_a_recipe(tmp_path: Path) -> None:

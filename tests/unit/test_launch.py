@@ -32,7 +32,6 @@ LAUNCH, SLURM = tiny.ROOT / "launch", tiny.ROOT / "slurm"
 SCRIPTS = [*LAUNCH.glob("*.sh"), *SLURM.glob("*.sbatch")]
 PAPERS = sorted(set(LAUNCH.glob("recipes/paper_on_8_gpus/*.sh")) -
                 set(LAUNCH.glob("recipes/paper_on_8_gpus/common.sh")))  # fmt: skip
-BATCH = ["mclclip.sbatch", "eval_array.sbatch"]
 WAIT_S = 180.0  # for what takes moments, on a busy machine
 
 TORCHRUN = """#!{python}
@@ -412,15 +411,6 @@ def test_what_a_step_is(folder: Path) -> None:
 # --- as text ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, LAUNCH / "common.sh"], ids=lambda path: path.name)
-def test_syntax(script: Path) -> None:
-    subprocess.run(["bash", "-n", script], check=True)
-    text = script.read_text()
-    assert script.name == "common.sh" or "\nset -euo pipefail\n" in text
-    assert not re.search(r"(?<![\w.])/(home|work|root|mnt|scratch)/", text), "a machine's own path"
-    assert os.access(script, os.X_OK) == (script.suffix == ".sh" and script.name != "common.sh")
-
-
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
 def test_shellcheck() -> None:
     subprocess.run(["shellcheck", "-x", *SCRIPTS, *PAPERS], check=True, cwd=tiny.ROOT)
@@ -446,38 +436,6 @@ def test_a_table_of_a_paper_is_planned_with_its_gpu_hours(script: Path, tmp_path
     (name,) = set(re.findall(r"what_helps.py' '(\w+)'", done.stderr))
     assert f"<!-- table {name} -->" in page and not (tmp_path / "data").exists()
     assert sorted((tiny.ROOT / "runs").glob("*")) == before
-
-
-def lines_to_edit(script: str) -> list[str]:
-    """What stands below the comments ``# 1.``, ``# 2.`` and ``# 3.``."""
-    lines = (SLURM / script).read_text().splitlines()
-    return [lines[n + 1] for n, line in enumerate(lines) if re.match(r"# \d\. ", line)]
-
-
-@pytest.mark.parametrize("script", BATCH)
-def test_three_lines_to_edit(script: str) -> None:
-    job, nodes, command = lines_to_edit(script)
-    assert job.startswith("#SBATCH --partition=") and "--account=" in job and "--time=" in job
-    assert nodes.startswith("#SBATCH") and "--gpus-per-node=" in nodes
-    assert command.startswith("COMMAND=(")
-
-
-def test_the_readme_names_them() -> None:
-    readme = (SLURM / "README.md").read_text()
-    job, nodes, command = lines_to_edit("mclclip.sbatch")
-    for line in (job, nodes, command.split(" --config")[0]):
-        assert f"`{line}" in readme, line
-
-
-def test_the_options_that_survival_needs() -> None:
-    text = (SLURM / "mclclip.sbatch").read_text()
-    for option in (
-        "--requeue", "--open-mode=append", "--signal=B:USR1@300", "--ntasks-per-node=1",
-    ):  # fmt: skip
-        assert re.search(rf"^#SBATCH .*{option}\b", text, re.MULTILINE), option
-    for name in ("SRUN_CPUS_PER_TASK", "NCCL_DEBUG", "PYTHONFAULTHANDLER"):
-        assert name in text
-    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" in text
 
 
 def commands() -> list[list[str]]:

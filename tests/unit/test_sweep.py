@@ -20,7 +20,6 @@ SCRIPT = tiny.ROOT / "launch" / "sweep.sh"
 RECIPE = tiny.ROOT / "launch" / "recipes" / "mlcd_ablation_vitb32.yaml"
 TABLE = RECIPE.with_name("mlcd_table6.sweep")
 SWEEPS = sorted(RECIPE.parent.glob("*.sweep"))
-FILES_OF_SIMLAP = [file for file in SWEEPS if file.stem.startswith("simlap_")]
 NEEDED = ("index", "stage_0/export", "stage_0/embeddings", "stage_0/clusters")
 TEXT = "stage_0/text_embeddings"
 
@@ -77,117 +76,7 @@ def test_every_line_is_a_run_of_every_recipe_that_its_head_names(file: Path) -> 
     assert not twice, f"runs {twice} of {described[0][0].name} are done twice"
 
 
-@pytest.mark.parametrize("file", SWEEPS, ids=lambda path: path.stem)
-def test_the_loops_of_a_head_count_its_lines(file: Path) -> None:
-    text, count = file.read_text(), len(sweep(file).stdout.splitlines())
-    assert f"launch/recipes/{file.name}" in text
-    loops = re.findall(r"for n in (?:[\d ]*\$\(seq(?: \d+)? (\d+)\)|[\d ]*?(\d+));", text)
-    asked = [int(last) for pair in loops for last in pair if last]
-    alone = re.findall(r"sweep\.sh \$file (\d+)\)", text)
-    assert max([*asked, *map(int, alone)]) == count
-
-
-def test_a_recipe_is_named_by_the_sweeps_that_run_it() -> None:
-    """Its head lists them, where it has such a list."""
-    named = {recipe.name: set[str]() for recipe in RECIPE.parent.glob("*.yaml")}
-    for file in SWEEPS:
-        for recipe, _, _ in commands(file):
-            named[recipe.name].add(file.stem)
-    lists = 0
-    for recipe in RECIPE.parent.glob("*.yaml"):
-        text = re.sub(r"\s*\n#\s*", " ", recipe.read_text())
-        if found := re.findall(r"(?:Sweeps|The sweep) on it: ([\w, ]+?)\.", text):
-            assert set(found[0].split(", ")) == named[recipe.name], recipe.name
-            lists += 1
-    assert lists >= 9
-
-
-def test_simlap_s_runs_warm_up_for_40_epochs_on_imagenet() -> None:
-    """Table 5a of SimLAP has 40 in each column; lines of fewer than 100 epochs say their own."""
-    seen: set[int | None] = set()
-    for file in FILES_OF_SIMLAP:
-        runs = [line.split()[1:] for line in sweep(file).stdout.splitlines()]
-        for recipe, before, after in commands(file):
-            for name, *options in runs if recipe.stem == "simlap_imagenet" else []:
-                found = config.load(recipe, [*before, *options, *after])
-                trainings = [found.base, *([found.train] if found.num_stages else [])]
-                for training in trainings:
-                    assert training is not None and training.epochs is not None
-                    if training.epochs < 100:
-                        assert training.epochs in (4, 8, 16) and "a tenth" in file.read_text()
-                        continue
-                    assert training.warmup * training.epochs == pytest.approx(40, abs=1e-3), name
-                    seen.add(training.epochs)
-    assert seen == {100, 200, 300, 500, 600, 1000}
-
-
 # --- the runs of a file -------------------------------------------------------------------------
-
-
-def test_every_run_of_table_6_is_valid_and_another() -> None:
-    listed = sweep(TABLE).stdout.splitlines()
-    found = [config.load(RECIPE, sweep(TABLE, n + 1).stdout.split()) for n in range(len(listed))]
-    assert f"seq {len(found)})" in TABLE.read_text()
-    assert len({c.run_dir for c in found}) == len(found)
-    settings = [dataclasses.replace(c, run_dir="") for c in found]
-    assert all(c not in settings[:n] for n, c in enumerate(settings)), "a training done twice"
-    assert {c.cluster.num_clusters for c in found} == {
-        10_000, 20_000, 50_000, 1_000_000, 2_000_000, 5_000_000,
-    }  # fmt: skip
-    centers = [c.train.objective for c in found if c.train.objective.reads.clusters]
-    assert {c.sample_rate for c in centers} == {0.01, 0.05, 0.1, 0.2, 0.5, 1.0}
-    assert {c.labels_per_sample for c in centers} == {1, 2, 4, 8, 16, 32}
-    assert {c.threshold for c in centers} == {0.95, 0.93, 0.91, 0.89, 0.87, 0.85, None}
-    assert {c.kind for c in centers} == {"mlcd", "mlc", "single_label"}
-    assert {c.train.lr for c in found} == {1e-3, 5e-4}  # section 4.1, and Table 8
-
-
-def test_table_7a_compares_32_epochs() -> None:
-    """Both losses, everything else the same, and as long a warm-up as the other runs have."""
-    names = {line.split()[1]: line.split()[2:] for line in sweep(TABLE).stdout.splitlines()}
-    mlcd, mlc = (config.load(RECIPE, names[name]) for name in ("mlcd_32", "mlc_32"))
-    assert mlcd.train.epochs == 32
-    assert round(mlcd.train.warmup * 32 * (400_000_000 // 32_800)) == 2000
-    assert (mlcd.train.objective.kind, mlc.train.objective.kind) == ("mlcd", "mlc")
-    assert mlc == config.load(RECIPE, [*names["mlcd_32"], "train.objective.kind=mlc"])
-    alone = [name for name, options in names.items() if "train.objective.kind=mlc" in options]
-    assert alone == ["mlc_32"]
-
-
-def test_the_recipe_itself_is_the_line_that_its_header_names() -> None:
-    (number,) = re.findall(
-        r"sweep\.sh launch/recipes/mlcd_table6\.sweep (\d+)\)", RECIPE.read_text()
-    )
-    printed = sweep(TABLE, number).stdout
-    assert printed == "run_dir=runs/mlcd_table6/k_1m-r_0.1-l_8\n"
-    itself = config.load(RECIPE)
-    assert config.load(RECIPE, printed.split()) == dataclasses.replace(
-        itself, run_dir="runs/mlcd_table6/k_1m-r_0.1-l_8"
-    )
-
-
-@pytest.mark.parametrize("file", [TABLE, RECIPE])
-def test_a_command_as_written_starts_nothing_where_the_sweep_fails(
-    file: Path, tmp_path: Path
-) -> None:
-    """The commands of the header, with a SHARED that is none, and stand-ins for what they start."""
-    words = r"(?:for n in .*?\n#   done|options=.*?\$options)$"
-    (text,) = re.findall(words, file.read_text(), re.MULTILINE | re.DOTALL)
-    text = re.sub("^#", "", text, flags=re.MULTILINE).replace("runs/mlcd_ablation ", "none ")
-    stand_ins = "".join(
-        f"{name}() {{ echo $* >>{tmp_path}/started; }}\n" for name in ("sbatch", "mclclip")
-    )
-    for shared, count in (("none", 0), ("", 1)):
-        script = f"{stand_ins}file={TABLE}\nexport SHARED={shared}\n{text}"
-        script = script if shared else script.replace("SHARED=none ", "").replace("seq 28", "seq 1")
-        done = subprocess.run(
-            ["bash", "-c", script], cwd=tiny.ROOT, capture_output=True, text=True, check=False
-        )
-        started = tmp_path / "started"
-        lines = started.read_text().splitlines() if started.exists() else []
-        assert len(lines) == count, done.stderr
-        assert all("run_dir=runs/mlcd_table6/k_" in line for line in lines)
-        assert done.stderr.count("\n") == 1 - count
 
 
 def test_comments_and_empty_lines(tmp_path: Path) -> None:
@@ -275,14 +164,6 @@ def test_what_is_finished_is_linked(given: Any, shared: Path, tmp_path: Path) ->
     (shared / TEXT / "manifest.json").touch()
     sweep(table, 1, **variables)
     assert links(same) == {*NEEDED, TEXT}
-
-
-@pytest.mark.parametrize("words", ["cluster.seed=1", "cluster={seed:1}", "seed=1 cluster.seed=1"])
-def test_options_of_cluster(given: Any, words: str, tmp_path: Path) -> None:
-    table, variables = given
-    table.write_text(f"a {words}\n")
-    assert sweep(table, 1, **variables).returncode == 0
-    assert "stage_0/clusters" not in links(tmp_path / "runs" / "a")
 
 
 @pytest.mark.parametrize(

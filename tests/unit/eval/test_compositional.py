@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from mclclip.eval import outcomes
 from mclclip.eval import run as evaluation
 from mclclip.eval.features import Extractor
-from mclclip.eval.images import Region
 from mclclip.eval.items import LAYOUTS, read_items
 from mclclip.eval.protocols import compositional
 from mclclip.eval.results import Measurement
@@ -51,21 +49,6 @@ def change(path: Path, edit: Callable[[Any], Any]) -> None:
 # --- planted encoders --------------------------------------------------------------------------
 
 
-def test_chances(tmp_path: Path, draw: Draw, planted: Any) -> None:
-    wanted = {
-        "sugarcrepe": {"swap_obj": 50, "average": 50},
-        "sugarcrepe_pp": {"ITT/average": 33.33, "TOT/average": 33.33},
-        "winoground": {"text": 25, "image": 25, "group": 16.67},
-        "aro_order": {"accuracy": 20},
-        "whatsup": {"controlled_a": 25, "controlled_a/pair": 6.25, "controlled_b/set": 0.39,
-                    "coco_one": 50, "average": 41.67},
-    }  # fmt: skip
-    for layout, chances in wanted.items():
-        size = write(layout, tmp_path / layout, draw, 2)
-        figures = evaluate(planted("perfect", size), tmp_path / layout, layout)
-        assert {name: figures[name].protocol["chance"] for name in chances} == chances
-
-
 def test_images_and_texts_that_occur_several_times_are_encoded_once(
     tmp_path: Path, draw: Draw, planted: Any
 ) -> None:
@@ -93,17 +76,6 @@ def test_items_that_nobody_can_answer_are_counted(tmp_path: Path, draw: Draw, pl
     assert figures["accuracy"].protocol["items_with_equal_texts"] == 1
 
 
-def test_pairs_of_attributes_need_25_items(tmp_path: Path, draw: Draw, planted: Any) -> None:
-    size = write("aro_attribute", tmp_path, draw, 51)  # 26 and 25
-    file = tmp_path / "visual_genome_attribution.json"
-    change(file, lambda rows: [row.update(attributes=["few", "of"]) for row in rows[:4]])
-    with pytest.raises(ValueError, match="no item whose kind counts .*with 25 items"):
-        evaluate(planted("perfect", size), tmp_path, "aro_attribute")
-    change(file, lambda rows: [row.update(attributes=["red", "small"]) for row in rows[:7]])
-    figures = evaluate(planted("perfect", size), tmp_path, "aro_attribute")
-    assert [figures[name].count for name in ("average", "pooled")] == [29, 51]
-
-
 # --- crops -------------------------------------------------------------------------------------
 
 
@@ -122,23 +94,6 @@ def test_a_crop_is_what_is_encoded(tmp_path: Path, planted: Any) -> None:
     encoder = planted("perfect", 3)
     assert evaluate(encoder, tmp_path, "aro_relation")["average"].value == 100.0
     assert sum(encoder.seen_batches) == 2  # of one file two parts, of which one occurs twice
-
-
-def test_parts_of_pictures_are_those_of_pil(tmp_path: Path, planted: Any) -> None:
-    path = tmp_path / "a.png"
-    Image.fromarray(np.full((4, 4, 3), 1, np.uint8)).save(path)
-    seen: list[np.ndarray] = []
-    encoder = planted("constant", 300)
-
-    def preprocess(image: Any) -> torch.Tensor:
-        seen.append(np.asarray(image))
-        return torch.zeros(3, 4, 4)
-
-    encoder.preprocess_val = preprocess
-    Extractor(encoder).images([Region(path, (2, 2, 6, 5))])
-    assert seen[0].shape == (3, 4, 3) and seen[0][:2, :2].all() and seen[0].sum() == 12
-    with pytest.raises(ValueError, match="more than 100 pixels: correct its box"):
-        Extractor(encoder, max_image_pixels=100).images([Region(path, (0, 0, 11, 10))])
 
 
 # --- outcomes ----------------------------------------------------------------------------------
@@ -204,16 +159,6 @@ def test_missing_images_are_refused_or_left_out_and_counted(
     assert "winoground has 4 items, the published file has 400" in caplog.text
 
 
-def test_a_part_without_images_is_refused(tmp_path: Path, draw: Draw) -> None:
-    write("whatsup", tmp_path, draw, 2)
-    for path in (tmp_path / "vg_images").iterdir():
-        path.unlink()
-    with pytest.raises(ValueError, match="no item of the part 'vg_one' has its images .*parts"):
-        read_items(tmp_path, "whatsup", leave_out=True)
-    chosen = ["controlled_b", "coco_two"]
-    assert read_items(tmp_path, "whatsup", parts=chosen).read == {"controlled_b": 8, "coco_two": 2}
-
-
 def test_pairs_and_sets_that_are_not_whole_are_left_out(
     tmp_path: Path, draw: Draw, planted: Any, caplog: Any
 ) -> None:
@@ -246,16 +191,6 @@ def test_whether_all_is_as_published(tmp_path: Path, draw: Draw, planted: Any) -
     figures = evaluate(planted("perfect", 20), tmp_path, "sugarcrepe", parts=["swap_obj"])
     assert figures["swap_obj"].count == 245
     assert not figures["swap_obj"].protocol["as_published"]  # the other parts are not there
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_missing_file_says_what_is_needed_and_where_it_is(layout: str, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError) as caught:
-        read_items(tmp_path, layout)
-    line = str(caught.value)
-    assert LAYOUTS[layout].source in line and "\n" not in line
-    assert line.startswith(f"no {tmp_path}")
-    assert "(" in line and "images" in line  # terms, images
 
 
 # --- other folders -----------------------------------------------------------------------------
@@ -361,18 +296,6 @@ def test_wrong_content_gets_one_clear_line(
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
 
 
-def test_keys_given_twice_and_lines_that_do_not_parse(tmp_path: Path, draw: Draw) -> None:
-    write("sugarcrepe", tmp_path, draw, 2)
-    path = tmp_path / "data" / "replace_obj.json"
-    path.write_text(path.read_text().replace('"1":', '"0":'))
-    with pytest.raises(ValueError, match="has the key '0' twice"):
-        read_items(tmp_path, "sugarcrepe")
-    write("winoground", tmp_path, draw, 2)
-    (tmp_path / "examples.jsonl").write_text('{"id": 0}\n{"id": \n')
-    with pytest.raises(ValueError, match=r"examples\.jsonl line 2 is not valid JSON"):
-        read_items(tmp_path, "winoground")
-
-
 @fuller_in_soak
 def test_damaged_files_end_in_one_line_or_in_items(tmp_path: Path, draw: Draw) -> None:
     rng = random.Random(0)
@@ -394,12 +317,6 @@ def test_damaged_files_end_in_one_line_or_in_items(tmp_path: Path, draw: Draw) -
 
 
 # --- options and the suite ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("parts", [[], ["swap_obj", "swop"]])
-def test_unknown_parts(tmp_path: Path, parts: Sequence[str]) -> None:
-    with pytest.raises(ValueError, match="parts is .*: the parts of sugarcrepe are replace_obj"):
-        read_items(tmp_path, "sugarcrepe", parts=parts)
 
 
 def test_the_shipped_suite_says_what_it_needs_and_names_our_metrics(

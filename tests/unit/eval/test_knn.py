@@ -14,7 +14,6 @@ import pytest
 from sklearn.neighbors import KNeighborsClassifier
 
 from mclclip import search
-from mclclip.eval.classification import LabelledFeatures, accuracy_figures
 from mclclip.eval.features import Extractor
 from mclclip.eval.protocols import knn
 from tests.unit.test_search import spare, unit_rows  # noqa: F401
@@ -124,14 +123,3 @@ def test_bad_input_gets_one_clear_line(
         shutil.rmtree(folders / "train" / f"class_{label}")
     with pytest.raises(ValueError, match="images of 1 classes: wanted at least 2"):
         run(encoder, folders)
-
-
-@pytest.mark.parametrize("test", [[0, 1, 1, 2], [0, 0, 0, 0], [0, 2, 2, 2], [1, 1, 1, 1]])
-def test_chance_is_the_most_frequent_class_as_every_answer(test: list[int]) -> None:
-    """Also where the test images have none of it: then it is 0, of both figures."""
-    train, empty = np.array([0, 1, 1, 1, 2]), np.zeros((0, 1), dtype=np.float32)
-    data = LabelledFeatures(empty, train, empty, np.array(test), {}, [*"abcd"])
-    figures = {f.metric: f for f in accuracy_figures(np.ones(4, dtype=np.int64), data, {})}
-    assert figures["accuracy"].protocol["chance"] == 25.0 * test.count(1)
-    for figure in figures.values():
-        assert figure.value == pytest.approx(figure.protocol["chance"], abs=0.01)

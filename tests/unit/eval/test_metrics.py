@@ -34,25 +34,6 @@ def test_wilson_interval_contains_the_share_and_stays_inside(
     assert (low, high) == pytest.approx((1 - mirrored[1], 1 - mirrored[0]))
 
 
-@pytest.mark.parametrize("hits, count", [(0, 0), (-1, 5), (6, 5), (1, -1)])
-def test_wilson_interval_refuses(hits: int, count: int) -> None:
-    with pytest.raises(ValueError, match="does not exist"):
-        metrics.wilson_interval(hits, count)
-
-
-def test_stratified_interval_of_equal_strata_is_the_pooled_one() -> None:
-    shares, counts = np.array([0.2, 0.4, 0.9]), np.array([15, 15, 15])
-    pooled = metrics.wilson_interval(22.5, 45)
-    assert metrics.stratified_interval(shares, counts) == pytest.approx(pooled)
-
-
-def test_stratified_interval_is_wider_where_one_stratum_is_small() -> None:
-    shares = np.array([0.5, 0.5])
-    even = metrics.stratified_interval(shares, np.array([50, 50]))
-    uneven = metrics.stratified_interval(shares, np.array([98, 2]))
-    assert uneven[1] - uneven[0] > even[1] - even[0]
-
-
 def test_items_of_a_unit_count_together_in_strata_too() -> None:
     residuals = np.array([0.1, -0.1, 0.1, -0.1, 0.2, -0.2])
     assert metrics.design_effect(residuals, np.arange(6)) == 1.0
@@ -116,14 +97,3 @@ def test_margins_of_several_right_and_several_wrong_candidates() -> None:
     )
     with pytest.raises(ValueError, match="NaN"):
         metrics.match_margins(np.full((1, 2, 2), np.nan), np.eye(2, dtype=bool))
-
-
-def test_equal_features_tie_exactly_wherever_they_are() -> None:
-    rng = np.random.default_rng(0)
-    rows = rng.normal(size=(64, 3, 515)).astype(np.float32)
-    rows[:, 2] = rows[:, 0]
-    similarity = metrics.item_similarities(rows[:, :1], rows)
-    assert similarity.dtype == np.float32
-    assert np.array_equal(similarity[:, :, 0], similarity[:, :, 2])
-    slow = np.array([[np.dot(a[0].astype(float), c.astype(float)) for c in a] for a in rows])
-    assert similarity[:, 0] == pytest.approx(slow, rel=1e-6)

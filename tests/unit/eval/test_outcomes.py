@@ -14,7 +14,7 @@ from scipy import stats
 from mclclip.eval import outcomes, results
 from mclclip.eval.metrics import Ranking
 from mclclip.eval.outcomes import Outcomes
-from tests.matrix import in_soak, kept
+from tests.matrix import kept
 
 RNG = np.random.default_rng(3)
 ITEMS = [f"{number}.png" for number in range(12)]
@@ -93,28 +93,6 @@ def test_strata_without_weight_or_without_a_kind_are_left_out() -> None:
     assert both.value() == Ranking(scores[:4], truth[:4]).area(np.ones(4))
 
 
-def test_items_without_weight_are_as_if_they_were_not_there() -> None:
-    """Draws of a bootstrap leave items out, also those at the top of a ranking."""
-    scores, positive = np.arange(9.0), np.arange(9) % 2 == 0
-    weights = np.array([1, 2, 1, 0, 3, 1, 1, 0, 0], dtype=float)  # the two highest are left out
-    rows = np.repeat(np.arange(9), weights.astype(int))
-    whole, alone = Ranking(scores, positive), Ranking(scores[rows], positive[rows])
-    assert whole.area(weights) == pytest.approx(alone.area(np.ones(9)))
-    assert whole.precision(weights) == pytest.approx(alone.precision(np.ones(9)))
-    with pytest.raises(ValueError, match="NaN"):
-        Ranking(np.array([1.0, np.nan]), np.array([True, False]))
-
-
-def test_captions_of_one_image_count_as_less_than_as_many_images() -> None:
-    captions = [f"image {number // 5}" for number in range(150)]
-    for right in (np.repeat(RNG.random(30) > 0.5, 5), np.ones(150, dtype=bool)):
-        found = Outcomes(captions, right, units=captions)
-        together = results.figure("R@1", found, {})
-        alone = results.figure("R@1", Outcomes(captions[::5], right[::5]), {})
-        assert together.value == pytest.approx(alone.value)
-        assert (together.ci_low, together.ci_high) == pytest.approx((alone.ci_low, alone.ci_high))
-
-
 def test_rows_name_their_outcomes_and_old_files_go(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     found = of_each_kind()
@@ -170,13 +148,6 @@ def test_equal_encoders_differ_by_chance_alone_but_not_by_nothing() -> None:
     assert found.low < 0 < found.high and found.high - found.low < 0.05
 
 
-def test_a_permutation_of_few_units_against_all_exchanges() -> None:
-    values = np.array([0.3, 0.1, -0.05, 0.2, 0.15, -0.1, 0.02])
-    sums = [abs(np.dot(signs, values)) for signs in product((1, -1), repeat=len(values))]
-    exact = np.mean([s >= abs(values.sum()) - 1e-12 for s in sums])
-    assert outcomes.permutation(values) == pytest.approx(exact, abs=0.02)
-
-
 def test_units_are_exchanged_whole() -> None:
     """Five captions of each of 20 images: half of the images are better, half of them worse."""
     rng = np.random.default_rng(5)
@@ -194,15 +165,6 @@ def test_strata_of_unequal_size_weigh_the_same() -> None:
     b = np.array([0, 0, 0, 0] + [0] * 38 + [1, 1])
     found = pair(a, b, strata=["few"] * 4 + ["many"] * 40)
     assert found.value == pytest.approx((1 - 2 / 40) / 2) and found.test == "permutation"
-
-
-def test_units_in_several_strata_stay_whole() -> None:
-    """An answer per attribute of each of 30 images."""
-    rng = np.random.default_rng(7)
-    a, b = rng.random((2, 60)) > 0.4
-    names = ["shape"] * 30 + ["colour"] * 30
-    found = pair(a, b, strata=names, units=items(30) * 2)
-    assert found.units == 30 and found.low <= found.value <= found.high
 
 
 def test_rankings_are_compared_by_bootstrap() -> None:
@@ -231,25 +193,6 @@ def test_an_interval_of_one_ranking(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcomes.ranking_interval(whole) == pytest.approx((low, high), abs=1e-6)
     perfect = outcomes.ranking_interval(Outcomes(items(60), truth, **settings))
     assert 0.85 < perfect[0] < perfect[1] == 1.0
-
-
-@pytest.mark.parametrize("statistic", ["roc_auc", "precision_11_point"])
-@in_soak
-def test_intervals_of_rankings_cover(statistic: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """200 draws of 200 items; the true value is that of many items."""
-    monkeypatch.setattr(outcomes, "NUM_RANKING_DRAWS", 200)
-    rng, covered = np.random.default_rng(4), 0
-
-    def draw(count: int) -> Outcomes:
-        truth = rng.random(count) < 0.3
-        scores = truth + rng.normal(size=count)
-        return Outcomes(items(count), scores, truth=truth, statistic=statistic)
-
-    true = draw(400_000).value()
-    for _ in range(200):
-        low, high = outcomes.ranking_interval(draw(200))
-        covered += low <= true <= high
-    assert covered / 200 >= 0.9
 
 
 def test_holm_by_hand() -> None:

@@ -15,10 +15,8 @@ import mclclip.torchvision_fix  # noqa: F401
 # isort: split
 from timm.data import ImageNetInfo
 
-from mclclip import config as configuration
 from mclclip.eval import prompts
 from mclclip.eval.protocols import BenchmarkConfig
-from tests import tiny
 
 CLASSES = {"n02510455": "giant panda", "n01440764": "tench", "n07873807": "pizza"}
 
@@ -38,12 +36,6 @@ def one_line(error: pytest.ExceptionInfo[Any]) -> None:
 # --- ImageNet ----------------------------------------------------------------------------------
 
 
-def test_names_of_imagenet_are_joined_by_wordnet_id(imagenet: Path) -> None:
-    assert prompts.labels_of(imagenet) == sorted(CLASSES)
-    assert prompts.find_names([*CLASSES], "imagenet1k", imagenet) == CLASSES
-    assert prompts.find_names(sorted(CLASSES), "imagenet1k", imagenet) == CLASSES
-
-
 def test_all_names_of_imagenet_stand_at_their_ids() -> None:
     """CLIP's names against WordNet's own words for the ids; a shift by one leaves 179 of 1,000."""
 
@@ -55,12 +47,6 @@ def test_all_names_of_imagenet_stand_at_their_ids() -> None:
     described = {label: info.label_name_to_description(label, detailed=True) for label in names}
     assert len(names) == 1000
     assert sum(bool(words(names[label]) & words(described[label])) for label in names) >= 975
-
-
-def test_a_thousand_names_of_ones_own_are_joined_by_wordnet_id(tmp_path: Path) -> None:
-    (tmp_path / "own.json").write_text(json.dumps([f"thing {number}" for number in range(1000)]))
-    found = prompts.find_names(["n02510455", "n01440764"], "own.json", tmp_path)
-    assert found == {"n02510455": "thing 388", "n01440764": "thing 0"}
 
 
 @pytest.mark.parametrize(
@@ -86,19 +72,6 @@ def test_wordnet_ids_without_names_are_refused(
     one_line(error)
 
 
-def test_a_class_that_imagenet_1k_lacks_is_refused(imagenet: Path) -> None:
-    (imagenet / "n02084071").mkdir()  # "dog" is in ImageNet-21k alone
-    with pytest.raises(ValueError, match="no name for 1 of 4 classes, such as 'n02084071'"):
-        prompts.check(imagenet, classes="imagenet1k")
-
-
-def test_wordnet_ids_beside_names_are_refused(tmp_path: Path) -> None:
-    """As the folders of Stanford Dogs are called."""
-    (tmp_path / "n02085620-Chihuahua").mkdir()
-    with pytest.raises(ValueError, match="1 of 1 classes hold WordNet ids"):
-        prompts.check(tmp_path)
-
-
 def test_wordnet_ids_in_a_table_are_refused_too(tmp_path: Path) -> None:
     (tmp_path / "labels.csv").write_text("filepath,label\na.jpg,n01440764\nb.jpg,n07873807\n")
     with pytest.raises(ValueError, match="2 of 2 classes hold WordNet ids"):
@@ -107,12 +80,6 @@ def test_wordnet_ids_in_a_table_are_refused_too(tmp_path: Path) -> None:
 
 
 # --- lists and mappings ------------------------------------------------------------------------
-
-
-def test_labels_are_names_where_nothing_is_given() -> None:
-    assert prompts.find_names(["red_fox", "dog"], None, Path()) == {
-        "red_fox": "red fox", "dog": "dog",
-    }  # fmt: skip
 
 
 def test_a_list_is_joined_to_numbers(tmp_path: Path) -> None:
@@ -132,12 +99,6 @@ def test_numbers_of_another_list_are_refused(tmp_path: Path, numbers: range) -> 
     with pytest.raises(ValueError, match=message) as error:
         prompts.find_names([str(number) for number in numbers], "names.json", tmp_path)
     one_line(error)
-
-
-def test_a_list_is_joined_to_labels_of_the_same_words(tmp_path: Path) -> None:
-    (tmp_path / "names.json").write_text('["Red Fox", "dog", "T-shirt"]')
-    found = prompts.find_names(["t_shirt", "red-fox"], "names.json", tmp_path)
-    assert found == {"t_shirt": "T-shirt", "red-fox": "Red Fox"}
 
 
 def test_a_list_is_not_joined_by_position(tmp_path: Path) -> None:
@@ -273,17 +234,6 @@ def test_a_suite_is_checked_where_its_folders_are(imagenet: Path) -> None:
         prompts.check_suite(suite(imagenet, classes="imagenet1k", templates="clip_81"))
     with pytest.raises(FileNotFoundError, match="benchmark 'imagenet': no file of classes"):
         prompts.check_suite(suite(imagenet, classes="names.txt"))
-
-
-def test_the_recipe_for_locked_image_tuning_names_imagenets_classes(
-    imagenet: Path, tmp_path: Path
-) -> None:
-    recipe = tiny.ROOT / "launch" / "recipes" / "lit.yaml"
-    (benchmark,) = configuration.load(recipe, [f"eval.suite.imagenet.path={imagenet}"]
-        ).eval.suite.values()  # fmt: skip
-    prompts.check_suite({"imagenet": benchmark})
-    assert prompts.find_names(sorted(CLASSES), benchmark.options["classes"], imagenet) == CLASSES
-    assert len(prompts.find_templates(benchmark.options["templates"], imagenet)) == 80
 
 
 def test_names_of_equal_words_are_told_apart(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mclclip.data.findings import LFS_POINTER
 from mclclip.eval import captions, metrics
 from mclclip.eval.captions import CaptionRule, read_captions
 from mclclip.eval.features import Extractor, rank_queries, similarity
@@ -83,14 +81,6 @@ def test_equal_to_brute_force_for_any_chunk(
         assert got == brute_force(images, texts, owners.tolist(), k)
 
 
-def test_candidate_blocks_do_not_change_similarities() -> None:
-    rng = np.random.default_rng(0)
-    texts, images = unit(rng, 50, 30), unit(rng, 20, 30)
-    whole = similarity(texts, images)
-    assert np.array_equal(whole, similarity(texts, images, block=3))
-    assert np.allclose(whole, texts @ images.T, atol=1e-6)
-
-
 @pytest.mark.parametrize("counting", ["by_row", "whole"])
 @pytest.mark.parametrize(
     "count, dim, chunk_bytes",
@@ -139,15 +129,6 @@ def test_ranks_are_those_of_products_in_float64(counting: Any, noise: float) -> 
         plain = metrics.ranks_with_ties(images @ texts.T, np.arange(100)[:, None] == owners)
         right = rank_queries(images, np.arange(100), texts, owners)
         assert not np.array_equal(plain[0], right[0])
-
-
-def test_what_cannot_be_ranked_is_refused() -> None:
-    features, every = unit(np.random.default_rng(0), 4, 30), np.arange(4)
-    with pytest.raises(ValueError, match="query 2 has no positive candidate"):
-        rank_queries(features, every, features[[0, 1, 3]], every[[0, 1, 3]])
-    features[1, 0] = np.nan
-    with pytest.raises(ValueError, match="hold NaN"):
-        rank_queries(features, every, features, every)
 
 
 # --- whole evaluations ------------------------------------------------------------------
@@ -226,11 +207,6 @@ def test_tables_that_pack_reads_give_the_same_figures(
         assert run(encoder, root, captions=name, split=split) == expected
 
 
-def test_of_several_columns_of_captions_the_title_is_taken(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text('text,filepath,title\nx,a.jpg, "y, z"\n')
-    assert read_captions(tmp_path / "a.csv", tmp_path).captions == ["y, z"]
-
-
 def test_missing_images_are_counted_and_the_option_is_named(make_table: Any, planted: Any) -> None:
     root = make_table([1, 1, 1])
     for path in sorted(root.rglob("*.png"))[1:]:
@@ -302,14 +278,6 @@ def test_karpathy_json(tmp_path: Path) -> None:
     data = read_captions(path, tmp_path, split="test")
     assert data.images == [tmp_path / "val2014" / "1.jpg"] and data.captions == ["one", "two"]
     assert len(read_captions(path, tmp_path).images) == 2
-
-
-def test_flickr_tokens(tmp_path: Path) -> None:
-    path = tmp_path / "results_20130124.token"
-    path.write_text("7.jpg#0\tA dog .\n7.jpg#1\tA cat#2 .\n8.jpg#0\tA bird .\n")
-    data = read_captions(path, tmp_path)
-    assert [p.name for p in data.images] == ["7.jpg", "8.jpg"]
-    assert data.captions[1] == "A cat#2 ." and data.caption_image.tolist() == [0, 0, 1]
 
 
 @pytest.mark.parametrize("protocol", [name for name in captions.CAPTION_RULES if name != "table"])
@@ -497,36 +465,4 @@ def test_captions_that_the_tokenizer_cuts_are_counted(caplog: pytest.LogCaptureF
     assert retrieval._cut(extractor, texts[:3])["captions_cut"] == 0 and not caplog.records
 
 
-def test_tokenizers_that_pad_with_the_end_of_text_are_counted_too() -> None:
-    """As SigLIP's: 1 ends a text and fills the rest."""
-
-    class Padded:
-        context_length = 8
-
-        def __call__(self, texts: list[str]) -> torch.Tensor:
-            rows = [[5] * min(len(text.split()), 7) + [1] * 8 for text in texts]
-            return torch.tensor([row[:8] for row in rows])
-
-    padded: Any = SimpleNamespace(tokenizer=Padded())
-    texts = ["a " * 3, "a b c d e f g", "a b c d e f g h", "a " * 30]
-    assert retrieval._cut(Extractor(padded), texts)["captions_cut"] == 2
-
-
 # --- texts of other people -----------------------------------------------------------------------
-
-
-def test_texts_are_read_as_a_training_reads_them(tmp_path: Path) -> None:
-    images, texts = tmp_path / "images", tmp_path / "texts"
-    images.mkdir()
-    texts.mkdir()
-    for number, data in enumerate(("grün".encode("utf-16"), b"a dog\n", b"nan\n")):
-        (images / f"{number}.jpg").touch()
-        (texts / f"{number}.txt").write_bytes(data)
-    assert read_captions(texts, images).captions == ["grün", "a dog"]
-    tokens = tmp_path / "a.token"
-    tokens.write_bytes("0.jpg#0\tgrün\n0.jpg#1\tnan\n".encode("utf-16"))
-    assert read_captions(tokens, images).captions == ["grün"]
-    for data in (b"caf\xe9", LFS_POINTER + b"v1\n"):
-        (texts / "1.txt").write_bytes(data)
-        with pytest.raises(ValueError, match=r"1\.txt"):
-            read_captions(texts, images)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from mclclip.eval import captions
 from mclclip.eval.features import Extractor
 from mclclip.eval.protocols.retrieval import evaluate
 
@@ -69,15 +68,6 @@ def test_one_language_is_what_its_table_alone_gives(
     assert {f.metric: f.value for f in alone}.items() <= {f.metric: f.value for f in both}.items()
     means = {f.metric: (f.ci_low, f.ci_high) for f in both}
     assert all(means[f.metric] == pytest.approx((f.ci_low, f.ci_high)) for f in alone)
-
-
-def test_a_table_has_a_column_of_languages(languages: Path, planted: Any) -> None:
-    rows = ["filepath,title,language", "0001.jpg,one 1,en", "0002.jpg,two 2,en", "0001.jpg,1,de"]
-    (languages / "captions.csv").write_text("\n".join(rows))
-    found = captions.read_languages(languages / "captions.csv", languages / "images")
-    assert [*found] == ["de", "en"]
-    assert [len(data.images) for data in found.values()] == [2, 2]  # candidates of both
-    assert found["de"].captions == ["1"] and found["de"].caption_image.tolist() == [0]
 
 
 def test_mistakes_in_languages_are_one_line(languages: Path, planted: Any) -> None:

@@ -97,26 +97,6 @@ def test_classes_that_share_a_name_tie_and_are_told(
     assert "1 names stand for several classes, such as 'thing 1'" in caplog.text
 
 
-def test_class_names_that_are_bare_numbers_are_told_once(
-    tmp_path: Path,
-    draw: Callable[[Path, int], None],
-    planted: Any,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """As the folders of many downloads are called: a photo of a 0."""
-    for number in (0, 1, 7):
-        draw(tmp_path / str(number) / "x.png", number)
-    draw(tmp_path / "class_8" / "x.png", 8)
-    assert run(planted("perfect", 9), tmp_path)["top1"].value == 100.0  # they are used all the same
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("3 of 4 class names are bare numbers (0, 1, 7), which prompts take for")
-    assert "set classes=FILE with a line '0<TAB>name' for each" in line and "\n" not in line
-    caplog.clear()
-    (tmp_path / "names.txt").write_text("0\n1\tno 1\n7\tno 7\nclass_8\tno 8\n")
-    run(planted("perfect", 9), tmp_path, classes="names.txt")  # 0 is asked for by the user
-    assert not caplog.records
-
-
 def test_classifier_equals_open_clips() -> None:
     model = load_towers(TINY)
     names, templates = ["tench", "giant panda", "pizza"], find_templates("clip_80", Path())
@@ -254,27 +234,6 @@ def test_metrics_that_do_not_fit_get_one_line(
     (memes / "labels.csv").write_text("filepath,label\n0.png,0\n1.png,0\n")
     with pytest.raises(ValueError, match="images of both classes"):
         run(encoder, memes, labels="labels.csv", metric="roc_auc", classes={"0": "a 0", "1": "a 1"})
-
-
-def test_top5_needs_more_than_five_classes(
-    tmp_path: Path, draw: Callable[[Path, int], None], planted: Any
-) -> None:
-    for label in range(5):
-        draw(tmp_path / f"class_{label}" / "0.png", label)
-    assert list(run(planted("perfect", 5), tmp_path)) == ["top1", "mean_per_class"]
-
-
-def test_many_numbers_are_not_all_named(
-    tmp_path: Path,
-    draw: Callable[[Path, int], None],
-    planted: Any,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    for number in range(100):
-        draw(tmp_path / f"{number:03d}" / "x.png", number)
-    run(planted("perfect", 100), tmp_path)
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert "100 of 100 class names" in line and "(000, 001, 002" in line and len(line) < 250
 
 
 def test_shards_of_classes_are_the_folders_of_classes(

@@ -7,7 +7,6 @@ import mclclip.torchvision_fix  # noqa: F401
 
 # isort: split
 import numpy as np
-import open_clip
 import pytest
 import torch
 from hypothesis import given
@@ -28,7 +27,6 @@ from mclclip.models.encoder import (
 from mclclip.models.loading import load_towers
 from mclclip.models.model import Model
 from mclclip.models.options import Variant
-from mclclip.models.weights import CONCAT_WEIGHTS
 from tests.unit.models.conftest import CONFIGS, tiny_config
 
 VARIANTS: tuple[Variant, ...] = ("raw", "stage_norm")
@@ -133,20 +131,6 @@ def test_record_and_files(stages: list[Path], tmp_path: Path) -> None:
     assert sizes["concat"] - sizes["one_stage"] == 2 * tail
 
 
-def test_equal_stages_give_equal_files(stages: list[Path], tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        save_concat(stages, "raw", tmp_path / name)
-    for file in (weights.CONFIG, weights.CONCAT, CONCAT_WEIGHTS):
-        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
-
-
-def test_plain_open_clip_refuses_a_concat(stages: list[Path], tmp_path: Path) -> None:
-    """It would otherwise be one stage that passes for all of them."""
-    save_concat(stages, "raw", tmp_path / "c")
-    with pytest.raises(RuntimeError, match="Error\\(s\\) in loading state_dict|No checkpoint"):
-        open_clip.create_model(f"local-dir:{tmp_path / 'c'}")
-
-
 def test_equal_tensors_share_memory(stages: list[Path], tmp_path: Path) -> None:
     save_concat(stages, "raw", tmp_path / "c")
     encoder = load_model(tmp_path / "c")
@@ -209,14 +193,6 @@ def test_a_name_without_weights_is_refused_and_random_ones_are_asked_for() -> No
         assert encoder.variant is None
         found = encoder.stages[0].state_dict()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-def test_single_encoder_is_the_model(vit: Model, images: Tensor, tokens: Tensor) -> None:
-    encoder = Encoder([vit])
-    with torch.no_grad():
-        assert torch.equal(encoder.encode_image(images), vit.encode_image(images, normalize=True))
-        assert torch.equal(encoder.encode_text(tokens), vit.encode_text(tokens, normalize=True))
-    assert encoder.encode_pooled(images).shape == (3, 64)
 
 
 def test_foreign_directories(stages: list[Path], tmp_path: Path) -> None:

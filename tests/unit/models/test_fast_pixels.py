@@ -14,7 +14,6 @@ from torchvision.transforms import RandomResizedCrop
 
 from mclclip.config import from_tree
 from mclclip.data.decode import decode_image, decode_pixels
-from mclclip.models.config_check import BACKBONE
 from mclclip.models.loading import load_towers
 from mclclip.models.transforms import (
     _nothing_fits,
@@ -131,13 +130,6 @@ def test_the_order_of_the_two_passes_is_that_of_the_installed_pillow() -> None:
     assert told > 100
 
 
-def test_versions_of_pillow_have_their_order() -> None:
-    assert choose_rows_first("12.3.0") == "never" and choose_rows_first("13.0.0") == "shrunk"
-    assert rows_first((300, 230), (224, 224), "shrunk")
-    assert not rows_first((300, 300), (224, 224), "shrunk")
-    assert not rows_first((300, 230), (224, 224), "never")
-
-
 def test_normalising_later_gives_open_clips_bits() -> None:
     settings = PreprocessCfg(size=16)
     image = picture(16, 16, "noise")
@@ -173,13 +165,6 @@ def test_what_does_more_than_crop_is_refused(augmentation: dict[str, Any], named
     with pytest.raises(ValueError, match=message):
         settle("fast", augmentation, tiny.MODEL)
     assert settle("auto", augmentation, tiny.MODEL) == "exact"
-
-
-def test_backbones_are_exact_for_their_default() -> None:
-    config = {"vision_cfg": {BACKBONE: "mclclip:small_conv"}}
-    with pytest.raises(ValueError, match="asks for kind .simclr, the default of backbones"):
-        settle("fast", {}, config)
-    assert settle("auto", {}, config) == "exact"
 
 
 def test_by_default_crops_alone_are_fast() -> None:

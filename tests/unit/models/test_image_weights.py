@@ -14,12 +14,10 @@ from torch import Tensor, nn
 from mclclip import export, pipeline
 from mclclip.config import Config
 from mclclip.models.loading import load_towers, refuse_folded_norms
-from mclclip.models.options import ModelConfig
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
 from mclclip.train import verb as train
 from tests import tiny
-from tests.unit.models.conftest import CONFIGS, tiny_config
 
 # isort: split
 import timm
@@ -79,22 +77,6 @@ def test_timms_names_fill_the_tower_and_the_rest_is_drawn_by_the_seed(file: str)
             assert torch.equal(model.state_dict()[name], tensor), name
 
 
-def test_names_of_a_whole_clip_and_of_its_image_tower_do_too(file: str, tmp_path: Path) -> None:
-    """The projection is among them, and the text tower is passed over."""
-    source = load_towers(TOWER, image_weights=file, seed=5)
-    state = {n: t.contiguous() for n, t in source.clip.state_dict().items()}
-    image = {n.removeprefix("visual."): t for n, t in state.items() if n.startswith("visual.")}
-    for number, tensors in enumerate((state, image)):
-        save_file(tensors, tmp_path / f"{number}.safetensors")
-        model = load_towers(TOWER, image_weights=str(tmp_path / f"{number}.safetensors"), seed=6)
-        for name, tensor in source.visual.state_dict().items():
-            assert torch.equal(model.visual.state_dict()[name], tensor), name
-    del state["visual.head.proj.weight"]
-    save_file(state, tmp_path / "lacks.safetensors")
-    with pytest.raises(ValueError, match="1 tensors are missing, as head.proj.weight"):
-        load_towers(TOWER, image_weights=str(tmp_path / "lacks.safetensors"))
-
-
 @pytest.mark.parametrize("backbone", [f"timm:{NAME}", "torchvision:resnet18"])
 def test_towers_of_timm_and_torchvision_alone(backbone: str, tmp_path: Path) -> None:
     config = {"vision_cfg": {"backbone": backbone, "image_size": 32}}
@@ -106,14 +88,6 @@ def test_towers_of_timm_and_torchvision_alone(backbone: str, tmp_path: Path) -> 
     model = load_towers(config, image_weights=str(path), seed=8)
     for name, tensor in source.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
-
-
-def test_open_clips_own_tower(tmp_path: Path) -> None:
-    source = load_towers(CONFIGS / "tiny_vit.json", seed=7)
-    save_file({n: t.contiguous() for n, t in source.clip.state_dict().items()}, tmp_path / "w")
-    model = load_towers(CONFIGS / "tiny_vit.json", image_weights=str(tmp_path / "w"), seed=8)
-    assert torch.equal(model.visual.proj, source.visual.proj)
-    assert not torch.equal(model.clip.token_embedding.weight, source.clip.token_embedding.weight)
 
 
 # --- what does not fit is one line ---------------------------------------------------------------
@@ -168,14 +142,6 @@ def test_other_files_are_refused_and_not_opened(
     assert "executed" not in capsys.readouterr().out
     with pytest.raises(FileNotFoundError, match="which is no file: give a safetensors"):
         load_towers(TOWER, image_weights=str(tmp_path / "missing"))
-
-
-def test_a_model_that_brings_weights_takes_no_others(file: str, tmp_path: Path) -> None:
-    load_towers(TOWER).save(tmp_path)
-    with pytest.raises(ValueError, match="image_weights: .* brings its own weights, leave it out"):
-        load_towers(f"local-dir:{tmp_path}", image_weights=file)
-    with pytest.raises(ValueError, match="both bring the image tower's weights"):
-        ModelConfig(pretrained="openai", image_weights=file)
 
 
 # --- folded batch norms --------------------------------------------------------------------------
@@ -275,13 +241,4 @@ def test_folded_norms_are_refused_before_anything_is_written(
     )  # fmt: skip
     with pytest.raises(ValueError, match="lock.image_norm is true"):
         pipeline.run(config, SINGLE)
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_tower_that_does_not_fit_is_refused_before_anything_is_written(
-    data: Path, file: str, tmp_path: Path
-) -> None:
-    other = json.dumps(tiny_config("tiny_resnet"))
-    with pytest.raises(ValueError, match="does not fit the image tower"):
-        pipeline.run(lit(tmp_path / "run", data, file, f"model.name={other}"), SINGLE)
     assert not (tmp_path / "run").exists()

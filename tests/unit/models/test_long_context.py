@@ -16,7 +16,6 @@ from torch import Tensor
 
 from mclclip import cluster, embed, export, index
 from mclclip.config import Config
-from mclclip.models import memory
 from mclclip.models.loading import load_towers
 from mclclip.models.model import Model
 from mclclip.models.towers import stretched
@@ -107,12 +106,6 @@ def test_a_tower_without_a_causal_mask_has_other_features(tmp_path: Path) -> Non
     assert features(before, LONG).diff(dim=0).abs().max() == 0.0
 
 
-def test_a_plan_has_the_longer_context() -> None:
-    model = memory.load_shapes(described(), long_context=True)
-    assert model.clip.positional_embedding.shape == (248, 16)
-    assert model.clip.attn_mask.is_meta and model.clip.attn_mask.shape == (248, 248)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -134,11 +127,6 @@ def test_towers_that_cannot_be_stretched_are_refused_when_options_are_read(
     with pytest.raises(ValueError, match=message) as error:
         tiny.config.from_tree(tree, ())
     assert "model.long_context=true" in str(error.value) and "\n" not in str(error.value)
-
-
-def test_without_text_there_is_nothing_to_stretch(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="model.text=false leaves the text tower out"):
-        tiny.make_config(tmp_path, tmp_path, "model.text=false", "model.long_context=true")
 
 
 def given(run_dir: Path, name: str, data: Path, *overrides: str) -> Config:
@@ -170,15 +158,3 @@ def test_digests_follow_the_longer_context(
         contexts.append(load_towers(layout.export(1)).tokenizer.context_length)
     assert digests[0] != digests[1] and contexts == [77, 248]
     assert "stage 0: texts have up to 248 tokens" in caplog.messages
-
-
-def test_what_is_not_promised_is_measured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Without a causal mask the export says how far features of short texts have moved."""
-    tree = described({"no_causal_mask": True, "pool_type": "last"}, custom_text=True)
-    name = moved(tree, tmp_path / "base")
-    run = given(tmp_path / "run", name, tmp_path)
-    export.stage(run, SINGLE, stage=0)
-    (line,) = [m for m in caplog.messages if "no causal mask" in m]
-    texts = ["a photo of a dog", "two red cups on a table, seen from above"]
-    pair = [features(load_towers(name, long_context=longer), texts) for longer in (False, True)]
-    assert f"are {(pair[0] * pair[1]).sum(dim=1).min():.4f} and above" in line

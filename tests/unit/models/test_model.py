@@ -17,13 +17,10 @@ from open_clip.hf_model import HFTextEncoder
 
 from mclclip.models.loading import load_towers
 from mclclip.models.lora import add_lora
-from mclclip.models.memory import load_shapes
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
 from tests.matrix import in_soak, kept
 from tests.unit.models.conftest import CONFIGS, tiny_config
-
-BLOCK = "clip.visual.transformer.resblocks."
 
 
 def expected(model: Model, *prefixes: str) -> list[str]:
@@ -59,11 +56,6 @@ def test_frozen_modules_stay_in_eval_mode(vit: Model) -> None:
     assert [block.training for block in blocks] == [False, False, True]
     vit.eval()
     assert not any(module.training for module in vit.modules())
-
-
-def test_fixed_positions_stay_fixed() -> None:
-    model = load_towers(tiny_config(vision={"pos_embed_type": "sin_cos_2d"}))
-    assert "clip.visual.positional_embedding" not in model.lock("all")
 
 
 def test_a_logit_bias_is_an_output_and_trained_where_it_is_named(images: Tensor) -> None:
@@ -102,25 +94,6 @@ def with_text(kind: str) -> Model:
 
 
 @pytest.mark.parametrize("kind", TEXT_TOWERS)
-def test_the_last_blocks_of_a_text_tower(kind: str) -> None:
-    model = with_text(kind)
-    start, blocks, count, top = TEXT_TOWERS[kind]
-    top = tuple(f"{start}{name}" for name in top)
-    assert model.lock(text=True, text_blocks=0) == expected(model, *top)
-    assert model.lock(text=True, text_blocks=1) == expected(
-        model, *top, f"{start}{blocks}{count - 1}."
-    )
-    names = model.lock(text=True, text_blocks=count)
-    assert names == expected(model, *top, f"{start}{blocks}")
-    whole = model.lock(text=True)
-    assert whole == model.lock(text=True, text_blocks="all")
-    assert {n for n in whole if "embedding" in n} == set(whole) - set(names) != set()
-    assert model.lock(text=False, text_blocks=1) == []
-    with pytest.raises(ValueError, match=f"text_blocks is 4, but the text tower has {count} blo"):
-        model.lock(text=True, text_blocks=4)
-
-
-@pytest.mark.parametrize("kind", TEXT_TOWERS)
 def test_a_step_moves_the_unlocked_blocks_of_a_text_tower_alone(kind: str) -> None:
     model = with_text(kind)
     names = model.lock(text=True, text_blocks=1)
@@ -147,16 +120,6 @@ def test_more_blocks_than_a_resnet_has_are_refused_with_how_they_are_counted(res
         "image_blocks is 6, but the image tower has 5 blocks (the stem and 4 residual blocks): "
         "give 0 to 5, or 'all'"
     )
-
-
-def test_the_last_six_blocks_of_an_rn50() -> None:
-    """MCL (5.5) trains "the last 6 blocks" of both its towers: of 16 residual ones here."""
-    model = load_shapes("RN50-quickgelu")
-    assert model.num_blocks == 17
-    names = model.lock(6, image_norm=True)
-    last = [f"clip.visual.layer3.{n}." for n in (3, 4, 5)]
-    assert names == expected(model, *last, "clip.visual.layer4.")
-    assert model.num_frozen_blocks == 11
 
 
 def running_means(model: Model) -> dict[str, Tensor]:
@@ -258,16 +221,6 @@ def count_calls(modules: list[nn.Module]) -> list[int]:
     return calls
 
 
-def test_an_attention_pool_of_open_clips_own_transformer(images: Tensor) -> None:
-    model = load_towers(tiny_config(vision={"attentional_pool": True, "attn_pooler_heads": 4}))
-    with torch.no_grad():
-        whole = model.encode_image(images)
-        assert torch.equal(model.encode_tail(model.encode_trunk(images, 2), 2), whole)
-    assert model.lock(image_projection=True) == expected(
-        model, "clip.visual.attn_pool", "clip.visual.proj"
-    )
-
-
 def test_towers_that_are_not_understood_encode_but_do_not_split(vit: Model, images: Tensor) -> None:
     vit._layout = "the image tower is a Strange"
     assert vit.encode_image(images).shape == (3, 32)
@@ -333,13 +286,6 @@ def blocks_of(model: Model) -> list[str]:
     return [names[id(block)] for block in model.blocks()]
 
 
-def test_blocks_of_both_towers(vit: Model, resnet: Model) -> None:
-    text = ["clip.transformer.resblocks.0", "clip.transformer.resblocks.1"]
-    assert blocks_of(vit) == [f"{BLOCK}{i}" for i in range(3)] + text
-    assert blocks_of(resnet) == [f"clip.visual.layer{i}" for i in range(1, 5)] + text
-    assert blocks_of(with_text("custom"))[3:] == [n.replace("clip.", "clip.text.") for n in text]
-
-
 def test_layers_of_a_text_tower_count_from_its_top(vit: Model) -> None:
     wanted = {
         "text_projection": 0,
@@ -352,12 +298,6 @@ def test_layers_of_a_text_tower_count_from_its_top(vit: Model) -> None:
     for name, above in wanted.items():
         assert vit.layers_above(f"clip.{name}") == above, name
         assert custom.layers_above(f"clip.text.{name}") == above, name
-
-
-def test_layers_of_an_unknown_text_tower(vit: Model) -> None:
-    vit.clip.transformer = nn.Identity()
-    with pytest.raises(ValueError, match="CLIP whose blocks are not known"):
-        vit.layers_above("clip.ln_final.weight")
 
 
 @dynamo.config.patch(recompile_limit=8)

@@ -32,17 +32,6 @@ def test_norms_biases_and_the_scale_do_not_decay(vit: Model) -> None:
     assert listed == {n for n, p in vit.named_parameters() if p.requires_grad}
 
 
-def test_nothing_trainable(vit: Model) -> None:
-    with pytest.raises(ValueError, match="no parameter is trainable"):
-        build_optimizer(vit.requires_grad_(False), weight_decay=0.2)
-
-
-def test_optimizer_takes_its_settings(vit: Model) -> None:
-    optimizer = build_optimizer(vit, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-4, lr=0.5)
-    for group in optimizer.param_groups:
-        assert (group["betas"], group["eps"], group["lr"]) == ((0.8, 0.9), 1e-4, 0.5)
-
-
 # --- optimizers by name ----------------------------------------------------------------------
 
 
@@ -79,10 +68,6 @@ def test_elementwise_is_what_may_be_cut(name: str) -> None:
         assert is_elementwise(optimizer) == is_elementwise(name) == (name in ELEMENTWISE)
     assert not torch.allclose(results[0], torch.cat([*Halves(True).parts]))
     assert torch.allclose(results[0], results[1], rtol=1e-6) == (name in ELEMENTWISE)
-
-
-def test_an_unknown_optimizer_class_is_not_elementwise() -> None:
-    assert not is_elementwise(torch.optim.Rprop([torch.ones(1)]))
 
 
 def test_names_give_their_optimizers(vit: Model) -> None:
@@ -151,12 +136,6 @@ def test_layers_decay_from_the_top(vit: Model) -> None:
     assert len(set(pairs)) == len(pairs) == 2 * 5
 
 
-def test_without_decay_every_group_has_the_same_rate(vit: Model) -> None:
-    optimizer = build_optimizer(vit, weight_decay=0.2, lr=8.0)
-    assert {group["lr"] for group in optimizer.param_groups} == {8.0}
-    assert not any("lr_scale" in group for group in optimizer.param_groups)
-
-
 # --- upper bounds ----------------------------------------------------------------------------
 
 
@@ -190,17 +169,6 @@ def test_bounds_hold_after_every_step(vit: Model, name: str) -> None:
             assert scale.item() == pytest.approx(math.log(100.0))
             assert (other > 7.0).all()
     assert scale.item() < 4.6  # it can fall
-
-
-def test_bounds_hold_for_what_an_engine_puts_in_the_group(vit: Model) -> None:
-    """As ZeRO, which steps on flat shards, in groups that it swaps in one at a time."""
-    optimizer = build_optimizer(vit, weight_decay=0.0, lr=1.0)
-    shard = nn.Parameter(torch.tensor([0.0, 4.6, 9.0]))
-    group = optimizer.param_groups[-1] | {"params": [shard]}
-    optimizer.param_groups = [group]
-    shard.grad = torch.zeros(3)
-    optimizer.step()
-    torch.testing.assert_close(shard.data, torch.tensor([0.0, 4.6, math.log(100.0)]))
 
 
 # --- the learning rate ------------------------------------------------------------------------

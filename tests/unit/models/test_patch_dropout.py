@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,20 +72,6 @@ def test_the_class_token_and_different_patches_stay(num: int, share: float, kept
     assert len(set(found[:, 1:].flatten().tolist())) == num  # each picture draws its own
 
 
-def test_nothing_is_dropped_outside_of_training(images: Tensor) -> None:
-    model, plain = prepared(0.5), load_towers(tiny.MODEL, seed=1)
-    assert not torch.equal(model.encode_image(images), plain.train().encode_image(images))
-    assert torch.equal(model.eval().encode_image(images), plain.eval().encode_image(images))
-
-
-def test_exports_know_nothing_of_it(tmp_path: Path) -> None:
-    for name, share in (("with", 0.5), ("without", 0.0)):
-        prepared(share).save(tmp_path / name)
-    for path in sorted((tmp_path / "without").iterdir()):
-        assert (tmp_path / "with" / path.name).read_bytes() == path.read_bytes(), path.name
-    assert "patch_dropout" not in (tmp_path / "with/open_clip_config.json").read_text()
-
-
 def test_recomputed_blocks_see_the_same_patches(images: Tensor) -> None:
     model = prepared(0.5)
     plain = gradients(model, images)
@@ -127,10 +112,6 @@ def test_locked_blocks_below_are_refused(image_blocks: int) -> None:
     with pytest.raises(ValueError, match=f"the first {3 - image_blocks} of 3 blocks .* are locked"):
         prepared(0.5, image_blocks=image_blocks)
     prepared(0.0, image_blocks=image_blocks)
-
-
-def test_an_embedding_may_be_locked(images: Tensor) -> None:
-    assert "clip.visual.conv1.weight" not in gradients(prepared(0.5, image_blocks=3), images)
 
 
 def test_towers_without_it_are_refused() -> None:

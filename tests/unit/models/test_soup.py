@@ -53,14 +53,6 @@ def test_models_of_different_bases_are_refused(
     assert (tmp_path / "soup" / weights.WEIGHTS).exists()
 
 
-def test_other_configs_and_empty_soups(stages: list[Path], resnet: Model, tmp_path: Path) -> None:
-    resnet.save(tmp_path / "other")
-    with pytest.raises(ValueError, match="has another open_clip_config.json"):
-        save_uniform_soup([stages[0], tmp_path / "other"], tmp_path / "soup")
-    with pytest.raises(ValueError, match="at least one"):
-        save_uniform_soup([], tmp_path / "soup")
-
-
 def test_other_tensors(stages: list[Path], tmp_path: Path) -> None:
     tensors = weights.read_tensors(stages[1] / weights.WEIGHTS)
     tensors["strange"] = torch.ones(1)
@@ -146,19 +138,6 @@ def as_of_others(source: Path, target: Path, **preprocessing: object) -> Path:
     (target / weights.CONFIG).write_text(json.dumps(written))
     (target / "model.safetensors").write_bytes((source / weights.WEIGHTS).read_bytes())
     return target
-
-
-def test_equal_preprocessing_in_other_words_is_equal(stages: list[Path], tmp_path: Path) -> None:
-    other = as_of_others(stages[2], tmp_path / "other")
-    with pytest.raises(ValueError, match="one base only, so there"):
-        check_ingredients([stages[0], other], advice=", so there")
-    config = check_ingredients([stages[1], other], any_base=True)
-    assert "base_digest" not in config
-    model, tensors, count = load_soup([stages[1], other], [1.0, 1.0])
-    expected, _ = combine([stages[1], stages[2]])
-    assert count == 0 and all(weights.same_bits(tensors[n], expected[n]) for n in expected)
-    loaded = dict(model.exported.state_dict())
-    assert all(torch.equal(loaded[n].reshape(tensors[n].shape), tensors[n]) for n in tensors)
 
 
 def test_other_pixels_are_told(stages: list[Path], tmp_path: Path) -> None:

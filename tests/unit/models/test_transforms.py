@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torchvision.transforms.v2 import functional as ops
 
 from mclclip.models.transforms import (
@@ -130,27 +129,6 @@ def test_plain_channels_stay_as_they_are_and_the_others_get_the_same_bits(plain:
         assert torch.equal(found[others], usual[others])
 
 
-def test_without_any_change_a_view_is_the_picture() -> None:
-    options = {"scale": (1.0, 1.0), "flip": 0.0, "jitter": 0.0, "grayscale": 0.0}
-    look = PixelFormat((16, 16), [0.2], [0.5], 3)
-    image = picture(3, 16)
-    views = [SimCLRTransform(look, SimCLROptions(**options))(image), PlainTransform(look)(image)]  # type: ignore[arg-type]
-    for found in [*views, training(look, {"kind": "none"})(Image.fromarray(image))]:
-        expected = (torch.from_numpy(image).permute(2, 0, 1) / 255 - 0.2) / 0.5
-        torch.testing.assert_close(found, expected, rtol=0, atol=2e-2)
-    assert torch.equal(views[1], training(look, {"kind": "none"})(image))
-
-
-@pytest.mark.parametrize(("height", "width"), [(24, 40), (40, 24), (8, 9), (16, 16)])
-def test_the_middle_is_kept(height: int, width: int) -> None:
-    image = np.zeros((height, width, 3), np.uint8)
-    image[:, width // 2 - 1 : width // 2 + 1] = 255
-    found = PlainTransform(PixelFormat((16, 16), [0.0], [1.0], 3))(image)
-    assert found.shape == (3, 16, 16)
-    columns = found[0].mean(dim=0)
-    assert columns[7:9].mean() > columns[[0, 15]].mean() + 0.3
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -167,8 +145,3 @@ def test_mistakes_are_one_line(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as raised:
         training(PixelFormat((8, 8), [0.5], [0.5]), options)
     assert "\n" not in str(raised.value)
-
-
-def test_other_channels_are_refused() -> None:
-    with pytest.raises(ValueError, match="has 3 channels, but the model takes 4"):
-        transform(4)(Image.fromarray(picture(3)))

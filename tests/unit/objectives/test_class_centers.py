@@ -136,11 +136,6 @@ def test_normal_rows_do_not_depend_on_the_cut() -> None:
     assert not torch.equal(normal_rows(3, seed=2)(0, 17), whole[:17])
 
 
-def test_other_widths_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"are \[20, 5\]: wanted \[20, 6\].*set centers=normal"):
-        ShardedClassCenters(K, 6, lambda start, stop: ROWS[start:stop])
-
-
 # --- margins --------------------------------------------------------------------------------------
 
 
@@ -163,11 +158,6 @@ def test_exact_slopes(kind: str) -> None:
     torch.testing.assert_close(margin.derivative(cosine), difference, atol=1e-6, rtol=1e-6)
 
 
-def test_straight_through() -> None:
-    margin = Margin("arc", 0.3, "straight_through")
-    assert torch.equal(margin.derivative(COSINES), torch.ones_like(COSINES))
-
-
 @pytest.mark.parametrize("size", [0.1, 0.3, 0.5])
 def test_phi_lowers_every_cosine_and_is_bounded(size: float) -> None:
     for kind in ("arc", "cos"):
@@ -179,15 +169,6 @@ def test_phi_lowers_every_cosine_and_is_bounded(size: float) -> None:
         ).all()
         # Float64 sums exp(-scale * phi) by this bound (ClassCenterLoss).
         assert values.abs().max() <= 1.0 + math.pi / 2
-
-
-@pytest.mark.parametrize("size", [0.1, 0.3, 1.5])
-def test_arc_falls_with_the_angle_beyond_pi_too(size: float) -> None:
-    """Where the angle passes pi its cosine would rise again: there phi is a line."""
-    values = Margin("arc", size)(COSINES)
-    assert (values.diff() > 0).all()
-    beyond = COSINES < -math.cos(size) - 1e-9
-    torch.testing.assert_close(values[beyond], COSINES[beyond] - size * math.sin(size))
 
 
 def test_clamped_cosines_have_no_slope() -> None:

@@ -8,16 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from mclclip.objectives.base import Reads, kinds, parse
+from mclclip.objectives.base import parse
 from mclclip.objectives.contrast import ContrastOptions, Temperature
 from mclclip.objectives.info_nce import (
-    HardNegatives,
-    HardOptions,
     ImplicitModification,
     InfoNCE,
     ModifiedOptions,
     SupervisedContrast,
-    SupervisedOptions,
 )
 from mclclip.objectives.row_losses import excess
 from tests import contrast_loops as loops
@@ -38,26 +35,6 @@ def options_of(name: str) -> ContrastOptions:
     options = parse(KINDS[name])
     assert isinstance(options, ContrastOptions)
     return options
-
-
-def test_parts_are_no_kinds() -> None:
-    assert {"info_nce", "nt_xent", "ifm", "hcl", "supcon"} <= {*kinds()}
-    assert not {"contrast", "temperature", "row_losses"} & {*kinds()}
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_it_reads_what_it_is_between(name: str) -> None:
-    options = options_of(name)
-    captions = options.between == "captions"
-    assert options.reads.captions == options.reads.logit_scale == captions
-    assert options.reads.groups
-    assert options.controls == ("ungrouped", "random_groups")
-    assert options.num_views == (1 if captions or name == "supcon_1" else 2)
-
-
-def test_a_temperature_of_its_own_leaves_the_models_scale_alone() -> None:
-    reads = parse({"kind": "info_nce", "temperature": 0.07}).reads
-    assert reads.captions and not reads.logit_scale
 
 
 def test_what_is_missing_or_does_not_fit_is_told_in_one_line() -> None:
@@ -119,46 +96,7 @@ def test_large_scales_stay_finite(name: str) -> None:
     assert all(torch.isfinite(gradient).all() for gradient in batch.gradients())
 
 
-def test_half_precision_features_are_widened() -> None:
-    image, text = loops.draw(9, 6, dtype=torch.float32).unit()
-    ids = torch.arange(6)
-    output = InfoNCE()(
-        image_features=image.bfloat16(),
-        text_features=text.half(),
-        logit_scale=torch.tensor(7.0),
-        labels=ids[:, None] * 0,
-        sample_id=ids,
-    )
-    assert output["loss"].dtype == torch.float32
-
-
 # --- hard negatives -------------------------------------------------------------------------------
-
-
-def floor(batch: loops.Batch, scale: float) -> torch.Tensor:
-    """The loss of rows whose estimate is its lower bound."""
-
-    def of_row(row: loops.Row) -> torch.Tensor:
-        assert row.positive is not None
-        own = (scale * row.positive).exp()
-        return -(own / (own + len(row.negatives) * torch.tensor(-scale).double().exp())).log()
-
-    return loops.loss(loops.rows_of(batch, "views"), of_row)
-
-
-@pytest.mark.parametrize("scale", [2.0, 100.0])
-def test_the_estimate_has_a_floor(scale: float) -> None:
-    """Views that agree and negatives that lie opposite: the correction takes more than there is."""
-    batch = loops.draw(3, 4)
-    with torch.no_grad():
-        batch.second.copy_(batch.first)
-    tight, untied = (HardOptions(between="views", beta=0.0, tau_plus=tau) for tau in (0.9, 0.0))
-    found = batch.run(HardNegatives(tight, Temperature(1 / scale)))["loss"].detach()
-    assert found > 0
-    loops.close(found, floor(batch, scale).detach())
-    assert all(torch.isfinite(gradient).all() for gradient in batch.gradients())
-    loose = batch.rows(slice(None)).run(HardNegatives(untied, Temperature(1 / scale)))
-    assert loose["loss"] > found
 
 
 # --- implicit feature modification ----------------------------------------------------------------
@@ -189,19 +127,3 @@ def test_one_view_without_any_positive_has_no_loss_and_no_gradient() -> None:
     assert (parts["loss"].item(), int(parts["rows_without_positives"])) == (0.0, 5)
     for gradient in batch.gradients():
         assert torch.equal(gradient, torch.zeros_like(gradient))
-
-
-def test_it_says_what_it_reads() -> None:
-    shape = SupervisedOptions(attribute="shape", num_views=1)
-    assert shape.reads == Reads(groups=True, attribute="shape")
-    assert (shape.num_views, SupervisedOptions().num_views) == (1, 2)
-    assert SupervisedOptions().reads == Reads(groups=True, clusters=1)
-    alone = SupervisedOptions(groups=False)  # the clusters that are the classes make no groups
-    assert alone.reads == Reads(clusters=1) and alone.controls == ()
-    assert SupervisedOptions().controls == ("ungrouped", "random_groups")
-
-
-def test_missing_classes_are_told_in_one_line() -> None:
-    image, labels, ids = torch.eye(3), torch.zeros(3, 1, dtype=torch.int64), torch.arange(3)
-    with pytest.raises(ValueError, match="the loss reads classes, and was given image_features, "):
-        supcon(1)(image_features=image, labels=labels, sample_id=ids, classes=None)

@@ -88,37 +88,6 @@ def test_rows_without_negatives_pull_all_their_positives() -> None:
     assert parts["equal_captions"] == 10 and parts["rows_without_negatives"] == 0
 
 
-def test_positives_of_one_caption_change_nothing_in_info_nce() -> None:
-    """Its features are equal, so that over a direction the means of positives are the own pairs;
-    masking differs."""
-    found = {}
-    for how in ("negatives", "positives", "masked"):
-        batch = loops.draw(7, 6, groups=2)
-        with torch.no_grad():
-            batch.labels[:3], batch.second[:3] = 0, batch.second[0]
-        batch.digests = torch.tensor([0, 0, 0, 1, 2, 3]), torch.arange(6)
-        loss = run(built("info_nce", how), batch)["loss"].detach()
-        first, second, scale = batch.gradients()
-        # What reaches the weights is the sum of the gradients of the equal features.
-        found[how] = [loss, first, second[:3].sum(dim=0), second[3:], scale]
-    for mine, theirs in zip(found["positives"], found["negatives"], strict=True):
-        loops.close(mine, theirs)
-    assert found["masked"][0] < found["negatives"][0] - 0.01
-
-
-def test_repeated_samples_are_positives() -> None:
-    """One sample twice, whose pictures are the same bytes, and whose captions may differ."""
-    batch = loops.draw(6, 5, repeated=True)
-    batch.digests = torch.arange(5), torch.tensor([3, 0, 1, 2, 3])
-    reference = batch.rows(slice(None))
-    rows = loops.rows_of(reference, "captions")
-    assert [len(row.equal) for row in rows[0]] == [1, 0, 0, 0, 1]
-    expected = loops.loss(rows, lambda row: loops.info_nce_of_equals(row, reference.scale))
-    parts = run(built("info_nce", "positives"), batch)
-    loops.close(parts["loss"].detach(), expected.detach())
-    assert parts["equal_captions"] == 1
-
-
 @pytest.mark.parametrize(("kind", "how"), FIELDS)
 def test_loss_of_features_that_are_alike_is_chance(kind: str, how: str) -> None:
     """The mean over directions and rows of what a row expects of texts that say nothing."""
@@ -145,8 +114,3 @@ def test_loss_of_features_that_are_alike_is_chance(kind: str, how: str) -> None:
         losses.append(objective(**given)["loss"])
     of_one_row = 8 * torch.ones(())  # the least loss of one logit per row is no more than that
     assert 0 < chance <= torch.stack(losses).min() + 1e-6 < of_one_row
-
-
-def test_a_batch_without_digests_is_refused() -> None:
-    with pytest.raises(ValueError, match="the loss reads caption_digest, picture_digest, and was"):
-        run(built("info_nce", "masked"), loops.draw(1, 3))

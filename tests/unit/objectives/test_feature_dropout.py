@@ -16,7 +16,6 @@ from mclclip.objectives.base import Facts, Objective, Setting, parse
 from mclclip.objectives.feature_dropout import Adversary, FeatureDropout, Options, Viewmaker
 from mclclip.ranks.process_group import SINGLE
 from mclclip.train.loop import Trainee
-from tests import viewmaker_loops as loops
 from tests.engines import build_engine
 from tests.matrix import in_soak
 
@@ -102,55 +101,6 @@ def same(first: list[Tensor], second: list[Tensor]) -> bool:
 
 
 # --- values ------------------------------------------------------------------------------------
-
-
-def by_loops(trainee: Trainee, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-    """The loss, and the changed views as pixels, from the papers' formulas."""
-    maker, model = network(trainee), trainee.model
-    weights = dict(maker.named_parameters())
-    mean, deviation = (x.double() for x in model.normalization)
-    features: list[list[Tensor]] = []
-    changed = []
-    for number, view in enumerate(batch.views):
-        own = []
-        for picture, sample_id in zip(view, batch.sample_id.tolist(), strict=True):
-            noise = loops.noise_of(SEED, STEP, number, sample_id, maker.num_noise(6, 7))
-            pixels = (picture * deviation + mean).clamp(0, 1)
-            own.append(loops.view_of(weights, pixels, noise, EPSILON)[1])
-        changed.append(torch.stack(own))
-        images = [((image - mean) / deviation).flatten() for image in own]
-        raw = [model.weight @ image for image in images]  # type: ignore[operator]
-        features.append([feature / feature.norm() for feature in raw])
-    return loops.nt_xent(*features, TEMPERATURE), changed
-
-
-def test_loss_and_both_gradients_are_those_of_loops() -> None:
-    trainee, batch = trainee_of(), batch_of()
-    dropout(trainee).adversary.begin(STEP)
-    parts = trainee(batch)
-    wanted, changed = by_loops(trainee, batch)
-    torch.testing.assert_close(parts["loss"], wanted, rtol=1e-12, atol=1e-12)
-    both = zip(changed, pixels_of(), strict=True)
-    mean = torch.stack([(new - old).abs().mean() for new, old in both]).mean()
-    assert float(parts["view_change"]) == pytest.approx(float(mean.detach()), rel=1e-5)
-    leaves = [*trainee.model.parameters(), *network(trainee).parameters()]
-    found = torch.autograd.grad(parts["loss"], leaves)
-    expected = torch.autograd.grad(wanted, leaves)
-    for got, right in zip(found, expected, strict=True):
-        torch.testing.assert_close(got, right, rtol=1e-8, atol=1e-11)
-        assert right.abs().max() > 1e-6 or right.ndim == 1  # norms take away a bias
-
-
-def test_views_stay_within_the_budget_and_between_black_and_white() -> None:
-    for epsilon in (0.01, 0.05, 0.8):
-        objective, batch = dropout(trainee_of(epsilon=epsilon)), batch_of()
-        mean, deviation = (x.double() for x in Encoder().normalization)
-        for number, view in enumerate(batch.views):
-            new = objective.changed(view, number, batch.sample_id).detach() * deviation + mean
-            assert float(new.min()) >= -1e-6 and float(new.max()) <= 1.0 + 1e-6
-            sizes = (new - (view * deviation + mean)).abs().mean(dim=(1, 2, 3))
-            assert bool((sizes <= epsilon + 1e-6).all()) and float(sizes.min()) > 0.3 * epsilon
-            assert float(new.min()) < 1e-6 and float(new.max()) > 1 - 1e-6  # some are cut
 
 
 def test_unchanged_pixels_keep_their_bits_whatever_the_normalization() -> None:

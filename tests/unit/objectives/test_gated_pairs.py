@@ -82,14 +82,6 @@ def test_large_scores_stay_finite() -> None:
     assert all(torch.isfinite(gradient).all() for gradient in gradients)
 
 
-def test_keys_without_gradient() -> None:
-    *leaves, pairs = draw(5, 5, 8)
-    expected = torch.autograd.grad(found(*leaves, pairs, "exact")[0].sum(), leaves[:2])
-    losses = found(leaves[0], leaves[1], leaves[2].detach(), pairs, "exact")[0]
-    for mine, theirs in zip(torch.autograd.grad(losses.sum(), leaves[:2]), expected, strict=True):
-        assert torch.equal(mine, theirs)
-
-
 def test_memory_is_linear_in_the_batch() -> None:
     """Counted in bytes, forward and backward; the tensor [B, B, D] would be 4 MiB and 67 MiB."""
 

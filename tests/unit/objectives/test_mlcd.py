@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mclclip.objectives.base import Reads, Setting
+from mclclip.objectives.base import Setting
 from mclclip.objectives.class_centers import Margin, ShardedClassCenters
 from mclclip.objectives.mlcd import ClassCenterLoss, Options, negative_draw
 from mclclip.ranks.process_group import SINGLE
@@ -214,19 +214,6 @@ def test_the_draw(num_classes: int, rate: float, count: int) -> None:
     assert set(negative_draw(num_classes, rate, seed=4)(0)) != set(first)
 
 
-def test_draws_have_no_structure() -> None:
-    """Counts in stretches of the classes vary as those of draws without replacement.
-
-    Too few rounds of the permutation give 2.6 times that variance, or none.
-    """
-    num_classes, parts, draw = 70_000, 16, negative_draw(70_000, 0.01, seed=3)
-    drawn = [draw(step) * parts // num_classes for step in range(300)]
-    counts = [np.bincount(part, minlength=parts) for part in drawn]
-    count, share = len(draw(0)), 1.0 / parts
-    wanted = count * share * (1 - share) * (num_classes - count) / (num_classes - 1)
-    assert 0.85 < np.var(counts) / wanted < 1.25
-
-
 def test_pairs_are_drawn_equally_often() -> None:
     draw, times, steps = negative_draw(40, 0.25, seed=3), np.zeros((40, 40)), 4000
     for step in range(steps):
@@ -245,18 +232,3 @@ def test_centroids_that_are_no_start(bad: float) -> None:
         model = SimpleNamespace(feature_dim=D)
         classes = SimpleNamespace(centroids=lambda: centroids, num_classes=K)
         options.build(Setting(model=model, context=SINGLE, seed=0, classes=classes))
-
-
-def test_the_default_of_removed_kernels_is_read() -> None:
-    assert Options(kernel="plain") == Options()
-
-
-def test_a_rate_that_draws_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="draws none of 4 classes as negatives: wanted at least"):
-        negative_draw(4, 0.1, seed=0)
-    assert len(negative_draw(4, 0.0, seed=0)(0)) == 0  # none are wanted
-
-
-def test_an_attribute_is_its_classes() -> None:
-    options = Options(kind="single_label", attribute="class", centers="normal")
-    assert options.reads == Reads(attribute="class") and options.reads.num_classes_per_sample == 1

@@ -16,7 +16,7 @@ from mclclip import config
 from mclclip.models.loading import load_towers
 from mclclip.models.lora import add_lora
 from mclclip.objectives.base import Setting, parse
-from mclclip.objectives.moco import BatchKeys, MomentumCopy, QueuedKeys, predictor_of
+from mclclip.objectives.moco import MomentumCopy, predictor_of
 from mclclip.ranks.process_group import SINGLE
 from tests import tiny
 
@@ -62,35 +62,11 @@ def test_the_predictor_is_drawn_by_the_seed() -> None:
     assert [p.shape for p in predictor_of(2, [4, 2], 0)[-1].parameters()] == []
 
 
-def test_defaults_are_those_of_the_papers() -> None:
-    _, v2 = built({})
-    _, v3 = built({"version": "v3"})
-    assert isinstance(v2, QueuedKeys) and isinstance(v3, BatchKeys)
-    assert (len(v2.queue), v2.temperature, v2.copy.base) == (65_536, 0.2, 0.999)
-    assert (v3.temperature, v3.copy.base) == (1.0, 0.99)
-    assert (v2.copy.schedule, v3.copy.schedule) == ("constant", "cosine")
-
-
-def test_zero_3_is_refused() -> None:
-    tree: dict[str, Any] = {"run_dir": "x", "train": {"objective": {"kind": "moco"}}}
-    for stage in (1, 2):
-        tree["train"]["engine"] = {"name": "deepspeed", "zero_stage": stage}
-        config.from_tree(tree)
-    tree["train"]["engine"] = {"name": "deepspeed", "zero_stage": 3}
-    with pytest.raises(ValueError, match="engine.zero_stage=3 shares out the parameters"):
-        config.from_tree(tree)
-
-
 def test_a_queue_smaller_than_a_batch_is_refused_before_the_run() -> None:
     objective = {"kind": "moco", "queue_size": 100}
     tree = {"run_dir": "x", "train": {"objective": objective, "global_batch": 128}}
     with pytest.raises(ValueError, match="queue_size=100 is less than global_batch=128"):
         config.from_tree(tree)
-
-
-def test_a_predictor_of_another_width_is_refused() -> None:
-    with pytest.raises(ValueError, match="predictor ends in 4, but the model's features have 5"):
-        built({"version": "v3", "predictor": [4, 4]})
 
 
 # --- the momentum copy -------------------------------------------------------------------------

@@ -89,13 +89,3 @@ def test_noise_is_that_of_its_key_and_nothing_else() -> None:
     assert torch.equal(keyed_noise(11, 5, 1, ids, 4), noise[:, :4])
     for other in ((12, 5, 1), (11, 6, 1), (11, 5, 0)):
         assert not (keyed_noise(*other, ids, 9) == noise).any()
-
-
-def test_noise_is_uniform() -> None:
-    noise = keyed_noise(0, 0, 0, torch.arange(200), 500)
-    counts = torch.histc(noise, 20, 0.0, 1.0)
-    assert 0.0 <= float(noise.min()) and float(noise.max()) < 1.0
-    assert (counts - 5000).abs().max() < 5 * 5000**0.5
-    # Neither neighbouring places nor neighbouring samples go together.
-    for pair in ((noise[:, 1:], noise[:, :-1]), (noise[1:], noise[:-1])):
-        assert abs(float(torch.corrcoef(torch.stack([x.flatten() for x in pair]))[0, 1])) < 0.02
