@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -53,21 +51,6 @@ def test_groups_hold_a_batch_for_any_number_of_pictures(tmp_path: Path, ranks: i
         assert batch % ranks == 0 and 1 <= stages <= 2
         assert samples / settled.cluster.clusters_of(0) ** stages >= batch, samples
         assert settled.base is not None and settled.base.global_batch <= samples
-
-
-ROWS = re.findall(
-    r"^\| `(\S+@\S+)` \| (\d+) \|.*\|$",
-    (tiny.ROOT / "docs/pages/how-to/small-gpu.md").read_text(),
-    re.MULTILINE,
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("base", "gib"), kept(ROWS, 0))
-def test_the_table_of_gpus_has_what_is_chosen(base: str, gib: str) -> None:
-    page = (tiny.ROOT / "docs/pages/how-to/small-gpu.md").read_text()
-    rows = runpy.run_path(str(tiny.ROOT / "docs/gpu_choices.py"))
-    assert rows["row"](base, int(gib)) in page.splitlines()
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
-import inspect
 import json
 import logging
 import os
@@ -19,7 +17,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from mclclip import __version__, cli, config, demo, flags, process, shipped
+from mclclip import __version__, cli, config, demo, process, shipped
 from mclclip.ranks import failures, signals
 from mclclip.run.lock import RunLock
 from tests import tiny
@@ -70,29 +68,6 @@ def test_every_verb_has_help(main: Any, verb: str) -> None:
     assert shown.code == 0 and shown.out.startswith(f"usage: mclclip {verb}")
 
 
-@pytest.mark.parametrize(
-    ("words", "function"),
-    [
-        ("index", "index.run"),
-        ("embed --stage 1", "embed.run"),
-        ("cluster --stage 1", "cluster.run"),
-        ("train --stage 1", "train.verb.run"),
-        ("export --stage 1", "export.stage"),
-        ("eval", "eval.run.run"),
-        ("analyse --figures tsne,clam", "figures.run"),
-        ("make-dataset patterns --out x", "make_dataset.run"),
-        ("pack a --captions b --out c", "pack.pack"),
-        ("report runs/mine --out page.html", "report.run"),
-    ],
-)
-def test_flags_are_the_arguments_of_the_function(words: str, function: str) -> None:
-    """Nothing else checks them: they are passed on by name."""
-    args = cli._parse(words.split())
-    module, _, name = f"mclclip.{function}".rpartition(".")
-    called = inspect.signature(getattr(importlib.import_module(module), name))
-    called.bind(*(() if args.standalone else (None, None)), **cli._flags(args))
-
-
 def parsers() -> dict[str, argparse.ArgumentParser]:
     """The parser of each verb of the command line."""
     (action,) = cli.build_parser()._subparsers._group_actions  # type: ignore[union-attr]
@@ -137,15 +112,6 @@ def test_wrong_paths_and_names_are_refused_before_torch_is_loaded(tmp_path: Path
     assert shown.stdout == "2 True\n" * len(wrong)
     for line, (_, said) in zip(shown.stderr.splitlines(), wrong, strict=True):
         assert line.startswith("mclclip: ") and said.format(tmp_path) in line
-
-
-def test_names_that_are_no_paths_are_left_to_the_verb(tmp_path: Path) -> None:
-    for model in ("ViT-B-32@openai", "ViT-B-32", "hf:openai/clip", f"a={tmp_path}", str(tmp_path)):
-        flags.check_paths(cli._parse(["eval", "--model", model]))
-    flags.check_paths(cli._parse(["blindspots", "--other", "2"]))
-    flags.check_paths(cli._parse(["pack", "a/train-*.parquet", "--out", "x"]))
-    bare = ["finetune", "photos", "--base", "ViT-B-32@openai", "--out", "x"]
-    flags.check_paths(cli._parse([*bare, "--dry-run", "--samples", "9"]))
 
 
 def test_explain_prints_one_option(main: Any) -> None:
@@ -267,22 +233,6 @@ def test_what_a_user_can_mend_or_asked_for_is_one_line(
     assert (shown.code, shown.err) == (code, f"mclclip: {line}\n")
 
 
-def test_our_runtime_error_is_2(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    namespace: dict[str, Any] = {}
-    code = "def fail(*_):\n    raise RuntimeError('labels have 3 rows')"
-    exec(compile(code, cli.__file__, "exec"), namespace)
-    monkeypatch.setattr(config, "load", namespace["fail"])
-    shown = main("config", "run_dir=x")
-    assert (shown.code, shown.err) == (2, "mclclip: labels have 3 rows\n")
-
-
-def test_debug_shows_where(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    fail_with(monkeypatch, ValueError("labels have 3 rows"))
-    shown = main("config", "--debug", "run_dir=x")
-    assert shown.code == 2 and shown.err.startswith("Traceback (most recent call last)")
-    assert shown.err.endswith("mclclip: labels have 3 rows\n")
-
-
 @pytest.mark.parametrize(
     "error",
     [KeyError("image"), AssertionError(), TypeError("no len()"), RuntimeError("mat1 and mat2")],
@@ -351,12 +301,6 @@ def test_overrides_reach_the_verb(
     assert not (tmp_path / "run.lock").exists()
 
 
-def test_captions_are_embedded_by_stage_0_alone(main: Any, tmp_path: Path) -> None:
-    shown = main("embed", "--stage", "2", "--text", f"run_dir={tmp_path}", "device=cpu")
-    assert shown.code == 2
-    assert "--text with --stage 2: captions are embedded by stage 0 alone" in shown.err
-
-
 def test_the_first_rank_speaks_first(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks fail together; the others wait, so that the line is not printed many times."""
     waited: list[float] = []
@@ -365,16 +309,6 @@ def test_the_first_rank_speaks_first(main: Any, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv("RANK", rank)
         assert main("config", "run_dir=x", "a=1").code == 2
     assert waited == [failures.LATER_RANKS_WAIT_S]
-
-
-@pytest.mark.parametrize("rank", ["abc", "-1", ""])
-def test_a_rank_that_is_no_number_is_no_traceback(
-    main: Any, monkeypatch: pytest.MonkeyPatch, rank: str
-) -> None:
-    monkeypatch.setenv("RANK", rank)
-    assert main("config", "run_dir=x").code == 0
-    shown = main("config", "run_dir=x", "a=1")
-    assert shown.code == 2 and len(shown.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -151,17 +151,6 @@ def test_manifests_report_what_was_found(tmp_path: Path) -> None:
     assert combined.counts["num_outside"] == len(BAD)
 
 
-def test_last_mode_and_a_k_per_stage(tmp_path: Path) -> None:
-    options = {"label_mode": "last", "num_clusters": [K, 3]}
-    config = from_tree(make_run(tmp_path / "run", tmp_path / "shards", stages=2, **options))
-    for stage in (0, 1):
-        cluster.run(config, SINGLE, stage=stage)
-    layout, samples = Layout.of(config), SampleIndex.open(tmp_path / "run" / "index")
-    labels, radices, _ = read_pseudo_labels(layout.pseudo_labels(2), samples)
-    assert radices == (3,)
-    assert np.array_equal(labels, np.load(layout.clusters(1) / "cluster_labels.npy")[:, 0])
-
-
 def test_what_labels_depend_on_is_refused_otherwise(tmp_path: Path) -> None:
     tree = make_run(tmp_path / "run", tmp_path / "shards")
     cluster.run(from_tree(tree), SINGLE, stage=0)
@@ -213,18 +202,6 @@ def test_killed_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         shutil.rmtree(directory)
     cluster.run(config, SINGLE, stage=0)
     assert contents(tmp_path / "run") == wanted
-
-
-def test_what_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
-    config = from_tree(make_run(tmp_path / "run", tmp_path / "shards"))
-    directory = cluster.run(config, SINGLE, stage=0)
-    wanted = contents(tmp_path / "run")
-    (directory / "manifest.json").rename(directory / "in_progress.json")
-    (directory / "cluster_labels.npy").rename(directory / ".cluster_labels.npy.tmp")
-    (directory / "similarities.npy").write_bytes(b"of another time")
-    cluster.run(config, SINGLE, stage=0)
-    assert contents(tmp_path / "run") == wanted
-    assert not list(directory.glob(".*"))
 
 
 # --- several labels, features of two towers, two levels ---
@@ -321,20 +298,7 @@ def test_two_levels(tmp_path: Path) -> None:
         cluster.run(change(tree, method="flat"), SINGLE, stage=0)
 
 
-def test_a_training_without_groups_gets_no_pseudo_labels(tmp_path: Path) -> None:
-    tree = make_run(tmp_path / "run", tmp_path / "shards")
-    config = from_tree(tree, ["train.objective={kind: mlcd, labels_per_sample: 1, sample_rate: 1}"])
-    assert config.train.objective.reads.clusters == 1
-    cluster.run(config, SINGLE, stage=0)
-    assert not Layout.of(config).pseudo_labels(1).exists()
-
-
 # --- mistakes: one line, nothing half-written ---
-
-
-def test_more_labels_than_clusters(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="labels_per_sample=5 is more than cluster.num_clusters=4"):
-        make_run(tmp_path / "run", tmp_path / "shards", labels_per_sample=5)
 
 
 def test_too_many_clusters_leave_nothing_behind(tmp_path: Path) -> None:
@@ -371,13 +335,6 @@ def test_embeddings_that_are_missing_or_short(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no .*00001.npy: run 'mclclip embed --force'"):
         cluster.run(config, SINGLE, stage=0)
     with pytest.raises(FileNotFoundError, match="no finished embeddings at"):
-        cluster.run(config, SINGLE, stage=1)
-    assert contents(tmp_path / "run") == {}
-
-
-def test_a_stage_needs_the_stages_before(tmp_path: Path) -> None:
-    config = from_tree(make_run(tmp_path / "run", tmp_path / "shards", stages=2))
-    with pytest.raises(FileNotFoundError, match="no finished clusters at .*stage_0"):
         cluster.run(config, SINGLE, stage=1)
     assert contents(tmp_path / "run") == {}
 

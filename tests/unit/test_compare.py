@@ -129,21 +129,6 @@ def test_without_a_comparison_the_base_is_recommended_where_it_was_measured(
     assert (apart.recommended, apart.tuned, apart.with_base) == ("stage_0", "stage_1", [])
 
 
-@pytest.mark.parametrize(("concat", "chosen"), [(64, "soup"), (130, "concat_raw")])
-def test_a_single_model_goes_before_a_concat_that_is_not_better(
-    tmp_path: Path, concat: int, chosen: str
-) -> None:
-    rights = {"stage_0": (40, 40), "stage_1": (50, 50), "soup": (60, 60)}
-    rows = tuned(tmp_path, rights | {"concat_raw": (concat, 80)})
-    assert compare.tuned(rows) == chosen
-
-
-def test_one_pair_against_another_and_another_metric(run_dir: Path) -> None:
-    (found,) = compare.run([run_dir], models=["control"], against="soup", metrics=["Color"])
-    assert found.verdict == "worse" and found.difference.items == -25
-    assert found.corrected == found.difference.p_value < 1e-6
-
-
 def losses(run_dir: Path) -> Path:
     """A run with stage_0, and an encoder whose loss is a little smaller on every item."""
     rng = np.random.default_rng(0)
@@ -167,12 +152,6 @@ def test_of_a_loss_the_smaller_one_is_better_in_nats(tmp_path: Path, capsys: Any
     assert f"concat has {own}, stage_0 {base}, which is {change}" in words
     (worse,) = compare.run([tmp_path], models=["stage_0"], against="concat")
     assert worse.verdict == "worse"
-
-
-def test_a_table_of_percent_and_nats_names_both(run_dir: Path, capsys: Any) -> None:
-    compare.run([losses(run_dir)], models=["concat"], format="markdown")
-    lines = capsys.readouterr().out.splitlines()
-    assert "value" in lines[0] and "44.4 %" in lines[2] and " nats" in lines[3]
 
 
 def test_rows_of_different_units_are_not_compared(tmp_path: Path) -> None:
@@ -204,12 +183,6 @@ def test_formats(run_dir: Path, tmp_path: Path, capsys: Any) -> None:
     assert text.startswith(r"\begin{tabular}") and "+19.3" in text and r"95 \% interval" in text
 
 
-def test_several_runs_have_their_names_before(run_dir: Path, tmp_path: Path) -> None:
-    other = evaluated(tmp_path / "theirs", {"stage_0": 70})
-    (found,) = compare.run([run_dir, other], models=["theirs:stage_0"], against="mine:stage_0")
-    assert found.difference.items == 16 and found.verdict == "better"
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -238,18 +211,3 @@ def test_what_cannot_be_compared_says_why(run_dir: Path, tmp_path: Path) -> None
     results.record(run_dir / "results.jsonl", figures, "fewer", "mmvp")
     with pytest.raises(ValueError, match="fewer and stage_0 were not measured on the same items"):
         compare.run([run_dir], models=["fewer"])
-
-
-def test_outcomes_that_are_not_there_or_of_an_older_version(run_dir: Path) -> None:
-    path = run_dir / "results.jsonl"
-    for file in (run_dir / "outcomes").iterdir():
-        file.unlink()
-    with pytest.raises(FileNotFoundError, match="no outcomes of items at .* --force"):
-        compare.run([run_dir])
-    for name in (None, "../../secret.arrow"):
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        for row in rows:
-            row["protocol"]["outcomes"] = name
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        with pytest.raises(FileNotFoundError, match="by an older version: evaluate again"):
-            compare.run([run_dir])

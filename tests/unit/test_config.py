@@ -14,7 +14,7 @@ from pydantic.dataclasses import is_pydantic_dataclass
 
 import mclclip
 from mclclip import config
-from mclclip.config import Config, explaining, load
+from mclclip.config import Config, load
 from mclclip.models.options import LockConfig
 from mclclip.shipped import RECIPES, recipe_names
 
@@ -74,10 +74,6 @@ def test_an_override_changes_one_of_two_that_share_an_anchor(tmp_path: Path) -> 
     assert (changed.base.objective.kind, changed.train.objective.kind) == ("nt_xent", "ifm")
 
 
-def test_the_last_override_counts() -> None:
-    assert load(None, ["run_dir=a", "seed=1", "seed=2"]).seed == 2
-
-
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
@@ -110,16 +106,6 @@ def test_the_dump_names_every_option() -> None:
     assert list(dumped) == [item.name for item in dataclasses.fields(Config)]
     lock = [item.name for item in dataclasses.fields(LockConfig)]
     assert list(dumped["train"]["lock"]) == lock
-
-
-def test_configurations_do_not_change() -> None:
-    read = load(None, ["run_dir=a"])
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        read.seed = 1  # type: ignore[misc]
-
-
-def test_an_empty_file_is_no_options(tmp_path: Path) -> None:
-    assert load(write(tmp_path, "# nothing\n"), ["run_dir=a"]).run_dir == "a"
 
 
 # --- mistakes ----------------------------------------------------------------------------------
@@ -227,23 +213,6 @@ def modules() -> list[Path]:
     return sorted(p for top in (PACKAGE, PACKAGE / "eval") for p in top.rglob("*.py"))
 
 
-@pytest.mark.parametrize(
-    ("key", "keys"),
-    [
-        ("train.checkpoint.ke", ["train.checkpoint.keep", "train.checkpoint.keep_every"]),
-        ("data.sources.cc12m.shards", ["data.sources.NAME.shards"]),
-        ("base.lr", ["base.lr"]),
-        ("betas", ["base.betas", "train.betas"]),
-    ],
-)
-def test_options_are_explained_by_the_beginning_or_a_part_of_their_keys(
-    key: str, keys: list[str]
-) -> None:
-    blocks = explaining.explain(key).split("\n\n")
-    assert [block.split()[0] for block in blocks] == keys
-    assert all(len(line) <= 80 for block in blocks for line in block.splitlines())
-
-
 def test_null_drops_a_benchmark_of_a_recipe(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("run_dir: x\neval: {suite: {coco: {kind: retrieval, path: y}}}\n")
@@ -261,13 +230,6 @@ def test_pooled_features_of_joined_encoders_are_refused_before_the_run() -> None
 
 
 # --- values as they are typed, and bounds ------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "typed", ["runs/exp #2", "a: b", "*x", "@x", "- x", "& x", "!!int 5", "x "]
-)
-def test_a_text_is_taken_as_it_stands(typed: str) -> None:
-    assert load(None, [f"run_dir={typed}"]).run_dir == typed
 
 
 def test_lists_and_mappings_of_an_override_are_yaml() -> None:
@@ -299,12 +261,6 @@ def test_lists_and_mappings_of_an_override_are_yaml() -> None:
 )
 def test_a_value_that_may_mean_something_else_is_refused(override: str, message: str) -> None:
     assert message in mistake(None, override)
-
-
-def test_numbers_that_people_read_alike_are_taken() -> None:
-    assert load(None, ["run_dir=x", "seed=1_000"]).seed == 1000
-    assert load(None, ["run_dir=x", "seed=0x10"]).seed == 16
-    assert load(None, ["run_dir=x", "seed=0"]).seed == 0
 
 
 def option_types() -> dict[str, Any]:

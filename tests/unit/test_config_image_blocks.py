@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +40,6 @@ def test_it_counts_what_the_model_has(name: str | Path | dict[str, Any]) -> None
         check_image_blocks(ModelConfig(named), "lock", blocks + 1)
 
 
-def test_the_message_names_option_model_and_what_would_do() -> None:
-    overrides = ("model.name=RN50-quickgelu", "train.lock.image_blocks=18")
-    with pytest.raises(ValueError) as caught:
-        config.load(RECIPES / "cc12m_vitl14.yaml", overrides)
-    assert str(caught.value) == (
-        "train.lock.image_blocks is 18, but the image tower of 'RN50-quickgelu' has 17 blocks "
-        "(the stem and 16 residual blocks): give 0 to 17, or 'all'"
-    )
-    config.load(RECIPES / "cc12m_vitl14.yaml", (overrides[0], "train.lock.image_blocks=6"))
-
-
 def test_each_training_is_held_against_its_own_model() -> None:
     load("base.lock.image_blocks=3", "train.lock.image_blocks=3")
     with pytest.raises(ValueError, match="base.lock.image_blocks is 4.*of the model has 3 blocks"):
@@ -63,14 +51,6 @@ def test_each_training_is_held_against_its_own_model() -> None:
     load(*wider, "train.lock.image_blocks=12")
     with pytest.raises(ValueError, match="'ViT-B-32' has 12 blocks"):
         load(*wider, "train.lock.image_blocks=13")
-
-
-def test_an_export_is_read_where_there_is_one(tmp_path: Path) -> None:
-    name = f"local-dir:{tmp_path}"
-    check_image_blocks(ModelConfig(name), "lock", 99)  # not yet written
-    (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": tiny.MODEL}))
-    with pytest.raises(ValueError, match="has 3 blocks"):
-        check_image_blocks(ModelConfig(name), "lock", 4)
 
 
 @pytest.mark.parametrize(
@@ -89,15 +69,6 @@ def test_an_export_is_read_where_there_is_one(tmp_path: Path) -> None:
 )
 def test_what_is_not_known_here_is_left_to_the_loader(number: Any, name: Any) -> None:
     check_image_blocks(ModelConfig(name), "lock", number)
-
-
-def test_a_tower_of_timm_is_built_only_for_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(_: Any) -> int:
-        raise AssertionError("it was built")
-
-    monkeypatch.setattr("mclclip.models.memory.load_shapes", build)
-    for number in ("all", 0):
-        check_image_blocks(ModelConfig("MobileCLIP2-S0"), "lock", number)
 
 
 def test_blocks_of_a_text_tower_that_rests_are_refused() -> None:

@@ -54,11 +54,6 @@ def test_seed_table_gives_mean_and_standard_deviation() -> None:
     assert "| 50.0 ± 10.0 | 25.0 ± 5.0 | 60.0 ± 0.0 |" in text
 
 
-def test_a_seed_given_twice_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="each may be given once"):
-        demo.run(tmp_path, seeds=[1, 1])
-
-
 @in_soak
 def test_a_knowing_text_tower_stays_what_its_teacher_learned(tmp_path: Path) -> None:
     steps = ("base.steps=2", "train.steps=2", "data.num_workers=0", "controls=[]")
@@ -102,13 +97,3 @@ def test_regimes_are_compared_in_one_table() -> None:
     assert lines[0].startswith("| text tower, 1 seed | stage_0 | stage_1 |")
     assert lines[2] == "| trained | 40.0 | 50.0 | - | 80.0 | - | - | 50.0 | 30.0 |"
     assert lines[3] == "| knowing | 40.0 | 50.0 | - | 90.0 | - | - | 91.0 | -1.0 |"
-
-
-def test_the_device_is_the_one_that_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before anything is rendered."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="torch sees no GPU here"):
-        demo.run(tmp_path, seeds=[0], overrides=["device=cuda"])
-    assert not list(tmp_path.iterdir())

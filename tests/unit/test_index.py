@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -149,15 +148,6 @@ def test_a_bound_decides_whether_unreadable_shards_are_left_out(
     }
 
 
-@pytest.mark.real_data
-def test_real_cc12m_shard_has_captions_in_txt_and_json(tmp_path: Path, shared_data: Path) -> None:
-    path = str(shared_data / "cc12m_sample" / "cc12m-train-*.tar")
-    found = run(tmp_path / "run", txt=path, json=(path, "json:caption"))
-    assert len(found) == 64
-    assert found.num_captions.tolist() == [1] * 64
-    assert read_manifest(found.directory, KIND).counts["findings"] == {}
-
-
 # --- expansion --------------------------------------------------------------------------------
 
 
@@ -245,18 +235,7 @@ def test_patterns_that_fail(
         names(shards, f"{shards}/{pattern}".rstrip("/"))
 
 
-def test_shard_named_twice(shards: Path) -> None:
-    with pytest.raises(ValueError, match=r"names .*00\.tar twice"):
-        names(shards, [f"{shards}/00.tar", f"{shards}/../{shards.name}/0?.tar"])
-
-
 # --- wrong input leaves nothing behind --------------------------------------------------------
-
-
-def test_no_sources(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="data.sources is empty"):
-        run(tmp_path / "run")
-    assert not (tmp_path / "run").exists()
 
 
 def test_no_usable_sample(tmp_path: Path, shards: Path) -> None:
@@ -306,35 +285,6 @@ def test_which_samples_lack_captions_is_part_of_the_digest(tmp_path: Path, shard
     for name, captions in (("txt", "txt"), ("none", "json:caption")):
         digests.add(run(tmp_path / name, s=(str(shards / "*.tar"), captions)).digest)
     assert len(digests) == 2  # of the same keys
-
-
-def test_who_needs_captions_is_told_that_there_are_none(tmp_path: Path, shards: Path) -> None:
-    found = run(tmp_path / "run", s=(str(shards / "*.tar"), "json:caption"))
-    message = r"stage 1 \(info_nce\) reads captions, and none of the 8 samples .* has one: set data"
-    with pytest.raises(ValueError, match=message):
-        found.without_caption("stage 1 (info_nce)")
-
-
-def test_compressed_shard(tmp_path: Path, shards: Path) -> None:
-    (shards / "04.tar").write_bytes(b"\x1f\x8b\x08 rest")
-    for workers in (1, 2):
-        with pytest.raises(ValueError, match=r"04\.tar is compressed with gzip.*Decompress"):
-            run(tmp_path / "run", s=str(shards / "*.tar"), workers=workers)
-    assert not (tmp_path / "run").exists()
-
-
-def test_source_without_samples_is_warned_of(
-    tmp_path: Path, shards: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    make_shard(shards / "01.tar")
-    run(tmp_path / "run", s=f"{shards}/00.tar", t=f"{shards}/01.tar")
-    assert "no usable sample in source t" in caplog.text
-
-
-@pytest.mark.parametrize(("name", "captions"), [("a/b", "txt"), ("", "txt"), ("s", "json")])
-def test_wrong_source_options(tmp_path: Path, shards: Path, name: str, captions: str) -> None:
-    with pytest.raises(ValueError, match=r"source name|data\.sources\.s\.captions"):
-        run(tmp_path / "run", False, 1, **{name: (f"{shards}/00.tar", captions)})
 
 
 # --- again ------------------------------------------------------------------------------------
@@ -436,22 +386,6 @@ def test_error_while_appending_keeps_the_old_index(tmp_path: Path, shards: Path)
     assert files(first.directory) == before
 
 
-def test_index_moves_with_its_run_directory(tmp_path: Path, shards: Path) -> None:
-    first = run(tmp_path / "run", s=f"{shards}/*.tar")
-    shutil.move(tmp_path / "run", tmp_path / "moved")
-    assert SampleIndex.open(tmp_path / "moved" / "index").digest == first.digest
-
-
-def test_appending_rows_equals_indexing_in_that_order(tmp_path: Path, shards: Path) -> None:
-    run(tmp_path / "grown", s=f"{shards}/00.tar")
-    grown = run(tmp_path / "grown", s=f"{shards}/*.tar")
-    whole = run(tmp_path / "whole", s=f"{shards}/*.tar")
-    assert grown.digest == whole.digest
-    assert (grown.directory / "samples.arrow").read_bytes() == (
-        whole.directory / "samples.arrow"
-    ).read_bytes()
-
-
 # --- keys that start again ----------------------------------------------------------------------
 
 
@@ -476,13 +410,6 @@ def test_keys_that_start_again_in_every_shard_get_its_name(tmp_path: Path) -> No
     # A shard that comes later, whose keys were there before, too.
     numbered(tmp_path / "part1" / "3.tar", 3)
     assert len(run(tmp_path / "run", **sources)) == 10
-
-
-def test_new_shards_of_known_keys_lose_nothing(tmp_path: Path) -> None:
-    numbered(tmp_path / "0.tar", 0)
-    first = all_keys(run(tmp_path / "run", s=f"{tmp_path}/*.tar"))
-    numbered(tmp_path / "1.tar", 1)
-    assert all_keys(run(tmp_path / "run", s=f"{tmp_path}/*.tar")) == [*first, "s/1/0", "s/1/1"]
 
 
 def test_samples_of_equal_size_and_caption_are_no_copies(tmp_path: Path) -> None:
@@ -530,15 +457,6 @@ def test_a_shard_outside_the_folder_that_names_start_from_is_refused(tmp_path: P
     assert all_keys(found)[-1] == "s/out/0/1"
 
 
-def test_a_bound_decides_when_keys_get_the_name_of_their_shard(tmp_path: Path) -> None:
-    for number in range(2):
-        make_shard(tmp_path / f"{number}.tar", *(f"{number}{n}" for n in "abcde"))
-    members = [("0a.jpg", b"another"), ("0a.txt", b"another")]
-    write_tar(tmp_path / "2.tar", members)
-    assert len(run(tmp_path / "strict", s=f"{tmp_path}/*.tar")) == 11
-    assert len(run(tmp_path / "lenient", s=f"{tmp_path}/*.tar", bad=0.5)) == 10
-
-
 def test_lines_are_judged_by_all_samples_of_a_grown_index(tmp_path: Path) -> None:
     for number, text in enumerate((b"a\nb\n", b"a\n", b"a\nb\n")):
         members = [(f"{number}{n}.{kind}", text) for n in range(12) for kind in ("jpg", "txt")]
@@ -546,14 +464,6 @@ def test_lines_are_judged_by_all_samples_of_a_grown_index(tmp_path: Path) -> Non
         found = run(tmp_path / "run", s=f"{tmp_path}/*.tar")
         counts = read_manifest(found.directory, KIND).counts["findings"]
         assert [*counts] == (["several_lines:2"] if number == 0 else [])
-
-
-def test_members_of_one_name_are_refused_above_a_share(tmp_path: Path) -> None:
-    members = [(f"a.{kind}", f"{n}".encode()) for n in range(3) for kind in ("jpg", "txt")]
-    write_tar(tmp_path / "0.tar", members)
-    with pytest.raises(ValueError, match="duplicate_key.*max_bad_fraction"):
-        run(tmp_path / "run", s=f"{tmp_path}/0.tar")
-    assert len(run(tmp_path / "run", s=f"{tmp_path}/0.tar", bad=0.9)) == 1
 
 
 def test_lines_of_texts_are_captions_where_that_is_said(tmp_path: Path) -> None:

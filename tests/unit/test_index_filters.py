@@ -250,14 +250,6 @@ def test_wrong_filters(
     assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
 
 
-def test_missing_parquets_are_told_together(tmp_path: Path, pool: Pool) -> None:
-    for number in (1, 2):
-        (pool.folder / f"{number:05d}.parquet").unlink()
-    with pytest.raises(FileNotFoundError, match=r"2 of 3 shards have no .*00001\.parquet"):
-        run(tmp_path / "run", pool.shards, where=WHERE)
-    assert not (tmp_path / "run").exists()
-
-
 # --- again -------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ from mclclip import config
 from mclclip.cli import build_parser
 from tests import tiny
 from tests.forks import is_running
-from tests.matrix import in_soak, kept
+from tests.matrix import kept
 
 LAUNCH, SLURM = tiny.ROOT / "launch", tiny.ROOT / "slurm"
 
@@ -227,15 +227,6 @@ def test_codes(folder: Path, words: tuple[object, ...], code: int) -> None:
     assert not list((folder / "temporary").iterdir())
 
 
-def test_a_caller_that_reads_the_state_itself(folder: Path) -> None:
-    state = folder / "state"
-    process = start(folder, 1, "end", 85, 0, MCLCLIP_STATE_FILE=state, PREEMPTED_CODE=0)
-    assert finish(process) == (0, "")
-    assert json.loads(state.read_text())["state"] == "preempted"
-    process = start(folder, 1, "silent", 3, MCLCLIP_STATE_FILE=state)
-    assert finish(process)[0] == 1, "what an earlier start recorded does not count"
-
-
 @pytest.mark.parametrize(
     ("code", "last"), [(2, 'mclclip: a "reason"'), (1, "Traceback of torchrun")]
 )
@@ -264,17 +255,6 @@ def test_a_real_mistake_under_torchrun(folder: Path) -> None:
     assert lines[-1] in lines[:-1], "the same words as the rank's own"
 
 
-def test_an_unknown_option_under_torchrun(folder: Path) -> None:
-    """A mistake, which SLURM must not try again, as one in the configuration is."""
-    process = start(
-        folder, 2, "train", "--config=c.yaml", "--stage=1", "--bogus",
-        PYTHON=sys.executable, PYTHONPATH=tiny.ROOT,
-    )  # fmt: skip
-    _, stderr = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 2
-    assert stderr.splitlines()[-1].startswith("mclclip: unrecognized arguments: --bogus (nearest: ")
-
-
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM", "SIGHUP"])
 @pytest.mark.parametrize("verb", ["wait", "late"])
 def test_asked_to_leave(folder: Path, name: str, verb: str) -> None:
@@ -288,15 +268,6 @@ def test_asked_to_leave(folder: Path, name: str, verb: str) -> None:
     assert not list((folder / "temporary").iterdir())
 
 
-def test_interrupted(folder: Path) -> None:
-    process = start(folder, 1, "wait")
-    until((folder / "rank").exists)
-    os.killpg(process.pid, signal.SIGINT)
-    assert finish(process) == (130, "mclclip: interrupted\n")
-    pids = [seen(folder)["pid"], int((folder / "rank").read_text())]
-    until(lambda: not any(map(is_running, pids)))
-
-
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv of util-linux")
 def test_nothing_outlives_a_killed_script(folder: Path) -> None:
     process = start(folder, 1, "wait")
@@ -304,17 +275,6 @@ def test_nothing_outlives_a_killed_script(folder: Path) -> None:
     process.kill()
     pids = [seen(folder)["pid"], int((folder / "rank").read_text())]
     until(lambda: not any(map(is_running, pids)))
-
-
-@in_soak
-def test_a_real_torchrun_says_nothing_when_asked_to_leave(folder: Path) -> None:
-    package = folder / "mclclip"
-    package.mkdir()
-    (package / "__main__.py").write_text(RANK)
-    process = start(folder, 2, "wait", PYTHON=sys.executable, PYTHONPATH=folder)
-    until((folder / "rank").exists)
-    os.killpg(process.pid, signal.SIGTERM)
-    assert finish(process) == (85, "")
 
 
 # --- the batch script ---------------------------------------------------------------------------

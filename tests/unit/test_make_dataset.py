@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from mclclip import make_dataset
-from mclclip.data.patterns import ATTRIBUTES, FULL_RATES, MENTION_RATES, caption, patterns
+from mclclip.data.patterns import ATTRIBUTES
 from mclclip.data.remote import StoredFile
 from mclclip.data.shard_scan import scan_shard
 from mclclip.eval.protocols.attributes import read_split
@@ -35,14 +34,6 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     assert tiny.digests(one, "**/*.jpg") == tiny.digests(two, "**/*.jpg")
 
 
-def test_full_captions_name_every_attribute_of_the_same_pictures() -> None:
-    some, full = (list(patterns(8, 3, rates)) for rates in (MENTION_RATES, FULL_RATES))
-    for one, other in zip(some, full, strict=True):
-        np.testing.assert_array_equal(one.image, other.image)
-        assert other.caption == caption(one.values, ATTRIBUTES)
-    assert [one.caption for one in some] != [other.caption for other in full]
-
-
 @pytest.mark.parametrize(("name", "place"), [("trifeature", "train"), ("patterns", "shards")])
 def test_shards_of_a_stranger_are_neither_joined_nor_replaced(
     tmp_path: Path, name: str, place: str
@@ -64,13 +55,6 @@ def test_a_source_that_a_data_set_does_not_read_is_refused(tmp_path: Path) -> No
     ):
         with pytest.raises(ValueError, match=f"the data set reads {reads}; leave it out"):
             make_dataset.run(name, tmp_path / name, source=sources)
-
-
-def test_wrong_settings_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="seed is -1: wanted 0 or more"):
-        make_dataset.run("trifeature", tmp_path / "t", seed=-1)
-    with pytest.raises(ValueError, match="no built-in data set 'x'"):
-        make_dataset.run("x", tmp_path)
 
 
 def test_attributed_patterns_have_every_attribute_in_two_splits_of_other_pictures(

@@ -79,25 +79,6 @@ def test_an_item_is_a_picture_its_caption_and_an_edit(made: Path) -> None:
     }  # fmt: skip
 
 
-def test_equal_seeds_give_equal_items_and_a_rule_has_so_many(made: Path, tmp_path: Path) -> None:
-    source = tmp_path / "shards"
-    make_pairs.run(source, tmp_path / "again", captions="json:captions", seed=3)
-    assert written(tmp_path / "again") == written(made)
-    chosen: Any = {"rules": ["number", "colour"], "per_rule": 1}
-    found = [
-        written(make_pairs_folder(source, tmp_path / f"seed{seed}", seed=seed, **chosen))
-        for seed in range(6)
-    ]
-    assert all({rule: len(own) for rule, own in each.items()} == {"number": 1, "colour": 1}
-               for each in found)  # fmt: skip
-    assert len({json.dumps(each) for each in found}) > 2
-
-
-def make_pairs_folder(source: Path, out: Path, **options: Any) -> Path:
-    make_pairs.run(source, out, captions="json:captions", **options)
-    return out
-
-
 def test_struck_items_are_left_out_and_counted(made: Path, tmp_path: Path) -> None:
     every = read_items(made, "pairs")
     first, second, *_ = [item.name for item in every.items]
@@ -235,12 +216,3 @@ def test_blind_spots_of_other_pictures_are_refused(tmp_path: Path) -> None:
         with pytest.raises(kind, match=message):
             make_pairs.run(source, out, captions="json:captions", confused=confused)
     assert not out.exists()
-
-
-def test_a_picture_that_cannot_be_decoded_is_no_item(tmp_path: Path) -> None:
-    source = shards(
-        tmp_path / "shards", [["a red mat"], ["a blue mat"]],
-        lambda n: png(n) if n else png(n)[:40],
-    )  # fmt: skip
-    make_pairs.run(source, tmp_path / "out", rules=["colour"])
-    assert [*written(tmp_path / "out")["colour"]] == ["1"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import pytest
 
 from mclclip import config
 from mclclip.config import Config
-from mclclip.opened_run import PIECES, POINTS, Run, read_records, spread
+from mclclip.opened_run import PIECES, Run, spread
 from tests import made_run, tiny
 from tests.tiny import digests
 
@@ -115,11 +114,6 @@ def test_what_is_missing_is_one_line_with_the_verb_that_makes_it(
     assert "\n" not in str(error.value)
 
 
-def test_a_folder_that_is_none_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no run at .*none: name the folder"):
-        Run.open(tmp_path / "none")
-
-
 # --- rows, of which some are read --------------------------------------------------------------
 
 
@@ -198,17 +192,6 @@ def test_samples_are_drawn_by_the_seed_among_those_that_can_be_used(made: Path) 
     assert set(range(made_run.NUM_SAMPLES)) - {*every.tolist()} == {*made_run.BROKEN}
 
 
-def test_of_a_long_file_of_records_some_lines_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": n, "pad": "x" * 90}) + "\n" for n in range(9000)))
-    whole, is_whole = read_records(path)
-    assert is_whole and [row["step"] for row in whole] == [*range(9000)]
-    rows, is_whole = read_records(path, max_bytes=100_000)
-    steps = [row["step"] for row in rows]
-    assert not is_whole and steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] == 8999
-    assert POINTS / 2 < len(steps) <= POINTS + 2
-
-
 # --- images and captions -----------------------------------------------------------------------
 
 
@@ -240,11 +223,3 @@ def test_an_image_that_cannot_be_read_is_one_line(made: Path, tmp_path: Path) ->
     run = Run(root / "run", options, checks_index=False)
     with pytest.raises(RuntimeError, match=r"sample made/00047 cannot be read \(truncated\)"):
         run.images([47])
-
-
-def test_a_run_says_what_it_holds_and_reads_nothing(made: Path) -> None:
-    run = Run.open(made)
-    shown = repr(run)
-    assert len(shown.splitlines()) <= 5
-    assert str(made) in shown and "stage_1" in shown and "15" in shown
-    assert "stages" not in vars(run) and "result_rows" not in vars(run)

@@ -7,9 +7,6 @@ import hashlib
 import io
 import json
 import logging
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -80,31 +77,6 @@ def test_images_byte_for_byte_with_running_keys(tmp_path: Path, images: Path) ->
     }
 
 
-def test_rows_of_one_image_are_its_captions_in_order(tmp_path: Path, images: Path) -> None:
-    rows = [["a.jpg", "1"], ["d.jpeg", "x"], ["./a.jpg", "2"], ["a.jpg", "2"]]
-    manifest = run(tmp_path, images, rows)
-    found = read_tar(tmp_path / "out" / "00000.tar")
-    assert json.loads(found["000000000.json"])["captions"] == ["1", "2", "2"]
-    assert found["000000000.txt"] == b"1"
-    assert (manifest.counts["samples"], manifest.counts["captions"]) == (2, 4)
-
-
-def test_tsv_columns_by_name_prefix_and_further_columns(tmp_path: Path, images: Path) -> None:
-    rows = [["", "text", "file", "licence"], ["0", "1", "a.jpg", "by"], ["1", "2", "a.jpg", "nc"]]
-    table = write_table(tmp_path / "t.tsv", rows, "\t")
-    pack(
-        images,
-        tmp_path / "out",
-        captions=table,
-        path_column="file",
-        caption_column="text",
-        key_prefix="set/x",
-    )
-    found = read_tar(tmp_path / "out" / "00000.tar")
-    facts = json.loads(found["set/x000000000.json"])
-    assert (facts["captions"], facts["licence"], facts["file"]) == (["1", "2"], "by", "a.jpg")
-
-
 def test_a_table_without_captions_makes_shards_without_captions(
     tmp_path: Path, images: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -128,14 +100,6 @@ def test_a_table_without_captions_makes_shards_without_captions(
     source = {"shards": str(tmp_path / "out" / "*.tar")}
     options = {"run_dir": str(tmp_path / "run"), "data": {"sources": {"s": source}}}
     assert index.run(config.from_tree(options), SINGLE).num_captions.tolist() == [0, 0]
-
-
-def test_delimiter_and_byte_order_mark(tmp_path: Path, images: Path) -> None:
-    table = tmp_path / "t.txt"
-    table.write_text("filepath|title\na.jpg|one\n", encoding="utf-8-sig")
-    with pytest.raises(ValueError, match=r"t\.txt ends in '\.txt'.*--delimiter"):
-        pack(images, tmp_path / "out", captions=table)
-    assert pack(images, tmp_path / "out", captions=table, delimiter="|").counts["samples"] == 1
 
 
 def test_what_cannot_be_packed_is_counted_by_reason(
@@ -220,14 +184,6 @@ def test_a_further_folder_may_be_allowed(tmp_path: Path, images: Path, secret: P
         run(tmp_path, images, rows, allow_roots=[tmp_path / "nowhere"])
 
 
-def test_what_is_finished_is_known_by_its_table(tmp_path: Path, images: Path) -> None:
-    run(tmp_path, images, [["a.jpg", "1"]])
-    (images / "a.jpg").unlink()  # a skipped verb does not even look
-    assert run(tmp_path, images, [["a.jpg", "1"]]).counts["samples"] == 1
-    with pytest.raises(ValueError, match=r"1 changed \(t\.csv\)"):
-        run(tmp_path, images, [["b.PNG", "1"]])
-
-
 def test_killed_pack_is_made_again_with_the_same_bytes(tmp_path: Path, images: Path) -> None:
     rows = [["a.jpg", "1"], ["b.PNG", "2"], ["d.jpeg", "3"]]
     run(tmp_path, images, rows, samples_per_shard=1)
@@ -239,17 +195,6 @@ def test_killed_pack_is_made_again_with_the_same_bytes(tmp_path: Path, images: P
     run(tmp_path, images, rows, samples_per_shard=1)
     assert {p.name: p.read_bytes() for p in out.glob("*.tar")} == before
     assert sorted(p.name for p in out.iterdir()) == [*sorted(before), "manifest.json"]
-
-
-@pytest.mark.parametrize("column", ["path_column", "caption_column"])
-def test_a_misspelled_column_is_named_over_a_finished_output_too(
-    tmp_path: Path, images: Path, column: str
-) -> None:
-    table = write_table(tmp_path / "t.csv", [["filepath", "title"], ["a.jpg", "x"]])
-    pack(images, tmp_path / "out", captions=table)
-    with pytest.raises(ValueError, match="no column 'titel', it has") as error:
-        pack(images, tmp_path / "out", captions=table, **{column: "titel"})  # type: ignore[arg-type]
-    assert "--force" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -300,24 +245,6 @@ def test_missing_table_folder_and_foreign_shards(tmp_path: Path, images: Path) -
     assert (tmp_path / "out" / "00000.tar").read_bytes() == b"someone's shard"
 
 
-@pytest.mark.real_data
-def test_real_photographs_packed_and_indexed(tmp_path: Path, shared_data: Path) -> None:
-    folder = shared_data / "ucm_captions"
-    with open(folder / "captions.csv", newline="") as file:
-        rows = [row for row in csv.reader(file)][:401]
-    table = write_table(tmp_path / "t.csv", rows)
-    counts = pack(folder, tmp_path / "out", captions=table, samples_per_shard=30).counts
-    assert (counts["captions"], counts["findings"]) == (400, {})
-    source = {"shards": str(tmp_path / "out" / "*.tar"), "captions": "json:captions"}
-    options = {"run_dir": str(tmp_path / "run"), "data": {"sources": {"ucm": source}}}
-    found = index.run(config.from_tree(options), SINGLE)
-    assert len(found) == counts["samples"]
-    assert int(found.num_captions.sum()) == 400
-    shard = found.shards[found.shard_of[0]]
-    image = Path(shard.path).read_bytes()[found.image_offset[0] :][: found.image_size[0]]
-    assert image == (folder / rows[1][0]).read_bytes()
-
-
 def small_picture(number: int) -> bytes:
     """A picture that decodes, with bytes of its own."""
     stream = io.BytesIO()
@@ -366,26 +293,6 @@ def test_a_held_out_share_has_only_pictures_with_captions(tmp_path: Path, images
     assert found["no_caption"]["count"] + found["no_caption_held_out"]["count"] == 30
 
 
-def test_a_held_out_share_has_only_pictures_that_decode(tmp_path: Path, images: Path) -> None:
-    """An evaluation would end at one that does not; training counts and replaces it."""
-    rows = []
-    for number in range(60):
-        data = small_picture(number)
-        (images / f"{number}.png").write_bytes(data if number % 3 else data[:40] + b"%d" % number)
-        rows.append([f"{number}.png", "a caption"])
-    manifest = run(tmp_path, images, rows, held_out={"choose": 0.5})
-    found = manifest.counts["findings"]["undecodable_held_out"]
-    assert 0 < found["count"] < 20
-    assert all(int(name.partition(".")[0]) % 3 == 0 for name in found["examples"])
-    assert manifest.counts["samples"] == 60 - found["count"]
-
-
-def test_nothing_is_written_into_the_folder_that_is_packed(tmp_path: Path, images: Path) -> None:
-    with pytest.raises(ValueError, match="write to a folder outside of it"):
-        pack(images, images / "run" / "data")
-    assert not (images / "run").exists()
-
-
 @pytest.mark.parametrize(
     ("held_out", "message"),
     [
@@ -401,17 +308,3 @@ def test_wrong_shares(
     with pytest.raises(ValueError, match=message):
         run(tmp_path, images, [["a.jpg", "1"]], held_out=held_out)
     assert not (tmp_path / "out").exists()
-
-
-def test_what_is_refused_does_not_wait_for_torch(tmp_path: Path) -> None:
-    lines = f"""
-        import sys
-        from pathlib import Path
-        from mclclip.pack import pack
-        try:
-            pack(Path({str(tmp_path)!r}, "none"), Path("out"))
-        except FileNotFoundError:
-            sys.exit(3 if "torch" in sys.modules else 7)
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(lines)], check=False)
-    assert done.returncode == 7

@@ -56,10 +56,6 @@ def test_remedies_with_the_same_overrides_share_their_trainings() -> None:
     assert own.encoder(control) == "control_ungrouped_concat_stage_norm"
 
 
-def test_the_method_runs_first_and_the_control_is_always_there() -> None:
-    assert [one.name for one in named(["ifm", "mcl"])] == ["mcl", "ungrouped", "ifm"]
-
-
 def test_a_sweep_file_has_remedies_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "mine.sweep"
     file.write_text(
@@ -73,51 +69,6 @@ def test_a_sweep_file_has_remedies_of_ones_own(tmp_path: Path) -> None:
     assert found["low"].encoder == "stage_1"
     own = Race("demo", named([str(file)]))
     assert own.settings(found["low"], 0).train.lr == 1e-5
-
-
-def test_two_files_have_no_remedy_of_one_name(tmp_path: Path) -> None:
-    one, other = tmp_path / "one.sweep", tmp_path / "other.sweep"
-    one.write_text("low train.lr=1e-5\nifm train.lr=1e-6\n")
-    other.write_text("low train.lr=1e-6\n")
-    found = {each.name: each for each in named([str(one), "ifm", str(one)])}
-    assert found["ifm"].overrides == ("train.lr=1e-6",), "a file's lines win over shipped names"
-    assert found["ifm"].label == f"remedy 'ifm' of {one}" and KNOWN["ifm"].label == "remedy 'ifm'"
-    with pytest.raises(ValueError, match="other.sweep: a remedy is named 'low', as one of .*one.s"):
-        named([str(one), str(other)])
-
-
-def test_the_control_is_not_redefined(tmp_path: Path) -> None:
-    file = tmp_path / "mine.sweep"
-    file.write_text("ungrouped controls=[ungrouped] train.lr=1e-5\n")
-    with pytest.raises(ValueError, match="a remedy is named 'ungrouped', which others are"):
-        named([str(file)])
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("a cluster.num_clusters=3", "remedy 'a' has 'cluster.num_clusters=3'"),
-        ("a train.steps=3", "neither steps, epochs nor global_batch"),
-        ("a train.global_batch=8", "neither steps, epochs nor global_batch"),
-        ("a train.lr", "remedy 'a' has 'train.lr'"),
-        ("base train.lr=1", "is named 'base'"),
-        ("race.csv train.lr=1", "is named 'race.csv'"),
-        ("../a", "is named '../a'"),
-        ("a\na train.lr=1", "is named 'a'"),
-        ("# none", "has no remedies"),
-    ],
-)
-def test_a_line_that_is_no_remedy(line: str, words: str) -> None:
-    with pytest.raises(ValueError, match="^x.sweep") as error:
-        read_remedies(line, "x.sweep")
-    assert words in str(error.value) and "\n" not in str(error.value)
-
-
-def test_unknown_remedies_name_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"no remedy 'imf' \(nearest: ifm"):
-        named(["mcl", "imf"])
-    with pytest.raises(FileNotFoundError, match="mine.sweep: there is no such file"):
-        named(["mine.sweep"])
 
 
 def refused(recipe: Path, *words: str, remedies: tuple[str, ...] = ("mcl",), **more: object) -> str:
@@ -185,19 +136,6 @@ def test_a_run_is_not_mixed_with_a_race(prepared_run: Path, recipe: Path) -> Non
     line = refused(recipe, f"run_dir={prepared_run}")
     assert line.startswith(f"{prepared_run} holds a run, whose files a race would mix")
     assert not (prepared_run / "race.json").exists()
-
-
-def test_one_remedy_alone_by_name_or_number(recipe: Path) -> None:
-    def job(only: str) -> str:
-        own = Race(str(recipe), named(["mcl", "ifm", "wise"]), only=only)
-        return Path(own.job.run_dir).name
-
-    assert [job(only) for only in ("ifm", "1", "3", "base")] == ["ifm", "mcl", "ifm", "base"]
-    for only in ("0", "4", "hcl"):
-        with pytest.raises(ValueError, match="1 mcl, 2 ungrouped, 3 ifm"):
-            job(only)
-    with pytest.raises(ValueError, match="it has no trainings of its own: name ungrouped"):
-        job("wise")
 
 
 def test_a_base_that_differs_from_that_of_the_runs_is_refused(recipe: Path, tmp_path: Path) -> None:

@@ -279,17 +279,6 @@ def test_a_shard_that_does_not_hold_what_was_written_gets_no_name(
     assert raw_samples(config, opened(config)[1]) == raw_samples(config)
 
 
-def test_copies_by_other_labels_are_refused(config: Config) -> None:
-    reshard.run(config, SINGLE, stage=1)
-    write_labels(config, (LABELS + 1) % 4)
-    with pytest.raises(ValueError, match=r"\(pseudo_labels\).*--force"):
-        reshard.run(config, SINGLE, stage=1)
-    with pytest.raises(RuntimeError, match=r"copies by other pseudo labels.*reshard --force"):
-        opened(config)
-    reshard.run(config, SINGLE, stage=1, force=True)
-    assert raw_samples(config, opened(config)[1]) == raw_samples(config)
-
-
 def test_missing_and_damaged_copies_are_one_line(config: Config) -> None:
     folder = reshard.run(config, SINGLE, stage=1)
     tar = folder / "00002.tar"
@@ -374,10 +363,3 @@ def test_a_full_disk_is_told_with_the_option_that_names_another(
     assert "run_dir" not in str(caught.value)
     reshard.run(config, SINGLE, stage=1)
     assert raw_samples(config, opened(config)[1]) == raw_samples(config)
-
-
-def test_copies_may_lie_on_another_disk(config: Config, tmp_path: Path) -> None:
-    elsewhere = options(tmp_path, folder=f"{tmp_path}/fast")
-    assert reshard.run(elsewhere, SINGLE, stage=1) == tmp_path / "fast/run/stage_1"
-    assert raw_samples(config, opened(elsewhere)[1]) == raw_samples(config)
-    assert not re.search("resharded", str([*(tmp_path / "run/stage_1").iterdir()]))

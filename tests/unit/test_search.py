@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -144,25 +143,6 @@ def test_pairs_about_the_threshold_are_decided_in_float64() -> None:
     assert {pair for pair, _ in pairs if pair[0] == 0} == wanted
 
 
-def test_blocks_hold_each_pair_once_and_are_as_many_as_announced() -> None:
-    for query_rows, bank_rows in BLOCKS:
-        sizes = {"query_rows": query_rows, "bank_rows": bank_rows}
-        cuts = list(search.blocks(100, **sizes))
-        assert len(cuts) == search.num_blocks(100, **sizes)
-        held = np.zeros((100, 100), int)
-        for bank, queries in cuts:
-            held[queries, bank] += 1
-        assert (held[np.triu_indices(100, k=1)] == 1).all()
-
-
-def test_some_blocks_have_the_pairs_of_these_alone() -> None:
-    rows = crowded(100)
-    cut = (slice(40, 80), slice(10, 30))
-    found = {tuple(pair) for part in search.near_pairs(rows, 0.8, [cut]) for pair in part.rows}
-    wanted = {(i, j) for i, j in all_pairs(rows, 0.8) if 10 <= i < 30 and 40 <= j < 80}
-    assert found == wanted and wanted
-
-
 class Counted:
     """Rows that remember the largest cut."""
 
@@ -205,25 +185,7 @@ def test_memory_is_that_of_the_blocks() -> None:
         assert 64 < counted.largest <= 200
 
 
-def test_many_near_rows_take_no_more_than_their_pairs() -> None:
-    """All rows are copies: 180,000 pairs, whose rows in float64 would be 175 MiB."""
-    rows = np.ones((600, 64), np.float16)
-    counts = []
-
-    def work() -> None:
-        counts.extend(len(part.rows) for part in search.near_pairs(rows, 0.9))
-
-    assert peak_bytes(work) < 16 * 2**20
-    assert sum(counts) == 600 * 599 // 2
-
-
 # --- bad input ---
-
-
-@pytest.mark.parametrize("k", [0, 11])
-def test_a_number_of_neighbours_out_of_range_is_refused(k: int) -> None:
-    with pytest.raises(ValueError, match=f"k is {k}, wanted 1 to 10"):
-        search.nearest(unit_rows(2), unit_rows(10), k)
 
 
 def test_without_faiss_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,16 +198,6 @@ def test_without_faiss_one_line_says_what_to_install(monkeypatch: pytest.MonkeyP
     ):
         with pytest.raises(ValueError, match=message):
             work()
-
-
-def test_what_a_removed_build_leaves_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "faiss").mkdir()
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "faiss")
-    with pytest.raises(ValueError, match="^kNN needs the package faiss, which is broken .*doctor"):
-        search.library("kNN")
 
 
 # --- on a GPU ---

@@ -261,30 +261,6 @@ def test_a_run_with_force_makes_damaged_shards_again_and_no_others(
     assert embeddings(config, 0).any(axis=1).all()
 
 
-def test_two_runs_of_one_name_may_write_the_same_rows(data: Path, tmp_path: Path) -> None:
-    """A run does not remove the temporary files of another one."""
-    shared = f"trunk_cache.folder={tmp_path}/rows"
-    first = options(tmp_path / "a/run", data, ON, shared)
-    embedded(first)
-    (folder,) = (tmp_path / "rows/run").iterdir()
-    (folder / ".00001.npy.host.1.tmp").write_bytes(bytes(10))
-    second = options(tmp_path / "b/run", data, ON, shared)
-    assert rows_of(first).folder == embedded(second).folder == folder
-    assert (folder / ".00001.npy.host.1.tmp").exists()
-
-
-@pytest.mark.parametrize("below", ["file", "file/rows"])
-def test_a_folder_that_is_none_is_refused(data: Path, tmp_path: Path, below: str) -> None:
-    (tmp_path / "file").write_text("")
-    config = options(tmp_path / "run", data, ON, f"trunk_cache.folder={tmp_path}/{below}")
-    index.run(config, SINGLE)
-    with pytest.raises(FileNotFoundError, match="run 'mclclip export' first"):
-        embed.run(config, SINGLE, stage=0)
-    export.stage(config, SINGLE, stage=0)
-    with pytest.raises(ValueError, match="is a file, or below one: give a folder"):
-        embed.run(config, SINGLE, stage=0)
-
-
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no folder that nobody can write")
 def test_a_folder_that_cannot_be_written_is_told_before_stage_0(data: Path, tmp_path: Path) -> None:
     config = options(tmp_path / "run", data, ON, "trunk_cache.folder=/proc/rows")
@@ -334,27 +310,6 @@ def test_other_blocks_or_other_weights_are_refused(
     assert other.first_block == 0
 
 
-@pytest.mark.parametrize("change", [{"quick_gelu": True}, {"head_width": 8}], ids=str)
-def test_equal_weights_of_another_architecture_are_another_trunk(change: dict[str, Any]) -> None:
-    other = json.loads(json.dumps(tiny.MODEL))
-    (other if "quick_gelu" in change else other["vision_cfg"]).update(change)
-    models = [load_towers(config, seed=0) for config in (tiny.MODEL, tiny.MODEL, other)]
-    same, again, changed = (model.trunk_digest(2) for model in models)
-    assert same == again != changed
-    assert models[0].trunk_digest(1) != same
-
-
-def test_embeddings_of_images_are_told_before_a_row_is_written(data: Path, tmp_path: Path) -> None:
-    plain, on = (options(tmp_path / "run", data, *more) for more in ([], [ON]))
-    start(plain)
-    embed.run(plain, SINGLE, stage=0)
-    with pytest.raises(ValueError, match="was made from images, and trunk_cache.enabled starts"):
-        embed.run(on, SINGLE, stage=0)
-    assert not Layout.of(on).trunk_cache.exists()
-    embed.run(on, SINGLE, stage=0, force=True)
-    assert rows_of(on).checksums.shape == (NUM_SAMPLES,)
-
-
 def test_another_folder_than_the_rows_have_is_told(
     data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -370,17 +325,6 @@ def test_another_folder_than_the_rows_have_is_told(
     with caplog.at_level(logging.WARNING, "mclclip"):
         embed.run(elsewhere, SINGLE, stage=0)
     assert f"were written to {tmp_path}/there/run/trunk_" in caplog.text
-
-
-def test_temporary_files_of_killed_writers_are_removed(data: Path, tmp_path: Path) -> None:
-    config = options(tmp_path / "run", data, ON, f"trunk_cache.folder={tmp_path}/rows")
-    embedded(config)
-    (folder,) = (tmp_path / "rows/run").iterdir()
-    cache = Layout.of(config).trunk_cache
-    (cache / "manifest.json").rename(cache / "in_progress.json")
-    (folder / ".00001.npy.host.1.tmp").write_bytes(bytes(1000))
-    embed.run(config, SINGLE, stage=0)
-    assert not [*folder.glob(".*")] and rows_of(config).folder == folder
 
 
 def test_a_full_disk_is_told_with_the_option(
@@ -446,19 +390,6 @@ def test_a_value_that_float16_does_not_hold_is_told(
 def test_options_that_contradict_it(tmp_path: Path, more: list[str], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         options(tmp_path / "run", tmp_path, "trunk_cache.enabled=true", *more)
-
-
-def test_a_training_of_all_blocks_has_nothing_to_start_from(data: Path, tmp_path: Path) -> None:
-    """With the options, or, where the number of blocks is not known there, before a row."""
-    with pytest.raises(ValueError, match="train.lock.image_blocks=3 freezes no block"):
-        options(tmp_path / "run", data, ON, "train.lock.image_blocks=3")
-    plain = options(tmp_path / "run", data)
-    start(plain)
-    all_blocks = "train.lock.image_blocks=3"
-    later = f"model={{name: local-dir:{tmp_path}/later}}"
-    config = options(tmp_path / "run", data, ON, all_blocks, later)
-    with pytest.raises(ValueError, match="image_blocks=3 trains all of the image tower's 3 blocks"):
-        embed.run(config, SINGLE, stage=0)
 
 
 def test_a_disk_without_room_is_told_before_a_row(

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mclclip import cli, index
+from mclclip import index
 from mclclip.config import Config
 from mclclip.curate import blindspots
 from mclclip.data.row_store import rows_path
@@ -172,12 +172,6 @@ def test_the_benchmark_is_mmvp_s_layout_with_statements_left_to_fill_in(
             assert row["Caption"].startswith(f"thing {sample_id}") and row["Caption"].isprintable()
 
 
-def test_an_image_is_in_one_pair_of_the_benchmark_and_these_are_bounded() -> None:
-    pairs = np.array([[1, 2], [2, 3], [3, 4], [4, 5], [6, 7]])
-    assert blindspots.within_caps(pairs, 1, 5) == ([0, 2, 4], 2)
-    assert blindspots.within_caps(pairs, 1, 2) == ([0, 2], 1)
-
-
 def test_a_second_call_is_skipped_and_force_makes_it_again(
     config: Config, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -272,12 +266,3 @@ def test_pictures_that_changed_since_leave_nothing_finished(config: Config, tmp_
     shutil.copy(shards / "00.tar", path)
     directory = blindspots.run(moved, SINGLE)  # the same command goes on
     assert {tuple(line["sample_ids"]) for line in tiny.rows(directory / "pairs.jsonl")} == SPOTS
-
-
-def test_the_command_line_has_its_options() -> None:
-    words = "blindspots --other a=b --above 0.9 --below 0.5 --per-image 2 --max-pairs 7 run_dir=x"
-    args = cli._parse(words.split())
-    assert cli._flags(args) == {
-        "stage": 0, "other": "a=b", "above": 0.9, "below": 0.5, "per_image": 2, "max_pairs": 7,
-        "force": False,
-    }  # fmt: skip

@@ -134,18 +134,3 @@ def test_caps_keep_the_largest_differences_and_count_what_is_left_out() -> None:
     assert few.spots.num_pairs == 66 == 4 + sum(few.spots.left_out.values())
     assert few.spots.left_out["total"] > 0
     assert few.counts.tolist() == [11] * 12  # whether they are kept or not
-
-
-@pytest.mark.parametrize("blocks", [(1, 1), (5, 7), (12, 12)])
-def test_what_the_pool_holds_does_not_depend_on_blocks(blocks: tuple[int, int]) -> None:
-    first, second = crowd()
-    every = found_in(first, second, per_image=11)
-    held = found_in(first, second, blocks, per_image=11, max_pairs=5, pool=9)
-    assert np.array_equal(held.spots.rows, every.spots.rows[:5])
-    assert held.spots.left_out == {"per_image": 0, "total": 4, "pool": 57}
-
-
-def test_equal_differences_come_by_the_lower_rows() -> None:
-    found = found_in(np.ones((5, 3)), np.eye(5), (2, 3))
-    assert found.spots.rows.tolist() == sorted(found.spots.rows.tolist())
-    assert found.spots.num_pairs == 10

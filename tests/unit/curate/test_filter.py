@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mclclip import cli, cluster, search
+from mclclip import cluster, search
 from mclclip.config import Config
 from mclclip.curate import filter as filtering
 from mclclip.curate import near
@@ -237,22 +237,6 @@ def test_copies_of_evaluation_images_are_listed_with_these(
     assert counts == {"ev": {"images": 6, "images_with_copies": 2, "samples": 2}}
 
 
-def test_of_several_sets_the_nearest_image_is_named(config: Config, tmp_path: Path) -> None:
-    rows = images().astype(np.float32)
-    np.save(tmp_path / "a.npy", unit(evaluation() + 0.02))
-    np.save(tmp_path / "b.npy", np.stack([rows[7], rows[8]]))
-    sets = [str(tmp_path / "a.npy"), f"b={tmp_path}/b.npy"]
-    found = {}
-    for number, against in enumerate((sets, sets[::-1])):
-        directory = done(config, against=against, against_cosine=0.9, name=f"f{number}")
-        found[number] = {
-            line["sample_id"]: (line["against"], line["of"])
-            for line in tiny.rows(directory / "left_out.jsonl")
-            if line["reason"] == "against"
-        }
-    assert found[0] == found[1] == {7: ("b", 0), 8: ("b", 1), 31: (sets[0], 4)}
-
-
 def test_every_filter_sees_what_those_before_it_left(config: Config, tmp_path: Path) -> None:
     """The copy of an evaluation image is no sample that others are copies of."""
     np.save(tmp_path / "a.npy", images().astype(np.float32)[[1]])
@@ -266,19 +250,6 @@ def test_every_filter_sees_what_those_before_it_left(config: Config, tmp_path: P
         if line["reason"] == "near_duplicate"
     }
     assert np.load(directory / "weights.npy")[[*kept]].all()
-
-
-def test_a_share_is_one_of_what_the_filters_before_it_left(config: Config, tmp_path: Path) -> None:
-    """So that copies of evaluation images, however high their scores, take nobody's place."""
-    known = np.flatnonzero(~np.isnan(scores()))
-    highest = known[np.argsort(-scores()[known])][:10]
-    np.save(tmp_path / "a.npy", images().astype(np.float32)[highest])
-    directory = done(config, keep_share=0.3, against=[f"e={tmp_path}/a.npy"], against_cosine=0.999)
-    copies = left_out(directory, "against")
-    assert {*highest.tolist()} <= copies
-    of = [i for i in known[np.argsort(-scores()[known], kind="stable")] if i not in copies]
-    kept = {*np.flatnonzero(np.load(directory / "weights.npy")).tolist()}
-    assert kept == {*of[: round(0.3 * len(of))]} and kept
 
 
 def test_a_folder_of_somebody_else_is_refused(config: Config) -> None:
@@ -328,15 +299,6 @@ def test_blocks_change_no_bit(config: Config, monkeypatch: pytest.MonkeyPatch, m
             assert (cut / name).read_bytes() == (directory / name).read_bytes()
 
 
-def test_the_log_says_what_was_left_out_and_how_to_train_on_the_rest(
-    config: Config, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "mclclip"):
-        weights = done(config, near_duplicates=0.95) / "weights.npy"
-    assert f"train.plan.weights={weights}" in caplog.text
-    assert "no_embedding 1, against 0, no_caption 0, low_score 0, near_duplicate" in caplog.text
-
-
 def test_without_a_filter_scores_and_pairs_are_shown_and_nothing_is_written(
     config: Config, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,42 +323,6 @@ def test_without_a_filter_scores_and_pairs_are_shown_and_nothing_is_written(
         filtering.run(config, SINGLE, within="all")  # 20 of 57 samples are compared
     assert "others among all, estimated from 12 % of them" in caplog.text
     assert "would be left out" not in caplog.text
-
-
-def test_many_equal_embeddings_cost_no_more_than_their_number(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A picture that is there 37 times has 36 pairs with the first, and 666 in all."""
-    rows = images()
-    same = np.setdiff1d(np.arange(20, COUNT), [30, 31, 41])[:36]
-    rows[same] = rows[5]
-    embed(config, rows)
-    searched = []
-    original = search.near_pairs
-
-    def near_pairs(rows: Any, *arguments: Any, **more: Any) -> Any:
-        searched.append(len(rows))
-        return original(rows, *arguments, **more)
-
-    monkeypatch.setattr(search, "near_pairs", near_pairs)
-    directory = done(config, near_duplicates=0.95, within="all")
-    assert searched == [COUNT - 1 - 36 - 1]  # without a broken one, these copies, and another
-    counts = read_manifest(directory, "filter").counts["near_duplicates"]
-    assert counts["largest_group"] == 38 and counts["by_chain"] == 0
-
-
-def test_data_without_any_pair_are_surveyed(
-    config: Config, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Four pictures, and copies of them: each is alone in its cluster."""
-    rows = np.tile(np.eye(4, DIM, dtype=np.float16), (COUNT // 4, 1))
-    rows[BROKEN] = 0.0
-    embed(config, rows)
-    cluster.run(config, SINGLE, stage=0, force=True)
-    with caplog.at_level(logging.INFO, "mclclip"):
-        assert filtering.run(config, SINGLE, within="clusters") is None
-    assert "55 samples are equal to an earlier one" in caplog.text
-    assert "0 pairs above 0.95, at most 55 samples would be left out" in caplog.text
 
 
 def test_without_faiss_scores_are_filtered_and_the_rest_is_one_line(
@@ -495,17 +421,6 @@ def test_embeddings_of_another_index_are_refused(made: Path, tmp_path: Path) -> 
     shutil.copytree(made / "run/stage_0", tmp_path / "run/stage_0")
     line = refused(other, near_duplicates=0.9)
     assert "(and other sample keys): run 'mclclip embed --force'" in line
-
-
-def test_the_command_line_has_its_options() -> None:
-    words = "filter --near-duplicates 0.9 --within all --against a=b --against c --keep-share 0.3"
-    assert cli._flags(cli._parse(words.split())) == {
-        "stage": 0, "name": "filter", "min_clip_score": None, "keep_share": 0.3,
-        "near_duplicates": 0.9, "within": "all", "against": ["a=b", "c"], "against_cosine": None,
-        "force": False,
-    }  # fmt: skip
-    assert cli._flags(cli._parse(["filter"]))["against"] == []
-    assert filtering.AGAINST == 0.95
 
 
 def test_within_clusters_copies_in_one_cluster_are_found(config: Config) -> None:

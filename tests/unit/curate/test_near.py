@@ -7,8 +7,7 @@ import pytest
 
 from mclclip import search
 from mclclip.curate import inputs, near
-from mclclip.curate.filter import top_share
-from mclclip.curate.near import Components, Groups, Subset
+from mclclip.curate.near import Components, Subset
 from tests.unit.curate.made import cosine
 
 RNG = np.random.default_rng(5)
@@ -88,13 +87,6 @@ def test_rows_that_are_not_finite_or_not_as_wide_are_refused() -> None:
     assert inputs.finite(large, slice(0, 2), "rows") is not None
 
 
-def test_the_top_share_takes_ties_by_the_lower_row() -> None:
-    scores = np.array([0.5, np.nan, 0.9, 0.5, 0.5, 0.1], np.float32)
-    for share, wanted in ((0.01, [2]), (0.4, [0, 2]), (0.6, [0, 2, 3]), (1.0, [0, 2, 3, 4, 5])):
-        assert np.flatnonzero(top_share(scores, share)).tolist() == wanted
-    assert not top_share(np.full(3, np.nan), 0.5).any()
-
-
 # --- pairs ---
 
 
@@ -115,24 +107,6 @@ def test_pairs_are_those_of_a_loop(held_rows: int | None, monkeypatch: pytest.Mo
         and cosine(rows[i], rows[j]) > 0.9
     }  # fmt: skip
     assert wanted and pairs_in(rows, usable, 0.9, labels) == pytest.approx(wanted)
-
-
-def test_groups_are_read_together_up_to_a_bound() -> None:
-    labels = np.array([4, 0, 0, 2, 2, 2, 2, -1, 4, 1, 2, 0])
-    groups = Groups(labels, np.ones(12, bool))
-    assert groups.ids.tolist() == [1, 2, 11, 3, 4, 5, 6, 10, 0, 8]  # 1 is alone, 7 in none
-    assert groups.batches(3) == [(0, 1), (1, 2), (2, 3)]
-    assert groups.batches(8) == [(0, 2), (2, 3)]
-    assert groups.batches(100) == [(0, 3)]
-    # Their pairs are 3, 10 and 1. At most 4 are drawn, but one group at least.
-    members = [[1, 2, 11], [3, 4, 5, 6, 10], [0, 8]]
-    for seed in range(8):
-        first, second, _ = np.random.default_rng(seed).permutation(3).tolist()
-        wanted = [first, second] if {first, second} == {0, 2} else [first]
-        drawn = groups.drawn(np.random.default_rng(seed), 4)
-        assert drawn.tolist() == [i for group in sorted(wanted) for i in members[group]]
-    nothing = Groups(np.arange(5), np.ones(5, bool))
-    assert len(nothing.ids) == 0 and nothing.batches(10) == []
 
 
 @pytest.mark.parametrize(("rows_at_once", "dim"), [(1, 24), (7, 3), (4096, 24)])

@@ -8,18 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from mclclip import config, index
-from mclclip.data import index_tables
 from mclclip.data.labels import AttributeClasses
 from mclclip.data.remote import StoredFile
 from mclclip.data.sample_index import KIND, SampleIndex
-from mclclip.data.shard_scan import ATTRIBUTE, parse_attributes, scan_shard
+from mclclip.data.shard_scan import parse_attributes, scan_shard
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
-from tests.matrix import in_soak
 from tests.tars import write_tar
 
 ROWS: list[Any] = [
@@ -113,12 +110,6 @@ def test_other_attributes_of_a_known_shard_are_refused(tmp_path: Path, shards: P
     assert run(tmp_path / "run", force=True, s=(shards, ["size"])).attribute("size")
 
 
-@pytest.mark.parametrize("names", [["shape", "shape"], [" "]])
-def test_wrong_names_are_refused(tmp_path: Path, shards: Path, names: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"data.sources.s.attributes: got \["):
-        run(tmp_path / "run", s=(shards, names))
-
-
 def test_samples_without_a_value_are_named(tmp_path: Path, shards: Path) -> None:
     found = run(tmp_path / "run", s=(shards, ["shape", "absent"]))
     assert found.without_attribute("shape", "x").tolist() == [2, 3]
@@ -183,21 +174,3 @@ def test_classes(tmp_path: Path, shards: Path) -> None:
 )
 def test_a_value_is_a_string_or_an_integer(data: bytes, value: str | None) -> None:
     assert parse_attributes(data, ["a"]) == [value]
-
-
-def test_broken_json_and_numbers_of_any_length(tmp_path: Path) -> None:
-    rows = [b"{", None, {"a": "9" * 5000}, {"a": "1" * 18}, {"a": "007"}, {"a": "7"}]
-    make_shard(tmp_path / "shards" / "0.tar", rows)
-    codes, values = run(tmp_path / "run", s=(tmp_path / "shards", ["a"])).attribute("a")
-    assert values == ["7", "1" * 18, "007", "9" * 5000]
-    assert codes.tolist() == [-1, -1, 3, 1, 2, 0]
-
-
-@in_soak
-def test_a_million_values() -> None:
-    count = 1_000_000
-    column = pa.array(map(str, range(count)), pa.large_string()).dictionary_encode()
-    table = pa.table({f"{ATTRIBUTE}a": column})
-    coded, values = index_tables.to_codes(table)
-    assert len(values["a"]) == count and coded[0].to_numpy()[-1] == count - 1
-    assert index_tables.to_text(coded, values)[0].to_pylist() == table[0].to_pylist()

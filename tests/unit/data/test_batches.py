@@ -235,15 +235,6 @@ class FromTorchAlone:
         return plain(image) + torch.rand(())
 
 
-class Masking:
-    """A tokenizer that leaves out what Python's generator says."""
-
-    reduction_fn = staticmethod(random.random)
-
-    def __call__(self, texts: list[str]) -> torch.Tensor:
-        return torch.tensor([[self.reduction_fn()] for _ in texts])
-
-
 def test_a_transform_that_draws_from_torch_alone_has_the_same_draws(
     index: SampleIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,23 +246,6 @@ def test_a_transform_that_draws_from_torch_alone_has_the_same_draws(
     for step, batch in enumerate(wanted):
         assert_equal(batches[step], batch)
     assert not seeded
-
-
-def test_a_tokenizer_that_draws_is_seeded_beside_such_a_transform(index: SampleIndex) -> None:
-    batches = make(index, transform=FromTorchAlone(), tokenizer=Masking())
-    found = []
-    for seed in range(2):
-        random.seed(seed)
-        found.append(batches[1])
-    assert_equal(*found)
-
-
-def test_order_of_the_steps_does_not_matter(index: SampleIndex) -> None:
-    batches = make(index)
-    forward = {step: batches[step] for step in steps_of(batches)}
-    other = make(index)
-    for step in np.random.default_rng(0).permutation(len(forward)).tolist():
-        assert_equal(other[step], forward[step])
 
 
 def test_augmentation_depends_on_sample_epoch_stage_and_seed_alone(index: SampleIndex) -> None:
@@ -350,13 +324,6 @@ def test_text_features_are_those_of_the_caption_drawn(index: SampleIndex, tmp_pa
         ):
             assert text_of(row) == f"{sample_id} caption {number}"
         assert torch.equal(with_features.views[0], with_text.views[0])
-
-
-def test_images_alone_and_no_labels(index: SampleIndex) -> None:
-    grouped = grouped_index(np.zeros(NUM_SAMPLES, dtype=np.int64), ())
-    batch = make(index, tokenizer=None, grouped=grouped)[0]
-    assert batch.text is None and batch.text_features is None
-    assert batch.labels.tolist() == [[0]] * 16
 
 
 # --- ranks, workers, resuming ------------------------------------------------------------------
@@ -477,10 +444,6 @@ def check_end(index: SampleIndex, folder: Path, method: str, persistent: str, ho
     assert (done.returncode, done.stdout) == (ENDS[how], "0\n")
     said = done.stderr.strip()
     assert said.endswith("KeyError: 'its own error'") if how == "raise" else not said
-
-
-def test_a_program_that_fails_while_it_reads_ends(index: SampleIndex, tmp_path: Path) -> None:
-    check_end(index, tmp_path, "fork", "persistent", "raise")
 
 
 @pytest.mark.slow

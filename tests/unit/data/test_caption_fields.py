@@ -15,11 +15,8 @@ from mclclip.data.batches import TrainingBatches
 from mclclip.data.locations import TextFeatures
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_scan import (
-    PER_FIELD,
-    caption_fields,
     captions_by_field,
     captions_text,
-    check_names,
     parse_captions,
 )
 from mclclip.data.shard_writer import PackedSample, write_shards
@@ -131,35 +128,6 @@ def test_missing_fields_are_counted_and_digests_follow(tmp_path: Path) -> None:
     assert indexed(settled(tmp_path, {"json:long": 1.0})).digest == digests[-1]  # one is no draw
 
 
-def test_a_single_field_draws_what_it_drew(tmp_path: Path) -> None:
-    """Beside a source of several fields too."""
-    single = settled(tmp_path, "json:short")
-    before = batches(indexed(single)).caption_numbers(np.arange(NUM_SAMPLES), 5)
-    tree = tiny.tree(tmp_path / "both", tmp_path)
-    source = {"shards": f"{tmp_path}/shards/*.tar"}
-    tree["data"]["sources"] = {
-        "patterns": source | {"captions": "json:short"},
-        "second": {"shards": f"{tmp_path}/copies/*.tar", "captions": FIELDS},
-    }
-    samples = [PackedSample(f"{n:02d}", png(n), "png", [], fields_of(n)) for n in range(9)]
-    write_shards(samples, tmp_path / "copies", 9)
-    both = indexed(tiny.config.from_tree(tree, ()))
-    made = batches(both, grouped=grouped_index(np.zeros(len(both), np.int64), ()))
-    np.testing.assert_array_equal(made.caption_numbers(np.arange(NUM_SAMPLES), 5), before)
-    codes, values = both.attribute(PER_FIELD)
-    assert (codes[:NUM_SAMPLES] == -1).all() and "1x0.3 3x0.6 1x0.1" in values
-
-
-def test_old_forms_are_read_to_the_letter() -> None:
-    data = json.dumps({"a=0.3,json:b=0.7": "odd", "a": "plain", "{": "brace"}).encode()
-    assert caption_fields("txt") == {} and caption_fields("json:a") == {"a": 1.0}
-    assert parse_captions(data, "json:a=0.3,json:b=0.7") == ["odd"]
-    assert parse_captions(data, "json:{") == ["brace"]
-    assert parse_captions(b" a text ", "txt") == ["a text"]
-    assert parse_captions(data, captions_text({"json:{": 1, "json:a": 2})) == ["brace", "plain"]
-    assert captions_by_field(b"[]", captions_text({"json:b": 1, "json:a": 2})) == [[], []]
-
-
 @pytest.mark.parametrize(
     ("captions", "message"),
     [
@@ -179,8 +147,3 @@ def test_what_names_no_field_is_one_line(captions: Any, message: str, tmp_path: 
     with pytest.raises(ValueError, match=message) as error:
         indexed(settled(tmp_path, captions))
     assert "data.sources.patterns.captions" in str(error.value) and "\n" not in str(error.value)
-
-
-def test_the_index_keeps_its_own_attribute() -> None:
-    with pytest.raises(ValueError, match="is an attribute that the index makes"):
-        check_names(["colour", PER_FIELD])

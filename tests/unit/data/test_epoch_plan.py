@@ -285,17 +285,6 @@ def test_the_rows_of_a_step_share_the_label_it_is_masked_at(case: Case) -> None:
         assert batch.group_size == round(compared)
 
 
-@stable
-@given(cases(), st.randoms(use_true_random=False))
-def test_a_batch_is_a_pure_function_of_its_step(case: Case, random) -> None:
-    """A plan made anew at any step, asked in any order, says the same."""
-    expected = batches_of(case.plan())
-    plan, steps = case.plan(), list(range(len(expected)))
-    random.shuffle(steps)
-    assert all(plan.batch(step).ids.tolist() == expected[step] for step in steps)
-    assert all(case.plan().batch(step).ids.tolist() == expected[step] for step in steps[:5])
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("block", kept([2, 7, 16], 1))
 def test_neighbours_of_a_group_stay_together(policy, block) -> None:
@@ -358,16 +347,6 @@ def test_epochs_share_what_none_of_them_changes(policy, order, monkeypatch) -> N
 LABELS = np.repeat([0, 1, 2, 3], [500, 130, 61, 9])
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("order", ORDERS)
-def test_epochs_stages_and_seeds_differ(policy: str, order: str) -> None:
-    grouped = grouped_index(LABELS, (2, 2))
-    keys = [(0, 1, 0), (0, 1, 1), (0, 2, 0), (1, 1, 0)]
-    plans = [EpochPlan(grouped, 32, policy, order, *key) for key in keys]
-    assert len({str(batches_of(plan)) for plan in plans}) == 4
-    assert len({(p.steps_per_epoch, p.scheduled, p.remainder) for p in plans}) == 1
-
-
 @pytest.mark.parametrize("policy", ["backoff", "mask"])
 @pytest.mark.parametrize(
     "sizes, radices",
@@ -404,18 +383,6 @@ def test_proportional_spreads_a_large_group_over_the_epoch() -> None:
     assert all(abs(share - 0.8) < 0.08 for share in halves)
 
 
-def test_one_group_is_an_ordinary_epoch_shuffle() -> None:
-    for radices in ((), (1,), (5, 5)):
-        grouped = grouped_index(np.zeros(103, dtype=np.int64), radices)
-        plan = EpochPlan(grouped, 10, "backoff", "round_robin", 0, 1, 0)
-        seen = np.concatenate([plan.batch(step).ids for step in range(10)])
-        assert len(np.unique(seen)) == 100 and not np.array_equal(seen, np.sort(seen))
-        first = [
-            EpochPlan(grouped, 10, "drop", "round_robin", 0, 1, e).batch(0).ids for e in range(90)
-        ]
-        assert len(np.unique(first)) == 103  # any sample may come first
-
-
 # --- errors, and what was said before ------------------------------------------------------------
 
 
@@ -432,13 +399,6 @@ def test_one_group_is_an_ordinary_epoch_shuffle() -> None:
 def test_what_makes_no_plan_is_refused(labels, size, policy, order, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EpochPlan(grouped_index(labels, (5,)), size, policy, order, 0, 1, 0)
-
-
-def test_steps_outside_the_epoch_are_refused() -> None:
-    plan = EpochPlan(grouped_index(np.zeros(5, int), ()), 2, "drop", "round_robin", 0, 1, 0)
-    for step in (-1, 2):
-        with pytest.raises(ValueError, match=f"step is {step}: wanted 0 <= step < 2"):
-            plan.batch(step)
 
 
 @stable

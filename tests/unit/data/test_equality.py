@@ -151,13 +151,6 @@ def test_rows_of_a_trunk_are_told_by_the_pictures_of_the_index(index: SampleInde
     assert classes_of(captions) == classes_of(torch.tensor(CLASSES))
 
 
-def test_a_trunk_without_checksums_of_pictures_is_refused(index: SampleIndex) -> None:
-    bare = SampleIndex(index.directory, index.digest)
-    bare.image_crc32 = None
-    with pytest.raises(ValueError, match="has none: run 'mclclip index' with data.verify=full"):
-        EqualityDigests(clean_caption, bare)
-
-
 @pytest.mark.parametrize("policy", ["mask", "backoff", "wrap"])
 @pytest.mark.parametrize("labels", [None, [0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1]])
 def test_equal_rows_are_those_of_the_batches(
@@ -199,20 +192,6 @@ def counted_as_in_the_batches(batches: TrainingBatches) -> tuple[EqualRows, Equa
     return found
 
 
-@pytest.mark.parametrize("texts", [["The same"] * 12, ["The same"] * 11 + ["Another"]])
-def test_captions_that_are_all_equal_are_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, texts: list[str]
-) -> None:
-    samples = [PackedSample(f"{n:03d}", png(n), "png", [text]) for n, text in enumerate(texts)]
-    paths = write_shards(samples, tmp_path / "shards", 12)
-    index = build_index(tmp_path / "index", paths, "json:captions", pixels=True)
-    caplog.set_level("WARNING", "mclclip")
-    report_equal(batches_of(index, global_batch=6), clean_caption)
-    warnings = [message for message in caplog.messages if "all rows of a batch have" in message]
-    assert len(warnings) == (texts[-1] == "The same")
-    assert not warnings or "equal captions, so that nothing tells their pairs" in warnings[0]
-
-
 def test_what_is_read_before_a_training_is_bounded(
     index: SampleIndex, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -230,15 +209,3 @@ def test_what_is_read_before_a_training_is_bounded(
     report_equal(batches_of(index), clean_caption)
     assert "coverage of equal captions: of 4 rows of a global batch" in caplog.messages[0]
     assert "counted in 1 of the 3 batches of an epoch" in caplog.messages[1]
-
-
-def test_a_shard_that_cannot_be_read_leaves_the_count_open(
-    index: SampleIndex, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fails(*_: Any) -> Any:
-        raise FileNotFoundError("there is no shard")
-
-    monkeypatch.setattr(TarDataset, "captions_of", fails)
-    caplog.set_level("INFO", "mclclip")
-    report_equal(batches_of(index), clean_caption)
-    assert caplog.messages == ["coverage of equal captions is not known: there is no shard"]

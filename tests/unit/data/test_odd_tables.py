@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,14 +105,6 @@ def packed(folder: Path, **options: Any) -> tuple[list[str], Counts]:
 def test_what_is_good_in_an_odd_table_is_packed(name: str, folder: Path) -> None:
     make, texts, counts = READ[name]
     assert packed(folder, captions=folder / make(folder)) == (texts, counts)
-
-
-def test_odd_names_of_pictures_in_a_folder(folder: Path) -> None:
-    (folder / "0.jpg").rename(folder / " lead.jpg")
-    (folder / " lead.txt").write_text("a")
-    with open(os.fsencode(folder) + b"/\xff\xfe.jpg", "wb") as file:
-        file.write((folder / "1.jpg").read_bytes())
-    assert packed(folder) == (["a"], {"bad_name": 1, "no_caption": 1})
 
 
 @pytest.mark.parametrize(

@@ -96,21 +96,6 @@ def test_every_run_of_draws_has_a_point_of_its_own() -> None:
     assert 10 <= odd[:, 0].sum() <= 30
 
 
-def test_huge_groups_do_not_overflow() -> None:
-    """The last draws of a group of 400 M draws and weights up to the largest."""
-    ends = np.cumsum(np.full(1000, 10_000 * WEIGHT_UNIT, np.int64)) + 2**52
-    ends[0] = 2**52
-    draws = 400_000_000
-    number = np.array([0, 1, draws // 2, draws - 1])
-    starts = np.tile([[0, 1000]], (4, 1))
-    rows, occurrence = drawn_rows(
-        ends, starts, np.full(4, draws), number, np.arange(4, dtype=np.uint64)
-    )
-    exact = [(int(n) * int(ends[-1])) // draws for n in number]
-    assert rows.tolist() == [int(np.searchsorted(ends, point, side="right")) for point in exact]
-    assert (occurrence >= 0).all()
-
-
 @pytest.mark.parametrize("policy", get_args(Policy))
 def test_epochs_draw_by_weight_under_every_policy(policy: Policy) -> None:
     grouped = grouped_index(LABELS, RADICES, weights())
@@ -127,42 +112,6 @@ def test_epochs_draw_by_weight_under_every_policy(policy: Policy) -> None:
     report = coverage_report(grouped, 16, policy)
     assert report.num_samples == report.scheduled + report.remainder == grouped.num_draws
     assert f"{USED.sum():,} samples, drawn {grouped.num_draws:,} times" in report.text()
-
-
-def test_equal_weights_draw_every_sample_once() -> None:
-    grouped = grouped_index(LABELS, RADICES, weights(np.ones(NUM_SAMPLES)))
-    plain = grouped_index(LABELS, RADICES)
-    drawn, same = plan_of(grouped, "wrap"), plan_of(plain, "wrap")
-    for step in range(same.steps_per_epoch):
-        batch, wanted = drawn.batch(step), same.batch(step)
-        np.testing.assert_array_equal(batch.ids, wanted.ids)
-        assert wanted.occurrence is None
-        assert batch.occurrence is not None
-        assert not batch.occurrence.any()
-    assert "weights" not in coverage_report(plain, 16, "wrap").text()
-
-
-def test_a_group_of_few_draws_is_drawn_from_at_least_once() -> None:
-    """400 groups of one sample: no group is lost, so that light ones come too often."""
-    light = SampleWeights(np.full(400, 0.25), np.ones(1), np.zeros(400, np.int32), None)
-    grouped = grouped_index(np.arange(400), (400,), light)
-    assert grouped.draws is not None and grouped.draws.tolist() == [1] * 400
-    assert light.num_draws == 100  # of one group
-    heavy = SampleWeights(np.full(400, 2.25), np.ones(1), np.zeros(400, np.int32), None)
-    drawn = grouped_index(np.arange(400), (400,), heavy).draws
-    assert drawn is not None and set(drawn.tolist()) == {2, 3} and drawn.sum() == 900
-
-
-def test_more_draws_than_can_be_computed_with_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"3,000,000,000 draws .* at most 2,000,000,000: lower"):
-        weights().draws(np.array([3 * 10**9 * WEIGHT_UNIT]))
-    assert weights().draws(np.array([2 * 10**9 * WEIGHT_UNIT])).tolist() == [2 * 10**9]
-
-
-def test_no_sample_in_use_is_the_plans_own_error() -> None:
-    grouped = grouped_index(np.full(NUM_SAMPLES, -1), RADICES, weights())
-    with pytest.raises(ValueError, match="no sample has a pseudo label"):
-        plan_of(grouped, "backoff")
 
 
 def test_virtual_epochs_scale_all_weights() -> None:

@@ -27,7 +27,6 @@ from mclclip.data.samples import BadSample, RawSample, Sample, TarDataset
 from mclclip.data.shard_reader import ShardReader
 from mclclip.data.shard_scan import scan_shard
 from mclclip.data.shard_writer import PackedSample, write_shards
-from tests.tars import write_tar
 
 LIMIT = 1_000_000
 NUM_SAMPLES, PER_SHARD = 23, 5
@@ -115,27 +114,6 @@ def test_samples_come_in_the_order_asked_and_are_read_in_the_order_of_the_disk(
     assert images == sorted(images)
 
 
-def test_one_sample_and_the_whole_length(tmp_path: Path) -> None:
-    dataset = TarDataset(make_index(tmp_path), transform=to_tensor, **TEXTS)
-    assert len(dataset) == NUM_SAMPLES
-    sample = dataset[7]
-    assert isinstance(sample, Sample)
-    assert sample.views[0].shape == (3, 4, 6)
-    assert sample.text is not None and sample.text_features is None
-    assert torch.equal(sample.text, tokenize(["caption 0 of 7"])[0])
-    for outside in (-1, NUM_SAMPLES):
-        with pytest.raises(IndexError, match=f"sample_id {outside}, the index has 0..22"):
-            dataset[outside]
-
-
-def test_image_alone_reads_no_captions(tmp_path: Path) -> None:
-    dataset = TarDataset(make_index(tmp_path), transform=to_tensor, **IMAGES)
-    raw = dataset.read_many([4])[0]
-    assert isinstance(raw, RawSample) and raw.image == png(4) and raw.text == b""
-    sample = dataset[4]
-    assert isinstance(sample, Sample) and sample.text is None and sample.text_features is None
-
-
 def test_an_image_is_decoded_once_for_all_its_views(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,15 +154,6 @@ def test_captions_from_json_list_json_string_and_txt(tmp_path: Path) -> None:
         assert dataset.captions_of([8])[0] == wanted
     with pytest.raises(RuntimeError, match="no transform"):
         dataset[8]
-
-
-def test_captions_are_stripped_and_read_by_their_byte_order_mark(tmp_path: Path) -> None:
-    path = tmp_path / "00000.tar"
-    texts = [" caf\u00e9 \n".encode("utf-16"), b" caf\xc3\xa9", b"caf\xe9"]
-    members = [(f"{n}.txt", text) for n, text in enumerate(texts)]
-    write_tar(path, [*members, *((f"{n}.png", png(n)) for n in range(3))])
-    dataset = TarDataset(build_index(tmp_path / "index", [path], "txt"), transform=None, **IMAGES)
-    assert dataset.captions_of([0, 1, 2]) == [["caf\u00e9"], ["caf\u00e9"], []]
 
 
 def test_bad_samples_are_returned_with_their_reason(tmp_path: Path) -> None:

@@ -67,12 +67,6 @@ def test_the_first_sentence_is_left_out_as_often_as_asked() -> None:
     assert counted(9, 1.0).keys() == {"B! C? D. E."}  # fewer than asked for: all of them
 
 
-def test_one_sentence_stays_as_it_is() -> None:
-    options = SentencesConfig(number=3, leave_out_first=1.0)
-    text = "  a dog, two cats. and more "
-    assert draw_sentences(text, 5, options) == text
-
-
 def batches(folder: Path, **changes: Any) -> TrainingBatches:
     samples = [
         PackedSample(f"{n}", png(n), "png", [f"{n} is first. Then b. Then c. Then d."])
@@ -125,8 +119,3 @@ def test_bad_options_are_one_line(overrides: list[str], message: str, tmp_path: 
     with pytest.raises(ValueError, match=message) as error:
         tiny.make_config(tmp_path, tmp_path, *overrides)
     assert "\n" not in str(error.value)
-
-
-def test_a_frozen_tower_that_runs_reads_sentences(tmp_path: Path) -> None:
-    own = ("train.sentences={number: 2}", "train.lock.text=false", "train.cached_text=false")
-    assert tiny.make_config(tmp_path, tmp_path, *own).train.sentences is not None

@@ -229,25 +229,6 @@ def test_a_tar_with_other_captions_of_the_same_size_is_another_input(
         pack(tar, tmp_path / "out")
 
 
-def test_texts_count_by_their_content_among_many_files(tmp_path: Path, photos: Path) -> None:
-    (photos / "b.txt").write_text("a cat")
-    for number in range(10_001):
-        (photos / f"alone{number}.txt").touch()
-    first = pack(photos, tmp_path / "out")
-    assert pack(photos, tmp_path / "out") == first
-    (photos / "b.txt").write_text("a dog")
-    with pytest.raises(ValueError, match="--force"):
-        pack(photos, tmp_path / "out")
-
-
-def test_examples_stand_in_order(tmp_path: Path, photos: Path) -> None:
-    names = [f"{letter}.txt" for letter in "zyxwvuts"]
-    for name in names:
-        (photos / name).write_text("of no picture")
-    findings = pack(photos, tmp_path / "out").counts["findings"]
-    assert findings["lone_text"]["examples"] == sorted(names)
-
-
 def test_long_texts_are_no_names_of_files(tmp_path: Path, photos: Path) -> None:
     long = "a long description " * 30
     table = write_csv(tmp_path / "a.csv", ["about", "picture"], [[long, "b.png"]])
@@ -439,21 +420,6 @@ def test_damaged_files_are_one_line(
     assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
 
 
-def test_a_parquet_that_was_cut_short(tmp_path: Path, photos: Path) -> None:
-    path = parquet(tmp_path / "t.parquet", hub_table(photos))
-    path.write_bytes(path.read_bytes()[:200])
-    with pytest.raises(ValueError, match="cannot be read"):
-        pack(path, tmp_path / "out")
-
-
-def test_nothing_there_names_what_is_wanted(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="wanted a folder of pictures or of shards, or"):
-        pack(tmp_path / "none", tmp_path / "out")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="empty holds no pictures"):
-        pack(tmp_path / "empty", tmp_path / "out")
-
-
 # --- columns ------------------------------------------------------------------------------------
 
 
@@ -490,41 +456,6 @@ def test_columns_of_lists_are_read_or_named_with_their_type(tmp_path: Path, phot
         parquet(tmp_path / "f.parquet", pa.table({"image": [data], "text": fixed})), tmp_path / "o"
     )
     assert packed(tmp_path / "o") == {data: ["a", "b"]}
-
-
-def test_pictures_in_a_sub_folder_are_where_their_names_start(tmp_path: Path, photos: Path) -> None:
-    (tmp_path / "all" / "annotations").mkdir(parents=True)
-    photos.rename(tmp_path / "all" / "train2017")
-    table = coco(tmp_path / "all" / "annotations" / "c.json")
-    assert pack(tmp_path / "all", tmp_path / "out", captions=table).counts["samples"] == 3
-
-
-def test_a_bar_is_a_delimiter(tmp_path: Path, photos: Path) -> None:
-    table = tmp_path / "results.csv"
-    table.write_text("image_name| comment_number| comment\nb.png| 0| a\nb.png| 1| b\n")
-    pack(photos, tmp_path / "out", captions=table)
-    assert [*packed(tmp_path / "out").values()] == [["a", "b"]]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("image,caption,caption\nb.png,a,b\n", "'caption' twice"),
-        ("b.png,a\nc.webp,b\n", "has no header.*'b.png'"),
-    ],
-)
-def test_headers_that_cannot_be_right(
-    text: str, message: str, tmp_path: Path, photos: Path
-) -> None:
-    (tmp_path / "t.csv").write_text(text)
-    with pytest.raises(ValueError, match=message):
-        pack(photos, tmp_path / "out", captions=tmp_path / "t.csv")
-
-
-def test_a_compressed_tar_is_named_as_such(tmp_path: Path) -> None:
-    (tmp_path / "0.tar.gz").write_bytes(b"\x1f\x8b")
-    with pytest.raises(ValueError, match="compressed"):
-        pack(tmp_path / "0.tar.gz", tmp_path / "out")
 
 
 def test_pictures_behind_links_have_their_texts(tmp_path: Path, photos: Path) -> None:

@@ -16,11 +16,8 @@ from mclclip.data.locations import TextFeatures
 from mclclip.data.sample_index import SampleIndex
 from mclclip.models.transforms import PixelFormat, SimCLROptions, SimCLRTransform
 from mclclip.randomness import mix
-from tests.batches import grouped_index
 from tests.unit.data.test_batches import (
-    LABELS,
     NUM_SAMPLES,
-    RADICES,
     assert_equal,
     augment,
     make,
@@ -135,13 +132,3 @@ def test_replacements_have_captions_where_captions_are_read(
             assert batch.text is not None
             assert [int(text_of(row).split()[0]) for row in batch.text] == ids
     assert reasons == {"no_caption", "unidentified"}
-
-
-def test_a_plan_without_them_is_what_a_training_draws_from(index: SampleIndex) -> None:
-    labels = LABELS.copy()
-    labels[index.without_caption("this test")] = -1
-    batches = make(index, grouped=grouped_index(labels, RADICES), transform=plain)
-    for step in range(batches.steps_per_epoch):
-        batch = batches[step]
-        assert set(batch.replaced.values()) <= {"unidentified"}
-        assert not set(batch.sample_id.tolist()) & BARE

@@ -214,15 +214,6 @@ def test_the_draw(num_classes: int, rate: float, count: int) -> None:
     assert set(negative_draw(num_classes, rate, seed=4)(0)) != set(first)
 
 
-def test_pairs_are_drawn_equally_often() -> None:
-    draw, times, steps = negative_draw(40, 0.25, seed=3), np.zeros((40, 40)), 4000
-    for step in range(steps):
-        times[np.ix_(draw(step), draw(step))] += 1
-    share = 10 * 9 / (40 * 39)
-    of_pairs = times[~np.eye(40, dtype=bool)] / steps
-    assert np.abs(of_pairs - share).max() < 4.5 * (share * (1 - share) / steps) ** 0.5
-
-
 @pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
 def test_centroids_that_are_no_start(bad: float) -> None:
     centroids = np.ones((K, D), np.float32)

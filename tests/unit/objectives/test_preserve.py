@@ -14,8 +14,6 @@ from mclclip.data.batches import Batch
 from mclclip.models.loading import load_towers
 from mclclip.objectives.base import Setting, parse
 from mclclip.objectives.row_losses import Pairs, divergences
-from mclclip.plan import memory
-from mclclip.plan.machine import Machine
 from mclclip.ranks.process_group import SINGLE
 from tests import tiny
 
@@ -156,19 +154,3 @@ def test_captions_are_embedded_where_a_term_holds_texts() -> None:
     assert load("demo", [HELD % "false"]).needs_text_embeddings
     assert not load("demo", [HELD % "true"]).needs_text_embeddings
     load("demo", [HELD % "true", "embed.feature=pooled"])
-
-
-def test_the_plan_counts_the_copy() -> None:
-    """In bytes that last, in operations, and none of it where features come from disk."""
-    found = {}
-    for exact in ("false", "true"):
-        config = load("demo", [HELD % exact])
-        found[exact] = memory.measure(config, "train", config.train, Machine())
-    stored, copied = found["false"], found["true"]
-    assert stored["parts"]["objective"] == 0
-    assert copied["parts"]["objective"] == copied["parts"]["parameters"]
-    more = copied["operations"]["sample"] - stored["operations"]["sample"]
-    forward = copied["operations"]["image"] + copied["operations"]["text"]
-    assert more == pytest.approx(forward, rel=0.01)
-    assert stored["parts"]["batch"] > copied["parts"]["batch"]
-    assert copied["checkpoint"] == stored["checkpoint"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import pickle
 from collections import Counter
@@ -15,8 +14,6 @@ import torch
 
 import mclclip.torchvision_fix  # noqa: F401
 from mclclip import config, index, make_dataset
-from mclclip.data import datasets
-from mclclip.data.datasets.celeba import balanced
 from mclclip.data.datasets.cifar10 import CLASSES as CIFAR10_CLASSES
 from mclclip.data.datasets.imagenet_subset import SUBSETS
 from mclclip.data.datasets.stl_digits import paste
@@ -25,7 +22,6 @@ from mclclip.data.labels import AttributeClasses
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
 from tests.batches import training_batches
-from tests.matrix import in_soak
 from tests.unit.data.datasets import fakes
 
 
@@ -36,11 +32,6 @@ def make(name: str, out: Path, *sources: str, **options: Any) -> dict[str, list[
     found = {path.name: fakes.read(path) for path in out.iterdir() if path.is_dir()}
     assert {split: len(rows) for split, rows in found.items() if rows} == counts
     return found
-
-
-def test_every_name_has_a_builder() -> None:
-    for name in datasets.NAMES:
-        assert callable(importlib.import_module(f"mclclip.data.datasets.{name}").build)
 
 
 def test_cifar10(tmp_path: Path) -> None:
@@ -144,13 +135,6 @@ def test_celeba_is_made_independent(tmp_path: Path) -> None:
             assert row in range(240)[part]
     small = make("celeba", tmp_path / "small", f"celeba={tmp_path}", size=5)
     assert small["train"][0][1].shape == (6, 5, 3)
-
-
-def test_attributes_that_cannot_be_made_independent() -> None:
-    values = np.array([*itertools.product((0, 1), repeat=3)])
-    assert balanced(np.arange(8), values, 0).tolist() == list(range(8))
-    with pytest.raises(ValueError, match="7 images of CelebA lack a combination"):
-        balanced(np.arange(7), values, 0)
 
 
 @pytest.mark.parametrize(
@@ -306,30 +290,3 @@ def test_training_batches_of_four_channels_in_two_views_with_classes(tmp_path: P
         part, wanted = batches[1], whole.rows(4 * rank, 4 * rank + 4)
         for left, right in zip(part.tensors(), wanted.tensors(), strict=True):
             assert torch.equal(left, right)
-
-
-@pytest.mark.real_data
-@in_soak
-def test_real_cifar_mnist(tmp_path: Path, shared_data: Path) -> None:
-    sources = (f"cifar10={shared_data / 'cifar10'}", f"mnist={shared_data / 'mnist'}")
-    found = make("cifar_mnist", tmp_path / "out", *sources)
-    assert {split: len(rows) for split, rows in found.items()} == {"train": 50_000, "test": 10_000}
-    from sklearn.metrics import adjusted_mutual_info_score
-
-    for rows in found.values():
-        classes = [[facts[name] for facts, _ in rows] for name in ("cifar", "mnist")]
-        assert abs(adjusted_mutual_info_score(*classes)) < 2e-3
-
-
-@pytest.mark.real_data
-def test_real_folder_and_digits(tmp_path: Path, shared_data: Path) -> None:
-    from mclclip.data.datasets.cifar_mnist import read_mnist
-
-    digits, labels = read_mnist(shared_data / "mnist", "train")
-    assert digits.shape == (8_000, 28, 28) and np.bincount(labels).min() > 700
-    folder = shared_data / "caltech101" / "101_ObjectCategories"
-    (tmp_path / "in").mkdir()
-    for path in sorted(folder.iterdir())[:2]:
-        (tmp_path / "in" / path.name).symlink_to(path)
-    found = make("folder", tmp_path / "out", f"folder={tmp_path / 'in'}", size=16)
-    assert {split: len(rows) for split, rows in found.items()} == {"train": 24, "test": 6}

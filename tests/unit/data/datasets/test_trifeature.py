@@ -46,12 +46,6 @@ def test_any_two_attributes_are_independent_in_both_splits(monkeypatch: Any, sha
             assert len(pairs) == 100 and set(pairs.values()) == {wanted}
 
 
-def test_the_seed_draws_the_split(monkeypatch: Any) -> None:
-    one, two = (facts(monkeypatch, seed=s, images_per_combination=1)["test"] for s in (0, 1))
-    assert set(one) != set(two)
-    assert one == facts(monkeypatch, images_per_combination=1)["test"]
-
-
 def drawn(shape: str, texture: str, colour: str = "white", number: int = 0) -> np.ndarray:
     return render(shape, texture, colour, np.random.default_rng(number))
 
@@ -73,43 +67,3 @@ def test_a_solid_square_has_its_colour_and_area_and_lies_inside() -> None:
         assert abs(int((~grey).sum()) - 128**2) < 300  # turned, and cut into pixels
         np.testing.assert_array_equal(picture[~grey][0], np.rint(np.array(colour) * 255))
         assert grey[[0, -1]].mean() > 0.9 and grey[:, [0, -1]].mean() > 0.9
-
-
-def test_shapes_and_textures_differ() -> None:
-    """The share of the object's pixels that are drawn tells most of them apart."""
-    areas = {shape: int((drawn(shape, "solid") != 128).any(axis=2).sum()) for shape in SHAPES}
-    expected = {"square": 4, "triangle": 2, "circle": np.pi, "plus": 20 / 9, "fivesquare": 20 / 9}
-    expected |= {"rhombus": 1.2, "trapezoid": 2.25, "tee": 20 / 9}
-    for shape, area in expected.items():
-        assert areas[shape] / 64**2 == pytest.approx(area, rel=0.03), shape
-    masks = [(drawn("square", texture) != 128).any(axis=2) for texture in TEXTURES]
-    for one, two in itertools.combinations(masks, 2):
-        assert (one != two).sum() > 2_000
-    assert all(0.15 < mask.sum() / 128**2 < 0.8 for mask in masks[1:])
-
-
-def test_textures_repeat_with_their_period() -> None:
-    rows, columns = np.mgrid[0:40, 0:40].astype(np.float32) / 8
-    random = np.random.default_rng(0)
-    for name in ("stripes", "grid", "dots", "triangles", "pluses"):
-        mask = TEXTURES[name](columns, rows, random)
-        np.testing.assert_array_equal(mask[:-8], mask[8:])
-        np.testing.assert_array_equal(mask[:, :-8], mask[:, 8:])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"test_share": 0.15}, "test_share is 0.15: wanted 0.1 to 0.9 in tenths"),
-        ({"test_share": 1.0}, "test_share is 1.0"),
-        ({"size": 0}, "size is 0"),
-        ({"size": 100_000}, "size is 100000: wanted .* 1 to 10,000"),
-        ({"texture_period": float("nan")}, "texture_period nan"),
-        ({"texture_period": float("inf")}, "texture_period inf"),
-        ({"images_per_combination": 0}, "images_per_combination is 0"),
-        ({"texture_period": 1.0}, "texture_period 1.0"),
-    ],
-)
-def test_options_out_of_range(options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        trifeature.build(Sources(), 0, **options)
