@@ -89,18 +89,6 @@ def test_advised_options_and_values_exist() -> None:
     assert {advice: why for advice, why in wrong.items() if why} == {}
 
 
-@pytest.mark.parametrize(
-    "key, value, why",
-    [
-        ("embed.feature", "proj", "'projected' or 'pooled'"),
-        ("embed.features", UNKNOWN, "unknown option 'embed.features'"),
-        ("engine.name", "zero", "'train.engine.name', got 'zero'"),
-    ],
-)
-def test_wrong_advice_would_be_found(key: str, value: str, why: str) -> None:
-    assert why in str(complaint(key, value))
-
-
 # --- commands ------------------------------------------------------------------------------------
 
 VERBS = flags.verbs_of(flags.build_parser())

@@ -9,8 +9,6 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "mclclip"
 # Ground: what every room may import. It imports nothing of ours but other ground.
@@ -311,18 +309,3 @@ def test_devices_are_asked_in_functions_named_choose() -> None:
     assert not new, f"choose in a function named choose_*, and pass the choice on: {new}"
     settled = STILL_ASKING - asking.keys()
     assert not settled, f"take these off STILL_ASKING: {sorted(settled)}"
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("def f(x):\n    return x.device.type == 'cpu'", 1),
-        ("def f(device):\n    kind = device.type", 1),
-        ("if x.is_cuda or torch.cuda.is_available():\n    pass", 2),
-        ("class A:\n    fast = hasattr(torch.cpu, 'get_capabilities')", 1),
-        ("def choose_tile(device):\n    return 1 if device.type == 'cpu' else 2", 0),
-        ("def f(error):\n    return error.type, dist.is_available()", 0),
-    ],
-)
-def test_questions_are_found(text: str, found: int) -> None:
-    assert len(list(device_questions(ast.parse(text)))) == found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +59,6 @@ ROWS = re.findall(
     (tiny.ROOT / "docs/pages/how-to/small-gpu.md").read_text(),
     re.MULTILINE,
 )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("base", "gib"), kept(ROWS, 0))
-def test_the_table_of_gpus_has_what_is_chosen(base: str, gib: str) -> None:
-    page = (tiny.ROOT / "docs/pages/how-to/small-gpu.md").read_text()
-    rows = runpy.run_path(str(tiny.ROOT / "docs/gpu_choices.py"))
-    assert rows["row"](base, int(gib)) in page.splitlines()
 
 
 @pytest.mark.parametrize(

@@ -41,17 +41,6 @@ def test_it_counts_what_the_model_has(name: str | Path | dict[str, Any]) -> None
         check_image_blocks(ModelConfig(named), "lock", blocks + 1)
 
 
-def test_the_message_names_option_model_and_what_would_do() -> None:
-    overrides = ("model.name=RN50-quickgelu", "train.lock.image_blocks=18")
-    with pytest.raises(ValueError) as caught:
-        config.load(RECIPES / "cc12m_vitl14.yaml", overrides)
-    assert str(caught.value) == (
-        "train.lock.image_blocks is 18, but the image tower of 'RN50-quickgelu' has 17 blocks "
-        "(the stem and 16 residual blocks): give 0 to 17, or 'all'"
-    )
-    config.load(RECIPES / "cc12m_vitl14.yaml", (overrides[0], "train.lock.image_blocks=6"))
-
-
 def test_each_training_is_held_against_its_own_model() -> None:
     load("base.lock.image_blocks=3", "train.lock.image_blocks=3")
     with pytest.raises(ValueError, match="base.lock.image_blocks is 4.*of the model has 3 blocks"):

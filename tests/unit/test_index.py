@@ -253,12 +253,6 @@ def test_shard_named_twice(shards: Path) -> None:
 # --- wrong input leaves nothing behind --------------------------------------------------------
 
 
-def test_no_sources(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="data.sources is empty"):
-        run(tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 def test_no_usable_sample(tmp_path: Path, shards: Path) -> None:
     for path in shards.glob("*.tar"):
         make_shard(path)
@@ -329,12 +323,6 @@ def test_source_without_samples_is_warned_of(
     make_shard(shards / "01.tar")
     run(tmp_path / "run", s=f"{shards}/00.tar", t=f"{shards}/01.tar")
     assert "no usable sample in source t" in caplog.text
-
-
-@pytest.mark.parametrize(("name", "captions"), [("a/b", "txt"), ("", "txt"), ("s", "json")])
-def test_wrong_source_options(tmp_path: Path, shards: Path, name: str, captions: str) -> None:
-    with pytest.raises(ValueError, match=r"source name|data\.sources\.s\.captions"):
-        run(tmp_path / "run", False, 1, **{name: (f"{shards}/00.tar", captions)})
 
 
 # --- again ------------------------------------------------------------------------------------

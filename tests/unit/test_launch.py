@@ -454,21 +454,6 @@ def lines_to_edit(script: str) -> list[str]:
     return [lines[n + 1] for n, line in enumerate(lines) if re.match(r"# \d\. ", line)]
 
 
-@pytest.mark.parametrize("script", BATCH)
-def test_three_lines_to_edit(script: str) -> None:
-    job, nodes, command = lines_to_edit(script)
-    assert job.startswith("#SBATCH --partition=") and "--account=" in job and "--time=" in job
-    assert nodes.startswith("#SBATCH") and "--gpus-per-node=" in nodes
-    assert command.startswith("COMMAND=(")
-
-
-def test_the_readme_names_them() -> None:
-    readme = (SLURM / "README.md").read_text()
-    job, nodes, command = lines_to_edit("mclclip.sbatch")
-    for line in (job, nodes, command.split(" --config")[0]):
-        assert f"`{line}" in readme, line
-
-
 def test_the_options_that_survival_needs() -> None:
     text = (SLURM / "mclclip.sbatch").read_text()
     for option in (

@@ -66,13 +66,6 @@ def test_a_source_that_a_data_set_does_not_read_is_refused(tmp_path: Path) -> No
             make_dataset.run(name, tmp_path / name, source=sources)
 
 
-def test_wrong_settings_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="seed is -1: wanted 0 or more"):
-        make_dataset.run("trifeature", tmp_path / "t", seed=-1)
-    with pytest.raises(ValueError, match="no built-in data set 'x'"):
-        make_dataset.run("x", tmp_path)
-
-
 def test_attributed_patterns_have_every_attribute_in_two_splits_of_other_pictures(
     tmp_path: Path,
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,8 @@ import pytest
 
 from mclclip import files
 from mclclip import index as verb
-from mclclip.data.options import DataConfig
-from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import TarDataset
-from mclclip.eval import results
-from mclclip.ranks import failures
 from mclclip.ranks.process_group import Context
 from mclclip.ranks.step_boundary import StepBoundary
-from mclclip.run.lock import write_state
-from mclclip.run.runlog import JsonLines
 from tests import tiny
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -108,68 +100,6 @@ DAMAGES = {
     "negative_offset": column("image_offset", put(3, -512)),
     "negative_size": column("image_size", put(3, -1)),
 }
-
-
-@pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_index_is_one_line(indexed: Path, tmp_path: Path, how: str) -> None:
-    directory = tmp_path / "index"
-    shutil.copytree(indexed, directory)
-    DAMAGES[how](directory)
-    record_again(directory)
-    with pytest.raises((RuntimeError, ValueError)) as caught:
-        index = SampleIndex.open(directory)
-        data = TarDataset(index, DataConfig())
-        data.read_many(range(len(index)))
-    line = failures.line_of(caught.value)
-    assert failures.is_for_the_user(caught.value)
-    assert str(directory) in line and "run 'mclclip index' again" in line, line
-
-
-@pytest.mark.parametrize("text", ODD, ids=range(len(ODD)))
-@pytest.mark.parametrize("name", ["shards.json", "bad_samples.json", "manifest.json"])
-def test_odd_json_in_the_index_is_one_line(
-    indexed: Path, tmp_path: Path, name: str, text: str
-) -> None:
-    directory = tmp_path / "index"
-    shutil.copytree(indexed, directory)
-    (directory / name).write_text(text, encoding="latin-1")
-    if name == "bad_samples.json" and text == "[]":
-        return  # as good as none
-    with pytest.raises((RuntimeError, ValueError)) as caught:
-        SampleIndex.open(directory).bad_ids()
-    assert failures.is_for_the_user(caught.value)
-    assert str(directory) in failures.line_of(caught.value)
-
-
-@pytest.mark.parametrize("text", ODD, ids=range(len(ODD)))
-def test_odd_rows_of_results(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "results.jsonl"
-    path.write_text(text + "\n", encoding="latin-1")
-    if not text:
-        assert results.read(path) == []
-        return
-    with pytest.raises(ValueError) as caught:
-        results.read(path)
-    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("text", ODD, ids=range(len(ODD)))
-def test_odd_rows_of_metrics_are_dropped(tmp_path: Path, text: str) -> None:
-    """A training goes on: it writes the rows after its last checkpoint anew anyway."""
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n' + text + '\n{"step": 2}\n', encoding="latin-1")
-    log = JsonLines(path, resume_step=5)
-    log.write({"step": 2, "loss": 1.0})
-    log.close()
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
-
-
-@pytest.mark.parametrize("text", ODD, ids=range(len(ODD)))
-def test_an_odd_state_is_written_over(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "run_state.json"
-    path.write_text(text, encoding="latin-1")
-    write_state(tmp_path, "finished", verb="run", exit_code=0, requeue=False, reason="")
-    assert json.loads(path.read_text())["state"] == "finished"
 
 
 @pytest.mark.parametrize("inside", [False, True])

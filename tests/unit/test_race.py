@@ -93,33 +93,6 @@ def test_the_control_is_not_redefined(tmp_path: Path) -> None:
         named([str(file)])
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("a cluster.num_clusters=3", "remedy 'a' has 'cluster.num_clusters=3'"),
-        ("a train.steps=3", "neither steps, epochs nor global_batch"),
-        ("a train.global_batch=8", "neither steps, epochs nor global_batch"),
-        ("a train.lr", "remedy 'a' has 'train.lr'"),
-        ("base train.lr=1", "is named 'base'"),
-        ("race.csv train.lr=1", "is named 'race.csv'"),
-        ("../a", "is named '../a'"),
-        ("a\na train.lr=1", "is named 'a'"),
-        ("# none", "has no remedies"),
-    ],
-)
-def test_a_line_that_is_no_remedy(line: str, words: str) -> None:
-    with pytest.raises(ValueError, match="^x.sweep") as error:
-        read_remedies(line, "x.sweep")
-    assert words in str(error.value) and "\n" not in str(error.value)
-
-
-def test_unknown_remedies_name_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"no remedy 'imf' \(nearest: ifm"):
-        named(["mcl", "imf"])
-    with pytest.raises(FileNotFoundError, match="mine.sweep: there is no such file"):
-        named(["mine.sweep"])
-
-
 def refused(recipe: Path, *words: str, remedies: tuple[str, ...] = ("mcl",), **more: object) -> str:
     with pytest.raises(ValueError) as error:
         Race(str(recipe), named(remedies), overrides=words, **more).check(SINGLE)  # type: ignore[arg-type]

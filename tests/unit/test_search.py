@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -220,12 +219,6 @@ def test_many_near_rows_take_no_more_than_their_pairs() -> None:
 # --- bad input ---
 
 
-@pytest.mark.parametrize("k", [0, 11])
-def test_a_number_of_neighbours_out_of_range_is_refused(k: int) -> None:
-    with pytest.raises(ValueError, match=f"k is {k}, wanted 1 to 10"):
-        search.nearest(unit_rows(2), unit_rows(10), k)
-
-
 def test_without_faiss_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     assert search.library("this test") is faiss
     monkeypatch.setitem(sys.modules, "faiss", None)  # as if it were not installed
@@ -236,16 +229,6 @@ def test_without_faiss_one_line_says_what_to_install(monkeypatch: pytest.MonkeyP
     ):
         with pytest.raises(ValueError, match=message):
             work()
-
-
-def test_what_a_removed_build_leaves_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "faiss").mkdir()
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "faiss")
-    with pytest.raises(ValueError, match="^kNN needs the package faiss, which is broken .*doctor"):
-        search.library("kNN")
 
 
 # --- on a GPU ---

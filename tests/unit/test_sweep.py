@@ -77,31 +77,6 @@ def test_every_line_is_a_run_of_every_recipe_that_its_head_names(file: Path) -> 
     assert not twice, f"runs {twice} of {described[0][0].name} are done twice"
 
 
-@pytest.mark.parametrize("file", SWEEPS, ids=lambda path: path.stem)
-def test_the_loops_of_a_head_count_its_lines(file: Path) -> None:
-    text, count = file.read_text(), len(sweep(file).stdout.splitlines())
-    assert f"launch/recipes/{file.name}" in text
-    loops = re.findall(r"for n in (?:[\d ]*\$\(seq(?: \d+)? (\d+)\)|[\d ]*?(\d+));", text)
-    asked = [int(last) for pair in loops for last in pair if last]
-    alone = re.findall(r"sweep\.sh \$file (\d+)\)", text)
-    assert max([*asked, *map(int, alone)]) == count
-
-
-def test_a_recipe_is_named_by_the_sweeps_that_run_it() -> None:
-    """Its head lists them, where it has such a list."""
-    named = {recipe.name: set[str]() for recipe in RECIPE.parent.glob("*.yaml")}
-    for file in SWEEPS:
-        for recipe, _, _ in commands(file):
-            named[recipe.name].add(file.stem)
-    lists = 0
-    for recipe in RECIPE.parent.glob("*.yaml"):
-        text = re.sub(r"\s*\n#\s*", " ", recipe.read_text())
-        if found := re.findall(r"(?:Sweeps|The sweep) on it: ([\w, ]+?)\.", text):
-            assert set(found[0].split(", ")) == named[recipe.name], recipe.name
-            lists += 1
-    assert lists >= 9
-
-
 def test_simlap_s_runs_warm_up_for_40_epochs_on_imagenet() -> None:
     """Table 5a of SimLAP has 40 in each column; lines of fewer than 100 epochs say their own."""
     seen: set[int | None] = set()

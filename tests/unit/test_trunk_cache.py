@@ -273,18 +273,6 @@ def test_two_runs_of_one_name_may_write_the_same_rows(data: Path, tmp_path: Path
     assert (folder / ".00001.npy.host.1.tmp").exists()
 
 
-@pytest.mark.parametrize("below", ["file", "file/rows"])
-def test_a_folder_that_is_none_is_refused(data: Path, tmp_path: Path, below: str) -> None:
-    (tmp_path / "file").write_text("")
-    config = options(tmp_path / "run", data, ON, f"trunk_cache.folder={tmp_path}/{below}")
-    index.run(config, SINGLE)
-    with pytest.raises(FileNotFoundError, match="run 'mclclip export' first"):
-        embed.run(config, SINGLE, stage=0)
-    export.stage(config, SINGLE, stage=0)
-    with pytest.raises(ValueError, match="is a file, or below one: give a folder"):
-        embed.run(config, SINGLE, stage=0)
-
-
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no folder that nobody can write")
 def test_a_folder_that_cannot_be_written_is_told_before_stage_0(data: Path, tmp_path: Path) -> None:
     config = options(tmp_path / "run", data, ON, "trunk_cache.folder=/proc/rows")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mclclip import cli, index
+from mclclip import index
 from mclclip.config import Config
 from mclclip.curate import blindspots
 from mclclip.data.row_store import rows_path
@@ -272,12 +272,3 @@ def test_pictures_that_changed_since_leave_nothing_finished(config: Config, tmp_
     shutil.copy(shards / "00.tar", path)
     directory = blindspots.run(moved, SINGLE)  # the same command goes on
     assert {tuple(line["sample_ids"]) for line in tiny.rows(directory / "pairs.jsonl")} == SPOTS
-
-
-def test_the_command_line_has_its_options() -> None:
-    words = "blindspots --other a=b --above 0.9 --below 0.5 --per-image 2 --max-pairs 7 run_dir=x"
-    args = cli._parse(words.split())
-    assert cli._flags(args) == {
-        "stage": 0, "other": "a=b", "above": 0.9, "below": 0.5, "per_image": 2, "max_pairs": 7,
-        "force": False,
-    }  # fmt: skip

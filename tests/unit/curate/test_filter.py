@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mclclip import cli, cluster, search
+from mclclip import cluster, search
 from mclclip.config import Config
 from mclclip.curate import filter as filtering
 from mclclip.curate import near
@@ -328,15 +328,6 @@ def test_blocks_change_no_bit(config: Config, monkeypatch: pytest.MonkeyPatch, m
             assert (cut / name).read_bytes() == (directory / name).read_bytes()
 
 
-def test_the_log_says_what_was_left_out_and_how_to_train_on_the_rest(
-    config: Config, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "mclclip"):
-        weights = done(config, near_duplicates=0.95) / "weights.npy"
-    assert f"train.plan.weights={weights}" in caplog.text
-    assert "no_embedding 1, against 0, no_caption 0, low_score 0, near_duplicate" in caplog.text
-
-
 def test_without_a_filter_scores_and_pairs_are_shown_and_nothing_is_written(
     config: Config, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -495,17 +486,6 @@ def test_embeddings_of_another_index_are_refused(made: Path, tmp_path: Path) -> 
     shutil.copytree(made / "run/stage_0", tmp_path / "run/stage_0")
     line = refused(other, near_duplicates=0.9)
     assert "(and other sample keys): run 'mclclip embed --force'" in line
-
-
-def test_the_command_line_has_its_options() -> None:
-    words = "filter --near-duplicates 0.9 --within all --against a=b --against c --keep-share 0.3"
-    assert cli._flags(cli._parse(words.split())) == {
-        "stage": 0, "name": "filter", "min_clip_score": None, "keep_share": 0.3,
-        "near_duplicates": 0.9, "within": "all", "against": ["a=b", "c"], "against_cosine": None,
-        "force": False,
-    }  # fmt: skip
-    assert cli._flags(cli._parse(["filter"]))["against"] == []
-    assert filtering.AGAINST == 0.95
 
 
 def test_within_clusters_copies_in_one_cluster_are_found(config: Config) -> None:

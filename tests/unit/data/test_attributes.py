@@ -113,12 +113,6 @@ def test_other_attributes_of_a_known_shard_are_refused(tmp_path: Path, shards: P
     assert run(tmp_path / "run", force=True, s=(shards, ["size"])).attribute("size")
 
 
-@pytest.mark.parametrize("names", [["shape", "shape"], [" "]])
-def test_wrong_names_are_refused(tmp_path: Path, shards: Path, names: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"data.sources.s.attributes: got \["):
-        run(tmp_path / "run", s=(shards, names))
-
-
 def test_samples_without_a_value_are_named(tmp_path: Path, shards: Path) -> None:
     found = run(tmp_path / "run", s=(shards, ["shape", "absent"]))
     assert found.without_attribute("shape", "x").tolist() == [2, 3]

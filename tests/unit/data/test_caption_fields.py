@@ -16,7 +16,6 @@ from mclclip.data.locations import TextFeatures
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_scan import (
     PER_FIELD,
-    caption_fields,
     captions_by_field,
     captions_text,
     check_names,
@@ -148,16 +147,6 @@ def test_a_single_field_draws_what_it_drew(tmp_path: Path) -> None:
     np.testing.assert_array_equal(made.caption_numbers(np.arange(NUM_SAMPLES), 5), before)
     codes, values = both.attribute(PER_FIELD)
     assert (codes[:NUM_SAMPLES] == -1).all() and "1x0.3 3x0.6 1x0.1" in values
-
-
-def test_old_forms_are_read_to_the_letter() -> None:
-    data = json.dumps({"a=0.3,json:b=0.7": "odd", "a": "plain", "{": "brace"}).encode()
-    assert caption_fields("txt") == {} and caption_fields("json:a") == {"a": 1.0}
-    assert parse_captions(data, "json:a=0.3,json:b=0.7") == ["odd"]
-    assert parse_captions(data, "json:{") == ["brace"]
-    assert parse_captions(b" a text ", "txt") == ["a text"]
-    assert parse_captions(data, captions_text({"json:{": 1, "json:a": 2})) == ["brace", "plain"]
-    assert captions_by_field(b"[]", captions_text({"json:b": 1, "json:a": 2})) == [[], []]
 
 
 @pytest.mark.parametrize(

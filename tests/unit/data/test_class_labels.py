@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,13 +57,6 @@ def test_a_threshold(clusters: tuple[Path, Any], threshold: float, wanted: Any) 
     assert labels[np.arange(3)].tolist() == wanted
 
 
-def test_it_travels_to_a_worker_without_its_arrays(clusters: tuple[Path, Any]) -> None:
-    labels = ClassLabels(*clusters, labels_per_sample=3)
-    packed = pickle.dumps(labels)
-    assert len(packed) < 1000
-    assert pickle.loads(packed)[np.array([1])].tolist() == [[0, 4, 1]]
-
-
 def test_mistakes(clusters: tuple[Path, Any]) -> None:
     directory, index = clusters
     with pytest.raises(ValueError, match="have 3 labels per sample, wanted 4: raise cluster"):
@@ -90,10 +82,3 @@ def test_files_that_do_not_fit(
     np.save(clusters[0] / f"{name}.npy", array)
     with pytest.raises(RuntimeError, match=words + ".*tells of 5 clusters: run 'mclclip cluster"):
         ClassLabels(*clusters, labels_per_sample=3)[np.arange(3)]
-
-
-@pytest.mark.parametrize("name", ["centroids", "cluster_labels", "similarities"])
-def test_a_missing_file_is_named(clusters: tuple[Path, Any], name: str) -> None:
-    (clusters[0] / f"{name}.npy").unlink()
-    with pytest.raises(FileNotFoundError, match=f"{name}.npy: run 'mclclip cluster --force'"):
-        ClassLabels(*clusters, labels_per_sample=1)

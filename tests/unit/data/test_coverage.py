@@ -17,21 +17,6 @@ from tests.batches import grouped_index
 GROUPED = grouped_index(np.repeat([0, 1, 2, 3], [500, 130, 61, 9]), (2, 2))
 
 
-def test_the_report_is_readable() -> None:
-    text = coverage_report(GROUPED, 32, "backoff").text()
-    assert text.splitlines() == [
-        "coverage of one epoch, policy backoff, global batch 32",
-        "  groups     4 of 700 samples, effective 2.3, max share 71.4 %",
-        "  sizes      smallest 9, median 96, largest 500",
-        "  too small  1 groups below the global batch, with 1.3 % of the samples",
-        "  Eq. 4      4 possible labels, samples / global batch = 21.9: within the bound",
-        "  steps      21: 95.2 % at the full label, 4.8 % at prefix length 1, "
-        "0.0 % at prefix length 0; 0 of mixed groups",
-        "  negatives  31 of a row on average",
-        "  samples    672 scheduled, 28 left out (4.0 %, others in turn), 0 repeated",
-    ]
-
-
 @pytest.mark.parametrize("policy", ["drop", "backoff", "mask", "wrap"])
 def test_negatives_are_those_of_the_plan(policy: Policy) -> None:
     """Against the batches themselves; groups of one size, as an epoch shuffles their order."""
@@ -77,16 +62,6 @@ def test_a_plan_without_steps_is_refused_before_training() -> None:
             check_coverage(grouped_index(np.zeros(5, int), (2,)), 8, policy)
     with pytest.raises(ValueError, match="no sample has a pseudo label"):
         check_coverage(grouped_index(np.full(5, -1), (2,)), 8, "wrap")
-
-
-def test_it_is_one_line_of_the_log_and_more_on_request(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("DEBUG", "mclclip")
-    report = check_coverage(grouped_index(np.arange(64) % 4, (4,)), 8, "backoff")
-    told = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
-    assert len(told) == 1 and "8 steps over 4 groups, 100 % of them within one" in told[0]
-    assert "leaves out" not in told[0]
-    further = [record.getMessage() for record in caplog.records if record.levelname == "DEBUG"]
-    assert further == report.text().splitlines()
 
 
 # --- bounds on the steps of an epoch hold for every way of grouping the samples ------------------

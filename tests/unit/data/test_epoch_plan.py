@@ -434,13 +434,6 @@ def test_what_makes_no_plan_is_refused(labels, size, policy, order, message: str
         EpochPlan(grouped_index(labels, (5,)), size, policy, order, 0, 1, 0)
 
 
-def test_steps_outside_the_epoch_are_refused() -> None:
-    plan = EpochPlan(grouped_index(np.zeros(5, int), ()), 2, "drop", "round_robin", 0, 1, 0)
-    for step in (-1, 2):
-        with pytest.raises(ValueError, match=f"step is {step}: wanted 0 <= step < 2"):
-            plan.batch(step)
-
-
 @stable
 @given(cases())
 def test_coverage_says_before_what_a_plan_does(case: Case) -> None:

@@ -87,19 +87,6 @@ def test_stages_that_do_not_fit_are_refused(stages, radices, message: str) -> No
         combine_stages([np.array(stage) for stage in stages], radices)
 
 
-def test_labels_that_int64_cannot_hold_are_refused() -> None:
-    stages = [np.array([999_999])] * 4
-    with pytest.raises(ValueError, match="int64 holds"):
-        combine_stages(stages, [1_000_000] * 4)
-    assert combine_stages(stages, [1_000_000] * 4, "last")[0].tolist() == [999_999]
-    assert combine_stages(stages[:3], [1_000_000] * 3)[0].tolist() == [10**18 - 1]
-
-
-def test_a_prefix_length_outside_the_stages_is_refused() -> None:
-    with pytest.raises(ValueError, match="prefix_length is 3: wanted 0 to 2"):
-        truncate(np.array([0]), (2, 2), 3)
-
-
 @stable
 @given(clusterings())
 def test_group_statistics_equal_counts_by_hand(case) -> None:

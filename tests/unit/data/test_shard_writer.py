@@ -66,11 +66,6 @@ def test_no_captions_no_txt(tmp_path: Path) -> None:
     assert json.loads(read_tar(path)["0001.json"])["caption"] is None
 
 
-def test_no_samples_no_shards(tmp_path: Path) -> None:
-    assert write_shards([], tmp_path, 5) == []
-    assert not list(tmp_path.iterdir())
-
-
 def test_duplicate_key_names_both_samples(tmp_path: Path) -> None:
     stream = [sample(1), sample(2), sample(3), sample(1)]
     with pytest.raises(ValueError, match=r"samples 0 and 3 .*same key '0001'"):
@@ -105,14 +100,3 @@ def test_interrupted_shard_is_not_there_and_leftovers_go(tmp_path: Path) -> None
 def test_keys_that_no_reader_would_find(tmp_path: Path, key: str) -> None:
     with pytest.raises(ValueError, match="key"):
         write_shards([sample(1, key=key)], tmp_path, 2)
-
-
-@pytest.mark.parametrize("extension", ["heic", "JPG", ".jpg", ""])
-def test_extensions_that_are_not_read(tmp_path: Path, extension: str) -> None:
-    with pytest.raises(ValueError, match="extension"):
-        write_shards([sample(1, extension=extension)], tmp_path, 2)
-
-
-def test_shards_need_samples(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="samples_per_shard is 0"):
-        write_shards([sample(1)], tmp_path, 0)

@@ -446,14 +446,6 @@ def test_a_parquet_that_was_cut_short(tmp_path: Path, photos: Path) -> None:
         pack(path, tmp_path / "out")
 
 
-def test_nothing_there_names_what_is_wanted(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="wanted a folder of pictures or of shards, or"):
-        pack(tmp_path / "none", tmp_path / "out")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="empty holds no pictures"):
-        pack(tmp_path / "empty", tmp_path / "out")
-
-
 # --- columns ------------------------------------------------------------------------------------
 
 

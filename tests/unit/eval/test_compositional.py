@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -248,16 +248,6 @@ def test_whether_all_is_as_published(tmp_path: Path, draw: Draw, planted: Any) -
     assert not figures["swap_obj"].protocol["as_published"]  # the other parts are not there
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_missing_file_says_what_is_needed_and_where_it_is(layout: str, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError) as caught:
-        read_items(tmp_path, layout)
-    line = str(caught.value)
-    assert LAYOUTS[layout].source in line and "\n" not in line
-    assert line.startswith(f"no {tmp_path}")
-    assert "(" in line and "images" in line  # terms, images
-
-
 # --- other folders -----------------------------------------------------------------------------
 
 
@@ -394,12 +384,6 @@ def test_damaged_files_end_in_one_line_or_in_items(tmp_path: Path, draw: Draw) -
 
 
 # --- options and the suite ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("parts", [[], ["swap_obj", "swop"]])
-def test_unknown_parts(tmp_path: Path, parts: Sequence[str]) -> None:
-    with pytest.raises(ValueError, match="parts is .*: the parts of sugarcrepe are replace_obj"):
-        read_items(tmp_path, "sugarcrepe", parts=parts)
 
 
 def test_the_shipped_suite_says_what_it_needs_and_names_our_metrics(

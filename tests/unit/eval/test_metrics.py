@@ -34,12 +34,6 @@ def test_wilson_interval_contains_the_share_and_stays_inside(
     assert (low, high) == pytest.approx((1 - mirrored[1], 1 - mirrored[0]))
 
 
-@pytest.mark.parametrize("hits, count", [(0, 0), (-1, 5), (6, 5), (1, -1)])
-def test_wilson_interval_refuses(hits: int, count: int) -> None:
-    with pytest.raises(ValueError, match="does not exist"):
-        metrics.wilson_interval(hits, count)
-
-
 def test_stratified_interval_of_equal_strata_is_the_pooled_one() -> None:
     shares, counts = np.array([0.2, 0.4, 0.9]), np.array([15, 15, 15])
     pooled = metrics.wilson_interval(22.5, 45)

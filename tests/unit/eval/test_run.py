@@ -202,19 +202,6 @@ def test_the_linear_probes_of_the_26_sets_have_their_metrics_and_sizes() -> None
     assert sum(r.value for r in references) / 26 == pytest.approx(84.6, abs=0.05)
 
 
-def test_missing_data_sets_say_what_they_hold_and_where_to_get_them(tmp_path: Path) -> None:
-    suite, _ = evaluation.load_suite("robustness", [f"data={tmp_path}"])
-    with pytest.raises(FileNotFoundError) as caught:
-        evaluation.check(suite)
-    line = str(caught.value)
-    assert "'imagenet': no folder" in line and "it wants the validation images" in line
-    assert "image-net.org" in line and "nothing is downloaded" in line and "\n" not in line
-    assert "imagenet_v2, imagenet_a, imagenet_r, imagenet_sketch, objectnet have none" in line
-    (tmp_path / "objectnet").mkdir()
-    with pytest.raises(FileNotFoundError, match="for the others: --only objectnet$"):
-        evaluation.check(suite)
-
-
 def test_suite_files(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no suite 'nothing'.* own\.yaml, .* mcl"):
         evaluation.load_suite("nothing")

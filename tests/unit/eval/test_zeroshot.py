@@ -264,19 +264,6 @@ def test_top5_needs_more_than_five_classes(
     assert list(run(planted("perfect", 5), tmp_path)) == ["top1", "mean_per_class"]
 
 
-def test_many_numbers_are_not_all_named(
-    tmp_path: Path,
-    draw: Callable[[Path, int], None],
-    planted: Any,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    for number in range(100):
-        draw(tmp_path / f"{number:03d}" / "x.png", number)
-    run(planted("perfect", 100), tmp_path)
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert "100 of 100 class names" in line and "(000, 001, 002" in line and len(line) < 250
-
-
 def test_shards_of_classes_are_the_folders_of_classes(
     folders: Path, tmp_path: Path, planted: Any
 ) -> None:

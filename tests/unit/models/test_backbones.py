@@ -105,8 +105,3 @@ def test_arrays_of_four_channels_become_views() -> None:
     assert view.shape == plain.shape == (4, 16, 16)
     expected = (torch.from_numpy(image).permute(2, 0, 1) / 255 - 0.5) / 0.5
     torch.testing.assert_close(plain, expected)
-
-
-def test_a_projector_is_for_a_tower_alone() -> None:
-    with pytest.raises(ValueError, match="set text=false"):
-        load_towers("ViT-B-32", projector=[8], load_weights=False)

@@ -131,13 +131,6 @@ def test_the_order_of_the_two_passes_is_that_of_the_installed_pillow() -> None:
     assert told > 100
 
 
-def test_versions_of_pillow_have_their_order() -> None:
-    assert choose_rows_first("12.3.0") == "never" and choose_rows_first("13.0.0") == "shrunk"
-    assert rows_first((300, 230), (224, 224), "shrunk")
-    assert not rows_first((300, 300), (224, 224), "shrunk")
-    assert not rows_first((300, 230), (224, 224), "never")
-
-
 def test_normalising_later_gives_open_clips_bits() -> None:
     settings = PreprocessCfg(size=16)
     image = picture(16, 16, "noise")

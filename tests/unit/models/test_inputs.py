@@ -77,15 +77,6 @@ def test_what_is_no_text_is_one_line(encoder: Encoder, texts: Any) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_an_encoder_says_what_it_is(encoder: Encoder) -> None:
-    joined = Encoder([load_towers(CONFIG, seed=n) for n in range(2)], "raw", shared_text=False)
-    for each, width in ((encoder, 8), (joined, 16)):
-        assert len(repr(each).splitlines()) <= 5 and str(width) in repr(each)
-    assert "raw" in repr(joined)
-    images = Encoder([load_towers(CONFIG, text=False)])
-    assert repr(images) != repr(encoder)
-
-
 def test_transparent_pixels_are_white_in_every_form(encoder: Encoder, tmp_path: Path) -> None:
     pixels = np.zeros((20, 30, 4), np.uint8)
     pixels[:, :15, 3] = 255  # the left half is black, the right half transparent

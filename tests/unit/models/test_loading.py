@@ -1,6 +1,5 @@
 """Loading by name, directory and config; exporting; the errors."""
 
-import json
 import logging
 import pickle
 from pathlib import Path
@@ -45,12 +44,6 @@ def test_random_weights_follow_the_seed_and_leave_the_caller_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
     assert equal(first, load_towers(TINY, seed=3))
     assert not equal(first, load_towers(TINY, seed=4))
-
-
-def test_mapping_and_file_are_the_same_config() -> None:
-    config = json.loads(TINY.read_text())
-    assert equal(load_towers(TINY, seed=3), load_towers(config, seed=3))
-    assert equal(load_towers(TINY, seed=3), load_towers({"model_cfg": config}, seed=3))
 
 
 def test_loading_leaves_the_root_logger_alone() -> None:

@@ -136,11 +136,6 @@ def test_towers_that_cannot_be_stretched_are_refused_when_options_are_read(
     assert "model.long_context=true" in str(error.value) and "\n" not in str(error.value)
 
 
-def test_without_text_there_is_nothing_to_stretch(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="model.text=false leaves the text tower out"):
-        tiny.make_config(tmp_path, tmp_path, "model.text=false", "model.long_context=true")
-
-
 def given(run_dir: Path, name: str, data: Path, *overrides: str) -> Config:
     """A run that starts from an encoder."""
     own = ("base=null", f"model.name={name}", "num_stages=1", "model.long_context=true")

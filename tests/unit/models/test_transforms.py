@@ -167,8 +167,3 @@ def test_mistakes_are_one_line(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as raised:
         training(PixelFormat((8, 8), [0.5], [0.5]), options)
     assert "\n" not in str(raised.value)
-
-
-def test_other_channels_are_refused() -> None:
-    with pytest.raises(ValueError, match="has 3 channels, but the model takes 4"):
-        transform(4)(Image.fromarray(picture(3)))

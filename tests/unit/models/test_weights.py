@@ -68,12 +68,6 @@ def test_unreadable_weights(tmp_path: Path) -> None:
         weights.read_tensors(tmp_path / "w.safetensors")
 
 
-def test_config_without_a_model(tmp_path: Path) -> None:
-    (tmp_path / weights.CONFIG).write_text("{}")
-    with pytest.raises(ValueError, match="no 'model_cfg'"):
-        weights.read_config(tmp_path)
-
-
 def test_weights_are_as_readable_as_their_folder_s_other_files(tmp_path: Path) -> None:
     weights.write_tensors(tmp_path / "w.safetensors", {"a": torch.ones(1)})
     (tmp_path / "other").touch()

@@ -136,11 +136,6 @@ def test_normal_rows_do_not_depend_on_the_cut() -> None:
     assert not torch.equal(normal_rows(3, seed=2)(0, 17), whole[:17])
 
 
-def test_other_widths_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"are \[20, 5\]: wanted \[20, 6\].*set centers=normal"):
-        ShardedClassCenters(K, 6, lambda start, stop: ROWS[start:stop])
-
-
 # --- margins --------------------------------------------------------------------------------------
 
 

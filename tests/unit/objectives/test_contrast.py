@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mclclip.objectives.base import Reads, kinds, parse
+from mclclip.objectives.base import parse
 from mclclip.objectives.contrast import ContrastOptions, Temperature
 from mclclip.objectives.info_nce import (
     HardNegatives,
@@ -17,7 +17,6 @@ from mclclip.objectives.info_nce import (
     InfoNCE,
     ModifiedOptions,
     SupervisedContrast,
-    SupervisedOptions,
 )
 from mclclip.objectives.row_losses import excess
 from tests import contrast_loops as loops
@@ -38,21 +37,6 @@ def options_of(name: str) -> ContrastOptions:
     options = parse(KINDS[name])
     assert isinstance(options, ContrastOptions)
     return options
-
-
-def test_parts_are_no_kinds() -> None:
-    assert {"info_nce", "nt_xent", "ifm", "hcl", "supcon"} <= {*kinds()}
-    assert not {"contrast", "temperature", "row_losses"} & {*kinds()}
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_it_reads_what_it_is_between(name: str) -> None:
-    options = options_of(name)
-    captions = options.between == "captions"
-    assert options.reads.captions == options.reads.logit_scale == captions
-    assert options.reads.groups
-    assert options.controls == ("ungrouped", "random_groups")
-    assert options.num_views == (1 if captions or name == "supcon_1" else 2)
 
 
 def test_a_temperature_of_its_own_leaves_the_models_scale_alone() -> None:
@@ -189,19 +173,3 @@ def test_one_view_without_any_positive_has_no_loss_and_no_gradient() -> None:
     assert (parts["loss"].item(), int(parts["rows_without_positives"])) == (0.0, 5)
     for gradient in batch.gradients():
         assert torch.equal(gradient, torch.zeros_like(gradient))
-
-
-def test_it_says_what_it_reads() -> None:
-    shape = SupervisedOptions(attribute="shape", num_views=1)
-    assert shape.reads == Reads(groups=True, attribute="shape")
-    assert (shape.num_views, SupervisedOptions().num_views) == (1, 2)
-    assert SupervisedOptions().reads == Reads(groups=True, clusters=1)
-    alone = SupervisedOptions(groups=False)  # the clusters that are the classes make no groups
-    assert alone.reads == Reads(clusters=1) and alone.controls == ()
-    assert SupervisedOptions().controls == ("ungrouped", "random_groups")
-
-
-def test_missing_classes_are_told_in_one_line() -> None:
-    image, labels, ids = torch.eye(3), torch.zeros(3, 1, dtype=torch.int64), torch.arange(3)
-    with pytest.raises(ValueError, match="the loss reads classes, and was given image_features, "):
-        supcon(1)(image_features=image, labels=labels, sample_id=ids, classes=None)

@@ -145,8 +145,3 @@ def test_loss_of_features_that_are_alike_is_chance(kind: str, how: str) -> None:
         losses.append(objective(**given)["loss"])
     of_one_row = 8 * torch.ones(())  # the least loss of one logit per row is no more than that
     assert 0 < chance <= torch.stack(losses).min() + 1e-6 < of_one_row
-
-
-def test_a_batch_without_digests_is_refused() -> None:
-    with pytest.raises(ValueError, match="the loss reads caption_digest, picture_digest, and was"):
-        run(built("info_nce", "masked"), loops.draw(1, 3))

@@ -71,26 +71,11 @@ def test_defaults_are_those_of_the_papers() -> None:
     assert (v2.copy.schedule, v3.copy.schedule) == ("constant", "cosine")
 
 
-def test_zero_3_is_refused() -> None:
-    tree: dict[str, Any] = {"run_dir": "x", "train": {"objective": {"kind": "moco"}}}
-    for stage in (1, 2):
-        tree["train"]["engine"] = {"name": "deepspeed", "zero_stage": stage}
-        config.from_tree(tree)
-    tree["train"]["engine"] = {"name": "deepspeed", "zero_stage": 3}
-    with pytest.raises(ValueError, match="engine.zero_stage=3 shares out the parameters"):
-        config.from_tree(tree)
-
-
 def test_a_queue_smaller_than_a_batch_is_refused_before_the_run() -> None:
     objective = {"kind": "moco", "queue_size": 100}
     tree = {"run_dir": "x", "train": {"objective": objective, "global_batch": 128}}
     with pytest.raises(ValueError, match="queue_size=100 is less than global_batch=128"):
         config.from_tree(tree)
-
-
-def test_a_predictor_of_another_width_is_refused() -> None:
-    with pytest.raises(ValueError, match="predictor ends in 4, but the model's features have 5"):
-        built({"version": "v3", "predictor": [4, 4]})
 
 
 # --- the momentum copy -------------------------------------------------------------------------

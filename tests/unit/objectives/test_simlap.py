@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from mclclip.models.memory import peak_bytes
-from mclclip.objectives.base import Reads, Setting, Sizes, parse
+from mclclip.objectives.base import Setting, Sizes, parse
 from mclclip.objectives.contrast import CosineSchedule, Learnable
 from mclclip.objectives.simlap import Options, SimLAP
 from mclclip.ranks.process_group import Context
@@ -104,13 +104,6 @@ def setting() -> Setting:
     classes = SimpleNamespace(num_classes=CLASSES, centroids=lambda: np.eye(CLASSES))
     model = SimpleNamespace(feature_dim=DIM)
     return Setting(model, Context(), seed=5, precision="float64", classes=classes)
-
-
-def test_options_say_what_is_read() -> None:
-    assert parse({"kind": "simlap"}).reads == Reads(clusters=1)
-    found = parse({"kind": "simlap", "attribute": "breed", "groups": True})
-    assert found.reads == Reads(attribute="breed", groups=True)
-    assert found.num_views == 2
 
 
 def test_n_closest_by_means_and_by_embeddings(tmp_path: Path) -> None:

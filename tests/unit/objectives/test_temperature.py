@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import TypeAdapter
 
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.contrast import (
-    AnyTemperature,
     CosineSchedule,
     Learnable,
     Temperature,
@@ -78,21 +76,6 @@ def test_a_trained_one_moves_is_bounded_and_is_saved() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
-    [
-        None,
-        0.5,
-        {"schedule": "cosine", "min": 0.2, "max": 0.9, "half_period": 50, "per": "step"},
-        {"learnable": True, "start": 0.1, "max_scale": 50},
-    ],
-)
-def test_options_are_read_and_written_again(given: Any) -> None:
-    adapter: TypeAdapter[Any] = TypeAdapter(AnyTemperature)
-    read = adapter.validate_python(given)
-    assert adapter.validate_python(adapter.dump_python(read, mode="json")) == read
-
-
-@pytest.mark.parametrize(
     ("given", "message"),
     [
         (0, "greater than 0"),
@@ -110,8 +93,3 @@ def test_options_are_read_and_written_again(given: Any) -> None:
 def test_what_is_no_temperature_is_refused(given: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(given)
-
-
-def test_a_model_without_a_scale_is_refused() -> None:
-    with pytest.raises(ValueError, match="temperature=null takes the logit scale of the model"):
-        Temperature().scale(torch.eye(2), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import pickle
 from collections import Counter
@@ -15,7 +14,6 @@ import torch
 
 import mclclip.torchvision_fix  # noqa: F401
 from mclclip import config, index, make_dataset
-from mclclip.data import datasets
 from mclclip.data.datasets.celeba import balanced
 from mclclip.data.datasets.cifar10 import CLASSES as CIFAR10_CLASSES
 from mclclip.data.datasets.imagenet_subset import SUBSETS
@@ -36,11 +34,6 @@ def make(name: str, out: Path, *sources: str, **options: Any) -> dict[str, list[
     found = {path.name: fakes.read(path) for path in out.iterdir() if path.is_dir()}
     assert {split: len(rows) for split, rows in found.items() if rows} == counts
     return found
-
-
-def test_every_name_has_a_builder() -> None:
-    for name in datasets.NAMES:
-        assert callable(importlib.import_module(f"mclclip.data.datasets.{name}").build)
 
 
 def test_cifar10(tmp_path: Path) -> None:

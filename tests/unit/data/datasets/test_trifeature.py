@@ -95,21 +95,3 @@ def test_textures_repeat_with_their_period() -> None:
         mask = TEXTURES[name](columns, rows, random)
         np.testing.assert_array_equal(mask[:-8], mask[8:])
         np.testing.assert_array_equal(mask[:, :-8], mask[:, 8:])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"test_share": 0.15}, "test_share is 0.15: wanted 0.1 to 0.9 in tenths"),
-        ({"test_share": 1.0}, "test_share is 1.0"),
-        ({"size": 0}, "size is 0"),
-        ({"size": 100_000}, "size is 100000: wanted .* 1 to 10,000"),
-        ({"texture_period": float("nan")}, "texture_period nan"),
-        ({"texture_period": float("inf")}, "texture_period inf"),
-        ({"images_per_combination": 0}, "images_per_combination is 0"),
-        ({"texture_period": 1.0}, "texture_period 1.0"),
-    ],
-)
-def test_options_out_of_range(options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        trifeature.build(Sources(), 0, **options)
