@@ -1,4 +1,4 @@
-"""What every objective keeps, each by its settings and loop in ``objective_loops.CASES``.
+"""What every objective keeps, each by its settings and loop in ``objective_cases.CASES``.
 
 Value and gradient are the paper's formula in float64; N ranks equal one on real processes under
 every engine; a state goes on bit for bit; samples of other groups have no influence.
@@ -29,11 +29,12 @@ from mclclip.ranks import collectives
 from mclclip.ranks.process_group import SINGLE
 from mclclip.train.loop import Trainee
 from tests import tiny
-from tests.contracts.objective_loops import CASES, NUM_CLASSES, SEED, Case, Step
+from tests.contracts.objective_cases import CASES, Case
 from tests.distributed.conftest import here
 from tests.distributed.test_engines import assert_close, whole
 from tests.engines import build_engine
 from tests.matrix import in_soak, kept
+from tests.objective_loops import NUM_CLASSES, SEED, Step
 
 Ranks = Callable[..., list[Any]]
 GLOBAL_BATCH, STEPS, DIM = 12, 4, 8

@@ -14,7 +14,7 @@ import mclclip.torchvision_fix  # noqa: F401  lightly imports torchvision
 from mclclip.objectives.base import Objective
 from mclclip.objectives.contrast import Temperature
 from mclclip.objectives.info_nce import InfoNCE, SupervisedContrast
-from tests import contrast_loops as loops
+from tests import objective_loops as loops
 
 TEMPERATURES = [0.1, 0.5]
 

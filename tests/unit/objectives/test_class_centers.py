@@ -15,7 +15,7 @@ from mclclip.objectives.class_centers import (
     normal_rows,
 )
 from mclclip.ranks.sharded_rows import shard_of
-from tests.slow_heads import SlowLazyAdamW
+from tests.objective_loops import SlowLazyAdamW
 
 K, D, LR = 20, 5, 0.1
 ROWS = torch.randn(K, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -19,7 +19,7 @@ from mclclip.objectives.info_nce import (
     SupervisedContrast,
 )
 from mclclip.objectives.row_losses import excess
-from tests import contrast_loops as loops
+from tests import objective_loops as loops
 
 KINDS: dict[str, dict[str, Any]] = {
     "info_nce": {"kind": "info_nce"},

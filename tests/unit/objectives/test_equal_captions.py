@@ -12,7 +12,7 @@ from torch import Tensor
 from mclclip.objectives.base import Objective, Setting, parse
 from mclclip.objectives.contrast import DIGESTS
 from mclclip.ranks.process_group import SINGLE
-from tests import contrast_loops as loops
+from tests import objective_loops as loops
 from tests.contracts.test_objectives import Towers
 
 FIELDS = [

@@ -15,7 +15,7 @@ from mclclip.objectives.base import Reads, Setting
 from mclclip.objectives.class_centers import Margin, ShardedClassCenters
 from mclclip.objectives.mlcd import ClassCenterLoss, Options, negative_draw
 from mclclip.ranks.process_group import SINGLE
-from tests.slow_heads import dense_loss
+from tests.objective_loops import dense_loss
 
 K, D, B, L = 40, 6, 10, 3
 KINDS = ("mlcd", "mlc", "single_label")

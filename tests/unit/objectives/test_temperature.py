@@ -14,7 +14,7 @@ from mclclip.objectives.contrast import (
     parse,
 )
 from mclclip.objectives.info_nce import InfoNCE
-from tests import contrast_loops as loops
+from tests import objective_loops as loops
 
 
 def test_schedule_is_the_cosine_of_the_paper() -> None:

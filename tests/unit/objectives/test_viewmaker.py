@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from mclclip.objectives.feature_dropout import Viewmaker, _Mirrored, bounded, keyed_noise
-from tests import viewmaker_loops as loops
+from tests import objective_loops as loops
 
 
 def network_of(channels: int, blocks: int, width: int = 2, seed: int = 0) -> Viewmaker:
@@ -35,7 +35,7 @@ def test_values_and_gradients_are_those_of_loops(
     assert found.shape == pixels.shape
     weights = dict(network.named_parameters())
     wanted = torch.stack(
-        [loops.network(weights, *each) for each in zip(pixels, noise, strict=True)]
+        [loops.viewmaker(weights, *each) for each in zip(pixels, noise, strict=True)]
     )
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
     direction = torch.randn_like(found)

@@ -1,30 +1,336 @@
-"""Every objective written out with plain loops, and the settings that its contract tries.
+"""Every objective written out with plain loops, from the formulas of the papers.
 
 A loop takes a step's features, which carry the gradient of model and adversary, and returns the
-loss of all rows by the paper's formula, one pair at a time.
+loss of all rows, one pair at a time. What the loops are made of stands first: rows of contrastive
+losses, the losses over class centers and their optimizer, the network of feature dropout.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mclclip.objectives.base import ObjectiveOptions, parse
+from mclclip.objectives.base import Objective
+from mclclip.objectives.class_centers import Margin
 from mclclip.objectives.contrast import DIGESTS
 from mclclip.objectives.gated_pairs import draw_partners, gate_penalty
 from mclclip.randomness import mix
-from tests import contrast_loops as contrast
-from tests import toys
-from tests.slow_heads import dense_loss
 
 SEED, NUM_CLASSES = 3, 5
+
+
+# --- contrastive rows ----------------------------------------------------------------------------
+
+
+@dataclass
+class Batch:
+    """Raw features of two sides and the model's logit scale, with gradient, and marks."""
+
+    first: Tensor
+    second: Tensor
+    scale: Tensor
+    labels: Tensor
+    sample_id: Tensor
+    classes: Tensor
+    digests: tuple[Tensor, ...] = ()  # equal in one of them: equal captions or pictures
+
+    def unit(self) -> tuple[Tensor, Tensor]:
+        return functional.normalize(self.first, dim=-1), functional.normalize(self.second, dim=-1)
+
+    def run(self, objective: Objective, second: str = "image_features_1") -> dict[str, Tensor]:
+        """The objective's parts; the loss has been pulled back."""
+        image, other = self.unit()
+        features = {"image_features": image, second: other, "logit_scale": self.scale}
+        parts: dict[str, Tensor] = objective(
+            **features,
+            labels=self.labels[:, None],
+            sample_id=self.sample_id,
+            classes=self.classes[:, None],
+            **dict(zip(DIGESTS, self.digests, strict=False)),
+        )
+        parts["loss"].backward()
+        return parts
+
+    def gradients(self) -> list[Tensor]:
+        """Of both sides and the scale; zeros where none arrived."""
+        leaves = (self.first, self.second, self.scale)
+        return [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+
+    def rows(self, chosen: Any) -> Batch:
+        """Some of the samples, as a batch of its own."""
+        marks = (self.labels[chosen], self.sample_id[chosen], self.classes[chosen])
+        sides = (side.detach()[chosen].clone() for side in (self.first, self.second))
+        leaves = (x.requires_grad_() for x in (*sides, self.scale.detach().clone()))
+        return Batch(*leaves, *marks, tuple(each[chosen] for each in self.digests))
+
+    def equals(self, p: int, q: int) -> bool:
+        """Whether two rows are one sample, or have an equal caption or picture."""
+        marks = (self.sample_id, *self.digests)
+        return any(bool(mark[p] == mark[q]) for mark in marks)
+
+
+def draw(
+    seed: int,
+    rows: int,
+    groups: int = 1,
+    classes: int = 2,
+    repeated: bool = False,
+    dim: int = 6,
+    scale: float = 7.0,
+    dtype: torch.dtype = torch.float64,
+) -> Batch:
+    """Features at random; ``repeated``: the last sample is the first one again."""
+    rng = np.random.default_rng(seed)
+    sides = [torch.tensor(rng.normal(size=(rows, dim)), dtype=dtype) for _ in range(2)]
+    marks = [torch.tensor(rng.integers(0, n, size=rows)) for n in (groups, classes)]
+    sample_id = torch.tensor(rng.permutation(1000)[:rows])
+    if repeated:
+        for values in (*marks, sample_id):
+            values[-1] = values[0]
+    leaves = [x.requires_grad_() for x in (*sides, torch.tensor(scale, dtype=dtype))]
+    return Batch(*leaves, marks[0], sample_id, marks[1])
+
+
+@dataclass
+class Row:
+    """What a row meets: cosines of its own pair (None: it has none), of its negatives, of those of
+    them that have its class, and of others that it equals."""
+
+    positive: Tensor | None
+    negatives: list[Tensor]
+    same_class: list[Tensor]
+    equal: list[Tensor]
+
+
+def rows_of(batch: Batch, between: str, num_views: int = 2) -> list[list[Row]]:
+    """The rows of every direction."""
+    first, second = batch.unit()
+    count = len(first)
+    if between == "captions":
+        directions = [(first, [second], 0), (second, [first], 0)]
+    elif num_views == 1:
+        directions = [(first, [first], None)]
+    else:
+        directions = [(first, [first, second], 1), (second, [first, second], 0)]
+
+    def row(queries: Tensor, keys: list[Tensor], own: int | None, p: int) -> Row:
+        group = [q for q in range(count) if q != p and batch.labels[p] == batch.labels[q]]
+        every = [(queries[p] @ side[q], q) for side in keys for q in group]
+        met = [(cosine, q) for cosine, q in every if not batch.equals(p, q)]
+        same = [cosine for cosine, q in met if batch.classes[p] == batch.classes[q]]
+        equal = [cosine for cosine, q in every if batch.equals(p, q)]
+        positive = None if own is None else queries[p] @ keys[own][p]
+        return Row(positive, [cosine for cosine, _ in met], same, equal)
+
+    return [[row(*direction, p) for p in range(count)] for direction in directions]
+
+
+def mean_loss(rows: list[list[Row]], of_row: Callable[[Row], Tensor | None]) -> Tensor:
+    """The mean over directions of the mean over the rows that have a loss; 0 where none has."""
+    found = [[x for x in map(of_row, direction) if x is not None] for direction in rows]
+    means = [torch.stack(losses).mean() for losses in found if losses]
+    return (
+        torch.stack(means).mean()
+        if means
+        else torch.zeros((), dtype=torch.float64).requires_grad_()
+    )
+
+
+def _sum(terms: Iterator[Tensor]) -> Any:
+    return sum(terms, start=0.0)
+
+
+def info_nce(row: Row, scale: Tensor) -> Tensor:
+    """-log of the own pair's share."""
+    assert row.positive is not None
+    own = (scale * row.positive).exp()
+    return -(own / (own + _sum((scale * c).exp() for c in row.negatives))).log()
+
+
+def info_nce_of_equals(row: Row, scale: Tensor) -> Tensor:
+    """The mean over the own pair and those that equal it, of -log of the share among all."""
+    assert row.positive is not None
+    positives = [row.positive, *row.equal]
+    everybody = _sum((scale * c).exp() for c in [*positives, *row.negatives])
+    return -torch.stack([((scale * c).exp() / everybody).log() for c in positives]).mean()
+
+
+def modified_row(row: Row, scale: Tensor, epsilon: float) -> Tensor:
+    """IFM's Eq. 2."""
+    assert row.positive is not None
+    own = (scale * (row.positive - epsilon)).exp()
+    return -(own / (own + _sum((scale * (c + epsilon)).exp() for c in row.negatives))).log()
+
+
+def hard_negatives(row: Row, scale: Tensor, beta: float, tau_plus: float) -> Tensor:
+    """HCL's code, with the number of the row's negatives."""
+    assert row.positive is not None
+    if not row.negatives:
+        return 0.0 * row.positive
+    own, count = (scale * row.positive).exp(), len(row.negatives)
+    e = torch.stack([(scale * c).exp() for c in row.negatives])
+    weights = e**beta
+    reweighted = (weights * e).sum() / weights.mean()
+    estimate = (reweighted - tau_plus * count * own) / (1.0 - tau_plus)
+    estimate = torch.maximum(estimate, count * (-scale).exp())
+    return -(own / (own + estimate)).log()
+
+
+def supervised(row: Row, scale: Tensor) -> Tensor | None:
+    """SupCon's Eq. 2; None without a positive."""
+    own = [] if row.positive is None else [row.positive]
+    if not own + row.same_class:
+        return None
+    everybody = _sum((scale * c).exp() for c in own + row.negatives)
+    terms = [((scale * c).exp() / everybody).log() for c in own + row.same_class]
+    return -torch.stack(terms).mean()
+
+
+def close(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+# --- class centers -------------------------------------------------------------------------------
+
+
+def dense_loss(
+    kind: str,
+    rows: Tensor,
+    features: Tensor,
+    labels: Tensor,
+    negatives: Sequence[int],
+    scale: float,
+    margin: Margin,
+) -> Tensor:
+    """Mean over the rows that have a label, of sums over all their classes."""
+    unit, centers = functional.normalize(features, dim=1), functional.normalize(rows, dim=1)
+    cosine = unit @ centers.T
+    losses = []
+    for i, own in enumerate(labels.tolist()):
+        positives = [j for j in (own[:1] if kind == "single_label" else own) if j >= 0]
+        if not positives:
+            continue
+        p = torch.stack([torch.exp(-scale * margin(cosine[i, j])) for j in positives]).sum()
+        others = [torch.exp(scale * cosine[i, j]) for j in negatives if j not in positives]
+        n = torch.stack([*others, torch.zeros_like(p)]).sum()
+        coupled = torch.log(1 + p * n)
+        losses.append(torch.log(1 + p) + torch.log(1 + n) if kind == "mlcd" else coupled)
+    return torch.stack(losses).mean()
+
+
+class SlowLazyAdamW:
+    """AdamW in which a row moves in the steps that touch it only, and counts only those."""
+
+    def __init__(self, rows: Tensor, betas: tuple[float, float], eps: float, decay: float) -> None:
+        self.rows, self.betas, self.eps, self.decay = rows, betas, eps, decay
+        self.first, self.second = torch.zeros_like(rows), torch.zeros_like(rows)
+        self.count = [0] * len(rows)
+
+    @torch.no_grad()
+    def step(self, grad: Tensor, touched: Sequence[int], lr: float) -> None:
+        """Moves the rows ``touched`` along ``grad`` [K, D]."""
+        one, two = self.betas
+        for j in touched:
+            self.count[j] += 1
+            self.first[j] = one * self.first[j] + (1 - one) * grad[j]
+            self.second[j] = two * self.second[j] + (1 - two) * grad[j] ** 2
+            first = self.first[j] / (1 - one ** self.count[j])
+            second = self.second[j] / (1 - two ** self.count[j])
+            self.rows[j] -= lr * self.decay * self.rows[j]
+            self.rows[j] -= lr * first / (second.sqrt() + self.eps)
+
+
+# --- the network of feature dropout --------------------------------------------------------------
+
+
+Weights = Mapping[str, Tensor]
+
+
+def reflected(position: int, size: int) -> int:
+    """The place in [0, size) that a mirror at the first and the last pixel shows."""
+    if position < 0:
+        return -position
+    return position if position < size else 2 * (size - 1) - position
+
+
+def convolution(image: Tensor, weight: Tensor, bias: Tensor, stride: int = 1) -> Tensor:
+    """[C, H, W] -> [D, H / stride, W / stride], rounded up; one place of the kernel at a time."""
+    kernel, (_, height, width) = weight.shape[-1], image.shape
+    total: Tensor = bias[:, None, None]
+    for down in range(kernel):
+        for right in range(kernel):
+            rows = [reflected(y + down - kernel // 2, height) for y in range(0, height, stride)]
+            columns = [reflected(x + right - kernel // 2, width) for x in range(0, width, stride)]
+            seen = image[:, rows][:, :, columns]
+            total = total + torch.einsum("dc,chw->dhw", weight[:, :, down, right], seen)
+    return total
+
+
+def instance_norm(image: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Each channel of one image with mean 0 and deviation 1, then scaled and shifted."""
+    channels = []
+    for number, channel in enumerate(image):
+        centred = channel - channel.mean()
+        deviation = (centred.square().mean() + 1e-5).sqrt()
+        channels.append(centred / deviation * weight[number] + bias[number])
+    return torch.stack(channels)
+
+
+def enlarged(image: Tensor, height: int, width: int) -> Tensor:
+    rows = [y * image.shape[1] // height for y in range(height)]
+    columns = [x * image.shape[2] // width for x in range(width)]
+    return image[:, rows][:, :, columns]
+
+
+def viewmaker(weights: Weights, pixels: Tensor, noise: Sequence[float] | Tensor) -> Tensor:
+    """The viewmaker of one image [C, H, W] with its noise [n]."""
+    _, height, width = pixels.shape
+    half, quarter = (-(-height // 2), -(-width // 2)), (-(-height // 4), -(-width // 4))
+    rest = torch.as_tensor(noise, dtype=pixels.dtype)
+
+    def layer(name: str, hidden: Tensor, stride: int = 1, relu: bool = True) -> Tensor:
+        conv = convolution(hidden, weights[f"{name}.0.weight"], weights[f"{name}.0.bias"], stride)
+        normed = instance_norm(conv, weights[f"{name}.1.weight"], weights[f"{name}.1.bias"])
+        return normed.clamp_min(0) if relu else normed
+
+    def with_noise(hidden: Tensor) -> Tensor:
+        nonlocal rest
+        high, wide = hidden.shape[1:]
+        channel, rest = rest[: high * wide].reshape(1, high, wide), rest[high * wide :]
+        return torch.cat([hidden, channel])
+
+    hidden = layer("down.0", with_noise(pixels))
+    hidden = layer("down.2", layer("down.1", hidden, stride=2), stride=2)
+    assert hidden.shape[1:] == quarter
+    number = 0
+    while f"blocks.{number}.layers.1.weight" in weights:
+        hidden, name = with_noise(hidden), f"blocks.{number}.layers"
+        inside = layer(f"{name}.0", hidden)
+        inside = convolution(inside, weights[f"{name}.1.weight"], weights[f"{name}.1.bias"])
+        hidden = hidden + instance_norm(
+            inside, weights[f"{name}.2.weight"], weights[f"{name}.2.bias"]
+        )
+        number += 1
+    assert len(rest) == 0
+    hidden = layer("to_half", enlarged(hidden, *half))
+    hidden = layer("to_whole", enlarged(hidden, height, width))
+    return convolution(hidden, weights["last.weight"], weights["last.bias"])
+
+
+def noise_of(seed: int, step: int, view: int, sample_id: int, count: int) -> list[float]:
+    """Upper 24 of the 64 bits of a hash of the key and the place."""
+    bits = [int(mix(seed, step, view, sample_id, place)) for place in range(count)]
+    return [(number >> 40) / 2**24 for number in bits]
+
+
+# --- the loops of a step -------------------------------------------------------------------------
 
 
 @dataclass
@@ -67,17 +373,17 @@ Loop = Callable[[Step], Tensor]
 def contrastive(
     between: str, of_row: Callable[..., Any], temperature: Any = None, num_views: int = 2
 ) -> Callable[[], Loop]:
-    """A contrastive loss by the loss of a row, as ``contrast_loops`` has them."""
+    """A contrastive loss by the loss of a row, as the rows below has them."""
 
     def loop(step: Step) -> Tensor:
         other = "text_features" if between == "captions" else "image_features_1"
         first = step.features["image_features"]
         second = step.features.get(other, first)  # supcon of one view looks at no other
         marks = step.labels, step.sample_id, step.classes[:, 0], step.digests
-        batch = contrast.Batch(first, second, torch.ones(()), *marks)
+        batch = Batch(first, second, torch.ones(()), *marks)
         scale = step.scale(temperature)
-        rows = contrast.rows_of(batch, between, num_views)
-        return contrast.loss(rows, lambda row: of_row(row, scale))
+        rows = rows_of(batch, between, num_views)
+        return mean_loss(rows, lambda row: of_row(row, scale))
 
     return lambda: loop
 
@@ -85,9 +391,9 @@ def contrastive(
 def modified(epsilon: float, plain: float, changed: float) -> Callable[..., Tensor]:
     """IFM: weights of the plain and of the modified loss."""
 
-    def of_row(row: contrast.Row, scale: Tensor) -> Tensor:
-        moved = contrast.modified(row, scale, epsilon)
-        return changed * moved + plain * contrast.info_nce(row, scale)
+    def of_row(row: Row, scale: Tensor) -> Tensor:
+        moved = modified_row(row, scale, epsilon)
+        return changed * moved + plain * info_nce(row, scale)
 
     return of_row
 
@@ -118,7 +424,7 @@ def edited(scope: str, num: int) -> Loop:
 
 
 def hard(beta: float, tau_plus: float) -> Callable[..., Tensor]:
-    return lambda row, scale: contrast.hard_negatives(row, scale, beta, tau_plus)
+    return lambda row, scale: hard_negatives(row, scale, beta, tau_plus)
 
 
 def sigmoid(step: Step) -> Tensor:
@@ -333,249 +639,3 @@ def weighted(*terms: tuple[float, Callable[[], Loop]]) -> Callable[[], Loop]:
         return loop
 
     return made
-
-
-# --- the settings ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Case:
-    """Settings of an objective, and what makes its loop (the loop may remember earlier steps).
-
-    ``cached``: gradients can be computed in micro-batches, which trained batch norms forbid, and
-    parameters outside whose gradient is autograd's alone.
-    ``zero``: DeepSpeed runs it; ``resnet``: its model has batch norms; ``coupled``: any sample
-    influences any other across groups, as by batch norms of its own or a mean over the batch;
-    ``frozen_text``: the text tower is locked; ``autocast``: under autocast it is computed in bf16,
-    or a network of its own is, where all other objectives are computed in fp32.
-    """
-
-    settings: dict[str, Any]
-    loop: Callable[[], Loop]
-    cached: bool = True
-    zero: bool = True
-    resnet: bool = False
-    coupled: bool = False
-    frozen_text: bool = False
-    autocast: bool = False
-
-    def options(self) -> ObjectiveOptions:
-        return options_of(self.settings)
-
-
-def options_of(settings: dict[str, Any]) -> ObjectiveOptions:
-    """The checked options; those of toys are found by their modules."""
-    if settings["kind"] == "weighted_sum":
-        terms = [t | {"objective": options_of(t["objective"])} for t in settings["terms"]]
-        return parse(settings | {"terms": terms})
-    if settings["kind"] in toys.KINDS:
-        options: Any = importlib.import_module(toys.KINDS[settings["kind"]]).Options
-        made: ObjectiveOptions = options(**settings)
-        return made
-    return parse(settings)
-
-
-LEARNABLE = {"learnable": True, "start": 0.3}
-HEAD = {"labels_per_sample": 2, "scale": 16.0, "centers": "normal", "sample_rate": 0.6}
-SMALL = {"label_dim": 3, "hidden_dim": 4, "temperature": 0.2}
-MAKER = {"kind": "feature_dropout", "width": 2, "residual_blocks": 1, "temperature": 0.4}
-V3 = {"kind": "moco", "version": "v3", "momentum": 0.7}
-CASES: dict[str, Case] = {
-    "info_nce": Case({"kind": "info_nce"}, contrastive("captions", contrast.info_nce)),
-    "info_nce-learnable": Case(
-        {"kind": "info_nce", "temperature": LEARNABLE},
-        contrastive("captions", contrast.info_nce, "learnable"),
-    ),
-    "info_nce-masked": Case(
-        {"kind": "info_nce", "equal_captions": "masked"},
-        contrastive("captions", contrast.info_nce),
-    ),
-    "info_nce-positives": Case(
-        {"kind": "info_nce", "equal_captions": "positives"},
-        contrastive("captions", contrast.info_nce_of_equals),
-    ),
-    "info_nce-edited": Case({"kind": "info_nce", "hard_captions": {}}, lambda: edited("own", 1)),
-    "info_nce-edited_global": Case(
-        {"kind": "info_nce", "hard_captions": {"per_caption": 2, "scope": "global"}},
-        lambda: edited("global", 2),
-    ),
-    "nt_xent": Case(
-        {"kind": "nt_xent", "temperature": None}, contrastive("views", contrast.info_nce, 0.5)
-    ),
-    "ifm": Case({"kind": "ifm"}, contrastive("captions", modified(0.1, 0.5, 0.5))),
-    "ifm-views": Case(
-        {"kind": "ifm", "between": "views", "temperature": LEARNABLE, "epsilon": 0.7, "alpha": 0.5}
-        | {"average": "mean"},
-        contrastive("views", modified(0.7, 1 / 1.5, 0.5 / 1.5), "learnable"),
-    ),
-    "ifm-modified": Case(
-        {"kind": "ifm", "term": "modified"}, contrastive("captions", modified(0.1, 0.0, 1.0))
-    ),
-    "hcl": Case(
-        {"kind": "hcl", "beta": 2.0, "tau_plus": 0.6}, contrastive("captions", hard(2.0, 0.6))
-    ),
-    "ifm-masked": Case(
-        {"kind": "ifm", "equal_captions": "masked"},
-        contrastive("captions", modified(0.1, 0.5, 0.5)),
-    ),
-    "hcl-masked": Case(
-        {"kind": "hcl", "equal_captions": "masked"}, contrastive("captions", hard(1.0, 0.1))
-    ),
-    "hcl-views": Case(
-        {"kind": "hcl", "between": "views", "temperature": LEARNABLE},
-        contrastive("views", hard(1.0, 0.1), "learnable"),
-    ),
-    "hcl-unweighted": Case(
-        {"kind": "hcl", "between": "views", "temperature": 0.3, "beta": 0.0, "tau_plus": 0.1},
-        contrastive("views", hard(0.0, 0.1), 0.3),
-    ),
-    "supcon": Case(
-        {"kind": "supcon", "attribute": "shape", "temperature": LEARNABLE},
-        contrastive("views", contrast.supervised, "learnable"),
-    ),
-    "supcon-one_view": Case(
-        {"kind": "supcon", "num_views": 1, "temperature": 0.5},
-        contrastive("views", contrast.supervised, 0.5, num_views=1),
-    ),
-    "sigmoid": Case({"kind": "sigmoid"}, lambda: sigmoid),
-    "sigmoid-masked": Case({"kind": "sigmoid", "equal_captions": "masked"}, lambda: sigmoid),
-    "sigmoid-positives": Case({"kind": "sigmoid", "equal_captions": "positives"}, lambda: sigmoid),
-    "sigmoid-frozen_text": Case({"kind": "sigmoid"}, lambda: sigmoid, frozen_text=True),
-    "sigmoid-views": Case({"kind": "sigmoid", "between": "views"}, lambda: sigmoid),
-    "mlcd": Case({"kind": "mlcd", **HEAD}, lambda: class_centers),
-    "mlc": Case(
-        {"kind": "mlc", "negatives": "partial_fc", "margin": "cos", "lazy": True, **HEAD},
-        lambda: class_centers,
-    ),
-    "mlcd-excluding": Case(
-        {"kind": "mlcd", "negatives": "exclude_positives", **HEAD}, lambda: class_centers
-    ),
-    "single_label": Case(
-        {"kind": "single_label", **HEAD, "margin": "none", "sample_rate": 1.0},
-        lambda: class_centers,
-    ),
-    "moco": Case({"kind": "moco", "queue_size": 14, "momentum": 0.7}, lambda: QueuedKeys(14, 0.2)),
-    "moco-modified": Case(
-        {"kind": "moco", "queue_size": 14, "momentum": 0.7, "epsilon": 0.1},
-        lambda: QueuedKeys(14, 0.2, 0.1, 0.5),
-        cached=False,
-        resnet=True,
-    ),
-    "moco-v3": Case(V3, lambda: batch_keys(1.0)),
-    "moco-v3-predictor": Case(
-        V3 | {"predictor": [6, 8], "temperature": 0.4, "epsilon": 0.1, "term": "modified"},
-        lambda: batch_keys(0.4, 0.1, 0.0),
-        cached=False,
-        coupled=True,
-        autocast=True,
-    ),
-    "simlap": Case(
-        {"kind": "simlap", **SMALL, "penalty": "bernoulli", "penalty_weight": 0.3},
-        lambda: simlap("arbitrary", 0.2, penalty=0.3),
-        cached=False,
-        autocast=True,
-    ),
-    "simlap-momentum": Case(
-        {"kind": "simlap", **SMALL, "momentum": 0.9, "groups": True, "temperature": LEARNABLE},
-        lambda: simlap("arbitrary", "learnable"),
-        cached=False,
-        autocast=True,
-    ),
-    "simlap-code": Case(
-        {"kind": "simlap", **SMALL, "norm": "none", "score": "code", "pairs": "distinct"},
-        lambda: simlap("distinct", 0.2, code=True),
-        cached=False,
-        autocast=True,
-    ),
-    "simlap-open": Case(
-        {"kind": "simlap", "gates": "open", "pairs": "identical", "temperature": None},
-        lambda: simlap("identical", None),
-        autocast=True,
-    ),
-    "feature_dropout": Case(MAKER, contrastive("views", contrast.info_nce, 0.4), autocast=True),
-    "feature_dropout-resnet": Case(
-        MAKER | {"temperature": LEARNABLE},
-        contrastive("views", contrast.info_nce, "learnable"),
-        cached=False,
-        resnet=True,
-        autocast=True,
-    ),
-    "weighted_sum": Case(
-        {
-            "kind": "weighted_sum",
-            "terms": [
-                {"objective": V3 | {"temperature": 0.4}, "weight": 0.25},
-                {"objective": {"kind": "nt_xent"}, "weight": 0.75},
-            ],
-        },
-        weighted(
-            (0.25, lambda: batch_keys(0.4)), (0.75, contrastive("views", contrast.info_nce, 0.5))
-        ),
-    ),
-    "weighted_sum-toy": Case(
-        {
-            "kind": "weighted_sum",
-            "terms": [
-                {"objective": {"kind": "info_nce"}, "weight": 0.7},
-                {"objective": {"kind": "toy_alignment"}, "weight": 0.3},
-            ],
-        },
-        weighted((0.7, contrastive("captions", contrast.info_nce)), (0.3, lambda: toy_alignment)),
-    ),
-    "weighted_sum-equal_captions": Case(
-        {
-            "kind": "weighted_sum",
-            "terms": [
-                {"objective": {"kind": "info_nce", "equal_captions": "positives"}, "weight": 0.7},
-                {"objective": {"kind": "hcl", "equal_captions": "masked"}, "weight": 0.3},
-            ],
-        },
-        weighted(
-            (0.7, contrastive("captions", contrast.info_nce_of_equals)),
-            (0.3, contrastive("captions", hard(1.0, 0.1))),
-        ),
-    ),
-    "preserve": Case({"kind": "preserve"}, preserved("similarities")),
-    "preserve-images": Case(
-        {"kind": "preserve", "between": "images", "temperature": 0.3, "num_views": 2}
-        | {"end_factor": 0.25},
-        preserved("similarities", "image_features", temperature=0.3, views=2, end=0.25),
-    ),
-    "preserve-features": Case(
-        {"kind": "preserve", "what": "features", "end_factor": 3.0},
-        preserved("features", end=3.0),
-    ),
-    "preserve-exact": Case(
-        {
-            "kind": "weighted_sum",
-            "terms": [
-                {"objective": {"kind": "info_nce"}},
-                {"objective": {"kind": "preserve", "exact": True}, "weight": 0.5},
-                {"objective": {"kind": "preserve", "exact": True, "what": "features"}},
-            ],
-        },
-        weighted(
-            (1.0, contrastive("captions", contrast.info_nce)),
-            (0.5, preserved("similarities", prefix="copied")),
-            (1.0, preserved("features", prefix="copied")),
-        ),
-    ),
-    "weighted_sum-edited": Case(
-        {
-            "kind": "weighted_sum",
-            "terms": [
-                {"objective": {"kind": "info_nce", "hard_captions": {}}, "weight": 0.7},
-                {"objective": {"kind": "hcl"}, "weight": 0.3},
-            ],
-        },
-        weighted((0.7, lambda: edited("own", 1)), (0.3, contrastive("captions", hard(1.0, 0.1)))),
-    ),
-    "toy_two_views": Case(
-        {"kind": "toy_two_views"}, lambda: two_views_without_a_mask, autocast=True
-    ),
-    "toy_momentum": Case({"kind": "toy_momentum"}, lambda: toy_momentum, zero=False, autocast=True),
-    "toy_adversary": Case({"kind": "toy_adversary"}, contrastive("captions", contrast.info_nce)),
-    "toy_prototypes": Case(
-        {"kind": "toy_prototypes"}, lambda: toy_prototypes, cached=False, autocast=True
-    ),
-}

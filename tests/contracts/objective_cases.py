@@ -1,0 +1,271 @@
+"""The settings of every objective that its contract tries, each with its loop."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mclclip.objectives.base import ObjectiveOptions, parse
+from tests import toys
+from tests.objective_loops import (
+    Loop,
+    QueuedKeys,
+    batch_keys,
+    class_centers,
+    contrastive,
+    edited,
+    hard,
+    info_nce,
+    info_nce_of_equals,
+    modified,
+    preserved,
+    sigmoid,
+    simlap,
+    supervised,
+    toy_alignment,
+    toy_momentum,
+    toy_prototypes,
+    two_views_without_a_mask,
+    weighted,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Settings of an objective, and what makes its loop (the loop may remember earlier steps).
+
+    ``cached``: gradients can be computed in micro-batches, which trained batch norms forbid, and
+    parameters outside whose gradient is autograd's alone.
+    ``zero``: DeepSpeed runs it; ``resnet``: its model has batch norms; ``coupled``: any sample
+    influences any other across groups, as by batch norms of its own or a mean over the batch;
+    ``frozen_text``: the text tower is locked; ``autocast``: under autocast it is computed in bf16,
+    or a network of its own is, where all other objectives are computed in fp32.
+    """
+
+    settings: dict[str, Any]
+    loop: Callable[[], Loop]
+    cached: bool = True
+    zero: bool = True
+    resnet: bool = False
+    coupled: bool = False
+    frozen_text: bool = False
+    autocast: bool = False
+
+    def options(self) -> ObjectiveOptions:
+        return options_of(self.settings)
+
+
+def options_of(settings: dict[str, Any]) -> ObjectiveOptions:
+    """The checked options; those of toys are found by their modules."""
+    if settings["kind"] == "weighted_sum":
+        terms = [t | {"objective": options_of(t["objective"])} for t in settings["terms"]]
+        return parse(settings | {"terms": terms})
+    if settings["kind"] in toys.KINDS:
+        options: Any = importlib.import_module(toys.KINDS[settings["kind"]]).Options
+        made: ObjectiveOptions = options(**settings)
+        return made
+    return parse(settings)
+
+
+LEARNABLE = {"learnable": True, "start": 0.3}
+HEAD = {"labels_per_sample": 2, "scale": 16.0, "centers": "normal", "sample_rate": 0.6}
+SMALL = {"label_dim": 3, "hidden_dim": 4, "temperature": 0.2}
+MAKER = {"kind": "feature_dropout", "width": 2, "residual_blocks": 1, "temperature": 0.4}
+V3 = {"kind": "moco", "version": "v3", "momentum": 0.7}
+CASES: dict[str, Case] = {
+    "info_nce": Case({"kind": "info_nce"}, contrastive("captions", info_nce)),
+    "info_nce-learnable": Case(
+        {"kind": "info_nce", "temperature": LEARNABLE},
+        contrastive("captions", info_nce, "learnable"),
+    ),
+    "info_nce-masked": Case(
+        {"kind": "info_nce", "equal_captions": "masked"},
+        contrastive("captions", info_nce),
+    ),
+    "info_nce-positives": Case(
+        {"kind": "info_nce", "equal_captions": "positives"},
+        contrastive("captions", info_nce_of_equals),
+    ),
+    "info_nce-edited": Case({"kind": "info_nce", "hard_captions": {}}, lambda: edited("own", 1)),
+    "info_nce-edited_global": Case(
+        {"kind": "info_nce", "hard_captions": {"per_caption": 2, "scope": "global"}},
+        lambda: edited("global", 2),
+    ),
+    "nt_xent": Case({"kind": "nt_xent", "temperature": None}, contrastive("views", info_nce, 0.5)),
+    "ifm": Case({"kind": "ifm"}, contrastive("captions", modified(0.1, 0.5, 0.5))),
+    "ifm-views": Case(
+        {"kind": "ifm", "between": "views", "temperature": LEARNABLE, "epsilon": 0.7, "alpha": 0.5}
+        | {"average": "mean"},
+        contrastive("views", modified(0.7, 1 / 1.5, 0.5 / 1.5), "learnable"),
+    ),
+    "ifm-modified": Case(
+        {"kind": "ifm", "term": "modified"}, contrastive("captions", modified(0.1, 0.0, 1.0))
+    ),
+    "hcl": Case(
+        {"kind": "hcl", "beta": 2.0, "tau_plus": 0.6}, contrastive("captions", hard(2.0, 0.6))
+    ),
+    "ifm-masked": Case(
+        {"kind": "ifm", "equal_captions": "masked"},
+        contrastive("captions", modified(0.1, 0.5, 0.5)),
+    ),
+    "hcl-masked": Case(
+        {"kind": "hcl", "equal_captions": "masked"}, contrastive("captions", hard(1.0, 0.1))
+    ),
+    "hcl-views": Case(
+        {"kind": "hcl", "between": "views", "temperature": LEARNABLE},
+        contrastive("views", hard(1.0, 0.1), "learnable"),
+    ),
+    "hcl-unweighted": Case(
+        {"kind": "hcl", "between": "views", "temperature": 0.3, "beta": 0.0, "tau_plus": 0.1},
+        contrastive("views", hard(0.0, 0.1), 0.3),
+    ),
+    "supcon": Case(
+        {"kind": "supcon", "attribute": "shape", "temperature": LEARNABLE},
+        contrastive("views", supervised, "learnable"),
+    ),
+    "supcon-one_view": Case(
+        {"kind": "supcon", "num_views": 1, "temperature": 0.5},
+        contrastive("views", supervised, 0.5, num_views=1),
+    ),
+    "sigmoid": Case({"kind": "sigmoid"}, lambda: sigmoid),
+    "sigmoid-masked": Case({"kind": "sigmoid", "equal_captions": "masked"}, lambda: sigmoid),
+    "sigmoid-positives": Case({"kind": "sigmoid", "equal_captions": "positives"}, lambda: sigmoid),
+    "sigmoid-frozen_text": Case({"kind": "sigmoid"}, lambda: sigmoid, frozen_text=True),
+    "sigmoid-views": Case({"kind": "sigmoid", "between": "views"}, lambda: sigmoid),
+    "mlcd": Case({"kind": "mlcd", **HEAD}, lambda: class_centers),
+    "mlc": Case(
+        {"kind": "mlc", "negatives": "partial_fc", "margin": "cos", "lazy": True, **HEAD},
+        lambda: class_centers,
+    ),
+    "mlcd-excluding": Case(
+        {"kind": "mlcd", "negatives": "exclude_positives", **HEAD}, lambda: class_centers
+    ),
+    "single_label": Case(
+        {"kind": "single_label", **HEAD, "margin": "none", "sample_rate": 1.0},
+        lambda: class_centers,
+    ),
+    "moco": Case({"kind": "moco", "queue_size": 14, "momentum": 0.7}, lambda: QueuedKeys(14, 0.2)),
+    "moco-modified": Case(
+        {"kind": "moco", "queue_size": 14, "momentum": 0.7, "epsilon": 0.1},
+        lambda: QueuedKeys(14, 0.2, 0.1, 0.5),
+        cached=False,
+        resnet=True,
+    ),
+    "moco-v3": Case(V3, lambda: batch_keys(1.0)),
+    "moco-v3-predictor": Case(
+        V3 | {"predictor": [6, 8], "temperature": 0.4, "epsilon": 0.1, "term": "modified"},
+        lambda: batch_keys(0.4, 0.1, 0.0),
+        cached=False,
+        coupled=True,
+        autocast=True,
+    ),
+    "simlap": Case(
+        {"kind": "simlap", **SMALL, "penalty": "bernoulli", "penalty_weight": 0.3},
+        lambda: simlap("arbitrary", 0.2, penalty=0.3),
+        cached=False,
+        autocast=True,
+    ),
+    "simlap-momentum": Case(
+        {"kind": "simlap", **SMALL, "momentum": 0.9, "groups": True, "temperature": LEARNABLE},
+        lambda: simlap("arbitrary", "learnable"),
+        cached=False,
+        autocast=True,
+    ),
+    "simlap-code": Case(
+        {"kind": "simlap", **SMALL, "norm": "none", "score": "code", "pairs": "distinct"},
+        lambda: simlap("distinct", 0.2, code=True),
+        cached=False,
+        autocast=True,
+    ),
+    "simlap-open": Case(
+        {"kind": "simlap", "gates": "open", "pairs": "identical", "temperature": None},
+        lambda: simlap("identical", None),
+        autocast=True,
+    ),
+    "feature_dropout": Case(MAKER, contrastive("views", info_nce, 0.4), autocast=True),
+    "feature_dropout-resnet": Case(
+        MAKER | {"temperature": LEARNABLE},
+        contrastive("views", info_nce, "learnable"),
+        cached=False,
+        resnet=True,
+        autocast=True,
+    ),
+    "weighted_sum": Case(
+        {
+            "kind": "weighted_sum",
+            "terms": [
+                {"objective": V3 | {"temperature": 0.4}, "weight": 0.25},
+                {"objective": {"kind": "nt_xent"}, "weight": 0.75},
+            ],
+        },
+        weighted((0.25, lambda: batch_keys(0.4)), (0.75, contrastive("views", info_nce, 0.5))),
+    ),
+    "weighted_sum-toy": Case(
+        {
+            "kind": "weighted_sum",
+            "terms": [
+                {"objective": {"kind": "info_nce"}, "weight": 0.7},
+                {"objective": {"kind": "toy_alignment"}, "weight": 0.3},
+            ],
+        },
+        weighted((0.7, contrastive("captions", info_nce)), (0.3, lambda: toy_alignment)),
+    ),
+    "weighted_sum-equal_captions": Case(
+        {
+            "kind": "weighted_sum",
+            "terms": [
+                {"objective": {"kind": "info_nce", "equal_captions": "positives"}, "weight": 0.7},
+                {"objective": {"kind": "hcl", "equal_captions": "masked"}, "weight": 0.3},
+            ],
+        },
+        weighted(
+            (0.7, contrastive("captions", info_nce_of_equals)),
+            (0.3, contrastive("captions", hard(1.0, 0.1))),
+        ),
+    ),
+    "preserve": Case({"kind": "preserve"}, preserved("similarities")),
+    "preserve-images": Case(
+        {"kind": "preserve", "between": "images", "temperature": 0.3, "num_views": 2}
+        | {"end_factor": 0.25},
+        preserved("similarities", "image_features", temperature=0.3, views=2, end=0.25),
+    ),
+    "preserve-features": Case(
+        {"kind": "preserve", "what": "features", "end_factor": 3.0},
+        preserved("features", end=3.0),
+    ),
+    "preserve-exact": Case(
+        {
+            "kind": "weighted_sum",
+            "terms": [
+                {"objective": {"kind": "info_nce"}},
+                {"objective": {"kind": "preserve", "exact": True}, "weight": 0.5},
+                {"objective": {"kind": "preserve", "exact": True, "what": "features"}},
+            ],
+        },
+        weighted(
+            (1.0, contrastive("captions", info_nce)),
+            (0.5, preserved("similarities", prefix="copied")),
+            (1.0, preserved("features", prefix="copied")),
+        ),
+    ),
+    "weighted_sum-edited": Case(
+        {
+            "kind": "weighted_sum",
+            "terms": [
+                {"objective": {"kind": "info_nce", "hard_captions": {}}, "weight": 0.7},
+                {"objective": {"kind": "hcl"}, "weight": 0.3},
+            ],
+        },
+        weighted((0.7, lambda: edited("own", 1)), (0.3, contrastive("captions", hard(1.0, 0.1)))),
+    ),
+    "toy_two_views": Case(
+        {"kind": "toy_two_views"}, lambda: two_views_without_a_mask, autocast=True
+    ),
+    "toy_momentum": Case({"kind": "toy_momentum"}, lambda: toy_momentum, zero=False, autocast=True),
+    "toy_adversary": Case({"kind": "toy_adversary"}, contrastive("captions", info_nce)),
+    "toy_prototypes": Case(
+        {"kind": "toy_prototypes"}, lambda: toy_prototypes, cached=False, autocast=True
+    ),
+}
