@@ -330,6 +330,26 @@ def noise_of(seed: int, step: int, view: int, sample_id: int, count: int) -> lis
     return [(number >> 40) / 2**24 for number in bits]
 
 
+def view_of(
+    weights: Weights, pixels: Tensor, noise: Sequence[float], epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """The change of one image [C, H, W] under the budget, and the image with it, cut to [0, 1]."""
+    raw = viewmaker(weights, pixels, noise).tanh()
+    change = raw * epsilon / (raw.abs().sum() / raw.numel() + 1e-4)
+    return change, (pixels + change).clamp(0, 1)
+
+
+def nt_xent(first: Sequence[Tensor], second: Sequence[Tensor], temperature: float) -> Tensor:
+    """Mean over all views of the cross-entropy of the own pair among all other views."""
+    every, losses = [*first, *second], []
+    for place, row in enumerate(every):
+        scores = [row @ other / temperature for other in every]
+        own = scores[(place + len(first)) % len(every)]
+        total = sum(score.exp() for n, score in enumerate(scores) if n != place)
+        losses.append(torch.as_tensor(total).log() - own)
+    return torch.stack(losses).mean()
+
+
 # --- the loops of a step -------------------------------------------------------------------------
 
 

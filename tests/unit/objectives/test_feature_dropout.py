@@ -16,7 +16,7 @@ from mclclip.objectives.base import Facts, Objective, Setting, parse
 from mclclip.objectives.feature_dropout import Adversary, FeatureDropout, Options, Viewmaker
 from mclclip.ranks.process_group import SINGLE
 from mclclip.train.loop import Trainee
-from tests import viewmaker_loops as loops
+from tests import objective_loops as loops
 from tests.engines import build_engine
 from tests.matrix import in_soak
 
