@@ -14,6 +14,7 @@ from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -80,7 +81,7 @@ class Handler(BaseHTTPRequestHandler):
                 called()
         if server.answer is not None and server.answer(self) is not False:
             return None
-        path = server.folder / self.path.lstrip("/").partition("?")[0]
+        path = server.folder / unquote(self.path.lstrip("/").partition("?")[0])
         if not path.is_file():
             return self.send(404, b"")
         if with_data and server.silent:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from mclclip import config, index
 from mclclip.data import remote as remote_module
 from mclclip.data.batches import Loader
 from mclclip.data.options import DataConfig
@@ -26,9 +27,11 @@ from mclclip.data.remote import (
     check_protocol,
     open_whole,
 )
+from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
 from mclclip.data.shard_reader import ShardReader
 from mclclip.index import expand_shards
+from mclclip.ranks.process_group import SINGLE
 from tests.shard_server import Handler, ShardServer, s3_bucket, serving
 from tests.tars import write_tar
 from tests.unit.data.test_samples import make_index, to_tensor, tokenize
@@ -248,13 +251,20 @@ def test_no_message_about_a_bad_shard_holds_the_secret_of_its_url(
     caplog.set_level("DEBUG", "mclclip")
     folder = tmp_path / "served"
     make_shard(folder / "0.tar", "a", "b")
+
+    def indexed(name: str) -> SampleIndex:
+        sources = {"s": {"shards": url}}
+        data = {"sources": sources, "max_bad_fraction": 1.0, "remote": {"retries": 0}}
+        tree = {"run_dir": str(tmp_path / name), "data": data}
+        return index.run(config.from_tree(tree), SINGLE)
+
     with serving(folder) as server:
         url = server.url("0.tar?me=1&signature=s3cret")
-        found = run_index(tmp_path / "run", s=url)
-        served = TarDataset(found, DataConfig(remote=FAST), to_tensor)
+        found = indexed("run")
+        served = TarDataset(found, DataConfig(remote=RemoteOptions(retries=0)), to_tensor)
         BAD[fault](server)
-        fresh = told(lambda: run_index(tmp_path / "fresh", s=url, bad=1.0))
-        known = told(lambda: run_index(tmp_path / "run", s=url))
+        fresh = told(lambda: indexed("fresh"))
+        known = told(lambda: indexed("run"))
         reading = told(lambda: served.read_many([0, 1]))
     assert "0.tar?..." in fresh or "0.tar?..." in caplog.text or fault == "replaced"
     assert "s3cret" not in fresh + known + reading + caplog.text
@@ -330,13 +340,13 @@ def test_a_fork_of_a_process_that_has_read_urls_is_refused_and_does_not_hang(
 
 def datasets(tmp_path: Path, **options: Any) -> tuple[TarDataset, Any]:
     """The samples of one index, from a disk and with a function that gives them from a server."""
-    index = make_index(tmp_path)
-    local = TarDataset(index, DataConfig(), to_tensor, tokenizer=tokenize)
+    samples = make_index(tmp_path)
+    local = TarDataset(samples, DataConfig(), to_tensor, tokenizer=tokenize)
 
     def over(server: ShardServer) -> TarDataset:
         over_urls = DataConfig(remote=RemoteOptions(retries=4, timeout_s=60.0, **options))
-        served = TarDataset(index, over_urls, to_tensor, tokenizer=tokenize)
-        files = [stat(server, Path(shard.path).name) for shard in index.shards]
+        served = TarDataset(samples, over_urls, to_tensor, tokenizer=tokenize)
+        files = [stat(server, Path(shard.path).name) for shard in samples.shards]
         served.reader = ShardReader(files, over_urls)
         return served
 

@@ -431,20 +431,17 @@ def test_thumbnails_of_samples_carry_their_captions(made: Path) -> None:
     assert found.lost() == {"truncated": 1}
 
 
-def test_pictures_are_read_with_the_options_of_the_run_for_urls(tmp_path: Path) -> None:
+def test_pictures_are_read_behind_urls(tmp_path: Path) -> None:
     made_run.write_shards(tmp_path / "shards")
     with serving(tmp_path / "shards") as server:
         tree = config.to_tree(made_run.settings(tmp_path))
         urls = [server.url(path.name) for path in sorted(server.folder.iterdir())]
         tree["data"]["sources"]["made"]["shards"] = urls
-        tree["data"]["remote"]["cache"] = str(tmp_path / "cache")
         options = config.from_tree(tree)
         found = index.run(options, SINGLE)
         run_dir = tmp_path / "run"
         (run_dir / "config.yaml").write_text(config.dump(options))
         made_run.embed(Layout.of(options).embeddings(0), found, 0)
         cluster.run(options, SINGLE, stage=0)
-        assert not (tmp_path / "cache").exists()
         report.run(str(run_dir))
     assert "data:image/" in (run_dir / report.NAME).read_text()
-    assert (tmp_path / "cache").exists()
