@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from mclclip import checkpoint, cli, embed, figures, files, pipeline
+from mclclip import checkpoint, cli, embed, figures, pipeline
 from mclclip.config import Config, from_tree
 from mclclip.data.sample_index import SampleIndex
 from mclclip.eval import results
@@ -366,9 +366,9 @@ def with_a_broken_row(config: Config) -> Config:
 def of_another_index(artifact: str) -> Callable[[Config], Config]:
     def edited(config: Config) -> Config:
         path = Path(config.run_dir) / artifact / "manifest.json"
-        manifest = files.unsealed(json.loads(path.read_text()), path)
+        manifest = json.loads(path.read_text())
         manifest["inputs"]["index"] = "0" * 64
-        path.write_text(json.dumps(files.sealed(manifest)))
+        path.write_text(json.dumps(manifest))
         return config
 
     return edited
