@@ -45,7 +45,7 @@ def of_runs(arms: Sequence[str]) -> list[Row]:
     for arm in arms:
         name, _, place = arm.rpartition("=")
         folder, _, encoder = place.rpartition(":")
-        run = Run.open(folder, checks_index=False)
+        run = Run.open(folder)
         own = [row for row in run.result_rows if row.model == encoder]
         own = [row for row in own if row.protocol.get("level") != "detail"]
         if not own:

@@ -151,8 +151,12 @@ def _doctor(args: argparse.Namespace) -> object:
         print(shipped.constraints(), end="")
         return None
     if args.data is None:
-        if args.overrides:
-            raise ValueError(f"{args.overrides[0]} is for --data CONFIG: add that, or leave it out")
+        if (words := args.overrides) and (len(words) > 1 or "=" in words[0]):
+            raise ValueError(f"{words[-1]} is for --data CONFIG: add that, or leave it out")
+        if words:
+            from mclclip import run_check
+
+            return run_check.run(Path(words[0]))
         from mclclip import doctor
 
         return doctor.run(args.path)

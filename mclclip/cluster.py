@@ -269,8 +269,8 @@ def _read_cluster_labels(
     """The cluster labels int32 [N] of a stage (the nearest of several), and their manifest."""
     directory = layout.clusters(stage)
     manifest = index.manifest_of(directory, "clusters")
-    record = manifest.record("cluster_labels.npy")
-    labels = open_npy(directory / "cluster_labels.npy", "cluster", record)
+    manifest.check(directory)
+    labels = open_npy(directory / "cluster_labels.npy", "cluster")
     return np.array(labels[:, 0]), manifest
 
 

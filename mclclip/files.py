@@ -18,8 +18,7 @@ import re
 import shutil
 import socket
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -397,29 +396,19 @@ def digest_keys(keys: Iterable[str]) -> str:
 
 # --- what a file was when it was written -------------------------------------------------------
 
-BLOCK_BYTES = 2**20
-_DIGITS = 16  # of the digest of a block, in base 16: 64 bits, which find damage, not forgery
-_ALONE = 256  # fewer blocks than these are digested by one thread
-SEAL = "checksum"
-
 
 @dataclass(frozen=True)
 class Record:
-    """Size of a file, and the digests of its blocks of ``BLOCK_BYTES`` one after another."""
+    """Size of a file and the SHA-256 of its bytes when it was written. Whoever opens the file
+    compares its size (``check_size``); ``mclclip doctor RUN`` compares its bytes."""
 
     size_bytes: int
-    digests: str
-
-
-def _digest_block(block: bytes) -> str:
-    return hashlib.sha256(block).hexdigest()[:_DIGITS]
+    sha256: str
 
 
 def record_of(path: Path) -> Record:
     """The record of a file; call it right after writing, while the file is in the page cache."""
-    with open(path, "rb") as file:
-        digests = [_digest_block(block) for block in iter(lambda: file.read(BLOCK_BYTES), b"")]
-        return Record(file.tell(), "".join(digests))
+    return Record(os.path.getsize(path), digest_file(path))
 
 
 def records_of(directory: Path, *names: str) -> dict[str, Record]:
@@ -427,74 +416,14 @@ def records_of(directory: Path, *names: str) -> dict[str, Record]:
     return {name: record_of(Path(directory) / name) for name in names}
 
 
-def _digests(file: BinaryIO, numbers: Sequence[int]) -> Iterator[str]:
-    """The digests of these blocks of a file; of many blocks by several threads."""
-
-    def digest(number: int) -> str:
-        return _digest_block(os.pread(file.fileno(), BLOCK_BYTES, number * BLOCK_BYTES))
-
-    if len(numbers) < _ALONE:
-        yield from map(digest, numbers)
-        return
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for first in range(0, len(numbers), _ALONE):  # so that an error does not wait for all
-            yield from pool.map(digest, numbers[first : first + _ALONE])
-
-
-class Checked:
-    """A file that is compared with its record block by block, each block once, when it is read.
-
-    Without a record (None) nothing is compared. ``again`` says in errors how to make the file
-    again. Raises RuntimeError where the file has another size than its record.
-    """
-
-    def __init__(self, path: Path, record: Record | None, again: str) -> None:
-        self.path, self.record, self.again = Path(path), record, again
-        self._good: set[int] = set()
-        if record is not None and (size := os.path.getsize(path)) != record.size_bytes:
-            raise RuntimeError(
-                f"{path} is damaged (it has {size:,} bytes, {record.size_bytes:,} were written): "
-                f"{again}"
-            )
-
-    def check(self, start: int = 0, stop: int | None = None) -> None:
-        """Compares the blocks that hold the bytes [start, stop), by default all of the file.
-
-        Raises RuntimeError, one line, where one is not what was written.
-        """
-        if self.record is None:
-            return
-        stop = self.record.size_bytes if stop is None else min(stop, self.record.size_bytes)
-        wanted = range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES))
-        missing = [number for number in wanted if number not in self._good]
-        if not missing:
-            return
-        with open(self.path, "rb") as file:
-            for number, digest in zip(missing, _digests(file, missing), strict=True):
-                if digest != self.record.digests[number * _DIGITS : (number + 1) * _DIGITS]:
-                    raise RuntimeError(
-                        f"{self.path} is damaged (from byte {number * BLOCK_BYTES:,} on it is not "
-                        f"what was written): {self.again}"
-                    )
-                self._good.add(number)
-
-
-def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
-    """``value`` as JSON holds it, with a digest of itself, which ``unsealed`` compares."""
-    plain: dict[str, Any] = as_json(value)
-    return plain | {SEAL: digest_json(plain)}
-
-
-def unsealed(value: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Returns the value that ``sealed`` was given, without its seal; ``path`` is named in errors.
-
-    Raises ValueError where the value has no seal, or has changed since it was sealed.
-    """
-    plain = {name: item for name, item in value.items() if name != SEAL}
+def check_size(path: Path, size_bytes: int, again: str) -> None:
+    """Raises FileNotFoundError where a file is missing, and RuntimeError where it has another size
+    than it was written with; ``again`` says how to make it again."""
     try:
-        intact = value[SEAL] == digest_json(plain)
-    except (KeyError, RecursionError):
-        intact = False
-    if not intact:
-        raise ValueError(f"{path} is damaged: it has changed since it was written")
-    return plain
+        size = os.path.getsize(path)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no {path}: {again}") from None
+    if size != size_bytes:
+        raise RuntimeError(
+            f"{path} is damaged (it has {size:,} bytes, {size_bytes:,} were written): {again}"
+        )

@@ -73,9 +73,9 @@ begin:
                 $ mclclip config --explain train.lr
   recipes       list the recipes, or copy them out with the launch scripts
                 $ mclclip recipes --copy .
-  doctor        versions, devices, disk and file-system checks; with --data:
-                checks of captions and pictures
-                $ mclclip doctor --data ucm
+  doctor        versions, devices, disk and file-system checks; with RUN: whether
+                its files are what was written; with --data: captions and pictures
+                $ mclclip doctor runs/mine
   completion    a script by which bash or zsh completes verbs, flags and recipes
                 $ mclclip completion bash >> ~/.bash_completion
 
@@ -354,7 +354,9 @@ def _add_checks(verbs: Any) -> None:
     verb.add_argument("--data", metavar="CONFIG", help=data)
     versions = "print the versions that are known to work together, for pip install --constraint"
     verb.add_argument("--versions", action="store_true", help=versions)
-    _add_overrides(verb)
+    text = "a run, whose files are all read and compared with what was written; with --data: "
+    text += "options of the configuration"
+    verb.add_argument("overrides", nargs="*", default=[], metavar="RUN | KEY=VALUE", help=text)
     verb = _add(verbs, "config")
     _add_config_options(verb)
     explain = "print text, type, default and allowed values of the option KEY, or of all that "

@@ -9,7 +9,7 @@
     run.stage(1).metrics                               # pandas.DataFrame, a row per recorded step
     run.controls["ungrouped"].stage(1).encoder()
 
-Each part is read when it is asked for, and what is read is compared with its record. Of rows and
+Each part is read when it is asked for, after a comparison of its files' sizes. Of rows and
 records a bounded part can be asked for, since there may be many millions. What is missing is one
 line that names the verb which makes it. Nothing is written and no lock is taken, so a run can be
 opened while it trains. torch is imported only where images are read or an encoder is loaded.
@@ -82,13 +82,10 @@ class Run:
         directory: Path,
         config: Config | None = None,
         variant: str = "mcl",
-        *,
-        checks_index: bool = True,
     ) -> None:
         self.directory, self.config = Path(directory), config
         self.layout = Layout(self.directory, variant)
         self.seed = 0 if config is None else config.seed
-        self._checks_index = checks_index
         self._whole: Run | None = None  # the run that this one is a control of
 
     @classmethod
@@ -97,13 +94,11 @@ class Run:
         directory: str | os.PathLike[str],
         *,
         config: Config | None = None,
-        checks_index: bool = True,
     ) -> Self:
         """The run in a folder, with the configuration that it recorded, or the given one.
 
-        ``checks_index``: whether the tables of its index are compared with their records, which
-        reads them whole. Raises FileNotFoundError where there is no such folder or it holds none of
-        a run's files, and ValueError where the recorded configuration is wrong.
+        Raises FileNotFoundError where there is no such folder or it holds none of a run's files,
+        and ValueError where the recorded configuration is wrong.
         """
         from mclclip import config as configuration
 
@@ -117,7 +112,7 @@ class Run:
             )
         if config is None and recorded.is_file():
             config = configuration.load(str(recorded), [])
-        return cls(folder, config, checks_index=checks_index)
+        return cls(folder, config)
 
     @classmethod
     def of(cls, config: Config, variant: str = "mcl") -> Run:
@@ -140,13 +135,8 @@ class Run:
     @cached_property
     def index(self) -> SampleIndex:
         """The sample index. Raises FileNotFoundError where there is none, and RuntimeError where
-        its tables were checked and are not what was written."""
-        if self._whole is not None:
-            return self._whole.index
-        if self._checks_index:
-            return SampleIndex.open(self.layout.index)
-        manifest = artifacts.read_manifest(self.layout.index, "index")
-        return SampleIndex(self.layout.index, manifest.digest)
+        its tables have other sizes than were written."""
+        return SampleIndex.open(self.layout.index) if self._whole is None else self._whole.index
 
     def stage(self, number: int) -> Stage:
         """A stage, of which nothing needs to be there yet; 0 is the base."""
@@ -375,7 +365,7 @@ class Stage:
     def embeddings_of(self, ids: Ids) -> NDArray[np.float32]:
         """float32 [n, D]: the embeddings of samples; zeros for those that could not be used.
 
-        Only what holds them is read and compared with its record.
+        Only what holds them is read.
         """
         wanted, order = self._distinct(ids)
         return np.asarray(self.embeddings[wanted], np.float32)[order]
@@ -383,12 +373,11 @@ class Stage:
     def clusters_of(self, ids: Ids) -> NDArray[np.integer]:
         """[n, L]: the clusters of samples, nearest first; -1 for none.
 
-        Only what holds them is read and compared with its record.
+        Only what holds them is read.
         """
         wanted, order = self._distinct(ids)
-        name = "cluster_labels.npy"
-        record = self.manifest("clusters").record(name)
-        labels = RowStore([self.directory("clusters") / name], [record], "cluster")
+        self.manifest("clusters").check(self.directory("clusters"))
+        labels = RowStore([self.directory("clusters") / "cluster_labels.npy"], "cluster")
         clusters: NDArray[Any] = labels[wanted]
         return clusters[order]
 
@@ -433,8 +422,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class Clusters:
-    """Clusters of a stage's embeddings. Arrays are memory-mapped, after a comparison of the whole
-    file with its record, which raises RuntimeError where it is not what was written."""
+    """Clusters of a stage's embeddings. Arrays are memory-mapped, after a comparison of the file's
+    size, which raises RuntimeError where it is another than was written."""
 
     directory: Path
     manifest: Manifest
@@ -455,7 +444,8 @@ class Clusters:
         return self._array("centroids.npy")
 
     def _array(self, name: str) -> np.ndarray:
-        return open_npy(self.directory / name, "cluster", self.manifest.record(name))
+        self.manifest.check(self.directory, name)
+        return open_npy(self.directory / name, "cluster")
 
 
 def spread(count: int, wanted: int) -> Integers:

@@ -316,7 +316,7 @@ class Race:
         recorded = [
             one
             for run in runs
-            for one in story.trainings(Run.open(run, checks_index=False))
+            for one in story.trainings(Run.open(run))
             if one["stage"] > 0 and one["variant"] == variant
         ]
         totals = [

@@ -21,14 +21,14 @@ whose bytes are not those of the index, or are cut short, is not copied, and rea
 
 from __future__ import annotations
 
+import json
 import logging
-import os
 import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -39,18 +39,18 @@ from webdataset.writer import TarWriter
 
 from mclclip import files
 from mclclip.config import Config
-from mclclip.data.arrays import open_npy, save_npy, write_npy_parts
+from mclclip.data.arrays import write_npy_parts
 from mclclip.data.groups import GroupedIndex, LabelBlocks, StageGroups
 from mclclip.data.index_tables import check_shards
 from mclclip.data.labels import read_pseudo_labels
-from mclclip.data.locations import GROUPS, KIND, MEMBERS, SIZES, Locations, SampleRanges, shard_name
+from mclclip.data.locations import GROUPS, KIND, MEMBERS, Locations, SampleRanges, shard_name
 from mclclip.data.options import DataConfig
 from mclclip.data.remote import RemoteOptions
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_reader import ShardReader
 from mclclip.data.shard_scan import caption_fields
 from mclclip.data.shard_writer import image_extension
-from mclclip.data.tar_members import TarFault, read_members
+from mclclip.data.tar_members import read_members
 from mclclip.options import protocol_of
 from mclclip.ranks import collectives
 from mclclip.ranks.parent_death import map_in_pool
@@ -159,7 +159,7 @@ def _begin(
         index.directory, index.digest, groups.directory, directory,
         config.reshard.samples_per_shard, config.data.max_open_files, config.data.remote,
     )  # fmt: skip
-    GroupedIndex.open(groups.directory, "reshard")  # of a call that was killed, perhaps
+    GroupedIndex.open(groups.directory, "reshard")  # a call that was killed may have written it
     return artifact, of, -(-sizes.num_samples // of.samples_per_shard)
 
 
@@ -168,31 +168,32 @@ def _finish(
 ) -> None:
     """Joins the notes of all shards, and removes them once the artifact is finished."""
     directory = artifact.directory
-    grouped = GroupedIndex.open(of.grouped, compare=False)
+    grouped = GroupedIndex.open(of.grouped)
+    records: dict[str, files.Record] = {}
     with write_npy_parts(directory / MEMBERS, (grouped.num_samples, 4), np.int64) as append:
         for number in range(num_shards):
-            members = of.members(number)
-            if members is None:
+            if (note := of.read_note(number)) is None:
                 raise RuntimeError(f"{of.tar(number)} is gone: run 'mclclip reshard' again")
-            append(members)
-    sizes = [of.tar(number).stat().st_size for number in range(num_shards)]
-    files.write_json(directory / SIZES, sizes)
+            append(note.members)
+            records[shard_name(number)] = note.record
+    total_bytes = sum(record.size_bytes for record in records.values())
     not_copied = {sample_id: why for part in left for sample_id, why in part.items()}
     reasons = Counter(REASONS[why] for why in not_copied.values())
     counts = {
         "samples": grouped.num_samples - len(not_copied),
         "shards": num_shards,
-        "size_bytes": sum(sizes),
+        "size_bytes": total_bytes,
         "without_label": len(index) - grouped.num_samples,
         "not_copied": dict(reasons),
     }
-    artifact.finish(counts, records=files.records_of(directory, MEMBERS, SIZES))
+    records |= files.records_of(directory, MEMBERS) | StageGroups(directory / GROUPS).records()
+    artifact.finish(counts, records=records)
     for number in range(num_shards):
         of.note(number).unlink(missing_ok=True)
     log.info(
         "reshard: %d samples in %d groups are in %d shards (%.2f GiB) at %s; %d have no pseudo "
         "label and are not copied",
-        counts["samples"], grouped.num_groups, num_shards, sum(sizes) / 2**30, directory,
+        counts["samples"], grouped.num_groups, num_shards, total_bytes / 2**30, directory,
         counts["without_label"],
     )  # fmt: skip
     if not_copied:
@@ -205,6 +206,14 @@ def _finish(
 
 
 # --- one shard after the other, in any process ----------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Note:
+    """Where the samples of a shard are in it (``Resharded.members``), and its record."""
+
+    members: Integers
+    record: files.Record
 
 
 @dataclass(frozen=True)
@@ -228,14 +237,17 @@ class Copies:
 
     def note(self, number: int) -> Path:
         """Where the samples of a shard are in it; marks it as done."""
-        return self.tar(number).with_suffix(".npy")
+        return self.tar(number).with_suffix(".json")
 
-    def members(self, number: int) -> Integers | None:
-        """int64 [n, 4] of a shard that is done; None for another."""
+    def read_note(self, number: int) -> Note | None:
+        """The note of a shard that is done; None for another."""
         try:
-            return open_npy(self.note(number), "reshard") if self.tar(number).exists() else None
-        except (FileNotFoundError, RuntimeError):  # it was not written, or lost in a crash
-            return None
+            fields = files.read_json(self.note(number))
+            record = files.Record(**fields["record"])
+            files.check_size(self.tar(number), record.size_bytes, "it is made again")
+            return Note(np.array(fields["members"], np.int64).reshape(-1, 4), record)
+        except (OSError, RuntimeError, ValueError, TypeError, KeyError):
+            return None  # it was not written, or lost in a crash
 
 
 class _Source:
@@ -243,7 +255,7 @@ class _Source:
 
     def __init__(self, of: Copies) -> None:
         self.index = SampleIndex(of.index, of.index_digest)
-        self.sample_ids = GroupedIndex.open(of.grouped, compare=False).sample_ids
+        self.sample_ids = GroupedIndex.open(of.grouped).sample_ids
         self.locations = Locations(self.index)
         data = DataConfig(max_open_files=of.max_open_files, remote=of.remote)
         self.reader = ShardReader(self.locations.files, data)
@@ -299,27 +311,20 @@ def write_shard(of: Copies, number: int) -> Left:
     source = _opened(of)
     start = number * of.samples_per_shard
     ids = np.asarray(source.sample_ids[start : start + of.samples_per_shard])
-    members = of.members(number)
-    if members is None or not _is_whole(of.tar(number), members, source.index, ids):
+    note = of.read_note(number)
+    if note is None or len(note.members) != len(ids):
         members = _write(of.tar(number), source, ids)
-        save_npy(of.note(number), members)
-    left = np.flatnonzero(members[:, 0] < 0)
-    return {int(ids[row]): int(members[row, 0]) for row in left}
-
-
-def _is_whole(path: Path, members: Integers, index: SampleIndex, ids: Integers) -> bool:
-    """Whether a note is one on these samples, and the shard is as long as it says."""
-    if members.shape != (len(ids), 4):
-        return False
-    sizes = np.stack([index.image_size[ids], index.text_size[ids]], axis=1)
-    end = int((members[:, :2] + sizes)[members[:, 0] >= 0].max(initial=0))
-    return path.stat().st_size >= end
+        note = Note(members, files.record_of(of.tar(number)))
+        fields = {"record": asdict(note.record), "members": members.tolist()}
+        files.write_bytes(of.note(number), json.dumps(fields).encode())
+    left = np.flatnonzero(note.members[:, 0] < 0)
+    return {int(ids[row]): int(note.members[row, 0]) for row in left}
 
 
 def _write(path: Path, source: _Source, ids: Integers) -> Integers:
-    """Writes the samples to a tar; returns what its note holds, int64 [n, 4]."""
+    """Writes the samples to a tar; returns where they are in it, int64 [n, 4]."""
     members = np.zeros((len(ids), 4), dtype=np.int64)
-    written: dict[str, tuple[int, int, int]] = {}  # row, column and CRC-32 of each member
+    places: dict[str, tuple[int, int]] = {}  # row and column of each member
     options: dict[str, Any] = {"user": "mclclip", "group": "mclclip", "mtime": 0, "encoder": False}
     with files.whole_file(path) as file:
         # Names of any length, which the default (ustar) does not take.
@@ -331,31 +336,14 @@ def _write(path: Path, source: _Source, ids: Integers) -> Integers:
                     continue
                 # An image that no reader will decode is named as a JPEG.
                 kind = image_extension(data[0]) or "jpg"
-                own = {kind: data[0], extension: data[1]} if data[1] else {kind: data[0]}
-                writer.write({"__key__": name, **own})
-                for column, (suffix, content) in enumerate(own.items()):
-                    written[f"{name}.{suffix}"] = row, column, zlib.crc32(content)
+                contents = {kind: data[0], extension: data[1]} if data[1] else {kind: data[0]}
+                writer.write({"__key__": name, **contents})
+                for column, (suffix, content) in enumerate(contents.items()):
+                    places[f"{name}.{suffix}"] = row, column
+                    members[row, 2 + column] = zlib.crc32(content)
         file.flush()
-        _read_back(Path(file.name), path, written, members)
+        if places:
+            with open(file.name, "rb") as written:
+                for member in read_members(written):
+                    members[places[member.name]] = member.offset
     return members
-
-
-def _read_back(
-    temporary: Path, path: Path, written: dict[str, tuple[int, int, int]], members: Integers
-) -> None:
-    """Compares the members of a tar with what was written, and notes where they begin.
-
-    Raises RuntimeError where they differ.
-    """
-    with open(temporary, "rb") as file:
-        try:
-            for member in read_members(file) if written else ():
-                row, column, crc32 = written.pop(member.name, (0, 0, None))
-                data = os.pread(file.fileno(), member.size, member.offset)
-                if zlib.crc32(data) != crc32:
-                    raise TarFault("damaged_shard", f"{member.name} is not what was written")
-                members[row, [column, 2 + column]] = member.offset, crc32
-        except TarFault as fault:
-            raise RuntimeError(f"{path} does not hold what was written: {fault}") from fault
-    if written:
-        raise RuntimeError(f"{path} lacks {len(written)} members, such as {next(iter(written))!r}")

@@ -9,8 +9,9 @@ One directory per saved step, independent of engine and number of ranks::
 
 The state is a flat mapping from names to tensors. All ranks write a step under a temporary name and
 the first renames it, so a directory with the final name is complete. ``state.json`` lists every
-file with size and checksum, so that later damage is found too. DCP reads its metadata with pickle,
-so only checkpoints of a trusted run may be loaded.
+file with its size, which is compared before a step is loaded, and its SHA-256, which ``mclclip
+doctor RUN`` compares. DCP reads its metadata with pickle, so only checkpoints of a trusted run may
+be loaded.
 """
 
 from __future__ import annotations
@@ -38,8 +39,6 @@ from mclclip.checkpoint.mirror import POLL_S, Mirror
 from mclclip.checkpoint.step_files import (
     METADATA,
     Damaged,
-    Entries,
-    Entry,
     Identity,
     State,
     keep_finished,
@@ -248,10 +247,10 @@ class Checkpoints:
         try:
             alone = collectives.world_size() == 1
             step_files.write(part, storage_writer=writer, process_group=self._side, no_dist=alone)
-            # Checksums are made at once, while the files are still in the page cache.
+            # They are read at once, while they are still in the page cache.
             own = sorted(temporary.glob(f"__{rank}_*"))
             own = own if rank else [temporary / METADATA, *own]
-            entries = {p.name: Entry(p.stat().st_size, step_files.checksum(p)) for p in own}
+            entries = files.records_of(temporary, *(path.name for path in own))
         except (Exception, CheckpointException) as error:
             failure = step_files.cause(error)
         reports = collectives.gather_objects((failure, entries), self._side)
@@ -337,25 +336,16 @@ class Checkpoints:
 
     def _defect(self, step: int) -> str | None:
         """The damage of a step in words, the same on all ranks; None where it is intact."""
-        path = path_of(self.directory, step)
 
-        def listed() -> tuple[Entries, str | None]:
+        def defect() -> str | None:
             try:
-                return step_files.read_entries(path, step), None
+                step_files.read_entries(path_of(self.directory, step), step)
             except Damaged as error:
-                return {}, str(error)
+                return str(error)
+            return None
 
         # One rank looks at all sizes: many would ask the storage for each of many files.
-        entries, defect = collectives.on_main(listed)
-        if defect is None:
-            # Files are dealt to the ranks in the order of their sizes, the biggest first.
-            names = sorted(entries, key=lambda name: (-entries[name].size_bytes, name))
-            own = names[collectives.rank() :: collectives.world_size()]
-            try:
-                step_files.check_contents(path, {name: entries[name] for name in own})
-            except Damaged as error:
-                defect = str(error)
-        return next(filter(None, collectives.gather_objects(defect)), None)
+        return collectives.on_main(defect)
 
 
 def _first_failure(failures: list[str | None]) -> str | None:

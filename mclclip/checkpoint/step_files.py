@@ -9,9 +9,8 @@ import os
 import re
 import shutil
 import warnings
-import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +32,8 @@ log = logging.getLogger("mclclip")
 
 STATE = "state.json"
 METADATA = ".metadata"
-SCHEMA_VERSION = 3
-_BLOCK_BYTES = 4 * 2**20
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One file of a step, as listed in its state.json."""
-
-    size_bytes: int
-    crc32: int
-
-
-Entries = dict[str, Entry]
+Entries = dict[str, files.Record]
+"""The files of a step, as listed in its state.json."""
 Identity = Mapping[str, Any]
 """Of which training a step is: its stage, its variant, and the digest of all else that its weights
 depend on."""
@@ -81,37 +69,20 @@ def temporary_of(directory: Path, step: int) -> Path:
 # --- whole or damaged --------------------------------------------------------------------------
 
 
-def checksum(path: Path) -> int:
-    """CRC-32 of a file: finds bit rot and incomplete writes, not forgery."""
-    crc, block = 0, memoryview(bytearray(_BLOCK_BYTES))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(block):
-            crc = zlib.crc32(block[:count], crc)
-    return crc
-
-
 def read_entries(path: Path, step: int) -> Entries:
     """The files listed in the state.json of ``step``, checked for presence and size.
 
-    Raises Damaged where they do not match, and RuntimeError where a newer mclclip wrote the step.
+    Raises Damaged where they do not match.
     """
     try:
         state = files.read_json(path / STATE)
-        if not isinstance(state, dict) or state["step"] != step:
+        if state["step"] != step or not isinstance(state["identity"], dict):
             raise Damaged(f"its {STATE} is not of step {step}")
-        schema = int(state["schema_version"])
-        if schema <= SCHEMA_VERSION:
-            files.unsealed(state, path / STATE)
-        entries = {name: Entry(**entry) for name, entry in state.get("files", {}).items()}
+        entries = {name: files.Record(**entry) for name, entry in state["files"].items()}
     except FileNotFoundError as error:
         raise Damaged(f"it has no {STATE}") from error
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise Damaged(f"its {STATE} cannot be read") from error
-    if schema > SCHEMA_VERSION:
-        raise RuntimeError(
-            f"the checkpoint {path} has schema {schema}, this mclclip {__version__} reads up to "
-            f"{SCHEMA_VERSION}: update mclclip"
-        )
     if METADATA not in entries:
         raise Damaged(f"its {STATE} lists no {METADATA}")
     check_sizes(path, entries)
@@ -120,7 +91,7 @@ def read_entries(path: Path, step: int) -> Entries:
 
 def check_identity(path: Path, identity: Identity) -> None:
     """Raises RuntimeError where the intact step at ``path`` is of another training."""
-    saved = files.read_json(path / STATE).get("identity", {})
+    saved = files.read_json(path / STATE)["identity"]
     fields = [name for name in identity if saved.get(name) != identity[name]]
     if not fields:
         return
@@ -142,17 +113,6 @@ def check_sizes(path: Path, entries: Entries) -> None:
             raise Damaged(f"{name} is missing") from error
         if size != entry.size_bytes:
             raise Damaged(f"{name} has {size} bytes, not {entry.size_bytes}")
-
-
-def check_contents(path: Path, entries: Entries) -> None:
-    """Raises Damaged where the content of a listed file is not what was written."""
-    for name, entry in entries.items():
-        try:
-            crc32 = checksum(path / name)
-        except OSError as error:
-            raise Damaged(f"{name} cannot be read ({error.strerror})") from error
-        if crc32 != entry.crc32:
-            raise Damaged(f"the checksum of {name} is wrong")
 
 
 # --- published, kept, removed ------------------------------------------------------------------
@@ -177,12 +137,11 @@ def publish(
     state: dict[str, Any] = {
         "step": step,
         "world_size": world_size,
-        "schema_version": SCHEMA_VERSION,
         "package_version": __version__,
         "files": {name: asdict(entries[name]) for name in sorted(entries)},
         "identity": dict(identity),
     }
-    files.write_json(temporary / STATE, files.sealed(state))
+    files.write_json(temporary / STATE, state)
     files.fsync_directory(temporary)
     if final.exists():  # the same step of an earlier start
         _remove(final, f".{final.name}.replaced.tmp")
@@ -335,7 +294,7 @@ def load_model_state(directory: Path, step: int, part: str = "model") -> dict[st
     """
     path = path_of(directory, step)
     try:
-        check_contents(path, read_entries(path, step))
+        read_entries(path, step)
     except Damaged as error:
         raise unreadable(path, error) from error
     stored = read_metadata(path).state_dict_metadata
@@ -363,9 +322,7 @@ def keep_finished(train_directory: Path, keep_every: int | None) -> None:
         old = superfluous(steps(directory), counts["steps"], 1, keep_every)
         if doomed := [step for step in old if step not in needed]:
             for step in needed:
-                check_contents(
-                    path_of(directory, step), read_entries(path_of(directory, step), step)
-                )
+                read_entries(path_of(directory, step), step)
             remove(directory, doomed)
     except (OSError, Damaged) as error:
         log.warning("old checkpoints in %s stay (%s)", directory, cause(error))

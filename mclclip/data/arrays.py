@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mclclip.files import Checked, Record, message_of, whole_file
+from mclclip.files import message_of, whole_file
 
 Floats = npt.NDArray[np.floating[Any]]
 BlockLayout = tuple[tuple[int, ...], np.dtype[Any]]
@@ -29,15 +29,14 @@ _UNREADABLE = (
 )  # fmt: skip
 
 
-def open_npy(path: Path, verb: str, record: Record | None = None) -> np.memmap[Any, np.dtype[Any]]:
-    """An array that ``verb`` wrote, memory-mapped; the whole file is compared with ``record``.
+def open_npy(path: Path, verb: str) -> np.memmap[Any, np.dtype[Any]]:
+    """An array that ``verb`` wrote, memory-mapped.
 
     Raises FileNotFoundError where there is none, RuntimeError where it is damaged, and the system's
     own OSError, which names the file, where it cannot be opened.
     """
     again = f"run 'mclclip {verb} --force' to make it again"
     try:
-        Checked(path, record, again).check()
         array: np.memmap[Any, np.dtype[Any]] = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"no {path}: {again}") from error

@@ -16,7 +16,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from io import BufferedRandom
 from pathlib import Path
@@ -27,15 +27,7 @@ import numpy.typing as npt
 
 from mclclip.data.arrays import open_npy, save_npy, write_npy_parts
 from mclclip.data.labels import SampleWeights, check_labels, drawn_rows, label_space
-from mclclip.files import (
-    Record,
-    naming,
-    read_json,
-    records_of,
-    sealed,
-    unsealed,
-    write_json,
-)
+from mclclip.files import Record, naming, read_json, records_of, write_json
 
 Integers = npt.NDArray[np.int64]
 ROWS_PER_BLOCK = 2**19  # larger blocks do not fit the processor's cache, and sort slower
@@ -284,23 +276,17 @@ class GroupedIndex(GroupSizes):
         return result
 
     @classmethod
-    def open(cls, directory: str | Path, verb: str = "train", compare: bool = True) -> GroupedIndex:
+    def open(cls, directory: str | Path, verb: str = "train") -> GroupedIndex:
         """Memory-mapped, read only; ``verb`` wrote it. FileNotFoundError where there is no finished
-        index, RuntimeError where its files do not fit each other or are not what was written.
-
-        All of it is read once, to be compared with its record, unless ``compare`` is false: a
-        process that the index is handed to maps the files without it.
-        """
+        index, RuntimeError where its files do not fit each other."""
         directory = Path(directory)
         if not (directory / _HEADER).exists():
             raise FileNotFoundError(
                 f"{directory / _HEADER} not found: no finished grouped index in that directory"
             )
-        header = _read_sealed(directory / _HEADER, "radices", verb)
-        records = header["records"] if compare else {}
-        known = {name: Record(**entry) for name, entry in records.items()}
+        header = _read(directory / _HEADER, ("radices", "num_samples", "num_groups"), verb)
         names = [f"{n}.npy" for n in _ARRAYS + (_WEIGHTED if header.get("weighted") else ())]
-        arrays = [open_npy(directory / name, verb, known.get(name)) for name in names]
+        arrays = [open_npy(directory / name, verb) for name in names]
         num_samples, num_groups = header["num_samples"], header["num_groups"]
         wanted = [num_samples, num_groups + 1, num_groups, num_groups, num_samples][: len(names)]
         if (got := [len(array) for array in arrays]) != wanted:
@@ -315,17 +301,17 @@ class GroupedIndex(GroupSizes):
 
     def __reduce__(self) -> tuple[Callable[..., GroupedIndex], tuple[Any, ...]]:
         # Loader workers map the files instead of copying them.
-        return partial(GroupedIndex.open, compare=False), (self.directory,)
+        return GroupedIndex.open, (self.directory,)
 
 
-def _read_sealed(path: Path, wanted: str, verb: str = "train") -> dict[str, Any]:
-    """The fields of a sealed file, which has the field ``wanted``."""
+def _read(path: Path, names: tuple[str, ...], verb: str = "train") -> dict[str, Any]:
+    """The fields of a JSON file that ``verb`` wrote, which has these."""
     try:
-        fields = unsealed(read_json(path), path)
-        if wanted not in fields:
-            raise ValueError(f"it has no {wanted}")
+        fields: dict[str, Any] = read_json(path)
+        if missing := [name for name in names if name not in fields]:
+            raise ValueError(f"it has no {missing[0]}")
         return fields
-    except (ValueError, AttributeError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         raise RuntimeError(
             f"{path} is damaged ({error}): run 'mclclip {verb} --force' to make it again"
         ) from error
@@ -346,6 +332,11 @@ class StageGroups:
         """True where the grouped index is whole on disk."""
         return all((self.directory / name).exists() for name in (_HEADER, _KNOWN_BAD))
 
+    def records(self) -> dict[str, Record]:
+        """The records of its files, by their names below the folder that it lies in."""
+        names = sorted(path.name for path in self.directory.iterdir() if path.is_file())
+        return records_of(self.directory.parent, *(f"{self.directory.name}/{n}" for n in names))
+
     def damage(self) -> str | None:
         """Why the grouped index cannot be read; None where it can, or is not written yet."""
         try:
@@ -363,22 +354,20 @@ class StageGroups:
         with naming(self.directory):
             (self.directory / _HEADER).unlink(missing_ok=True)
             header = self._write_arrays(labels, sizes)
-            known_bad = sealed({"known_bad": [int(i) for i in bad_ids]})
-            write_json(self.directory / _KNOWN_BAD, known_bad)
-            write_json(self.directory / _HEADER, sealed(header))
+            write_json(self.directory / _KNOWN_BAD, {"known_bad": [int(i) for i in bad_ids]})
+            write_json(self.directory / _HEADER, header)
 
     def _write_arrays(self, labels: LabelBlocks, sizes: GroupSizes) -> dict[str, Any]:
         """Writes the .npy files, ids and their weights as they come; returns the header."""
         directory, weights = self.directory, labels.weights
         small = {"group_starts": sizes.group_starts, "group_labels": sizes.group_labels}
         small |= {} if sizes.draws is None else {"draws": sizes.draws}
-        names, total = ["sample_ids", *small], 0
+        total = 0
         with tempfile.TemporaryFile(dir=directory) as runs, ExitStack() as stack:
             opened = partial(write_npy_parts, shape=(sizes.num_samples,), dtype=np.int64)
             append = stack.enter_context(opened(directory / "sample_ids.npy"))
             if weights is not None:
                 append_sums = stack.enter_context(opened(directory / "weight_sums.npy"))
-                names.append("weight_sums")
             for ids in labels.sorted_ids(sizes, runs):
                 append(ids)
                 if weights is not None and len(ids):
@@ -387,16 +376,14 @@ class StageGroups:
                     total = int(sums[-1])
         for name, array in small.items():
             save_npy(directory / f"{name}.npy", array)
-        records = records_of(directory, *(f"{name}.npy" for name in names))
         return {
             "radices": list(sizes.radices),
             "num_samples": sizes.num_samples,
             "num_groups": sizes.num_groups,
             **({} if weights is None else {"weighted": True}),
-            "records": {name: asdict(record) for name, record in records.items()},
         }
 
     def read(self) -> tuple[GroupedIndex, np.ndarray]:
         """The grouped index (memory-mapped) and the ids that were left out of it."""
-        known_bad = _read_sealed(self.directory / _KNOWN_BAD, "known_bad")["known_bad"]
+        known_bad = _read(self.directory / _KNOWN_BAD, ("known_bad",))["known_bad"]
         return GroupedIndex.open(self.directory), np.asarray(known_bad, dtype=np.int64)

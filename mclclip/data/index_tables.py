@@ -42,8 +42,6 @@ from mclclip.files import (
     digest_keys,
     own,
     read_json,
-    sealed,
-    unsealed,
     whole_file,
     write_json,
 )
@@ -66,7 +64,7 @@ _WHOLE_NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,17})")  # what int() reads quickl
 class Shard:
     """One tar shard: its samples are rows [start, stop) of the index.
 
-    ``path`` may be a url. ``digest`` is that of its scan; it is empty in indexes of older versions.
+    ``path`` may be a url. ``digest`` is that of its scan; it is empty until then.
     ``tag`` is a url's ETag, or what its store tells instead; paths have none. ``subset`` is the
     digest of the uids that its samples were chosen by, ``where`` are the conditions on them.
     ``name`` stands in the keys of its samples, ``source/name/key``, where keys start again in every
@@ -288,13 +286,13 @@ def note_times(directory: Path, times: dict[str, int]) -> None:
     """Adds to the times of shards that are known to be those of the index in ``directory``."""
     known = _read_times(directory) | times
     kept = {_to_keep(path, directory): time for path, time in known.items()}
-    write_json(Path(directory) / TIMES, sealed({"times": kept}))
+    write_json(Path(directory) / TIMES, {"times": kept})
 
 
 def _read_times(directory: Path) -> dict[str, int]:
     path = Path(directory) / TIMES
     try:
-        kept: dict[str, int] = unsealed(read_json(path), path)["times"]
+        kept: dict[str, int] = read_json(path)["times"]
         times = {_to_read(name, Path(directory)): time for name, time in kept.items()}
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
         return {}  # then every shard is scanned
@@ -306,7 +304,7 @@ def check_shards(directory: Path, shards: Sequence[Shard], options: DataConfig) 
 
     Raises FileNotFoundError where one is missing and ValueError where one has another size, tag, or
     other members, captions or attributes; the message names it; OSError where a store does not
-    answer. Shards of an index that was made before digests were kept are compared by size alone.
+    answer.
     """
     now = Remote(options.remote).stat([shard.path for shard in shards])
     for shard, stat in zip(shards, now, strict=True):
@@ -324,7 +322,7 @@ def check_shards(directory: Path, shards: Sequence[Shard], options: DataConfig) 
                 "it, or index it anew with 'mclclip index --force'"
             )
     times, noted = times_of(shards), _read_times(directory)
-    changed = [s for s in shards if s.digest and noted.get(s.path) != times.get(s.path)]
+    changed = [s for s in shards if noted.get(s.path) != times.get(s.path)]
     if not changed:
         return
     log.info("read again, for another time: %s", count_of(len(changed), "shard"))

@@ -183,11 +183,11 @@ def read_pseudo_labels(
 ) -> tuple[np.ndarray, tuple[int, ...], str]:
     """Pseudo labels int64 [N] in index order, their radices, and their digest.
 
-    Raises RuntimeError where they were made from another index, or are not what was written.
+    Raises RuntimeError where they were made from another index, or their file has another size.
     """
     manifest = artifacts.read_manifest(directory, "pseudo_labels")
-    record = manifest.record("pseudo_labels.npy")
-    labels = open_npy(directory / "pseudo_labels.npy", "cluster", record).reshape(-1)
+    manifest.check(directory)
+    labels = open_npy(directory / "pseudo_labels.npy", "cluster").reshape(-1)
     if len(labels) != len(index) or manifest.inputs["index"] != index.digest:
         raise RuntimeError(
             f"{directory} has {len(labels):,} rows, the index has {len(index):,} (or other "
@@ -208,9 +208,9 @@ class ClassLabels:
     """The first ``labels_per_sample`` clusters of each sample, nearest first, from ``clusters/``.
 
     With ``threshold`` only those of at least this similarity, and the nearest in any case. Arrays
-    are memory-mapped, and compared with their records first, but not again in loader workers.
-    Raises RuntimeError where the clusters are those of another index, their files do not fit each
-    other or are not what was written, ValueError where fewer clusters per sample are stored.
+    are memory-mapped. Raises RuntimeError where the clusters are those of another index, or their
+    files have other sizes than they were written with or do not fit each other, and ValueError
+    where fewer clusters per sample are stored.
     """
 
     def __init__(
@@ -224,8 +224,7 @@ class ClassLabels:
         self.directory, self.digest = Path(directory), manifest.digest
         self.labels_per_sample, self.threshold = labels_per_sample, threshold
         self.num_classes = int(manifest.config["num_clusters"])
-        manifest.check(self.directory, "cluster_labels.npy", "similarities.npy")
-        self._centroids = manifest.record("centroids.npy")
+        manifest.check(self.directory)
         if manifest.inputs["index"] != index.digest:
             raise RuntimeError(
                 f"clusters at {directory} are those of another index: run 'mclclip cluster "
@@ -244,8 +243,8 @@ class ClassLabels:
             )
 
     def centroids(self) -> npt.NDArray[np.float32]:
-        """[K, D], memory-mapped. Raises RuntimeError where they are not what was written."""
-        return open_npy(self.directory / "centroids.npy", "cluster", self._centroids)
+        """[K, D], memory-mapped."""
+        return open_npy(self.directory / "centroids.npy", "cluster")
 
     def __getitem__(self, sample_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """int64 [n, l]: the classes of these samples; -1 where there is none."""

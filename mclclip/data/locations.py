@@ -7,11 +7,11 @@ of bytes differ.
 ``embed --trunk-cache`` writes the output of the frozen image blocks for every sample; with it these
 rows are read, not the images. They are the same in every epoch and stage::
 
-    ARTIFACT/  checksums.npy    int64 [N]: the CRC-32 of each row; -1 where a sample has none
-    FOLDER/    00007.npy ...    rows [n, ...] with their checksums and notes (`data.row_store`)
+    ARTIFACT/  without_rows.npy  int64 [n]: sorted ids of the samples that have no row
+    FOLDER/    00007.npy ...     rows [n, ...] with their notes (`data.row_store`)
 
-A sample's row is read alone, as a range of bytes of its file, and compared with its checksum. Text
-embeddings (`TextFeatures`) stand for captions in a similar way.
+A sample's row is read alone, as a range of bytes of its file. Text embeddings (`TextFeatures`)
+stand for captions in a similar way.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from mclclip.data.remote import Remote, RemoteOptions, StoredFile
 from mclclip.data.row_store import rows_path
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_reader import Range
-from mclclip.files import Checked, clean, read_json
+from mclclip.files import check_size, clean
 from mclclip.ranks import collectives
 from mclclip.run.artifacts import Artifact, Layout, Manifest, is_finished, read_manifest
 
 Integers = npt.NDArray[np.int64]
 KIND = "resharded"
 _OPEN_FILES = 64  # of text embeddings, in one process
-GROUPS, MEMBERS, SIZES = "grouped_index", "members.npy", "shard_sizes.json"
+GROUPS, MEMBERS = "grouped_index", "members.npy"
 
 
 def shard_name(number: int) -> str:
@@ -54,8 +54,7 @@ def shard_name(number: int) -> str:
 @dataclass(frozen=True, eq=False)
 class Resharded:
     """Copies of samples in shards in the order of a stage's groups. It pickles without its arrays,
-    which each process maps without comparing them again.
-    """
+    which each process maps."""
 
     directory: Path
     labels_directory: Path
@@ -85,11 +84,12 @@ class Resharded:
                 f"{directory} holds copies by other pseudo labels, or of other samples, than those "
                 "of now: run 'mclclip reshard --force'"
             )
-        manifest.check(directory)
+        manifest.check(directory, MEMBERS)
         GroupedIndex.open(directory / GROUPS, "reshard")
         base = str(directory) if url is None else url.rstrip("/")
-        sizes: list[int] = read_json(directory / SIZES)
-        paths = [f"{base}/{shard_name(number)}" for number in range(len(sizes))]
+        names = [shard_name(number) for number in range(int(manifest.counts["shards"]))]
+        sizes = [manifest.records[name].size_bytes for name in names]
+        paths = [f"{base}/{name}" for name in names]
         files: list[StoredFile] = []
         for path, stored, size in zip(paths, Remote(remote).stat(paths), sizes, strict=True):
             if stored is None or stored.size != size:
@@ -105,7 +105,7 @@ class Resharded:
     @cached_property
     def grouped(self) -> GroupedIndex:
         """The samples by group; that at position p is in shard p // samples_per_shard."""
-        return GroupedIndex.open(self.directory / GROUPS, "reshard", compare=False)
+        return GroupedIndex.open(self.directory / GROUPS, "reshard")
 
     @cached_property
     def labels(self) -> Integers:
@@ -136,7 +136,7 @@ class Resharded:
 
 # --- the output of the frozen blocks -----------------------------------------------------------
 
-TRUNK_CACHE, CHECKSUMS = "trunk_cache", "checksums.npy"
+TRUNK_CACHE, WITHOUT = "trunk_cache", "without_rows.npy"
 VERB = "embed --stage 0 --trunk-cache"
 _AGAIN = f"run 'mclclip {VERB} --force' to make it again"
 
@@ -153,9 +153,10 @@ class StartsLater(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class TrunkRows:
-    """The rows of a finished cache. It pickles without its checksums, which each process maps.
+    """The rows of a finished cache. It pickles without the ids of samples that have no row, which
+    each process maps.
 
-    artifact    its directory, which holds the checksums
+    artifact    its directory, which holds these ids
     folder      where the files of rows lie
     shape       of a row: what one image is when it enters block ``num_blocks``
     dtype       float16 or float32
@@ -175,11 +176,11 @@ class TrunkRows:
         comparison of each file's size.
 
         Raises FileNotFoundError where there are none or a file is missing, and RuntimeError where
-        they are of other samples, a file has another size, or the checksums are damaged.
+        they are of other samples, or a file has another size.
         """
         artifact = layout.trunk_cache
         manifest = index.manifest_of(artifact, TRUNK_CACHE)
-        manifest.check(artifact, CHECKSUMS)
+        manifest.check(artifact, WITHOUT)
         identity = Artifact(artifact, TRUNK_CACHE, manifest.config, manifest.inputs).identity
         rows = cls(
             artifact,
@@ -196,33 +197,26 @@ class TrunkRows:
             path, num_rows = rows_path(rows.folder, number), shard.stop - shard.start
             header = _header_bytes((num_rows, *rows.shape), rows.dtype)
             wanted = header + num_rows * rows.bytes_per_row
-            try:
-                size = os.path.getsize(path)
-            except FileNotFoundError:
-                raise FileNotFoundError(f"there is no {path}: {remedy}") from None
-            if size != wanted:
-                raise RuntimeError(
-                    f"{path} is damaged (it has {size:,} bytes, {wanted:,} were written): {_AGAIN}"
-                )
+            check_size(path, wanted, remedy)
         return rows
 
     @classmethod
     def open_together(cls, layout: Layout, folder: str | None, index: SampleIndex) -> TrunkRows:
         """``open`` on one rank for all, which all of them call; they raise its errors.
 
-        Raises FileNotFoundError where a rank's machine does not have the checksums.
+        Raises FileNotFoundError where a rank's machine does not have the artifact.
         """
         rows = collectives.on_main(lambda: cls.open(layout, folder, index))
-        collectives.together(lambda: rows.checksums)
+        collectives.together(lambda: rows.without)
         return rows
 
     @cached_property
-    def checksums(self) -> Integers:
-        """int64 [N], memory-mapped: the CRC-32 of each row; -1 where a sample has none."""
-        return open_npy(self.artifact / CHECKSUMS, VERB)
+    def without(self) -> Integers:
+        """int64 [n], memory-mapped: sorted ids of the samples that have no row."""
+        return open_npy(self.artifact / WITHOUT, VERB)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "checksums"}
+        return {name: value for name, value in self.__dict__.items() if name != "without"}
 
     def start(self, model: StartsLater) -> None:
         """Has ``model`` start from these rows; RuntimeError where another trunk made them."""
@@ -248,10 +242,9 @@ class TrunkRows:
         kind = torch.float16 if self.dtype == "float16" else torch.float32
         return torch.frombuffer(bytearray(stored), dtype=kind).reshape(self.shape)
 
-    def damaged(self, key: str, shard: int) -> RuntimeError:
-        """The error of a row that is not what was written."""
-        path = rows_path(self.folder, shard)
-        return RuntimeError(f"{path} is damaged at the row of sample {key}: {_AGAIN}")
+    def cut_short(self, shard: int) -> RuntimeError:
+        """The error of a file that ends before a row does."""
+        return RuntimeError(f"{rows_path(self.folder, shard)} has been cut short: {_AGAIN}")
 
 
 def recorded_folder(artifact: Path, folder: Path) -> str | None:
@@ -280,22 +273,19 @@ class TextFeatures:
     [captions in the shard, D] float16 or float32, rows in index order, all captions of a sample
     after each other (row = ``caption_start[sample_id] + caption_number``, counted from the shard's
     first caption). Arrays are memory-mapped when first needed, at most ``_OPEN_FILES`` at once.
-    The blocks of a file that hold a row are compared with the artifact's records before the row is
-    given out, each once in a process.
     """
 
     def __init__(self, directory: str | os.PathLike[str], index: SampleIndex) -> None:
         self._directory = Path(directory)
         self._index = index
         self._arrays: OrderedDict[int, np.memmap[Any, Any]] = OrderedDict()
-        self._checked: dict[int, Checked] = {}
         if not self._directory.is_dir():
             raise FileNotFoundError(
                 f"no text embeddings at {self._directory}: run 'mclclip embed --stage 0 --text' "
                 "first"
             )
-        finished = is_finished(self._directory)
-        self._manifest = read_manifest(self._directory, "text_embeddings") if finished else None
+        if is_finished(self._directory):
+            read_manifest(self._directory, "text_embeddings").check(self._directory)
 
     def get(self, sample_id: int, caption_number: int) -> Tensor:
         """The text embedding, float32 [D].
@@ -311,10 +301,7 @@ class TextFeatures:
         # Not by the index's caption_start, which would take an array [N + 1] in every worker.
         before = self._index.num_captions[self._index.shards[shard].start : sample_id]
         row = int(before.sum()) + caption_number
-        array = self._array(shard)
-        first = int(array.offset) + row * (size := array.dtype.itemsize * array.shape[1])
-        self._checked[shard].check(first, first + size)
-        return torch.from_numpy(array[row].astype(np.float32))
+        return torch.from_numpy(self._array(shard)[row].astype(np.float32))
 
     def _array(self, shard: int) -> np.memmap[Any, Any]:
         if shard in self._arrays:
@@ -323,11 +310,6 @@ class TextFeatures:
         while len(self._arrays) >= _OPEN_FILES:
             self._arrays.popitem(last=False)
         path = rows_path(self._directory, shard)
-        if shard not in self._checked:
-            record = None if self._manifest is None else self._manifest.record(path.name)
-            again = "run 'mclclip embed --stage 0 --text --force' to make it again"
-            self._checked[shard] = Checked(path, record, again)
-            self._checked[shard].check(0, 1)  # the header
         array = open_npy(path, "embed --text")
         here = self._index.shards[shard]
         wanted = int(self._index.num_captions[here.start : here.stop].sum())
@@ -342,7 +324,7 @@ class TextFeatures:
 
     def __getstate__(self) -> dict[str, Any]:
         # A mapped array pickles as its content.
-        return {**self.__dict__, "_arrays": OrderedDict(), "_checked": {}}
+        return {**self.__dict__, "_arrays": OrderedDict()}
 
 
 # --- all of them -------------------------------------------------------------------------------
@@ -350,13 +332,13 @@ class TextFeatures:
 
 class SampleRanges(NamedTuple):
     """Byte ranges of a sample's image and of the member with its captions, which is empty where
-    there are none; and the CRC-32 of both where it is a copy. Where the trunk's output stands for
-    the image, ``row_crc32`` is that of its row (-1: there is none)."""
+    there are none; and the CRC-32 of both where it is a copy. ``has_row`` is false where the
+    trunk's output stands for images and the sample has none."""
 
     image: Range
     text: Range
     crc32: tuple[int, int] | None = None
-    row_crc32: int | None = None
+    has_row: bool = True
 
 
 class Locations:
@@ -395,11 +377,11 @@ class Locations:
             starts = np.array([shards[number].start for number in numbers], np.int64)
             sizes = np.array([shards[number].stop for number in numbers], np.int64) - starts
             offsets = self.trunk.offsets(sample_ids - starts, sizes).tolist()
-            sums = self.trunk.checksums[sample_ids].tolist()
+            has_row = np.isin(sample_ids, self.trunk.without, invert=True).tolist()
             first = len(self.files) - len(shards)
             for place, number in enumerate(numbers):
                 row = (first + number, offsets[place], self.trunk.bytes_per_row)
-                found[place] = found[place]._replace(image=row, row_crc32=sums[place])
+                found[place] = found[place]._replace(image=row, has_row=has_row[place])
         return found
 
     def of_index(self, sample_ids: Integers) -> list[SampleRanges]:

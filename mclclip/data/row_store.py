@@ -1,8 +1,7 @@
 """Rows of numbers on disk, in one file per shard of the index: embeddings and the trunk's output.
 
-    00007.npy        rows [n, ...] in index order; those of samples that could not be used are zeros
-    00007.crc32.npy  int64 [n], where rows are read one by one: the CRC-32 of each, -1 for none
-    00007.json       the note: the record of the rows, and the samples that could not be used
+    00007.npy   rows [n, ...] in index order; those of samples that could not be used are zeros
+    00007.json  the note: the record of the rows, and the samples that could not be used
 
 The note is written last and marks the shard as done, so that a killed pass goes on at the first
 shard without one. It names the bytes of every sample that could not be used, so that a shard which
@@ -11,7 +10,7 @@ has been repaired since is read again.
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -26,17 +25,16 @@ from mclclip.data.arrays import (
     ROWS_PER_BLOCK,
     BlockLayout,
     Floats,
+    npy_header,
     open_npy,
-    save_npy,
     write_npy_parts,
 )
 from mclclip.data.sample_index import SampleIndex
-from mclclip.files import Checked, Record
+from mclclip.files import Record
 from mclclip.run.artifacts import Manifest, verb_of
 from mclclip.search import unit
 
 Integers = npt.NDArray[np.int64]
-_GAP = 1024  # rows that are not asked for, which are compared with those around them
 RowBatch = tuple[np.ndarray, Mapping[int, str]]
 """Rows [b, ...] in index order, and why samples among them have none, by sample id."""
 
@@ -68,48 +66,39 @@ def write_shard(
     num_rows: int,
     dtype: npt.DTypeLike,
     empty: tuple[int, ...] = (),
-    checksums: bool = False,
 ) -> dict[int, str]:
     """Writes ``num_rows`` rows of a shard batch by batch, then the note; returns all reasons.
 
-    ``empty`` is the shape of a row where there is none. With ``checksums`` the CRC-32 of each row
-    is written, for rows that are read one by one, and the blocks of the file are not digested:
-    digests of terabytes would be a gigabyte, and comparing one row would read a whole block. Raises
-    ValueError for another number of rows.
+    ``empty`` is the shape of a row where there is none. The SHA-256 of the file is computed while
+    it is written. Raises ValueError for another number of rows.
     """
-    first_id, path = index.shards[number].start, rows_path(directory, number)
+    path = rows_path(directory, number)
     reasons: dict[int, str] = {}
-    sums: list[int] = []
     following = iter(batches)
     first = next(following, None)
-    shape = empty if first is None else first[0].shape[1:]
-    with write_npy_parts(path, (num_rows, *shape), dtype) as append:
+    shape = (num_rows, *(empty if first is None else first[0].shape[1:]))
+    digest = hashlib.sha256(npy_header(shape, dtype))
+    with write_npy_parts(path, shape, dtype) as append:
         for rows, bad in chain([] if first is None else [first], following):
             stored = np.ascontiguousarray(rows, dtype=dtype)
             append(stored)
+            digest.update(stored.data)
             reasons |= bad
-            if checksums:
-                ids = range(first_id + len(sums), first_id + len(sums) + len(stored))
-                sums += [
-                    -1 if i in bad else zlib.crc32(row.data)
-                    for i, row in zip(ids, stored, strict=True)
-                ]
-    record = Record(path.stat().st_size, digests="") if checksums else files.record_of(path)
-    if checksums:
-        save_npy(path.with_suffix(".crc32.npy"), np.asarray(sums, np.int64))
+    record = Record(path.stat().st_size, digest.hexdigest())
     bytes_of = index.bytes_of(list(reasons))
     bad_samples = {str(i): {"reason": r, "bytes": bytes_of[i]} for i, r in reasons.items()}
     note = {"shard": number, "record": asdict(record), "bad": bad_samples}
-    files.write_json(path.with_suffix(".json"), files.sealed(note))
+    files.write_json(path.with_suffix(".json"), note)
     return reasons
 
 
 def read_note(directory: Path, number: int) -> Note | None:
-    """The note of a shard; None where it is not done, or rows or note are damaged."""
+    """The note of a shard; None where it is not done, the note cannot be read, or the rows have
+    another size than it says."""
     rows = rows_path(directory, number)
     path = rows.with_suffix(".json")
     try:
-        fields = files.unsealed(files.read_json(path), path)
+        fields = files.read_json(path)
         if fields["shard"] != number:
             return None
         bad = {int(sample_id): entry for sample_id, entry in fields["bad"].items()}
@@ -180,26 +169,6 @@ def left_out(directory: Path, num_shards: int) -> Integers:
     return np.sort(np.asarray(ids, np.int64))
 
 
-def join_checksums(path: Path, directory: Path, index: SampleIndex) -> None:
-    """Writes the checksums of all shards in ``directory`` as one file: int64 [N]."""
-    with write_npy_parts(path, (len(index),), np.int64) as append:
-        for number in range(len(index.shards)):
-            of_shard = rows_path(directory, number).with_suffix(".crc32.npy")
-            append(open_npy(of_shard, "embed --stage 0 --trunk-cache"))
-
-
-def is_damaged(directory: Path, number: int, checksums: Sequence[int]) -> bool:
-    """Whether the rows of a shard are missing, or have not these checksums (-1: any row)."""
-    try:
-        rows = np.load(rows_path(directory, number), mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        return True
-    return len(rows) != len(checksums) or any(
-        crc32 != -1 and zlib.crc32(np.ascontiguousarray(row).data) != crc32
-        for row, crc32 in zip(rows, checksums, strict=True)
-    )
-
-
 # --- reading, across shards ------------------------------------------------------------------
 
 
@@ -207,10 +176,8 @@ class RowStore:
     """The rows [N, D] of several .npy files, one after another, cut or chosen like an array's.
 
     Nothing is held: a file is memory-mapped only while it is read, because every mapping holds a
-    file handle, and there may be more files than handles. The size of every file is compared with
-    its header and its record at once; the blocks of a file that are read, and that of its header,
-    are compared with the record first, once by this object. ``verb`` wrote the files. Raises
-    RuntimeError where a file is not what was recorded.
+    file handle, and there may be more files than handles. ``verb`` wrote the files. Raises
+    RuntimeError where a file cannot be read.
 
     num_rows   rows of each file
     starts     int64 [files + 1], the number of each file's first row
@@ -220,24 +187,12 @@ class RowStore:
     manifest: Manifest
     name = ""
 
-    def __init__(
-        self,
-        paths: Sequence[Path],
-        records: Sequence[Record | None] | None = None,
-        verb: str = "embed",
-    ) -> None:
-        known = [None] * len(paths) if records is None else records
-        again = f"run 'mclclip {verb} --force' to make it again"
+    def __init__(self, paths: Sequence[Path], verb: str = "embed") -> None:
         self._paths, self._verb = list(paths), verb
-        self._checked = [Checked(p, r, again) for p, r in zip(paths, known, strict=True)]
         self.num_rows: list[int] = []
         self.file_layouts: list[BlockLayout] = []
-        for path, record, checked in zip(paths, known, self._checked, strict=True):
+        for path in paths:
             rows = open_npy(path, verb)  # one at a time: each mapping holds a file handle
-            if record is not None and int(rows.offset) + rows.nbytes != record.size_bytes:
-                raise RuntimeError(f"{path} is damaged (its header has changed): {again}")
-            if rows.dtype.kind != "f":  # no rows have such numbers: is the header what was written?
-                checked.check(0, 1)
             self.num_rows.append(len(rows))
             self.file_layouts.append((rows.shape[1:], rows.dtype))
         self.starts: Integers = np.cumsum([0, *self.num_rows])
@@ -245,12 +200,12 @@ class RowStore:
     @classmethod
     def open(cls, directory: Path, manifest: Manifest) -> RowStore:
         """Those of a finished artifact, which has a file for each of its shards. Raises
-        FileNotFoundError for a missing file, RuntimeError where files have different widths."""
+        FileNotFoundError for a missing file, RuntimeError where a file has another size than it was
+        written with, and where files have different widths."""
         numbers = range(int(manifest.counts["shards"]))
         paths, verb = [rows_path(directory, n) for n in numbers], verb_of(manifest.kind)
-        if missing := next((path for path in paths if not path.exists()), None):
-            raise FileNotFoundError(f"no {missing}: run 'mclclip {verb} --force' to make it again")
-        store = cls(paths, [manifest.record(path.name) for path in paths], verb)
+        manifest.check(directory)
+        store = cls(paths, verb)
         store.directory, store.manifest = directory, manifest
         if len(shapes := store.row_shapes()) != 1 or any(len(shape) != 1 for shape in shapes):
             raise RuntimeError(
@@ -289,16 +244,10 @@ class RowStore:
 
     def read(self, file: int, cut: slice) -> Floats:
         """Rows of the file with this number; memory-mapped."""
-        return self._checked_rows(file, [(cut.start, cut.stop)])[cut]
+        return self._map(file)[cut]
 
-    def _checked_rows(self, file: int, cuts: Iterable[tuple[int, int]]) -> np.memmap[Any, Any]:
-        """All rows of a file, of which these are compared with its record."""
-        rows, checked = open_npy(self._paths[file], self._verb), self._checked[file]
-        data, bytes_per_row = int(rows.offset), rows.dtype.itemsize * int(np.prod(rows.shape[1:]))
-        checked.check(0, 1)  # the header
-        for start, stop in cuts:
-            checked.check(data + start * bytes_per_row, data + stop * bytes_per_row)
-        return rows
+    def _map(self, file: int) -> np.memmap[Any, Any]:
+        return open_npy(self._paths[file], self._verb)
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -324,10 +273,7 @@ class RowStore:
 
     def _chosen(self, ids: Integers) -> Iterator[Floats]:
         for file in np.unique(numbers := np.searchsorted(self.starts, ids, side="right") - 1):
-            own = ids[numbers == file] - self.starts[file]
-            near = np.split(own, np.flatnonzero(np.diff(own) > _GAP) + 1)
-            cuts = ((int(rows[0]), int(rows[-1]) + 1) for rows in near)
-            yield self._checked_rows(int(file), cuts)[own]
+            yield self._map(int(file))[ids[numbers == file] - self.starts[file]]
 
 
 class RowBlocks(Sequence[Floats]):

@@ -106,10 +106,11 @@ class SampleIndex:
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> SampleIndex:
-        """Opens a finished index after a comparison of its tables with their records.
+        """Opens a finished index after a comparison of its tables' sizes.
 
         Raises FileNotFoundError where ``mclclip index`` did not finish, and RuntimeError where a
-        table is not what it wrote. Processes that an index is handed to do not compare again.
+        table has another size than was written. Processes that an index is handed to do not compare
+        again.
         """
         manifest = read_manifest(Path(directory), KIND)
         manifest.check(Path(directory))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,17 +26,11 @@ from mclclip import files
 from mclclip.caption_rules import HardCaptions
 from mclclip.config import Config
 from mclclip.data import locations
-from mclclip.data.arrays import open_npy
+from mclclip.data.arrays import open_npy, save_npy
 from mclclip.data.extras import directory_of, drawn
 from mclclip.data.index_tables import Shard, check_shards
-from mclclip.data.locations import CHECKSUMS, TrunkRows
-from mclclip.data.row_store import (
-    RowBatch,
-    is_damaged,
-    join_checksums,
-    num_restored,
-    rows_path,
-)
+from mclclip.data.locations import WITHOUT, TrunkRows
+from mclclip.data.row_store import RowBatch, left_out, num_restored, shards_done
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TarDataset, tokenized
 from mclclip.embed.passes import Passes, finish_shards, forward, image_batches, write_missing
@@ -258,14 +251,14 @@ def write_trunk(
     num_bad = write_missing(
         config, context, index, folder, passes,
         kind=locations.TRUNK_CACHE, full_disk=files.full_disk_names(folder, "trunk_cache.folder"),
-        dtype=dtype, empty=shape, checksums=True,
+        dtype=dtype, empty=shape,
     )  # fmt: skip
 
     def finish() -> None:
         directory = artifact.directory
-        join_checksums(directory / CHECKSUMS, folder, index)
+        save_npy(directory / WITHOUT, left_out(folder, len(index.shards)))
         counts = {"shape": list(shape), "rows": locations.recorded_folder(directory, folder)}
-        records = files.records_of(directory, CHECKSUMS)
+        records = files.records_of(directory, WITHOUT)
         without = finish_shards(artifact, index, folder, num_bad, counts, dtype, records)
         log.info(
             "embed: what %d blocks make of %d images is in %s (%.3g GiB); %d have no row",
@@ -330,9 +323,11 @@ def _open_trunk(
     )
     folder = layout.trunk_rows(given, artifact.identity)
     if artifact.manifest is not None and force:
-        _mend(artifact, folder, index, config.data.index_workers)
+        # Rows that are all gone were deleted on purpose, as one may once all is trained.
+        if folder.exists() and shards_done(folder, index, range(len(index.shards)))[1]:
+            artifact.reopen()
     elif artifact.manifest is not None:
-        without = np.flatnonzero(open_npy(directory / CHECKSUMS, locations.VERB) == -1)
+        without = open_npy(directory / WITHOUT, locations.VERB)
         if restored := len(np.setdiff1d(without, index.bad_ids())):
             log.warning(
                 "%s has no rows of %d samples that could not be read and have changed since: they "
@@ -368,26 +363,3 @@ def check_trunk_folder(config: Config) -> None:
             f"trunk_cache.folder={given} cannot be written ({above}: {error.strerror}): give "
             "another folder, or have its permissions changed"
         ) from None
-
-
-def _mend(artifact: Artifact, folder: Path, index: SampleIndex, threads: int) -> None:
-    """Reads all rows; removes the shards that are damaged, which are then made again.
-
-    Rows that are all gone were deleted on purpose, as one may once all is trained.
-    """
-    if not folder.exists():
-        return
-    checksums = open_npy(artifact.directory / CHECKSUMS, locations.VERB)
-
-    def damaged_in(number: int) -> bool:
-        shard = index.shards[number]
-        return is_damaged(folder, number, checksums[shard.start : shard.stop].tolist())
-
-    with ThreadPoolExecutor(threads) as pool:
-        checked = pool.map(damaged_in, range(len(index.shards)))
-        damaged = [number for number, is_so in enumerate(checked) if is_so]
-    if damaged:
-        log.warning("%s: %d shards of rows are damaged and made again", folder, len(damaged))
-        for number in damaged:
-            rows_path(folder, number).unlink(missing_ok=True)
-        artifact.reopen()

@@ -141,13 +141,16 @@ def finish_shards(
 ) -> int:
     """Finishes an artifact whose shards have all been written to ``folder``, with these further
     ``counts``; returns the number of samples without a row. ``records`` are those of its files;
-    None: the shards are its files.
+    None: the shards and their notes are its files.
     """
     notes = all_notes(folder, len(index.shards))
     without = sorted(sample_id for note in notes.values() for sample_id in note.reasons)
     common = {"samples": len(index), "shards": len(index.shards), "bad_samples": num_bad}
     # Which samples have no row depends on the shards' bytes too.
     digest = files.digest_json([artifact.identity, without]) if without else None
-    records = {n: note.record for n, note in notes.items()} if records is None else records
+    if records is None:
+        beside = (str(Path(name).with_suffix(".json")) for name in notes)
+        records = {name: note.record for name, note in notes.items()}
+        records |= files.records_of(folder, *beside)
     artifact.finish(common | dict(counts), dtype=dtype, content_digest=digest, records=records)
     return len(without)

@@ -49,7 +49,7 @@ def run(run_dir: str | None = None, *, config: str | None = None, out: Path | No
         run_dir = settled.run_dir
     # The table of the index is not compared with its record, which would read it whole; captions
     # are compared with the checksums in it, so that a damaged row is noticed.
-    opened = Run.open(run_dir, config=settled, checks_index=False)
+    opened = Run.open(run_dir, config=settled)
     if not opened.result_rows and not opened.stages:
         raise FileNotFoundError(
             f"{run_dir} has nothing to show yet, neither results.jsonl nor stage_0: run 'mclclip "

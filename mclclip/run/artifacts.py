@@ -2,9 +2,9 @@
 
 Verbs exchange data only through files. Each writes one artifact: a directory whose
 ``manifest.json`` is written last, by rename. A directory without a manifest is unfinished work, and
-no verb reads it. The manifest holds digests of the blocks of every file, and one of itself; what a
-verb reads is compared with them. ``bad_samples.json``, ``timeouts/`` and ``shard_times.json``
-change later and say for themselves what they depend on::
+no verb reads it. The manifest holds size and SHA-256 of every file. A verb compares the sizes of
+what it opens, and ``mclclip doctor RUN`` compares the bytes. ``bad_samples.json``, ``timeouts/``
+and ``shard_times.json`` change later and say for themselves what they depend on::
 
     runs/NAME/
       run.lock  run_state.json  config.yaml
@@ -12,12 +12,12 @@ change later and say for themselves what they depend on::
                                 timeouts/  manifest.json
       stage_0/  embeddings/     00000.npy  00000.json ...   two files per shard of the index
                 text_embeddings/  edited_texts/8c1d.../
-                trunk_cache/    checksums.npy  rows/00000.npy ...
+                trunk_cache/    without_rows.npy  rows/00000.npy ...
                 clusters/       centroids.npy  cluster_labels.npy  similarities.npy
                 train/          checkpoints/step_00000400/  metrics.jsonl  epochs.jsonl  profile/
                 export/         open_clip_config.json  open_clip_model.safetensors
       stage_1/  pseudo_labels/  pseudo_labels.npy
-                resharded/      00000.tar ...  shard_sizes.json  members.npy  grouped_index/
+                resharded/      00000.tar ...  members.npy  grouped_index/
                 train/          grouped_index/  checkpoints/  metrics.jsonl
                 export/  embeddings/  clusters/
       ...
@@ -44,7 +44,6 @@ from mclclip.options import brief
 
 MANIFEST = "manifest.json"
 INTENT = "in_progress.json"
-SCHEMA_VERSION = 2
 # The verb that writes a kind of artifact, where the two have different names.
 _WRITTEN_BY = {
     "embeddings": "embed",
@@ -73,73 +72,59 @@ class Manifest:
     counts: dict[str, Any]
     digest: str
     dtype: str | None = None
-    schema_version: int = SCHEMA_VERSION
     package_version: str = __version__
     finished: str = ""
-    records: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def record(self, name: str) -> files.Record | None:
-        """Returns size and digests of the file ``name`` as it was written; None if not recorded."""
-        fields = self.records.get(name)
-        return None if fields is None else files.Record(**fields)
+    records: dict[str, files.Record] = field(default_factory=dict)
 
     def check(self, directory: Path, *names: str) -> None:
-        """Compares files of this artifact, by default all that were recorded, with their records.
+        """Compares the sizes of files of this artifact, by default of all that were recorded.
 
-        Raises FileNotFoundError or RuntimeError for the first that is missing or not what was
-        written; they say which verb makes it again.
+        Raises FileNotFoundError or RuntimeError for the first that is missing or has another size;
+        they say which verb makes it again. A file that was not recorded is not compared.
         """
         again = f"run 'mclclip {verb_of(self.kind)} --force' to make it again"
         for name in names or self.records:
-            path = Path(directory) / name
-            if not path.exists():
-                raise FileNotFoundError(f"no {path}: {again}")
-            files.Checked(path, self.record(name), again).check()
+            if name in self.records:
+                files.check_size(Path(directory) / name, self.records[name].size_bytes, again)
 
 
 def read_manifest(directory: Path, kind: str) -> Manifest:
     """The manifest of the finished artifact in ``directory``.
 
     Raises FileNotFoundError where there is none (the verb did not run or did not finish) and
-    ValueError where it is of another kind, has a newer schema, or is damaged.
+    ValueError where it is of another kind, or no manifest.
     """
     path = Path(directory) / MANIFEST
     if not path.exists():
         raise FileNotFoundError(
             f"no finished {kind} at {directory}: run 'mclclip {verb_of(kind)}' first"
         )
+    manifest = parse_manifest(path)
+    if manifest.kind != kind:
+        raise ValueError(f"{directory} holds {brief(manifest.kind)}, expected {kind!r}")
+    return manifest
+
+
+def parse_manifest(path: Path) -> Manifest:
+    """The manifest in a file, of any kind. Raises ValueError where it is none."""
     fields = files.read_json(path)
-    if not isinstance(fields, dict) or "kind" not in fields:
-        raise ValueError(f"{path} is not a manifest: remove {directory} and make it again")
-    schema = fields.get("schema_version", 0)
-    if isinstance(schema, int) and schema > SCHEMA_VERSION:
+    try:
+        records = {name: files.Record(**entry) for name, entry in fields["records"].items()}
+        if not all(isinstance(fields[name], dict) for name in ("config", "inputs", "counts")):
+            raise TypeError("config, inputs and counts are mappings")
+        return Manifest(**(fields | {"records": records}))
+    except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"{directory} has schema {schema}, this mclclip {__version__} reads "
-            f"up to {SCHEMA_VERSION}: update mclclip"
-        )
-    plain = _unsealed(fields, path)
-    if plain["kind"] != kind:
-        raise ValueError(f"{directory} holds {brief(plain['kind'])}, expected {kind!r}")
-    try:
-        return Manifest(**plain)
-    except TypeError as error:  # a field too many, or one too few
-        raise ValueError(f"{path}: {error}: remove {directory} and make it again") from error
-
-
-def _unsealed(fields: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    try:
-        return files.unsealed(fields, path)
-    except ValueError as error:
-        raise ValueError(f"{error}. Make it again with --force") from None
+            f"{path} is not a manifest ({files.message_of(error)}): make it again with --force"
+        ) from error
 
 
 def damage_of(directory: Path) -> str | None:
-    """The damage of a finished artifact in words, after a comparison of all recorded files; None
-    where there is none."""
+    """What is wrong with a finished artifact, in words, where its manifest cannot be read or a file
+    has another size; None where nothing is."""
     try:
-        fields = _unsealed(files.read_json(directory / MANIFEST), directory / MANIFEST)
-        Manifest(**fields).check(directory)
-    except (ValueError, TypeError, OSError, RuntimeError) as error:
+        parse_manifest(directory / MANIFEST).check(directory)
+    except (ValueError, OSError, RuntimeError) as error:
         return str(error)
     return None
 
@@ -168,14 +153,17 @@ def refuse_foreign(directory: Path, option: str) -> None:
 
 def made_of(directory: Path) -> dict[str, Any]:
     """Kind, config and inputs of a begun or finished artifact; empty where there is none."""
-    for name in (MANIFEST, INTENT):
-        path = Path(directory) / name
-        if path.exists():
-            fields = files.read_json(path)
-            if name == MANIFEST:
-                fields = _unsealed(fields, path)
-            return {key: fields[key] for key in ("kind", "config", "inputs")}
-    return {}
+    if is_finished(directory):
+        manifest = parse_manifest(Path(directory) / MANIFEST)
+        return {"kind": manifest.kind, "config": manifest.config, "inputs": manifest.inputs}
+    path = Path(directory) / INTENT
+    if not path.exists():
+        return {}
+    fields = files.read_json(path)
+    try:
+        return {key: fields[key] for key in ("kind", "config", "inputs")}
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}): remove {directory}") from error
 
 
 def _flatten(prefix: str, value: Any) -> dict[str, Any]:
@@ -333,7 +321,7 @@ class Artifact:
 
         ``content_digest`` identifies the content for readers. Its default is the digest of kind,
         configuration and inputs, which is enough where the content is a function of them.
-        ``records`` of its files, by name, are what readers compare the files with.
+        ``records`` of its files, by name, are what the files are compared with later.
         """
         self.manifest = Manifest(
             **self._made_of(),
@@ -341,10 +329,9 @@ class Artifact:
             digest=content_digest or self.identity,
             dtype=dtype,
             finished=files.now(),
-            records={name: dataclasses.asdict(record) for name, record in (records or {}).items()},
+            records=dict(records or {}),
         )
-        sealed = files.sealed(dataclasses.asdict(self.manifest))
-        files.write_json(self.directory / MANIFEST, sealed)
+        files.write_json(self.directory / MANIFEST, dataclasses.asdict(self.manifest))
         (self.directory / INTENT).unlink(missing_ok=True)
         return self.manifest
 

@@ -90,7 +90,8 @@ def run(
         counts = {"steps": steps, "samples_seen": steps * options.global_batch}
         counts |= {} if exported is None else {"exported_step": exported}
         lacking = {k: len(v) for k, v in job.left_out.items() if k.startswith("without_")}
-        artifact.finish(counts | lacking)
+        records = StageGroups(job.directory / _GROUPS).records()
+        artifact.finish(counts | lacking, records=records)
     collectives.on_main(lambda: _keep_finished(job))
     return job.directory
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import pytest
 
+from mclclip import files
 from mclclip.checkpoint import path_of, step_files
 from tests import tiny
 from tests.e2e.conftest import Shell, Started
@@ -101,7 +102,7 @@ def check_disk(run_dir: Path) -> list[int]:
         path = path_of(directory, step)
         entries = step_files.read_entries(path, step)
         assert len(entries) >= 3  # a file per rank, and what they hold
-        step_files.check_contents(path, entries)
+        assert files.records_of(path, *entries) == entries
     return saved
 
 

@@ -51,6 +51,8 @@ ROOMS["demo"] = {*ROOMS}
 ROOMS["race"] = {*ROOMS}
 # What looks at a sample of the data indexes it.
 ROOMS["data_check"] = {"doctor", "index", "config", "data", "models", "ranks", "run"}
+# What compares a run with what its verbs wrote reads the lists that rooms keep.
+ROOMS["run_check"] = {"doctor", "data", "checkpoint", "ranks", "run"}
 # The front door: the settings of a run, and the public functions.
 ROOMS["choices"] = {"config", "data", "models", "plan", "ranks"}
 ROOMS["process"] = {"ranks", "run", "config"}

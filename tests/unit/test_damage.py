@@ -1,8 +1,7 @@
-"""What has changed since it was written is refused when it is read, in one line, by every verb."""
+"""Files of another size are refused when they are opened; a changed bit is found by doctor."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -13,14 +12,14 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from mclclip import cluster, embed, export, files, index
+from mclclip import cli, cluster, embed, export, files, index
 from mclclip.config import Config
-from mclclip.data.arrays import save_npy
 from mclclip.data.groups import StageGroups
 from mclclip.data.labels import ClassLabels
 from mclclip.data.locations import TextFeatures
 from mclclip.data.row_store import left_out
 from mclclip.data.sample_index import SampleIndex
+from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import INTENT, MANIFEST, Layout, made_of
 from mclclip.train import verb as train
@@ -32,26 +31,28 @@ def config(prepared_run: Path, tmp_path: Path) -> Config:
     return damage.copied(prepared_run, tmp_path)
 
 
-def change(path: Path, how: Callable[[np.ndarray], np.ndarray]) -> None:
-    """Replaces an array by another one of the same shape and type."""
-    old = np.load(path)
-    save_npy(path, how(old.copy()).astype(old.dtype))
-    assert not np.array_equal(old, np.load(path), equal_nan=True)
+def flip(path: Path) -> None:
+    """Changes one bit in the middle of a file, and not its size."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
-def large(rows: np.ndarray) -> np.ndarray:
-    rows[5] = 1e30
-    return rows
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
 
 
-def zeroed(rows: np.ndarray) -> np.ndarray:
-    rows[7:11] = 0.0
-    return rows
+def doctor(config: Config, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
+    """What ``mclclip doctor RUN`` answers: its exit code, and its lines of what differs."""
+    code = cli.main(["doctor", config.run_dir])
+    return code, [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL")]
 
 
-def one_changed(labels: np.ndarray) -> np.ndarray:
-    labels[3, 0] = (labels[3, 0] + 1) % 3
-    return labels
+def training(config: Config) -> None:
+    train.run(config, SINGLE, stage=1)
+
+
+# --- sizes, when something is opened ----------------------------------------------------------
 
 
 def recluster(config: Config) -> None:
@@ -59,105 +60,131 @@ def recluster(config: Config) -> None:
     cluster.run(config, SINGLE, stage=0)
 
 
-def training(config: Config) -> None:
-    train.run(config, SINGLE, stage=1)
-
-
-def pseudo_labels_again(config: Config) -> None:
-    shutil.rmtree(Layout.of(config).pseudo_labels(1))
-    cluster.run(config, SINGLE, stage=0)
+def read_texts(config: Config) -> TextFeatures:
+    return TextFeatures(
+        Layout.of(config).text_embeddings, SampleIndex.open(Layout.of(config).index)
+    )
 
 
 def class_labels(config: Config) -> ClassLabels:
     return ClassLabels(Layout.of(config).clusters(0), SampleIndex.open(Layout.of(config).index), 2)
 
 
-ATTACKS: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray], Callable[[Config], object]]] = {
-    "reversed embeddings": ("stage_0/embeddings/00001.npy", np.flipud, recluster),
-    "zeroed embeddings": ("stage_0/embeddings/00000.npy", zeroed, recluster),
-    "large embeddings": ("stage_0/embeddings/00000.npy", large, recluster),
-    "reversed texts": ("stage_0/text_embeddings/00000.npy", np.flipud, recluster),
-    "cluster labels": ("stage_0/clusters/cluster_labels.npy", one_changed, pseudo_labels_again),
-    "labels of classes": ("stage_0/clusters/cluster_labels.npy", np.flipud, class_labels),
-    "similarities": ("stage_0/clusters/similarities.npy", np.flipud, class_labels),
-    "centroids": (
-        "stage_0/clusters/centroids.npy", np.flipud, lambda c: class_labels(c).centroids()
+READERS: dict[str, Callable[[Config], object]] = {
+    "index/samples.arrow": lambda config: index.run(config, SINGLE),
+    "index/shards.json": lambda config: index.run(config, SINGLE),
+    "stage_0/embeddings/00001.npy": recluster,
+    "stage_0/text_embeddings/00000.npy": read_texts,
+    "stage_0/clusters/cluster_labels.npy": class_labels,
+    "stage_0/clusters/centroids.npy": class_labels,
+    "stage_0/export/open_clip_model.safetensors": lambda config: load_towers(
+        Layout.of(config).export(0)
     ),
-    "pseudo labels": ("stage_1/pseudo_labels/pseudo_labels.npy", one_changed, training),
-}  # fmt: skip
+    "stage_1/pseudo_labels/pseudo_labels.npy": training,
+}
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
-def test_a_changed_array_is_refused_when_it_is_read(config: Config, attack: str) -> None:
-    name, how, read = ATTACKS[attack]
-    change(Path(config.run_dir) / name, how)
-    with pytest.raises(RuntimeError, match=r"is damaged.*run 'mclclip .* --force'") as caught:
-        read(config)
+@pytest.mark.parametrize("name", READERS)
+def test_a_file_of_another_size_is_refused_when_it_is_opened(config: Config, name: str) -> None:
+    cut(Path(config.run_dir) / name)
+    with pytest.raises((RuntimeError, ValueError), match="--force") as caught:
+        READERS[name](config)
     assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_an_untouched_copy_is_read(config: Config) -> None:
-    """The attacks fail because of the damage, not because of the copy."""
-    class_labels(config).centroids()
-    recluster(config)
+    """The readers refuse because of the damage, not because of the copy."""
+    for name in [*READERS][:-1]:
+        READERS[name](config)
 
 
-def test_cached_texts_are_compared_where_they_are_read(config: Config) -> None:
-    """In blocks, in the process that reads them; a row of an intact block is given out."""
-    directory = Layout.of(config).text_embeddings
-    samples = SampleIndex.open(Layout.of(config).index)
-    rows = np.random.default_rng(0).normal(size=(int(samples.num_captions[:48].sum()), 9_000))
-    save_npy(directory / "00000.npy", rows.astype(np.float32))
-    fields = json.loads((directory / MANIFEST).read_text())
-    fields["records"]["00000.npy"] = vars(files.record_of(directory / "00000.npy"))
-    fields.pop(files.SEAL)
-    files.write_json(directory / MANIFEST, files.sealed(fields))
-    change(directory / "00000.npy", lambda rows: np.concatenate([rows[:-1], rows[-1:] + 1]))
-    features = TextFeatures(directory, samples)
-    assert features.get(0, 0).shape == (9_000,)
-    with pytest.raises(RuntimeError, match="text_embeddings/00000.npy is damaged"):
-        features.get(47, 0)
-
-
-@pytest.mark.parametrize("name", ["samples.arrow", "shards.json"])
-def test_a_changed_table_of_the_index_is_refused(config: Config, name: str) -> None:
-    path = Layout.of(config).index / name
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(RuntimeError, match=f"{name} is damaged.*mclclip index --force"):
-        SampleIndex.open(Layout.of(config).index)
-    with pytest.raises((RuntimeError, ValueError), match="--force"):
-        index.run(config, SINGLE)
-    again = index.run(config, SINGLE, force=True)
-    assert len(again) == damage.NUM_SAMPLES
-
-
-def test_a_changed_grouped_index_is_refused_and_made_again(config: Config) -> None:
+def test_a_grouped_index_that_was_cut_is_refused_and_made_again(config: Config) -> None:
     training(config)
     directory = Layout.of(config).train(1)
     files.write_json(directory / INTENT, made_of(directory))  # as if it had not finished
     (directory / MANIFEST).unlink()
     groups = StageGroups(directory / "grouped_index")
     assert groups.damage() is None
-    change(directory / "grouped_index" / "sample_ids.npy", np.flipud)
-    assert "sample_ids.npy is damaged" in str(groups.damage())
+    cut(directory / "grouped_index" / "sample_ids.npy")
     with pytest.raises(RuntimeError, match=r"sample_ids.npy is damaged.*train --force"):
         training(config)
     train.run(config, SINGLE, stage=1, force=True)
     assert groups.damage() is None
 
 
+# --- contents, by doctor ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained_run(prepared_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("trained")
+    (root / "data").symlink_to(prepared_run.parent / "data")
+    training(damage.copied(prepared_run, root))
+    return root / "run"
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ("index", "samples.arrow"),
+        ("stage_0/export", "open_clip_model.safetensors"),
+        ("stage_0/embeddings", "00001.npy"),
+        ("stage_0/embeddings", "00000.json"),
+        ("stage_0/text_embeddings", "00000.npy"),
+        ("stage_0/clusters", "similarities.npy"),
+        ("stage_1/pseudo_labels", "pseudo_labels.npy"),
+        ("stage_1/train", "grouped_index/sample_ids.npy"),
+        ("stage_1/train/checkpoints/step_00000002", "__0_0.distcp"),
+        ("stage_1/train/checkpoints/step_00000002", ".metadata"),
+    ],
+)
+def test_doctor_finds_a_changed_bit(
+    trained_run: Path, tmp_path: Path, place: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = damage.copied(trained_run, tmp_path)
+    flip(Path(config.run_dir) / place / name)
+    code, (line,) = doctor(config, capsys)
+    assert code == 2 and f"{place}: {name} " in line
+
+
+def test_doctor_passes_a_whole_run_and_one_that_is_being_made(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = damage.copied(trained_run, tmp_path)
+    assert doctor(config, capsys) == (0, [])
+    embeddings = Layout.of(config).embeddings(0)
+    files.write_json(embeddings / INTENT, made_of(embeddings))
+    (embeddings / MANIFEST).unlink()
+    (embeddings / "00001.npy").unlink()
+    temporary = Layout.of(config).train(1) / "checkpoints" / ".step_00000004.tmp"
+    temporary.mkdir()
+    (temporary / "state.json").write_text("{")
+    assert doctor(config, capsys) == (0, [])
+
+
+def test_doctor_tells_the_first_difference_of_each_artifact(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = damage.copied(trained_run, tmp_path)
+    for name in ("00000.npy", "00001.npy"):
+        flip(Layout.of(config).embeddings(0) / name)
+    (Layout.of(config).clusters(0) / "centroids.npy").unlink()
+    (Layout.of(config).pseudo_labels(1) / MANIFEST).write_text("{")
+    code, lines = doctor(config, capsys)
+    assert code == 2 and len(lines) == 3
+    assert "00000.npy" in lines[1] and "centroids.npy" in lines[0] and MANIFEST in lines[2]
+
+
+@pytest.mark.parametrize("words", [["nothing"], ["seed=1"], ["run", "another"]])
+def test_doctor_refuses_what_is_no_run(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["doctor", *words]) == 2
+    assert words[-1] in capsys.readouterr().err
+
+
 def _data_of(config: Config) -> Path:
     return Path(str(config.data.sources["patterns"].shards)).parents[1]
-
-
-def test_a_manifest_that_was_edited_is_refused(config: Config) -> None:
-    """Its radices decide on the groups of a training."""
-    path = Layout.of(config).pseudo_labels(1) / MANIFEST
-    path.write_text(path.read_text().replace('"median": ', '"median": 1'))
-    with pytest.raises(ValueError, match=r"manifest.json is damaged.*--force"):
-        training(config)
 
 
 # --- making again ------------------------------------------------------------------------------
@@ -307,13 +334,6 @@ def test_what_one_reader_cannot_use_is_not_kept_for_others(own_shards: Config) -
     samples = SampleIndex.open(Layout.of(own_shards).index)
     samples.add_bad({1: "unfit", 2: "no_caption", 3: "truncated"})
     assert samples.bad_ids().tolist() == [3]
-
-
-def test_a_list_of_an_older_version_is_looked_at_again(own_shards: Config) -> None:
-    samples = SampleIndex.open(Layout.of(own_shards).index)
-    key = samples.keys([3])[0]
-    files.write_json(samples.directory / "bad_samples.json", {key: {"reason": "truncated"}})
-    assert samples.bad_ids().tolist() == []
 
 
 def test_pixels_are_compared_under_full(own_shards: Config) -> None:

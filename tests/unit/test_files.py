@@ -103,23 +103,17 @@ def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
     assert files.read_json(tmp_path / "state.json") == 1
 
 
-@pytest.mark.parametrize("alone", [1, 2, 100])
-def test_every_block_is_compared_by_one_thread_or_several(
-    tmp_path: Path, alone: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The error names the first block that differs."""
-    monkeypatch.setattr(files, "_ALONE", alone)
-    monkeypatch.setattr(files, "BLOCK_BYTES", 1000)
+def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "data"
-    path.write_bytes(os.urandom(10_500))
+    path.write_bytes(os.urandom(1_000))
     record = files.record_of(path)
-    files.Checked(path, record, "again").check()
-    for block in range(11):
-        good = path.read_bytes()
-        path.write_bytes(good[: block * 1000] + bytes(500) + good[block * 1000 + 500 :])
-        with pytest.raises(RuntimeError, match=rf"from byte {block * 1000:,} on .*again"):
-            files.Checked(path, record, "again").check()
-        path.write_bytes(good)
+    files.check_size(path, record.size_bytes, "again")
+    os.truncate(path, 999)
+    with pytest.raises(RuntimeError, match="999 bytes.*again"):
+        files.check_size(path, record.size_bytes, "again")
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match="again"):
+        files.check_size(path, record.size_bytes, "again")
 
 
 @pytest.mark.parametrize(

@@ -61,12 +61,12 @@ def column(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[P
 
 
 def record_again(directory: Path) -> None:
-    """Has the manifest fit the damaged files, so that not their digests alone tell."""
+    """Has the manifest fit the damaged files, so that not their sizes alone tell."""
     path = directory / "manifest.json"
-    told = files.unsealed(files.read_json(path), path)
-    records = files.records_of(directory, *told["records"])
-    told["records"] = {name: dataclasses.asdict(record) for name, record in records.items()}
-    files.write_json(path, files.sealed(told))
+    fields = files.read_json(path)
+    records = files.records_of(directory, *fields["records"])
+    fields["records"] = {name: dataclasses.asdict(record) for name, record in records.items()}
+    files.write_json(path, fields)
 
 
 def cut(share: float) -> Callable[[Path], None]:

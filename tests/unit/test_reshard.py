@@ -215,9 +215,9 @@ def test_only_missing_shards_are_written_by_the_next_call(config: Config, monkey
         reshard.run(config, SINGLE, stage=1)
     folder = Layout.of(config).resharded(1, None)
     times = {path: path.stat().st_mtime_ns for path in folder.glob("*.tar")}
-    (folder / "00003.npy").write_bytes(b"")  # nor a note that a crash has emptied
+    (folder / "00003.json").write_bytes(b"")  # nor a note that a crash has emptied
     assert len(times) == 4 and not (folder / "manifest.json").exists()
-    (folder / "00001.npy").unlink()  # a shard without its note is not believed
+    (folder / "00001.json").unlink()  # a shard without its note is not believed
     data = (folder / "00002.tar").read_bytes()
     (folder / "00002.tar").write_bytes(data[: len(data) * 2 // 3])  # nor one that is shorter
     monkeypatch.undo()
@@ -259,26 +259,6 @@ def test_samples_that_changed_or_are_cut_short_are_counted_and_read_where_they_w
     assert before[changed] == BadSample(changed, "changed")
 
 
-def test_a_shard_that_does_not_hold_what_was_written_gets_no_name(
-    config: Config, monkeypatch
-) -> None:
-    write = reshard.TarWriter.write
-
-    def wrong(writer: Any, sample: dict[str, Any]) -> Any:
-        if sample["__key__"].endswith("5"):
-            sample = {k: v if k == "__key__" else v[:-1] + b"?" for k, v in sample.items()}
-        return write(writer, sample)
-
-    monkeypatch.setattr(reshard.TarWriter, "write", wrong)
-    with pytest.raises(RuntimeError, match=r"0000\d\.tar does not hold what was written"):
-        reshard.run(config, SINGLE, stage=1)
-    folder = Layout.of(config).resharded(1, None)
-    assert not (folder / "manifest.json").exists()
-    monkeypatch.undo()
-    reshard.run(config, SINGLE, stage=1)
-    assert raw_samples(config, opened(config)[1]) == raw_samples(config)
-
-
 def test_copies_by_other_labels_are_refused(config: Config) -> None:
     reshard.run(config, SINGLE, stage=1)
     write_labels(config, (LABELS + 1) % 4)
@@ -304,7 +284,7 @@ def test_missing_and_damaged_copies_are_one_line(config: Config) -> None:
     opened(config)
     for name in ("members.npy", "grouped_index/sample_ids.npy"):
         before = (folder / name).read_bytes()
-        (folder / name).write_bytes(before[:-8] + b"\1" * 8)
+        (folder / name).write_bytes(before[:-8])
         with pytest.raises(RuntimeError, match=rf"{name}.*reshard --force"):
             opened(config)
         (folder / name).write_bytes(before)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from mclclip import config, embed, export, files, index
+from mclclip import config, embed, export, index
 from mclclip.data import row_store
 from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import SampleIndex
@@ -106,8 +106,8 @@ def test_embeddings_of_another_index_are_refused(run: Path, tmp_path: Path) -> N
     """Rows and keys are joined by their place, which is of one index."""
     shutil.copytree(run, tmp_path / "run")
     path = tmp_path / "run" / "stage_0" / "embeddings" / "manifest.json"
-    fields = files.unsealed(json.loads(path.read_text()), path)
-    path.write_text(json.dumps(files.sealed(fields | {"inputs": {"index": "other"}})))
+    fields = json.loads(path.read_text())
+    path.write_text(json.dumps(fields | {"inputs": {"index": "other"}}))
     with pytest.raises(RuntimeError, match="and other sample keys.*embed --force"):
         convert.run("clip_retrieval", path.parent, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -299,12 +299,12 @@ def test_embeddings_that_a_joined_encoder_cannot_use_are_refused(
     assert convert.run("clip_retrieval", source, run_once) == run_once
     path = layout.embeddings(1) / "manifest.json"
     kept = path.read_text()
-    fields = files.unsealed(json.loads(kept), path)
-    path.write_text(json.dumps(files.sealed(fields | {"digest": "made again"})))
+    fields = json.loads(kept)
+    path.write_text(json.dumps(fields | {"digest": "made again"}))
     with pytest.raises(ValueError, match=r"\(stage_1\).*--force"):
         convert.run("clip_retrieval", source, run_once)
     changed = fields | {"config": fields["config"] | {"feature": "pooled"}}
-    path.write_text(json.dumps(files.sealed(changed)))
+    path.write_text(json.dumps(changed))
     with pytest.raises(ValueError, match="before the projection.*embed.feature=projected"):
         convert.run("clip_retrieval", source, out)
     path.write_text(kept)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mclclip import embed, figures, files, pipeline
+from mclclip import embed, figures, pipeline
 from mclclip.config import Config, from_tree
 from mclclip.data.sample_index import SampleIndex
 from mclclip.figures import nearest, nearest_labels, tsne
@@ -175,9 +175,9 @@ def without_attributes(config: Config) -> Config:
 def of_another_index(artifact: str) -> Callable[[Config], Config]:
     def edited(config: Config) -> Config:
         path = Path(config.run_dir) / artifact / "manifest.json"
-        manifest = files.unsealed(json.loads(path.read_text()), path)
+        manifest = json.loads(path.read_text())
         manifest["inputs"]["index"] = "0" * 64
-        path.write_text(json.dumps(files.sealed(manifest)))
+        path.write_text(json.dumps(manifest))
         return config
 
     return edited

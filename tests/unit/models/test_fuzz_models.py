@@ -99,22 +99,16 @@ def _damage(directory: Path, rng: random.Random) -> str:
 
 
 @fuller_in_soak
-@pytest.mark.parametrize("recorded", [False, True], ids=["strange", "recorded"])
 @pytest.mark.parametrize("kind", ["export", "encoder", "concat"])
 def test_a_directory_is_loaded_or_refused_in_one_line(
-    exports: Path, tmp_path: Path, kind: str, recorded: bool
+    exports: Path, tmp_path: Path, kind: str
 ) -> None:
-    """One of ours, with a manifest, is loaded as it was written or not at all."""
     directory, kept = tmp_path / "it", exports / kind
-    rng, load = random.Random(f"{SEED} {kind} {recorded}"), _loader(directory)
+    rng, load = random.Random(f"{SEED} {kind}"), _loader(directory)
     for number in range(fuzzing.count(4, 490)):
         shutil.copytree(kept, directory)
-        if recorded:
-            _record(directory, "concat" if kind == "concat" else "export")
-            wanted = load()
         name = _damage(directory, rng)
-        found = fuzzing.ends_well(load, f"trial {number}, {name}")
-        assert not recorded or found in (None, wanted), f"trial {number}: {name}"
+        fuzzing.ends_well(load, f"trial {number}, {name}")
         shutil.rmtree(directory)
 
 
