@@ -96,10 +96,10 @@ def _content(run: Run) -> dict[str, Any]:
     verdict = comparisons.verdict
     sections = _sections(run, thumbnails, verdict)
     clustered = sections["clusters"]["content"] or ()
-    chapters = _section(lambda: story.chapters(run, trainings, clustered, comparisons), "")
     content = {
         **sections,
-        "chapters": chapters,
+        "chapters": _section(lambda: story.chapters(run, trainings, clustered, comparisons), ""),
+        "joined": story.joined(run, comparisons),
         "version": __version__,
         "name": run.directory.resolve().name,
         "run": run,

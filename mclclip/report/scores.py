@@ -127,8 +127,12 @@ class Comparisons:
     missing: str = ""
 
     def of(self, model: str) -> list[Comparison]:
-        """Comparisons of a model with stage 0."""
-        return [one for one in self.with_base if one.row.model == model]
+        """Comparisons of a model with stage 0, the first one of each benchmark."""
+        first: dict[str, Comparison] = {}
+        for one in self.with_base:
+            if one.row.model == model:
+                first.setdefault(one.row.benchmark, one)
+        return [*first.values()]
 
 
 def comparisons(run: Run) -> Comparisons:

@@ -1,5 +1,5 @@
-"""Curves of the trainings, what they cost, and the method's story in plain sentences: what was
-done, and what each stage clustered, trained and gained."""
+"""Curves of the trainings, what they cost, and the facts of the method's story: what each stage
+clustered, trained and gained. The sentences are in ``page.html``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from markupsafe import Markup
 
+from mclclip.compare import Comparison
 from mclclip.eval import results
 from mclclip.eval.outcomes import PERCENT
-from mclclip.opened_run import Run, Stage
+from mclclip.opened_run import JOINED, Run, Stage
 from mclclip.report import charts
 from mclclip.report.scores import Comparisons
 from mclclip.run.artifacts import read_manifest
@@ -25,25 +26,6 @@ COLOURS = {"mcl": "stage", "ungrouped": "control"}
 """Colours of the variants, variables of the page's style; of others ``other``."""
 
 _LINES = ("stage", "control", "joined", "other", "worse", "base")  # colours of benchmarks
-
-_STARTS = {
-    "base": "It started again from the base's weights",
-    "random": "It started from random weights",
-    "previous": "It went on from the weights of the stage before",
-}
-
-_CONTROLS = {
-    "ungrouped": "The control “ungrouped” repeated every training from the same weights, for "
-    "as many steps, with batches drawn from all samples: what it gains too is not due to groups.",
-    "random_groups": "The control “random_groups” repeated every training with groups of the "
-    "same sizes whose members were drawn at random.",
-}
-
-_JOINED = {
-    "concat_raw": "concat_raw joins the features of all stages.",
-    "concat_stage_norm": "concat_stage_norm joins them with each stage's at unit length.",
-    "soup_uniform": "soup_uniform averages the weights of all stages.",
-}
 
 
 def trainings(run: Run) -> list[dict[str, Any]]:
@@ -187,100 +169,33 @@ def chapters(
     trainings: Sequence[Mapping[str, Any]],
     clusters: Sequence[Mapping[str, Any]],
     comparisons: Comparisons,
-) -> list[tuple[str, list[str]]]:
-    """A title and sentences for every stage, for the joined encoders and for the controls."""
+) -> list[dict[str, Any]]:
+    """The facts that the page puts into sentences, for every stage.
+
+    number    of the stage
+    training  of ``trainings``; None: it was not trained
+    groups    counts and options of its pseudo labels; None: it has none
+    clusters  of ``clusters``; None: it is not clustered
+    gained    its comparisons with stage 0, the first one of each benchmark
+    """
     trained = {one["stage"]: one for one in trainings if one["variant"] == "mcl"}
     of_stage = {one["stage"]: one for one in clusters}
-    parts: list[tuple[str, list[str]]] = []
-    for stage in run.stages:
-        sentences = _trained(stage, trained.get(stage.number))
-        sentences += _gained(comparisons, stage.name)
-        if stage.number in of_stage:
-            sentences += _clustered(of_stage[stage.number])
-        title = "Stage 0, the base" if stage.number == 0 else f"Stage {stage.number}"
-        parts.append((title, sentences))
-    models, joined = {row.model for row in run.result_rows}, []
-    for name, sentence in _JOINED.items():
-        if name in models or run.layout.joined(name).is_dir():
-            joined += [sentence, *_gained(comparisons, name)]
-    if joined:
-        parts.append(("All stages joined", joined))
-    if run.controls:
-        parts.append(("Controls", [_CONTROLS.get(name, f"{name}.") for name in run.controls]))
-    return parts
-
-
-def _trained(stage: Stage, training: Mapping[str, Any] | None) -> list[str]:
-    if training is None:
-        if stage.number:
-            return ["It is not trained yet."]
-        if stage.run.config is None:
-            return ["It is the given encoder."]
-        model = stage.run.config.model
-        name = model.name if isinstance(model.name, str) else "a model of its own configuration"
-        weights = f"with the weights “{model.pretrained}”" if model.pretrained else "as given"
-        return [f"It is {name}, {weights}; it was not trained here."]
-    options = training["made_of"].get("train", {})
-    objective = options.get("objective", {}).get("kind")
-    start = _STARTS.get(options.get("start"), "") if stage.number else "It was trained from scratch"
-    batches = f" of {options['global_batch']:,} samples" if "global_batch" in options else ""
-    by = f" by {objective}" if objective else ""
-    begun = f"{start} and was trained" if stage.number and start else start or "It was trained"
-    done = "" if training["finished"] else " so far (it is not finished)"
-    sentences = [f"{begun}{by} for {training['steps']:,} steps{batches}{done}."]
-    if stage.number:
-        sentences.append(_groups(stage))
-    first, last = training["first_loss"], training["last_loss"]
-    if first is not None and last is not None and first != last:
-        sentences.append(f"Its recorded loss went from {first:.3f} to {last:.3f}.")
-    if training["seconds"] is not None:
-        sentences.append(f"That took {duration(training['seconds'])}.")
-    return sentences
-
-
-def _groups(stage: Stage) -> str:
-    if not stage.has("pseudo_labels"):
-        return "Its batches were not drawn from groups."
-    manifest = read_manifest(stage.directory("pseudo_labels"), "pseudo_labels")
-    counts = manifest.counts
-    earlier = len(counts.get("radices", ()))
-    of = "the clusters of stage 0" if earlier == 1 else f"the clusters of {earlier} stages combined"
-    if manifest.config.get("label_mode") == "last":
-        of = "the clusters of the stage before"
-    sizes = (int(counts[name]) for name in ("smallest", "largest"))
-    return (
-        f"Each of its batches came from one group where possible: there are "
-        f"{counts['num_groups']:,} groups, which are {of}, with "
-        f"{' to '.join(f'{size:,}' for size in sizes)} samples."
-    )
-
-
-def _clustered(clustered: Mapping[str, Any]) -> list[str]:
-    counts, options = clustered["counts"], clustered["options"]
-    sizes, algorithm = counts["sizes"], options.get("algorithm", "")
-    sentences = [
-        f"Its embeddings of {counts['samples']:,} samples were clustered into "
-        f"{options['num_clusters']:,} clusters ({algorithm} k-means) of "
-        f"{sizes['smallest']:,} to {sizes['largest']:,} samples, half of them larger than "
-        f"{sizes['median']:,.0f}."
+    return [
+        {
+            "number": stage.number,
+            "training": trained.get(stage.number),
+            "groups": read_manifest(stage.directory("pseudo_labels"), "pseudo_labels")
+            if stage.has("pseudo_labels")
+            else None,
+            "clusters": of_stage.get(stage.number),
+            "gained": comparisons.of(stage.name),
+        }
+        for stage in run.stages
     ]
-    if bad := counts.get("bad_samples"):
-        sentences.append(f"{bad:,} samples could not be used.")
-    words = [one["words"][0][0] for one in clustered["galleries"] if one["words"]]
-    if words:
-        apart = ", ".join(dict.fromkeys(words))
-        sentences.append(f"Words that tell their captions apart: {apart}.")
-    return sentences
 
 
-def _gained(comparisons: Comparisons, model: str) -> list[str]:
-    """A sentence per benchmark, of its first metric."""
-    sentences: dict[str, str] = {}
-    for one in comparisons.of(model):
-        (own, _, change, *_), unit = one.texts(), one.row.unit
-        sentences.setdefault(
-            one.row.benchmark,
-            f"On {one.row.benchmark} ({one.row.metric}) it has {own} {unit.name}, which is "
-            f"{change} {unit.difference} against stage 0: {one.verdict}.",
-        )
-    return [*sentences.values()]
+def joined(run: Run, comparisons: Comparisons) -> dict[str, list[Comparison]]:
+    """The joined encoders that the run has, each with its comparisons as in ``chapters``."""
+    measured = {row.model for row in run.result_rows}
+    names = [n for n in JOINED if n in measured or run.layout.joined(n).is_dir()]
+    return {name: comparisons.of(name) for name in names}
