@@ -240,7 +240,7 @@ def test_what_cannot_be_compared_says_why(run_dir: Path, tmp_path: Path) -> None
         compare.run([run_dir], models=["fewer"])
 
 
-def test_outcomes_that_are_not_there_or_of_an_older_version(run_dir: Path) -> None:
+def test_outcomes_that_are_not_there_or_not_named(run_dir: Path) -> None:
     path = run_dir / "results.jsonl"
     for file in (run_dir / "outcomes").iterdir():
         file.unlink()
@@ -251,5 +251,5 @@ def test_outcomes_that_are_not_there_or_of_an_older_version(run_dir: Path) -> No
         for row in rows:
             row["protocol"]["outcomes"] = name
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        with pytest.raises(FileNotFoundError, match="by an older version: evaluate again"):
+        with pytest.raises(FileNotFoundError, match="no outcomes of items: evaluate again"):
             compare.run([run_dir])

@@ -13,7 +13,6 @@ from torch.nn import functional
 from mclclip.caption_rules import HardCaptions
 from mclclip.objectives.base import parse
 from mclclip.objectives.info_nce import InfoNCE
-from mclclip.train.verb import _as_before
 
 SCOPES = ("own", "global")
 
@@ -112,11 +111,6 @@ def test_terms_may_differ_in_the_scope() -> None:
     assert parse({"kind": "weighted_sum", "terms": terms}).reads.edits.per_caption == 1
 
 
-def test_off_it_is_in_no_settings_of_a_training() -> None:
-    plain, on = {"kind": "info_nce", "temperature": None}, {"rules": None, "scope": "own"}
-    assert _as_before(plain | {"hard_captions": None}) == plain
-    assert _as_before(plain | {"hard_captions": on}) == plain | {"hard_captions": on}
-    nested = {"kind": "weighted_sum", "terms": [{"objective": plain | {"hard_captions": None}}]}
-    assert _as_before(nested) == {"kind": "weighted_sum", "terms": [{"objective": plain}]}
+def test_off_nothing_more_is_read() -> None:
     assert parse({"kind": "info_nce"}).reads.edits is None
     assert InfoNCE().names == ("image_features", "text_features")

@@ -247,10 +247,6 @@ def test_centroids_that_are_no_start(bad: float) -> None:
         options.build(Setting(model=model, context=SINGLE, seed=0, classes=classes))
 
 
-def test_the_default_of_removed_kernels_is_read() -> None:
-    assert Options(kernel="plain") == Options()
-
-
 def test_a_rate_that_draws_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="draws none of 4 classes as negatives: wanted at least"):
         negative_draw(4, 0.1, seed=0)
