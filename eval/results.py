@@ -26,7 +26,7 @@ CHOOSE, REPORT = "choose", "report"
 good it is."""
 
 Column = tuple[str, Unit]
-"""Figures that can be compared: a metric, and its unit, which rows of an older version may lack."""
+"""Figures that can be compared: a metric, and its unit."""
 
 Level = Literal["headline", "table", "detail"]
 """How much a metric matters: encoders are compared by headlines; tables show details on request."""

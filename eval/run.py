@@ -309,7 +309,7 @@ def _trained_on(models: Sequence[str | Path], config: Config | None = None) -> l
             continue
         try:
             own = TrainingImages.of(replace(load(run_dir / "config.yaml"), run_dir=str(run_dir)))
-        except (ValueError, OSError):  # an older run's options may have other names
+        except (ValueError, OSError):  # the run's configuration is damaged or gone
             own = TrainingImages(Layout(run_dir).index, {"": PlanConfig()})
         images.append(own)
     return [one for one in images if one is not None]

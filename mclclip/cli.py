@@ -102,7 +102,6 @@ def _demo(args: argparse.Namespace) -> object:
     return demo.run(
         Path(args.out or ("runs/demo_short" if args.short else "runs/demo")),
         seeds=args.seeds,
-        regimes=demo.REGIMES if args.text == "all" else (args.text,),
         overrides=args.overrides,
         short=args.short,
     )

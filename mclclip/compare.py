@@ -346,8 +346,8 @@ class Reader:
         """
         if path is None:
             raise FileNotFoundError(
-                f"{row.model} on {row.benchmark} has no outcomes of items, it was evaluated by an "
-                "older version: evaluate again with 'mclclip eval --force'"
+                f"{row.model} on {row.benchmark} has no outcomes of items: evaluate again with "
+                "'mclclip eval --force'"
             )
         if row.metric not in (by_metric := self._read(path)):
             raise ValueError(f"{path} has no outcomes of {row.metric}: evaluate again with --force")
@@ -363,7 +363,7 @@ class Reader:
 def _compared(read: Reader, a: Row, b: Row) -> Comparison:
     """Not corrected yet."""
     (row, _), (against, _) = a, b
-    if row.unit != against.unit:  # an older version wrote none
+    if row.unit != against.unit:
         raise ValueError(
             f"{row.benchmark}, {row.metric}: {row.model} is measured in {row.unit.name} and "
             f"{against.model} in {against.unit.name}: evaluate again with 'mclclip eval --force'"

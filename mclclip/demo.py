@@ -1,10 +1,4 @@
-"""The demo: the whole method and its controls on rendered pictures, for each seed.
-
-Three regimes differ in the text tower. ``trained``: it is trained in every stage, as in the recipe.
-``ignorant``: it is trained in stage 0, on captions that seldom name some attributes, and frozen
-from stage 1 on. ``knowing``: it comes from a CLIP trained on captions that name every attribute,
-and is frozen in all stages, including stage 0, with a random image tower.
-"""
+"""The demo: the whole method and its controls on rendered pictures, for each seed."""
 
 from __future__ import annotations
 
@@ -12,34 +6,21 @@ import json
 import logging
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
 
 from mclclip import config, files, make_dataset, pipeline, report, shipped
 from mclclip.config import Config
 from mclclip.data.patterns import ATTRIBUTES, RARELY_NAMED
 from mclclip.eval import results
 from mclclip.eval.results import Result
-from mclclip.models import weights
-from mclclip.models.loading import load_towers
 from mclclip.options import all_shards
 from mclclip.ranks import process_group
 from mclclip.ranks.process_group import Context
-from mclclip.run.artifacts import Layout
 from mclclip.run.lock import RunLock
 from mclclip.run.runlog import count_of
 
 log = logging.getLogger("mclclip")
-
-Regime = Literal["trained", "ignorant", "knowing"]
-REGIMES: tuple[Regime, ...] = get_args(Regime)
-
-# Columns of the table of regimes: results.jsonl's names of the models whose average it shows.
-_STEPS = ("stage_1", "soup_uniform", "concat_stage_norm")
-_JOINED = ("concat_stage_norm", "control_ungrouped_concat_stage_norm")
-_COMPARED = ("stage_0", *_STEPS, *(f"control_ungrouped_{name}" for name in _STEPS))
 
 
 def recipe() -> Path:
@@ -58,27 +39,16 @@ SHORT = (
 SHORT_SAMPLES, SHORT_PAIRS = 1_200, 20
 
 
-def settings(out: Path, seed: int, overrides: Sequence[str], regime: Regime = "trained") -> Config:
-    """The recipe with the paths and the seed of one demo run; ``overrides`` replace them, and the
-    regime's own options replace ``overrides``."""
-    frozen = ["train.lock.text=false"]
-    of_regime = {
-        "trained": [],
-        "ignorant": frozen,
-        "knowing": [
-            *frozen,
-            "base.lock.text=false",
-            f"model.name={_quote(f'local-dir:{_first_model(out, seed)}')}",
-        ],
-    }
+def settings(out: Path, seed: int, overrides: Sequence[str]) -> Config:
+    """The recipe with the paths and the seed of one demo run; ``overrides`` replace them."""
     data = out / f"data_{seed}"
     paths = [
-        f"run_dir={_quote(_folder(out, regime) / f'seed_{seed}')}",
+        f"run_dir={_quote(out / f'seed_{seed}')}",
         f"seed={seed}",
         f"data.sources.patterns.shards={_quote(all_shards(data / 'shards'))}",
         f"eval.suite.pairs.path={_quote(data / 'pairs')}",
     ]
-    return config.load(recipe(), [*paths, *overrides, *of_regime[regime]])
+    return config.load(recipe(), [*paths, *overrides])
 
 
 def _quote(value: Path | str) -> str:
@@ -86,32 +56,15 @@ def _quote(value: Path | str) -> str:
     return json.dumps(str(value))
 
 
-def _folder(out: Path, regime: Regime) -> Path:
-    return out if regime == "trained" else out / regime
-
-
-def _first_model(out: Path, seed: int) -> Path:
-    """The model that the regime ``knowing`` begins with."""
-    return _folder(out, "knowing") / f"given_{seed}"
-
-
 def run(
-    out: Path,
-    *,
-    seeds: Sequence[int],
-    regimes: Sequence[Regime] = ("trained",),
-    overrides: Sequence[str] = (),
-    short: bool = False,
+    out: Path, *, seeds: Sequence[int], overrides: Sequence[str] = (), short: bool = False
 ) -> str:
-    """Runs the demo for each regime and seed, prints a table of all seeds for each regime and the
-    path of every run's report, and returns what it printed.
+    """Runs the demo for each seed, prints a table of all seeds and the path of every run's report,
+    and returns what it printed.
 
     ``short`` runs every verb in seconds, to check an installation; its figures say nothing about
-    the method. ``overrides`` replace its options and the recipe's.
-
-    With several seeds a table gives mean and standard deviation over them. It is written to
-    ``table.md`` beside the runs: in ``out``, or in ``out/REGIME`` for other regimes than
-    ``trained``. Several regimes are compared in one more table, ``out/regimes.md``.
+    the method. ``overrides`` replace its options and the recipe's. The table, with mean and
+    standard deviation over several seeds, is written to ``out/table.md`` too.
     """
     if len(set(seeds)) != len(seeds):
         raise ValueError(f"got the seeds {list(seeds)}: each may be given once")
@@ -119,76 +72,30 @@ def run(
     if short:
         render = partial(render, num_samples=SHORT_SAMPLES, num_pairs=SHORT_PAIRS)
     overrides = [*(SHORT if short else ()), *overrides]
-    tables, runs = [], {}
-    for regime in regimes:
-        runs[regime] = [_run(out, seed, regime, overrides, render) for seed in seeds]
-        table = seed_table(runs[regime])
-        files.write_bytes(_folder(out, regime) / "table.md", table.encode())
-        tables.append(table if len(regimes) == 1 else f"text tower {regime}:\n\n{table}")
-    if len(regimes) > 1:
-        tables.append(regime_table(runs))
-        files.write_bytes(out / "regimes.md", tables[-1].encode())
+    table = seed_table([_run(out, seed, overrides, render) for seed in seeds])
+    files.write_bytes(out / "table.md", table.encode())
+    parts = [table]
     if short:
-        tables.append("The short form checks an installation: its figures mean nothing.\n")
-    every = [settings(out, seed, overrides, regime) for regime in regimes for seed in seeds]
-    pages = [report.run(settled.run_dir) for settled in every]
-    tables.append("".join(f"Report of the run, to open in a browser: {page}\n" for page in pages))
-    text = "\n".join(tables)
+        parts.append("The short form checks an installation: its figures mean nothing.\n")
+    pages = [report.run(settings(out, seed, overrides).run_dir) for seed in seeds]
+    parts.append("".join(f"Report of the run, to open in a browser: {page}\n" for page in pages))
+    text = "\n".join(parts)
     print(text)
     return text
 
 
 def _run(
-    out: Path, seed: int, regime: Regime, overrides: Sequence[str], render: Callable[..., Path]
-) -> list[Result]:
-    """Runs the method once and returns its rows of results.jsonl, after those of the teacher if
-    there is one (``_give``). ``render`` writes the pictures and pairs."""
-    settled = settings(out, seed, overrides, regime)
-    context = _context(settled)
-    with RunLock(Path(settled.run_dir)), process_group.num_threads(settled.num_threads):
-        log.info("=== demo, seed %d, text tower %s", seed, regime)
-        render(out / f"data_{seed}", seed=seed)
-        before = _give(out, seed, overrides, render) if regime == "knowing" else []
-        run_dir = pipeline.run(settled, context)
-    return before + results.read(run_dir / "results.jsonl")
-
-
-def _give(
     out: Path, seed: int, overrides: Sequence[str], render: Callable[..., Path]
 ) -> list[Result]:
-    """Writes the model that the regime ``knowing`` begins with; returns its teacher's figures.
-
-    The teacher, a CLIP, is trained like the recipe's stage 0, on the same pictures with captions
-    that name every attribute. The model has the teacher's text tower, and a random image tower and
-    logit scale.
-    """
-    folder, given = _folder(out, "knowing"), _first_model(out, seed)
-    data = folder / f"data_{seed}"
-    alone = [
-        f"run_dir={_quote(folder / f'teacher_{seed}')}",
-        f"data.sources.patterns.shards={_quote(all_shards(data / 'shards'))}",
-        "num_stages=0",
-        "controls=[]",
-    ]
-    settled = settings(out, seed, [*overrides, *alone])
-    with RunLock(Path(settled.run_dir)), process_group.num_threads(settled.num_threads):
-        log.info("=== demo, seed %d: a text tower that knows every attribute", seed)
-        render(data, seed=seed, full_captions=True)
-        run_dir = pipeline.run(settled, _context(settled))
-        if not (given / weights.WEIGHTS).exists():
-            model = load_towers(settled.model.name, seed=seed)
-            drawn = model.clip.state_dict()
-            learned = load_towers(f"local-dir:{Layout.of(settled).export(0)}").clip.state_dict()
-            kept = {name: drawn[name] for name in drawn if name.startswith(("visual.", "logit_"))}
-            model.clip.load_state_dict(learned | kept)
-            model.save(given)
-    rows = results.read(run_dir / "results.jsonl")
-    return [replace(row, model="teacher") for row in rows if row.model == "stage_0"]
-
-
-def _context(settled: Config) -> Context:
+    """Runs the method once and returns its rows of results.jsonl; ``render`` writes the pictures
+    and pairs."""
+    settled = settings(out, seed, overrides)
     device = process_group.pick_device(settled.device, deterministic=settled.deterministic)
-    return Context(device=device)
+    with RunLock(Path(settled.run_dir)), process_group.num_threads(settled.num_threads):
+        log.info("=== demo, seed %d", seed)
+        render(out / f"data_{seed}", seed=seed)
+        run_dir = pipeline.run(settled, Context(device=device))
+    return results.read(run_dir / "results.jsonl")
 
 
 def seed_table(runs: Sequence[Sequence[Result]]) -> str:
@@ -206,25 +113,6 @@ def seed_table(runs: Sequence[Sequence[Result]]) -> str:
         for model in models
     }
     return _table(count_of(len(runs), "seed"), columns, rows)
-
-
-def regime_table(runs: Mapping[Regime, Sequence[Sequence[Result]]]) -> str:
-    """A Markdown table, regimes by models: the average over attributes in percent, over several
-    runs mean ± standard deviation; last the difference of the two concats within a run.
-    """
-    number = len(next(iter(runs.values())))
-    grouped, ungrouped = _JOINED
-    table: dict[str, list[list[float]]] = {}
-    for regime, of_seeds in runs.items():
-        found = [
-            {model: figures["average"] for model, figures in _by_model(rows).items()}
-            for rows in of_seeds
-        ]
-        table[regime] = [[one[model] for one in found if model in one] for model in _COMPARED]
-        both = [one for one in found if grouped in one and ungrouped in one]
-        table[regime].append([one[grouped] - one[ungrouped] for one in both])
-    columns = [*_COMPARED, "difference of concats"]
-    return _table(f"text tower, {count_of(number, 'seed')}", columns, table)
 
 
 def _table(

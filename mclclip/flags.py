@@ -335,9 +335,6 @@ def _add_demo(verbs: Any) -> None:
     short = "every verb in seconds, to check an installation (default of --out: runs/demo_short)"
     add("--short", action="store_true", help=short)
     add("--seeds", nargs="+", default=["3"], help="more than one: a sweep")
-    text = "text tower: trained in every stage; frozen after stage 0; frozen, and trained before "
-    text += "on captions that name every attribute; or all three compared"
-    add("--text", default="trained", choices=["trained", "ignorant", "knowing", "all"], help=text)
     _add_overrides(verb)
 
 

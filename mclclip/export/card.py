@@ -42,7 +42,7 @@ def write_card(out: Path, to: str, source: Source, proofs: Sequence[Certificate]
     try:
         options = None if run is None else config.load(run / "config.yaml")
     except (ValueError, OSError):
-        options = None  # an older run's options may have other names
+        options = None  # damaged or gone
     if options is not None and (licence := _LICENCES.get(str(options.model.pretrained))):
         front["license"] = licence
     parts = [

@@ -83,9 +83,9 @@ def find(
         _refuse_pretrained(str(name), pretrained)
         directory = transformers_folder.find(str(name))
         config = transformers_folder.read_config(directory, _simple_tokenizer(77))
-        config_check.check(config, None, _published(), _KINDS, str(directory))
+        config_check.check(config, _published(), _KINDS, str(directory))
         if load_weights:
-            transformers_folder.check_weights(directory, config)
+            transformers_folder.check_weights(directory)
         return config, directory if load_weights else None, directory
     if isinstance(name, Mapping) or str(name).endswith(".json"):
         config = weights.read_model_config(name)
@@ -109,7 +109,7 @@ def find(
     else:
         config, file = _of_open_clip(label.replace("/", "-"), str(name), pretrained)
     whose = "the model config" if isinstance(name, Mapping) else str(name)
-    config_check.check(config, file, _published(), _KINDS, whose)
+    config_check.check(config, _published(), _KINDS, whose)
     return config, file, directory
 
 
@@ -246,7 +246,7 @@ def is_without_weights(name: str | Path | Mapping[str, Any]) -> bool:
     return not os.path.isdir(name) and str(name).replace("/", "-") in open_clip.list_models()
 
 
-class _ProvenTokenizer(HFTokenizer):  # type: ignore[misc]  # open_clip has no types
+class _CheckedTokenizer(HFTokenizer):  # type: ignore[misc]  # open_clip has no types
     """A tokenizer whose files lie beside a model, and whose tokens are checked (`tokens_of`)."""
 
     def __init__(self, directory: Path, vocabulary: int, kind: str, **options: Any) -> None:
@@ -298,11 +298,10 @@ def tokenizer_of(text_cfg: Mapping[str, Any], directory: Path | None, vocabulary
         return tokenizer.LazyTokenizer(functools.partial(_hub_tokenizer, name, options), length)
     config_check.library()
     kind = config_check.tokenizer_class(directory)
-    tokenizer.prove(directory, length, kind)
-    proven = _made(functools.partial(_ProvenTokenizer, directory, vocabulary, kind, **options))
+    checked = _made(functools.partial(_CheckedTokenizer, directory, vocabulary, kind, **options))
     with torch.device("cpu"):  # a plan makes models on "meta", where ids have no values
-        proven([*tokenizer.PROBES])
-    return proven
+        checked([*tokenizer.PROBES])
+    return checked
 
 
 @functools.lru_cache(maxsize=4)
@@ -331,7 +330,6 @@ def build(config: Mapping[str, Any], seed: int, random_text: bool) -> Any:
     `random_text=False` fetches the weights of a text tower of the hub, as open_clip does. Raises
     ValueError where open_clip cannot build it.
     """
-    config_check.check_memory(config["model_cfg"])
     with tempfile.TemporaryDirectory() as folder, quiet(), torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed, which would also reseed the devices, and those are not restored.
         torch.default_generator.manual_seed(seed)

@@ -82,12 +82,8 @@ class Options(ObjectiveOptions):
     """Factor of the learning rate for class centers."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay of class centers (their length does not matter to the loss)."""
-    kernel: str = "plain"
-    """Removed; ``plain`` is its only value, which configurations of earlier runs hold."""
 
     def __post_init__(self) -> None:
-        if self.kernel != "plain":
-            raise ValueError(f"kernel={self.kernel} was removed: leave it out, or set kernel=plain")
         if self.kind != "mlcd" and self.sample_rate == 0.0:
             raise ValueError(f"{self.kind} without negatives has no gradient: raise sample_rate")
         if self.attribute is not None and self.threshold is not None:

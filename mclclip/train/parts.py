@@ -31,7 +31,6 @@ from mclclip.models.loading import load_towers, prepare_model, refuse_folded_nor
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer, is_elementwise, learning_rate
 from mclclip.models.tokenizer import fetched
-from mclclip.models.towers import MemoryFormat
 from mclclip.models.transforms import fast_transform
 from mclclip.objectives.base import Objective, Setting
 from mclclip.randomness import mix
@@ -137,20 +136,6 @@ class Job:
         return ClassLabels(directory, self.index, reads.clusters, reads.threshold)
 
     @cached_property
-    def begun(self) -> dict[str, Any] | None:
-        """Settings that the training which this one controls, or this one itself, was begun with;
-        None where neither was."""
-        for layout in (Layout.of(self.config), self.layout):
-            try:
-                made = made_of(layout.train(self.stage))
-            except ValueError:  # damaged: opening the artifact says so, or mends it
-                continue
-            if made:
-                begun: dict[str, Any] = made["config"]
-                return begun
-        return None
-
-    @cached_property
     def extras(self) -> list[Extra]:
         """Further tensors of every sample, which the objective reads. Raises ValueError where the
         index cannot tell equal pictures, and the errors of ``BaseFeatures``."""
@@ -165,18 +150,14 @@ class Job:
 
     @cached_property
     def pixels(self) -> Pixels:
-        """How images become pixels. A training that was begun before goes on as it began, and its
-        control as it did, where ``data.pixels`` is ``auto``."""
-        if self.config.data.pixels == "auto" and self.begun is not None:
-            begun: Pixels = self.begun.get("data", {}).get("pixels", "exact")
-            return begun
+        """How images become pixels. Where ``data.pixels`` is ``auto``, a control takes what the
+        training that it controls took."""
+        if self.config.data.pixels == "auto" and self.layout.variant != "mcl":
+            original = made_of(Layout.of(self.config).train(self.stage)).get("config", {})
+            if "data" in original:
+                taken: Pixels = original["data"]["pixels"]
+                return taken
         return self.config.pixels_of(self.name)
-
-    @property
-    def memory_format(self) -> MemoryFormat | None:
-        """How hidden values lie in memory in a training that was begun before, which goes on as it
-        began, and its control as it did; None for a new one, whose tower decides."""
-        return None if self.begun is None else self.begun.get("memory_format", "contiguous")
 
     def plan(self, grouped: GroupedIndex) -> EpochPlan:
         """The plan of the first epoch.

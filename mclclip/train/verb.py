@@ -41,8 +41,6 @@ log = logging.getLogger("mclclip")
 # Options of TrainConfig that change records or speed, not weights: a resumed run may change them.
 RECORDS = ("checkpoint", "log_every", "profile_steps", "engine")
 _GROUPS = "grouped_index"  # folder of a training
-# Options of objectives that came later, with the value that all trainings had before.
-_LATER = {"equal_captions": "negatives", "hard_captions": None}
 
 
 def run(
@@ -79,8 +77,6 @@ def run(
         return job.directory
     opened = _opened(job)
     model = parts.build_model(job)
-    model.memory_format = how = job.memory_format or model.memory_format
-    artifact.config |= {} if how == "contiguous" else {"memory_format": how}
     collectives.together(lambda: parts.start_from_trunk(model, opened.trunk))
     objective = parts.objective_of(job, model, opened.classes)
     artifact = collectives.on_main(lambda: _begin(job, opened, artifact, force))
@@ -149,26 +145,15 @@ def _opened(job: Job) -> Opened:
 
 
 def _settings(job: Job) -> dict[str, Any]:
-    """The options that the weights depend on, and the steps of a control. Options that came later
-    are left out where they have the value that all trainings had before."""
+    """The options that the weights depend on, and the steps of a control."""
     options = {k: v for k, v in to_tree(job.options).items() if k not in RECORDS}
-    plan = options["plan"]
-    del plan["weights"]  # their digest is among the inputs
-    for name, default in (("samples_per_epoch", None), ("block", 1)):
-        if plan[name] == default:
-            del plan[name]
-    options["objective"] = _as_before(options["objective"])
-    for name in ("patch_dropout", "start_decay", "sentences"):
-        if not options[name]:
-            del options[name]
+    del options["plan"]["weights"]  # their digest is among the inputs
     if job.options.evaluate.metric is None:  # figures that are only recorded
         del options["evaluate"]
     model = to_tree(job.config.model_of(job.name))
     given = model.pop("image_weights")  # in later stages the base's digest stands for it
     if given is not None and (job.stage == 0 or job.config.trained_model is not None):
         model["image_weights"] = digest_file(weights.checked_image_weights(given))
-    if not model["long_context"]:
-        del model["long_context"]
     settings = {
         "stage": job.stage,
         "variant": job.layout.variant,
@@ -176,21 +161,11 @@ def _settings(job: Job) -> dict[str, Any]:
         "model": model,
         "train": options,
     }
-    if job.pixels != "exact" and not job.reads_trunk:
+    if not job.reads_trunk:
         settings["data"] = {"pixels": job.pixels}
-    if job.memory_format == "channels_last":  # of a new training ``run`` adds it, by the tower
-        settings["memory_format"] = job.memory_format
     if job.layout.variant != "mcl" and job.options.steps is None:
         settings["steps"] = _controlled_steps(job)
     return settings
-
-
-def _as_before(objective: dict[str, Any]) -> dict[str, Any]:
-    """The options of an objective and its terms, without those of ``_LATER`` at their defaults."""
-    kept = {k: v for k, v in objective.items() if k not in _LATER or v != _LATER[k]}
-    if "terms" in kept:
-        kept["terms"] = [t | {"objective": _as_before(t["objective"])} for t in kept["terms"]]
-    return kept
 
 
 def _begin(job: Job, opened: Opened, artifact: Artifact, force: Force) -> Artifact:

@@ -298,7 +298,6 @@ WRONG = [
     wrong("mlcd", "threshold", threshold=91),
     wrong("mlc", "raise sample_rate", sample_rate=0),
     wrong("mldc", r"there is no objective 'mldc' \(nearest: mlc, mlcd"),
-    wrong("mlcd", "kernel=triton was removed: leave it out", kernel="triton"),
     wrong("single_label", "attribute=class have no centroids.*set centers=normal",
           attribute="class"),
     wrong("feature_dropout", "epsilon", epsilon=-0.1),

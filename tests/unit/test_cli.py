@@ -467,9 +467,7 @@ def test_demo_takes_overrides_after_its_seeds(main: Any, monkeypatch: pytest.Mon
     assert main("demo", "--seeds", "0", "2", "train.steps=5").code == 0
     overrides = ["train.steps=5"]
     wanted = {"out": "runs/demo", "seeds": [0, 2], "overrides": overrides, "short": False}
-    assert called == wanted | {"regimes": ("trained",)}
-    assert main("demo", "--text", "all").code == 0
-    assert called["regimes"] == ("trained", "ignorant", "knowing")
+    assert called == wanted
     assert main("demo", "--short").code == 0
     assert (called["out"], called["short"]) == ("runs/demo_short", True)
     assert main("demo", "--short", "--out", "x").code == 0 and called["out"] == "x"

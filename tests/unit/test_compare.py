@@ -238,3 +238,18 @@ def test_what_cannot_be_compared_says_why(run_dir: Path, tmp_path: Path) -> None
     results.record(run_dir / "results.jsonl", figures, "fewer", "mmvp")
     with pytest.raises(ValueError, match="fewer and stage_0 were not measured on the same items"):
         compare.run([run_dir], models=["fewer"])
+
+
+def test_outcomes_that_are_not_there_or_not_named(run_dir: Path) -> None:
+    path = run_dir / "results.jsonl"
+    for file in (run_dir / "outcomes").iterdir():
+        file.unlink()
+    with pytest.raises(FileNotFoundError, match="no outcomes of items at .* --force"):
+        compare.run([run_dir])
+    for name in (None, "../../secret.arrow"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for row in rows:
+            row["protocol"]["outcomes"] = name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with pytest.raises(FileNotFoundError, match="no outcomes of items: evaluate again"):
+            compare.run([run_dir])

@@ -152,7 +152,6 @@ def test_a_loss_has_its_unit_and_the_digits_that_tell_encoders_apart() -> None:
 
 
 def test_a_metric_in_two_units_has_two_columns() -> None:
-    """An older version's row has no unit."""
     rows = [loss("stage_0", 4.605), replace(loss("stage_1", 50.0), protocol={})]
     lines = results.table(rows).splitlines()
     assert lines[0].split() == ["held_out", "loss", "loss"]

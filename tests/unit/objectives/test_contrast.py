@@ -127,7 +127,7 @@ def floor(batch: loops.Batch, scale: float) -> torch.Tensor:
         own = (scale * row.positive).exp()
         return -(own / (own + len(row.negatives) * torch.tensor(-scale).double().exp())).log()
 
-    return loops.loss(loops.rows_of(batch, "views"), of_row)
+    return loops.mean_loss(loops.rows_of(batch, "views"), of_row)
 
 
 @pytest.mark.parametrize("scale", [2.0, 100.0])

@@ -113,7 +113,7 @@ def test_repeated_samples_are_positives() -> None:
     reference = batch.rows(slice(None))
     rows = loops.rows_of(reference, "captions")
     assert [len(row.equal) for row in rows[0]] == [1, 0, 0, 0, 1]
-    expected = loops.loss(rows, lambda row: loops.info_nce_of_equals(row, reference.scale))
+    expected = loops.mean_loss(rows, lambda row: loops.info_nce_of_equals(row, reference.scale))
     parts = run(built("info_nce", "positives"), batch)
     loops.close(parts["loss"].detach(), expected.detach())
     assert parts["equal_captions"] == 1

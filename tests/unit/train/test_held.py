@@ -201,10 +201,9 @@ def test_missing_embeddings_are_one_line(
 def test_without_a_term_nothing_of_it_is_recorded(
     labelled: Path, data: Path, tmp_path: Path
 ) -> None:
-    """So that trainings which were begun before go on."""
     run_dir = tmp_path / "run"
     shutil.copytree(labelled, run_dir)
     losses(options(run_dir, data))
     manifest = read_manifest(run_dir / "stage_1/train", "train")
     assert not {"embeddings", "text_embeddings"} & manifest.inputs.keys()
-    assert "start_decay" not in manifest.config["train"]
+    assert manifest.config["train"]["start_decay"] == 0.0

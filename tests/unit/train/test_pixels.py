@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from mclclip import checkpoint, index
+from mclclip import index
 from mclclip.config import Config
 from mclclip.data import decode
 from mclclip.data.batches import Batch
@@ -19,9 +18,10 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.models.loading import load_towers
 from mclclip.models.transforms import fast_transform
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import read_manifest
+from mclclip.run.artifacts import Artifact, Layout, read_manifest
 from mclclip.train import verb as train
 from mclclip.train.loop import Trainee
+from mclclip.train.parts import Job
 from tests import tiny
 from tests.batches import grouped_index, training_batches
 
@@ -37,12 +37,6 @@ def trained(run_dir: Path, data: Path, pixels: str, *overrides: str) -> Path:
 
 def losses(directory: Path) -> list[float]:
     return [row["loss"] for row in tiny.rows(directory / "metrics.jsonl")]
-
-
-def assert_same_weights(one: Path, other: Path) -> None:
-    states = [checkpoint.load_model_state(path / "checkpoints", 4) for path in (one, other)]
-    assert states[0].keys() == states[1].keys()
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
 @pytest.fixture(scope="module")
@@ -137,27 +131,32 @@ def test_the_manifest_holds_the_option_and_refuses_another(
     done: dict[str, Path], data: Path
 ) -> None:
     manifests = {name: read_manifest(path, "train") for name, path in done.items()}
-    assert manifests["fast"].config["data"] == {"pixels": "fast"}
-    assert "data" not in manifests["exact"].config  # as it was before there was a choice
-    for name, other in (("exact", "fast"), ("fast", "exact")):
+    for name in ("exact", "fast"):
+        assert manifests[name].config["data"] == {"pixels": name}
+    for name, other in (("exact", "fast"), ("fast", "exact"), ("exact", "auto")):
         with pytest.raises(ValueError, match="was made with other settings: data.pixels"):
             trained(done[name].parents[1], data, other)
 
 
-def test_a_training_that_was_begun_goes_on_as_it_began(
-    done: dict[str, Path], data: Path, tmp_path: Path
+def test_what_auto_chose_is_what_was_chosen(
+    done: dict[str, Path], data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As of a version in which exact pixels were the default."""
-    for name in ("exact", "fast"):
-        run_dir = tmp_path / name
-        shutil.copytree(done[name].parents[1], run_dir)
-        directory = run_dir / "stage_0" / "train"
-        made = read_manifest(done[name], "train")
-        (directory / "manifest.json").rename(directory / "in_progress.json")
-        shutil.rmtree(directory / "checkpoints" / "step_00000004")
-        assert trained(run_dir, data, "auto") == directory
-        assert read_manifest(directory, "train").config == made.config
-        assert_same_weights(directory, done[name])
+    with caplog.at_level("INFO", "mclclip"):
+        assert trained(done["fast"].parents[1], data, "auto") == done["fast"]
+    assert "is finished: skipped" in caplog.text
+
+
+@pytest.mark.parametrize("pixels", ["exact", "fast"])
+def test_a_control_takes_what_its_original_took(data: Path, tmp_path: Path, pixels: str) -> None:
+    folder = Layout(tmp_path).train(1)
+    artifact = Artifact.open(folder, kind="train", config={"data": {"pixels": pixels}}, inputs={})
+    index.run(tiny.make_config(tmp_path, data), SINGLE)
+    for asked, wanted in (("auto", pixels), ("exact", "exact"), ("fast", "fast")):
+        config = tiny.make_config(tmp_path, data, f"data.pixels={asked}")
+        layout = Layout(tmp_path, "ungrouped")
+        samples = SampleIndex.open(layout.index)
+        assert Job.of(config, config.train, SINGLE, layout, 1, samples).pixels == wanted
+    assert not artifact.finished
 
 
 @pytest.mark.parametrize(
