@@ -129,7 +129,7 @@ class _Problem:
         # difference of the two here: half their squares' sum at the minimum.
         self.penalty = strength / len(train) / (1 if num_classes == 2 else 2)
         tensors = (torch.from_numpy(array).to(device) for array in (train, targets))
-        self.blocks = [*zip(*(tensor.split(ROWS) for tensor in tensors), strict=True)]
+        self.blocks = [*zip(*(torch.split(tensor, ROWS) for tensor in tensors), strict=True)]
         self.shift = torch.from_numpy(self.mean).to(device)
         options: dict[str, Any] = {"dtype": torch.float64, "device": device, "requires_grad": True}
         self.weight = torch.zeros(num_classes, train.shape[1], **options)
@@ -139,20 +139,21 @@ class _Problem:
         """Returns the mean loss, and leaves its gradient in ``weight`` and ``bias``."""
         self.weight.grad = self.bias.grad = None
         loss = self.penalty * self.weight.square().sum()
-        loss.backward()
+        torch.autograd.backward(loss)
         total = loss.detach()
         for rows, targets in self.blocks:
             scaled = (rows.double() - self.shift) * self.length
             logits = functional.linear(scaled, self.weight, self.bias)
             loss = functional.cross_entropy(logits, targets, reduction="sum") / len(self.train)
-            loss.backward()
+            torch.autograd.backward(loss)
             total += loss.detach()
         return total
 
     def gradient(self) -> float:
         """The largest entry of the gradient."""
         self.loss()
-        return max(float(part.grad.abs().max()) for part in (self.weight, self.bias))
+        gradients = (self.weight.grad, self.bias.grad)
+        return max(float(part.abs().max()) for part in gradients if part is not None)
 
 
 def _solve_by_torch(problem: _Problem, max_iterations: int) -> bool:
