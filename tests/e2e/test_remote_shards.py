@@ -15,9 +15,10 @@ from mclclip import config as configuration
 from mclclip import index
 from mclclip.data import remote
 from mclclip.data.batches import Batch, Loader
+from mclclip.data.groups import LabelBlocks, StageGroups
 from mclclip.ranks.process_group import SINGLE
 from tests import tiny
-from tests.batches import grouped_index, training_batches
+from tests.batches import training_batches
 from tests.e2e.conftest import Shell
 from tests.matrix import kept
 from tests.shard_server import Handler, ShardServer, serving
@@ -46,26 +47,33 @@ def _tensor(image: Image.Image) -> torch.Tensor:
     return torch.from_numpy(np.array(image))
 
 
-@pytest.mark.parametrize("num_workers", kept([0, 2]))
 def test_reading_ahead_asks_for_one_batch_more_per_worker(
-    server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int
+    server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another guess of the next batch than the right one would ask for every batch twice."""
-    monkeypatch.setattr(remote, "GAP_BYTES", -1)  # a request per sample: their number is known
     samples = index.run(configuration.load(config(tmp_path, server)), SINGLE)
+    blocks, groups = LabelBlocks(np.zeros(len(samples), np.int64), ()), StageGroups(tmp_path / "g")
+    groups.write(blocks, blocks.sizes(), np.zeros(0, np.int64))
     batches = training_batches(
-        index=samples, grouped=grouped_index(np.zeros(len(samples), np.int64), ()),
+        index=samples, grouped=groups.read()[0],
         transform=_tensor, global_batch=16, policy="backoff",
         order="proportional", seed=0, stage=1,
     )  # fmt: skip
     steps = range(2, 2 * batches.steps_per_epoch)
-    before = server.seen["GET"]
-    found: Loader[Batch] = Loader(
-        batches, steps, num_workers=num_workers, describe=lambda *_: "a batch"
-    )
-    assert sum(len(batch.sample_id) for batch in found) == 16 * len(steps)
-    requests = server.seen["GET"] - before
-    assert 0 <= requests - 16 * len(steps) <= 16 * max(num_workers, 1)
+
+    def requests(num_workers: int) -> int:
+        before = server.seen["GET"]
+        loader: Loader[Batch] = Loader(
+            batches, steps, num_workers=num_workers, describe=lambda *_: "a batch", spawn=True
+        )
+        assert sum(len(batch.sample_id) for batch in loader) == 16 * len(steps)
+        return server.seen["GET"] - before
+
+    with monkeypatch.context() as patched:
+        patched.setattr(remote, "GAP_BYTES", -1)  # a request per sample: their number is known
+        assert 0 <= requests(0) - 16 * len(steps) <= 16
+    per_batch = requests(0) / len(steps)
+    assert requests(2) <= per_batch * (len(steps) + 4)
 
 
 def test_the_secret_of_a_signed_url_is_in_no_message_and_no_state(
