@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mclclip import files
 from mclclip.data.labels import ami
 from mclclip.opened_run import Run, spread
 from mclclip.report import charts
@@ -189,20 +188,9 @@ def agreement(run: Run) -> list[dict[str, Any]]:
     """Adjusted mutual information of stages' clusters (``rows``) with others (``columns``): a
     ``table``, with None where it was not computed, and a ``note`` of what it was computed.
 
-    It is the figure of ``mclclip analyse`` where there is one; else what ``mclclip cluster``
-    recorded of stages, and of attributes by some of the rows that are read. Empty where there is
-    nothing to compare.
+    It is what ``mclclip cluster`` recorded of stages, and of attributes it is computed of some of
+    the rows that are read. Empty where there is nothing to compare.
     """
-    path = run.directory / "analysis" / "agreement.json"
-    if path.is_file():
-        with files.own(path, "run 'mclclip analyse --figures agreement' to make it again"):
-            drawn = files.read_json(path)
-            table = [[float(value) for value in row] for row in drawn["ami"]]
-            rows, columns = ([str(name) for name in drawn[key]] for key in ("rows", "columns"))
-            if len(table) != len(rows) or any(len(row) != len(columns) for row in table):
-                raise ValueError("its table has another shape than its names")
-        note = "From 'mclclip analyse', of all samples."
-        return [{"rows": rows, "columns": columns, "table": table, "note": note}]
     ids = run.spread_ids(LABEL_ROWS)
     labels, rows_read = _labels(run, ids), spread(len(ids), AMI_ROWS)
     attributes = sorted({name for shard in run.index.shards for name in shard.attributes})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -79,10 +80,11 @@ def test_a_tokenizer_that_cannot_be_had_is_told_before_anything_is_done(
 ) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    tiny.make_data(tmp_path / "data", 8)
+    made = tiny.make_data(tmp_path / "data", 8)
     text = tiny.MODEL["text_cfg"] | {"hf_tokenizer_name": "timm/ViT-B-16-SigLIP"}
     model = tiny.MODEL | {"text_cfg": text}
-    whole = tree(tmp_path / "run", model={"name": model}) | changes
+    named = json.loads(json.dumps(changes).replace("{folder}", str(made / "shards")))
+    whole = tree(tmp_path / "run", model={"name": model}) | named
     with pytest.raises(FileNotFoundError, match="tokenizer files of 'timm/ViT-B-16-SigLIP' are ne"):
         pipeline.run(config.from_tree(whole), SINGLE)
     assert not (tmp_path / "run").exists()

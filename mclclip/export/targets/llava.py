@@ -26,7 +26,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from mclclip.export import certificate, layouts
+from mclclip.export import certificate
 from mclclip.export.certificate import Certificate, Probes
 from mclclip.export.targets import Source, hf
 from mclclip.models import config_check, transformers_layout, weights
@@ -48,8 +48,8 @@ def write(source: Source, out: Path) -> None:
             "convert a model of two blocks or more"
         )
     if source.is_concat:
-        config, tensors = layouts.stages(source.encoder)
-        hf.write_model(source, out, *layouts.stages_tower(config, tensors))
+        config, tensors = hf.joined_layout(source.encoder)
+        hf.write_model(source, out, *hf.joined_tower_layout(config, tensors))
         return
     config, tensors = transformers_layout.clip(source.single("transformers' CLIPModel"))
     tower = config["vision_config"] | {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -195,7 +194,7 @@ def test_figures_verdicts_pairs_and_costs(page: str) -> None:
     assert "Pictures that are not shown: 1 (unidentified)." in text_of(page)
 
 
-def test_agreement_is_computed_or_read(made: Path, copied: Path, page: str) -> None:
+def test_agreement_is_what_cluster_recorded(made: Path, page: str) -> None:
     words = text_of(page, "groups")
     assert (
         "of all samples, as &#39;mclclip cluster&#39; recorded it. Of attributes: computed of 48"
@@ -204,13 +203,6 @@ def test_agreement_is_computed_or_read(made: Path, copied: Path, page: str) -> N
     recorded = read_manifest(made / "stage_1" / "clusters", "clusters").counts["ami"]["stage_0"]
     assert f"stage_0 1.00 {recorded:.2f} 1.00" in words  # and red is what stage 0 clustered by
     assert f"stage_1 {recorded:.2f} 1.00" in words
-    (copied / "analysis").mkdir()
-    table = {"rows": ["stage_0"], "columns": ["stage_0", "kind"], "ami": [[1.0, 0.123]]}
-    (copied / "analysis" / "agreement.json").write_text(json.dumps(table))
-    words = words_of_run(copied, "groups")
-    assert "From &#39;mclclip analyse&#39;" in words and "stage_0 1.00 0.12" in words
-    (copied / "analysis" / "agreement.json").write_text(json.dumps(table | {"ami": [[1.0]]}))
-    assert "agreement.json is damaged" in words_of_run(copied, "groups")
 
 
 # --- runs that lack something --------------------------------------------------------------------
