@@ -73,8 +73,7 @@ begin:
                 $ mclclip config --explain train.lr
   recipes       list the recipes, or copy them out with the launch scripts
                 $ mclclip recipes --copy .
-  doctor        versions, devices, disk and file-system checks; with RUN: whether
-                its files are what was written; with --data: captions and pictures
+  doctor        checks of the machine, of a run's files, or (--data) of pictures
                 $ mclclip doctor runs/mine
   completion    a script by which bash or zsh completes verbs, flags and recipes
                 $ mclclip completion bash >> ~/.bash_completion
@@ -351,8 +350,7 @@ def _add_checks(verbs: Any) -> None:
     verb.add_argument("--data", metavar="CONFIG", help=data)
     versions = "print the versions that are known to work together, for pip install --constraint"
     verb.add_argument("--versions", action="store_true", help=versions)
-    text = "a run, whose files are all read and compared with what was written; with --data: "
-    text += "options of the configuration"
+    text = "a run, whose files are compared with what was written; with --data: options"
     verb.add_argument("overrides", nargs="*", default=[], metavar="RUN | KEY=VALUE", help=text)
     verb = _add(verbs, "config")
     _add_config_options(verb)

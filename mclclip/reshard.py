@@ -209,7 +209,7 @@ def _finish(
 
 
 @dataclass(frozen=True, eq=False)
-class Note:
+class WrittenShard:
     """Where the samples of a shard are in it (``Resharded.members``), and its record."""
 
     members: Integers
@@ -239,13 +239,13 @@ class Copies:
         """Where the samples of a shard are in it; marks it as done."""
         return self.tar(number).with_suffix(".json")
 
-    def read_note(self, number: int) -> Note | None:
+    def read_note(self, number: int) -> WrittenShard | None:
         """The note of a shard that is done; None for another."""
         try:
             fields = files.read_json(self.note(number))
             record = files.Record(**fields["record"])
             files.check_size(self.tar(number), record.size_bytes, "it is made again")
-            return Note(np.array(fields["members"], np.int64).reshape(-1, 4), record)
+            return WrittenShard(np.array(fields["members"], np.int64).reshape(-1, 4), record)
         except (OSError, RuntimeError, ValueError, TypeError, KeyError):
             return None  # it was not written, or lost in a crash
 
@@ -314,7 +314,7 @@ def write_shard(of: Copies, number: int) -> Left:
     note = of.read_note(number)
     if note is None or len(note.members) != len(ids):
         members = _write(of.tar(number), source, ids)
-        note = Note(members, files.record_of(of.tar(number)))
+        note = WrittenShard(members, files.record_of(of.tar(number)))
         fields = {"record": asdict(note.record), "members": members.tolist()}
         files.write_bytes(of.note(number), json.dumps(fields).encode())
     left = np.flatnonzero(note.members[:, 0] < 0)
