@@ -30,7 +30,6 @@ from mclclip.data.options import DataConfig
 from mclclip.data.remote import Remote, StoredFile, UrlRange
 from mclclip.files import digest_json
 from mclclip.options import protocol_of
-from mclclip.ranks.data_wait import note_place
 
 log = logging.getLogger("mclclip")
 
@@ -71,7 +70,6 @@ class ShardReader:
         self._in_this_process()
         self._ahead.clear()
         if wanted := self._behind_urls(ranges):
-            note_place(wanted[0][0])  # for whoever waits for it
             if self._coming is not None and set(wanted) <= set(self._coming[0]):
                 (wanted, take, _), self._coming = self._coming, None
                 found = take()
@@ -104,7 +102,6 @@ class ShardReader:
         self._in_this_process()
         if (ahead := self._ahead.pop((shard, offset, size), None)) is not None:
             return ahead
-        note_place(shard)  # for whoever waits for it
         if (copy := self._copy(shard)) is not None:
             kept = self._read_copy(shard, copy, offset, size)
             if kept is not None:
