@@ -82,8 +82,9 @@ def _failed(error: BaseException, debug: bool) -> int:
     if not hasattr(error, _RECORDED):
         record_early(error, code)
     if isinstance(error, Exception):
-        # The launcher may end this rank while it waits to print its error.
-        signals.set_action(signal.SIG_DFL)
+        if failures.number_of("RANK", 0) > 0:
+            # The launcher may end this rank while it waits to print its error.
+            signals.set_action(signal.SIG_DFL)
         bug = code == EXIT_INTERNAL and not isinstance(error, failures.Lost)
         failures.complain(error, debug or bug)
     elif not isinstance(error, Preempted) or os.environ.get("RANK", "0") == "0":

@@ -54,7 +54,7 @@ def words(indexed: tuple[Path, Path], run_dir: Path, *options: str) -> list[str]
 def start(indexed: tuple[Path, Path], run_dir: Path, *options: str) -> Started:
     """Trains with two ranks, until some steps are done."""
     command = tiny.command(*words(indexed, run_dir, *options), ranks=2)
-    patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": 2}  # of torchrun, with a rank that hangs
+    patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": 20}  # of torchrun, with a rank that hangs
     run = Started(command, run_dir, run_dir.with_suffix(".log"), **patience)
     deadline = time.monotonic() + 240
     while len(rows_of(run_dir)) < CUT_AFTER:
