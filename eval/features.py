@@ -53,6 +53,7 @@ class Extractor:
     ``precision``: ``fp32`` (default; TF32 is switched off for it), ``bf16`` or ``fp16`` (autocast).
     ``context`` says which ranks share the work and on which device the encoder lies. Batches are
     cut at the same rows for any number of ranks, so the features do not depend on it.
+    A batch of images has to come from its worker within ``timeout_s``.
     ``on_images`` is called on every rank with images before they are encoded.
     """
 
@@ -62,6 +63,7 @@ class Extractor:
     precision: str = "fp32"
     max_image_pixels: int = MAX_IMAGE_PIXELS
     num_workers: int = 0
+    timeout_s: float = 600.0
     on_images: Callable[[Sequence[Readable]], None] | None = None
 
     def __post_init__(self) -> None:
@@ -109,7 +111,11 @@ class Extractor:
         def run(own: slice) -> Features:
             numbers = range(own.start, own.stop)
             loader = Loader[Tensor | str](
-                batches, numbers, num_workers=num_workers, describe=batches.describe
+                batches,
+                numbers,
+                num_workers=num_workers,
+                timeout_s=self.timeout_s,
+                describe=batches.describe,
             )
             parts = [torch.empty(0, self.encoder.embed_dim, device=self.context.device)]
             with _inference(self.encoder, self.precision, self.context.device):
@@ -150,9 +156,9 @@ class _Batches(Dataset[Any]):
     def __getitem__(self, number: int) -> Tensor | str:
         return self.make(self.items[number * self.size : (number + 1) * self.size])
 
-    def describe(self, number: int, _: int) -> str:
-        """Names a batch, for messages."""
-        return f"the batch that begins with {self.items[number * self.size]}"
+    def describe(self, number: int) -> tuple[str, list[str]]:
+        """Names a batch, for messages, without keys of samples."""
+        return f"the batch that begins with {self.items[number * self.size]}", []
 
 
 def _read_images(

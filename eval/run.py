@@ -401,6 +401,7 @@ def evaluate(
             precision=precision,
             max_image_pixels=config.data.max_image_pixels,
             num_workers=config.data.num_workers,
+            timeout_s=config.peer_timeout_s,
         )
     return rows
 

@@ -5,8 +5,6 @@ from mclclip.ranks import signals, streams
 if __name__ == "__main__":
     streams.outlive_readers()  # before anything is opened
     signals.install_handlers()  # before the imports below, which take a moment
-    try:
-        from mclclip.cli import command
-    except (KeyboardInterrupt, signals.Preempted) as asked:
-        signals.end_now(asked, signals.code_of(asked))
+    from mclclip.cli import command
+
     command()

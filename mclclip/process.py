@@ -4,8 +4,7 @@ Exit codes: 0 done; 1 an error of mclclip itself (with a traceback), or a lost r
 line); 2 a mistake of the user, or files that do not fit together (one line); 85 pre-empted and
 saved, to be started again; 130 interrupted by the user, a training saved. Under torchrun, which
 reports every code but 0 as a crash, a pre-empted process ends with 0, and the recorded state says
-that it was pre-empted. Where the process does not end by itself, the clock of ``ranks.signals``
-ends it, with the same code and the same record.
+that it was pre-empted.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -39,7 +37,7 @@ def start() -> None:
     """Installs signal handlers, before torch is imported (which takes seconds)."""
     signals.install_handlers()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        from mclclip.ranks.parent_death import die_with_parent
+        from mclclip.ranks.workers import die_with_parent
 
         die_with_parent()
 
@@ -76,10 +74,11 @@ def _failed(error: BaseException, debug: bool) -> int:
     if not hasattr(error, _RECORDED):
         record_early(error, code)
     if isinstance(error, Exception):
-        signals.set_action(
-            signal.SIG_DFL
-        )  # the launcher may end this rank while it waits to print its error
-        failures.complain(error, debug or (code == EXIT_INTERNAL and not failures.is_lost(error)))
+        if failures.number_of("RANK", 0) > 0:
+            # The launcher may end this rank while it waits to print its error.
+            signals.set_action(signal.SIG_DFL)
+        bug = code == EXIT_INTERNAL and not isinstance(error, failures.Lost)
+        failures.complain(error, debug or bug)
     elif not isinstance(error, Preempted) or os.environ.get("RANK", "0") == "0":
         print(f"mclclip: {signals.line_of(error)}", file=sys.stderr)
     return code
@@ -89,7 +88,7 @@ def exit_code(error: BaseException) -> int:
     """The exit code that stands for an error."""
     if not isinstance(error, Exception):
         return signals.code_of(error)
-    for_user = failures.is_for_the_user(error) and not failures.is_lost(error)
+    for_user = failures.is_for_the_user(error) and not isinstance(error, failures.Lost)
     return EXIT_USER if for_user else EXIT_INTERNAL
 
 
@@ -132,7 +131,7 @@ def run(
             raise
 
     context = process_group.init(
-        config.device, deterministic=config.deterministic, wait_s=config.peer_timeout_s
+        config.device, deterministic=config.deterministic, limit_s=config.peer_timeout_s
     )
     if check is not None:
         collectives.on_main(partial(check, context))
@@ -153,47 +152,31 @@ def run(
 def _recorded(
     config: Config, verb: str, context: Context, work: Callable[[Context], object]
 ) -> None:
-    from mclclip.ranks import data_wait
-    from mclclip.ranks.peer_watch import PeerWatch
     from mclclip.run.lock import write_state
 
-    one_at_a_time = threading.Lock()
-
-    def record(
-        state: str, code: int, reason: str, requeue: bool = False, follows: bool = False
-    ) -> None:
+    def record(state: str, code: int, reason: str, **more: bool) -> None:
         # Any rank may record a failure; the other states are recorded by the first rank.
         where = Path(config.run_dir) if context.is_main or state == "failed" else None
-        with one_at_a_time:
-            write_state(
-                where, state, verb=verb, exit_code=code, requeue=requeue, reason=reason,
-                follows=follows,
-            )  # fmt: skip
+        write_state(
+            where, state, verb=verb, exit_code=code, reason=reason, **{"requeue": False} | more
+        )
 
     def record_error(error: BaseException, code: int) -> None:
         try:
             if signals.is_interrupt(error):
                 record("interrupted", code, signals.line_of(error))
             elif isinstance(error, Preempted):
-                record("preempted", code, error.reason, error.requeue)
+                record("preempted", code, error.reason, requeue=error.requeue)
             else:
-                lost = failures.is_lost(error)
+                lost = isinstance(error, failures.Lost)
                 peer = lost and not isinstance(error, failures.LostWorker)
-                record("failed", code, failures.line_of(error), lost, follows=peer)
+                record("failed", code, failures.line_of(error), requeue=lost, follows=peer)
         except OSError as full:  # the error itself is what the user is told
             log.warning("%s", failures.line_of(full))
 
-    watch = PeerWatch(context, config.peer_timeout_s)
-
-    def record_and_tell(error: BaseException, code: int) -> None:
-        record_error(error, code)
-        watch.report(error)
-
     try:
         record("running", EXIT_OK, f"process {os.getpid()}")
-        with signals.recording(record_and_tell), data_wait.limited(config.peer_timeout_s), watch:
-            with failures.naming_lost():
-                work(context)
+        result = _naming_lost(work, context)
         signals.ignore()
         record("finished", EXIT_OK, "")
     except BaseException as error:
@@ -206,12 +189,25 @@ def _recorded(
         raise
 
 
+def _naming_lost(work: Callable[[Context], object], context: Context) -> object:
+    """Calls ``work``; where another rank is gone raises Lost, or the request to leave that this
+    rank has received as well, and a little later."""
+    try:
+        return work(context)
+    except Exception as error:
+        lost, request = failures.as_lost(error), signals.received()
+        if request is not None and failures.is_lost_peer(error):
+            raise signals.error_of(request) from error
+        if lost is error:
+            raise
+        raise lost from error
+
+
 def _leave(code: int) -> NoReturn:
     """Ends the process; without the interpreter's shutdown if torch was loaded."""
     finished = code == EXIT_OK
     if code == EXIT_PREEMPTED and "TORCHELASTIC_RUN_ID" in os.environ:
         code = EXIT_OK
-    signals.choose_code(code)
     if "torch" in sys.modules:
         from mclclip.ranks import process_group
 

@@ -53,8 +53,8 @@ from mclclip.data.shard_writer import image_extension
 from mclclip.data.tar_members import read_members
 from mclclip.options import protocol_of
 from mclclip.ranks import collectives
-from mclclip.ranks.parent_death import map_in_pool
 from mclclip.ranks.process_group import Context
+from mclclip.ranks.workers import map_in_pool
 from mclclip.run import runlog
 from mclclip.run.artifacts import Artifact, Force, Layout, is_finished, refuse_foreign
 

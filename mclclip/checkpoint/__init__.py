@@ -20,13 +20,11 @@ import logging
 import shutil
 import time
 import zlib
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import PositiveInt
@@ -49,7 +47,7 @@ from mclclip.checkpoint.step_files import (
     trained_state,
 )
 from mclclip.options import STRICT
-from mclclip.ranks import collectives, peer_watch
+from mclclip.ranks import collectives
 from mclclip.run.recorder import NotFinite, not_finite
 
 __all__ = [
@@ -63,7 +61,6 @@ __all__ = [
     "trained_state",
 ]
 
-T = TypeVar("T")
 log = logging.getLogger("mclclip")
 
 
@@ -171,7 +168,7 @@ class Checkpoints:
         if mirror is None:
             return
         while collectives.on_main(lambda: mirror.busy(POLL_S) and time.monotonic() < end):
-            peer_watch.note()
+            continue
         if collectives.rank() == 0 and self.saved is not None:
             self._prune(self.saved)  # steps that were kept while they were copied
 
@@ -329,7 +326,7 @@ class Checkpoints:
                 damage.append(f"step {step} ({defect}; now {aside.name})")
             if self.mirror is None:
                 return None
-            copied = _patiently(partial(self.mirror.fetch, fetched))
+            copied = collectives.on_main(partial(self.mirror.fetch, fetched))
             if copied is None:
                 return None
             fetched.add(copied)
@@ -354,16 +351,3 @@ def _first_failure(failures: list[str | None]) -> str | None:
         if failure is not None:
             return failure if len(set(failures)) == 1 else f"rank {rank}: {failure}"
     return None
-
-
-def _patiently(work: Callable[[], T]) -> T:
-    """Runs slow ``work`` on the first rank; all ranks get its result or its error.
-
-    The others wait in short collectives meanwhile, so that none times out.
-    """
-    thread = ThreadPoolExecutor(1)
-    futures = [thread.submit(work)] if collectives.rank() == 0 else []
-    thread.shutdown(wait=False)
-    while collectives.on_main(lambda: bool(wait_for(futures, POLL_S).not_done)):
-        continue
-    return collectives.on_main(lambda: futures[0].result())

@@ -48,8 +48,9 @@ class Config:
     wall_time_s: PositiveFloat | None = None
     """Seconds after which a training saves and the run leaves as if pre-empted (null: no limit)."""
     peer_timeout_s: PositiveFloat = 600.0
-    """Seconds without a report from a rank, without progress in training, or without the data that
-    is waited for, after which the job ends and names that rank or worker."""
+    """Seconds that ranks wait for each other in a collective operation, and for data from a loader
+    worker, after which the job ends. The work of one rank alone, such as indexing, is waited for
+    without a limit, and so is a first compilation."""
     poll_s: PositiveFloat = 5.0
     """Seconds between checks for the files ``save_now`` and ``stop`` in the run directory."""
     num_stages: Annotated[int, Field(ge=0, le=100)] = 3

@@ -1,8 +1,6 @@
 """Makes this rank's `Batch` of a step: reads, augments and, where needed, replaces the samples.
 
-`Loader` reads a data set in worker processes, for training, embedding and evaluation alike. Whoever
-waits for a batch hears requests to leave, has a limit of time, and is told which worker reads what
-(``ranks.data_wait``).
+`Loader` reads a data set in worker processes, for training, embedding and evaluation alike.
 
 Everything here is a pure function of (data, plan, seed, stage, step, columns). A rank, a loader
 worker or a resumed process computes the same sample in the same column as a single process does.
@@ -25,14 +23,14 @@ batches.
 
 from __future__ import annotations
 
-import multiprocessing.connection
+import logging
+import multiprocessing.util
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -45,9 +43,9 @@ from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.labels import AttributeClasses, ClassLabels, truncate
 from mclclip.data.options import SentencesConfig
 from mclclip.data.samples import BadSample, RawSample, Sample, TarDataset, draw_sentences
+from mclclip.files import clean
 from mclclip.randomness import mix
-from mclclip.ranks import data_wait
-from mclclip.ranks.failures import LostWorker, lost_worker
+from mclclip.ranks import failures
 from mclclip.ranks.process_group import start_loader_worker
 
 Integers = npt.NDArray[np.int64]
@@ -58,8 +56,7 @@ _AUGMENTATION, _CAPTION, _REPLACEMENT, _EXTRAS, _SENTENCES = (
     for word in (b"augment", b"caption", b"replace", b"extras", b"sentence")
 )
 T = TypeVar("T")
-_ENDS_S = 1.0
-_STATES = {"T": ", stopped", "t": ", stopped", "D": ", waiting for its disk", "Z": ", ended"}
+log = logging.getLogger("mclclip")
 _FEW_BYTES = 2**18  # a pipe passes on so many sooner than a shared memory is made
 
 
@@ -392,13 +389,11 @@ class Loader(Generic[T]):
     """Iterates over ``dataset[item]`` for the ``items``, in order, read by ``num_workers``
     processes (0: by this one).
 
-    ``describe(item, place)`` names what is read, for a message: ``place`` is the number that the
-    reading process last gave to ``data_wait.note_place`` (-1: none). ``note_slow`` is called with a
-    sample whose decoding ends this process (``data_wait.wait_for``). With ``batched`` an item is a
-    list, of which the data set returns all at once. ``pin_memory`` is DataLoader's. With ``spawn``
-    workers start as fresh processes, not as forks: urls cannot be read in a fork (`data.remote`).
-    Iterating raises LostWorker where a worker was ended from outside or, in a process with a limit,
-    where a batch does not come.
+    ``describe(item)`` names an item and the keys of its samples, for an error. With ``batched`` an
+    item is a list, of which the data set returns all at once. ``pin_memory`` is DataLoader's. With
+    ``spawn`` workers start as fresh processes, not as forks: urls cannot be read in a fork
+    (`mclclip.stores`). Iterating raises LostWorker where a worker was ended from outside, and where
+    an item does not come within ``timeout_s``; nothing limits the reading of this process itself.
     """
 
     def __init__(
@@ -407,25 +402,24 @@ class Loader(Generic[T]):
         items: Sequence[Any],
         *,
         num_workers: int,
-        describe: Callable[[Any, int], str],
-        note_slow: Callable[[int], str] = data_wait.nothing,
+        timeout_s: float,
+        describe: Callable[[Any], tuple[str, Sequence[str]]],
         batched: bool = False,
         pin_memory: bool = False,
         spawn: bool = False,
     ) -> None:
-        self.items, self.describe, self.note_slow = items, describe, note_slow
-        self.num_workers = min(num_workers, len(items))
-        # A place per worker (`data_wait.Place`), in memory that they share with this process.
-        self._places = torch.full((max(self.num_workers, 1), 3), -1).share_memory_()  # type: ignore[no-untyped-call]
+        self.items, self.describe = items, describe
+        num_workers = min(num_workers, len(items))
         one: dict[str, Any] = {"batch_size": None, "sampler": items}
         many: dict[str, Any] = {"batch_sampler": items, "collate_fn": list}
         self._loader: DataLoader[Any] = DataLoader(
             dataset,
-            num_workers=self.num_workers,
-            worker_init_fn=partial(_start_worker, self._places),
+            num_workers=num_workers,
+            timeout=timeout_s if num_workers else 0,
+            worker_init_fn=start_loader_worker,
             pin_memory=pin_memory,
             persistent_workers=False,
-            multiprocessing_context="spawn" if spawn and self.num_workers else None,
+            multiprocessing_context="spawn" if spawn and num_workers else None,
             **(many if batched else one),
         )
 
@@ -433,54 +427,32 @@ class Loader(Generic[T]):
         return len(self.items)
 
     def __iter__(self) -> Iterator[T]:
-        if not self.num_workers:
-            data_wait.share_place(self._place(0))
         source = iter(self._loader)
-        for number in range(len(self.items)):
-            what, place = partial(self._what_is_read, source, number), self._place(number)
+        # They ignore the SIGTERM that Python sends at exit, and it would wait for them for ever.
+        workers = getattr(source, "_workers", [])
+        multiprocessing.util.Finalize(source, _kill, [workers], exitpriority=1)
+        for item in self.items:
             try:
-                item = data_wait.wait_for(lambda: next(source), what, self.note_slow, place)
-            except (RuntimeError, OSError, EOFError) as error:
-                raise _lost_worker(source, error) or error from error
-            yield item
+                batch = next(source)
+            except (RuntimeError, ConnectionError, EOFError) as error:
+                raise self._name(error, item) from error
+            yield batch
         next(source, None)  # the loader's own end, which ends its workers
 
-    def _place(self, number: int) -> data_wait.Place:
-        """The place of the process that reads item ``number``; items are dealt out in turn."""
-        place: data_wait.Place = self._places.numpy()[number % len(self._places)]
-        return place
-
-    def _what_is_read(self, source: object, number: int) -> str:
-        """Names the process that was to read item ``number``, and its place."""
-        worker = number % max(self.num_workers, 1)
-        what = self.describe(self.items[number], int(self._place(number)[0]))
-        if not self.num_workers:
-            return f"{what} has not been read by this process"
-        workers = getattr(source, "_workers", ())
-        pid = workers[worker].pid if worker < len(workers) else 0
-        try:  # why the process does not go on, as far as Linux knows
-            stat = Path(f"/proc/{pid}/stat").read_text()
-            state = _STATES.get(stat.rsplit(")", 1)[1].split()[0], "")
-        except OSError:
-            state = ", ended"
-        return f"{what} has not come from loader worker {worker} (process {pid}{state})"
+    def _name(self, error: Exception, item: Any) -> Exception:
+        """The error with the item that was waited for, where it is of a lost worker."""
+        if isinstance(error, ConnectionError | EOFError):  # killed while it sent a batch
+            error = RuntimeError("DataLoader worker (pid 0) exited unexpectedly")
+        what, keys = self.describe(item)
+        lost = failures.as_lost(error, f"for {what}")
+        if isinstance(lost, failures.LostWorker) and keys:
+            log.error(
+                "samples of %s (data.exclude=FILE leaves those out whose keys it lists): %s",
+                what, clean(" ".join(keys)),
+            )  # fmt: skip
+        return lost
 
 
-def _lost_worker(source: object, error: Exception) -> LostWorker | None:
-    """LostWorker where ``error`` came of a worker that was ended from outside."""
-    workers = getattr(source, "_workers", ())
-    if isinstance(error, ConnectionError | EOFError):
-        # A worker's files close, its sentinel among them, before it has ended.
-        closed = multiprocessing.connection.wait([worker.sentinel for worker in workers], _ENDS_S)
-        for worker in workers:
-            if worker.sentinel in closed:
-                worker.join(_ENDS_S)
-    for number, worker in enumerate(workers):
-        if worker.exitcode:
-            return lost_worker(f"{number} ", worker.pid, worker.exitcode)
-    return None
-
-
-def _start_worker(places: Tensor, worker: int) -> None:
-    start_loader_worker(worker)
-    data_wait.share_place(places.numpy()[worker])
+def _kill(workers: Iterable[multiprocessing.Process]) -> None:
+    for worker in workers:
+        worker.kill()

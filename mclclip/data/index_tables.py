@@ -46,7 +46,7 @@ from mclclip.files import (
     write_json,
 )
 from mclclip.options import protocol_of
-from mclclip.ranks.parent_death import map_in_pool
+from mclclip.ranks.workers import map_in_pool
 from mclclip.run.runlog import count_of, progress
 
 log = logging.getLogger("mclclip")

@@ -69,6 +69,10 @@ class DataConfig:
     max_bad_fraction: Share = 0.01
     """Share of the index's samples that may be undecodable, and of the shards that may be damaged
     or cut short; above it a verb stops on all ranks."""
+    exclude: str | None = None
+    """File of samples to leave out, a key ``source/key`` on each line, such as a picture whose
+    decoding does not end. A batch replaces them as it replaces a bad sample, and they are counted
+    as ``excluded``. A training that goes on accepts another file. Null: none."""
     max_open_files: PositiveInt = 64
     """Shards that one process keeps open at once."""
     verify: Literal["captions", "full"] = "captions"

@@ -35,7 +35,7 @@ from mclclip.data.index_tables import (
 from mclclip.data.shard_reader import ShardReader
 from mclclip.data.shard_scan import ATTRIBUTE, IMAGE_CRC, PER_FIELD, RANGES, TEXT_CRC
 from mclclip.data.shard_writer import PACKED_FROM
-from mclclip.files import clean, digest_json, own, parse_json, read_json, write_json
+from mclclip.files import clean, own, parse_json, read_json, write_json
 from mclclip.randomness import mix
 from mclclip.run.artifacts import Manifest, read_manifest, verb_of
 from mclclip.run.runlog import count_of
@@ -43,9 +43,8 @@ from mclclip.run.runlog import count_of
 log = logging.getLogger("mclclip")
 KIND = "index"
 BAD_SAMPLES = "bad_samples.json"
-TIMEOUTS = "timeouts"  # 4f0c1a9be2d3507a.1.json, 4f0c1a9be2d3507a.2.json: see ``note_slow``
 # Reasons why one reader cannot use a sample, which say nothing about the sample.
-READERS_OWN = ("unfit", "no_caption", "not_cached")
+READERS_OWN = ("unfit", "no_caption", "not_cached", "excluded")
 
 
 class SampleIndex:
@@ -314,8 +313,8 @@ class SampleIndex:
         return found
 
     def bad_samples(self) -> dict[str, dict[str, str]]:
-        """``{key: {"reason": ..., "bytes": ...}}`` of the samples found undecodable so far, those
-        that timed out twice among them, whose bytes are still those that they had then.
+        """``{key: {"reason": ..., "bytes": ...}}`` of the samples found undecodable so far,
+        whose bytes are still those that they had then.
 
         Others, such as those of a shard that has been restored, do not count any more. Their bytes
         are read once by this object.
@@ -325,7 +324,6 @@ class SampleIndex:
             listed: dict[str, dict[str, str]] = read_json(path) if path.exists() else {}
             if not all(isinstance(listed[key]["reason"], str) for key in listed):
                 raise TypeError("its reasons are no texts")
-        listed |= self._noted_twice()
         if listed != self._listed:
             self._listed, self._holding = listed, self._unchanged(listed)
         return dict(self._holding)
@@ -357,40 +355,6 @@ class SampleIndex:
         }
         merged = {**found, **self.bad_samples()}
         write_json(self.directory / BAD_SAMPLES, dict(sorted(merged.items())))
-
-    def note_slow(self, sample_id: int) -> str:
-        """Notes that the limit for waiting ended this process while it decoded a sample; returns
-        the sample's key and what becomes of it, as a part of the message.
-
-        The same command would meet the sample again and end again, so a sample that was noted twice
-        counts as undecodable. Any rank writes these files, each as a whole; without the folder all
-        samples are tried again.
-        """
-        (key,) = self.keys([sample_id])
-        entry = {"key": key, "bytes": self.bytes_of([sample_id])[sample_id]}
-        first, second = (
-            self.directory / TIMEOUTS / f"{digest_json(entry)[:16]}.{number}.json"
-            for number in (1, 2)
-        )
-        again = first.exists()
-        write_json(second if again else first, entry)
-        becomes = "it is left out from now on" if again else "it is left out if that happens again"
-        return f"sample {key} was being decoded, {becomes}"
-
-    def _noted_twice(self) -> dict[str, dict[str, str]]:
-        """The samples that were noted twice by key, as entries of ``bad_samples.json``; their bytes
-        may have changed since."""
-        found: dict[str, dict[str, str]] = {}
-        for path in sorted((self.directory / TIMEOUTS).glob("*.2.json")):
-            with own(path, "take it away: the sample is tried again"):
-                entry = read_json(path)
-                found[str(entry["key"])] = {"reason": "timeout", "bytes": str(entry["bytes"])}
-        return found
-
-    def slow_ids(self) -> frozenset[int]:
-        """The samples that were noted twice as slow and have not changed since: whoever decodes one
-        of them may wait for ever."""
-        return frozenset(self.ids_of(list(self._unchanged(self._noted_twice()))).tolist())
 
     def check_bad_fraction(self, bad: Collection[int], max_bad_fraction: float) -> None:
         """Raises ValueError, which names some, where more than ``data.max_bad_fraction`` of all

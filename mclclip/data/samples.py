@@ -20,6 +20,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,7 +38,6 @@ from mclclip.data.shard_reader import Range, ShardReader
 from mclclip.data.shard_scan import parse_captions
 from mclclip.files import clean
 from mclclip.randomness import mix
-from mclclip.ranks import collectives, data_wait
 
 Integers = npt.NDArray[np.int64]
 Transform = Callable[[Any], Tensor]
@@ -46,6 +46,7 @@ View = Callable[[Any], Any]
 """From what a transform takes, or a row of the trunk's cache, to a view of it."""
 Tokenizer = Callable[[list[str]], Tensor]
 log = logging.getLogger("mclclip")
+_MOST_NAMED = 8  # files of a batch
 _AT_ONCE = 4096  # captions that are asked for together
 _MOST_VISIBLE = 4096  # characters, in a context of up to 128 tokens
 _LONGEST_TOKEN = 32  # characters, in CLIP's vocabulary
@@ -57,8 +58,7 @@ class BadSample:
     """A sample that cannot be used, with one short word why: a reason of `decode.DecodeError`;
     ``no_caption``; ``changed``, where its bytes are not those that were indexed; ``unfit``, where
     the model does not take such an image; ``not_cached``, where the trunk's cache has no row; or
-    ``timeout``, where decoding it has ended a process twice (`SampleIndex.note_slow`). ``detail``
-    says how it is unfit."""
+    ``excluded``, where ``data.exclude`` lists it. ``detail`` says how it is unfit."""
 
     sample_id: int
     reason: str
@@ -153,7 +153,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
             )
         self.locations, self._has_warned = Locations(self.index, resharded, trunk), False
         self.trunk = trunk
-        self._too_slow = index.slow_ids()
+        self._excluded = read_excluded(index, options.exclude)
         self.reader = ShardReader(self.locations.files, options)
 
     def __len__(self) -> int:
@@ -249,25 +249,24 @@ class TarDataset(Dataset["Sample | BadSample"]):
             whole = captions[caption_number]
             captions[caption_number] = part_of(whole)
             captions += [whole, *cut_sentences(whole)]
-        with data_wait.decoding(raw.sample_id):
+        try:
+            row = None if self.trunk is None else self.trunk.decoded(raw.image)
+            image = self._image(raw) if row is None else row
+        except DecodeError as error:
+            return BadSample(raw.sample_id, error.reason)
+        except ValueError as error:
+            return self._unfit(raw.sample_id, error)
+        for view in views or (self._view,):
             try:
-                row = None if self.trunk is None else self.trunk.decoded(raw.image)
-                image = self._image(raw) if row is None else row
-            except DecodeError as error:
-                return BadSample(raw.sample_id, error.reason)
+                made.append(view(image))
             except ValueError as error:
                 return self._unfit(raw.sample_id, error)
-            for view in views or (self._view,):
-                try:
-                    made.append(view(image))
-                except ValueError as error:
-                    return self._unfit(raw.sample_id, error)
-                if len(made) > 1:
-                    continue
-                if self.text_features is not None:
-                    text_features = self.text_features.get(raw.sample_id, caption_number)
-                elif self.tokenizer is not None:
-                    text = tokenized(self.tokenizer, [captions[caption_number]])[0]
+            if len(made) > 1:
+                continue
+            if self.text_features is not None:
+                text_features = self.text_features.get(raw.sample_id, caption_number)
+            elif self.tokenizer is not None:
+                text = tokenized(self.tokenizer, [captions[caption_number]])[0]
         extras: dict[str, Tensor] = {}
         for extra in self.extras:
             extras |= extra(raw, captions, caption_number, key)
@@ -289,6 +288,15 @@ class TarDataset(Dataset["Sample | BadSample"]):
         log.debug("%s", detail)
         return BadSample(sample_id, "unfit", detail)
 
+    def describe(self, name: str, sample_ids: Sequence[int] | Integers) -> tuple[str, list[str]]:
+        """``name`` with the files that samples are read from, and the samples' keys."""
+        ids = self.index.checked(sample_ids)
+        numbers = sorted({ranges.image[0] for ranges in self.locations.of(ids)})
+        paths = [clean(self.locations.files[number].path) for number in numbers[:_MOST_NAMED]]
+        more = len(numbers) - len(paths)
+        files = ", ".join(paths) + (f" and {more} more" if more else "")
+        return f"{name} from {files}", self.index.keys(ids)
+
     def check(self) -> None:
         """Raises ValueError, one line, where the first sample that can be decoded does not fit the
         transform, as with another number of channels; loaders only count such samples as bad.
@@ -303,17 +311,13 @@ class TarDataset(Dataset["Sample | BadSample"]):
                     raise ValueError(sample.detail)
 
         with torch.random.fork_rng(devices=[]):
-            # All ranks try the same samples, so that one of them notes what takes too long.
-            note = self.index.note_slow if collectives.rank() == 0 else data_wait.nothing
-            data_wait.wait_for(
-                try_some, lambda: "the first sample has not been decoded by this process", note
-            )
+            try_some()
 
     def _read(self, sample_id: int, ranges: SampleRanges) -> RawSample | BadSample:
         if self.reads_captions and not self.index.num_captions[sample_id]:
             return BadSample(sample_id, "no_caption")
-        if sample_id in self._too_slow:
-            return BadSample(sample_id, "timeout")
+        if sample_id in self._excluded:
+            return BadSample(sample_id, "excluded")
         if not ranges.has_row:
             return BadSample(sample_id, "not_cached")
         try:
@@ -368,6 +372,18 @@ class TarDataset(Dataset["Sample | BadSample"]):
             return parse_captions(data, shard.captions)
         except ValueError:
             return []  # it parsed when it was indexed; callers handle the missing captions
+
+
+def read_excluded(index: SampleIndex, path: str | None) -> frozenset[int]:
+    """Ids of the samples whose keys the file of ``data.exclude`` lists, one a line; none without a
+    file. Raises ValueError, one line, for a file that cannot be read and for an unknown key."""
+    if path is None:
+        return frozenset()
+    try:
+        lines = Path(path).read_text().splitlines()
+        return frozenset(index.ids_of([key for key in lines if key.strip()]).tolist())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"data.exclude={path}: {error}") from error
 
 
 def _is_copy(image: bytes | None, text: bytes | None, crc32: tuple[int, int]) -> bool:

@@ -11,7 +11,6 @@ from typing import Any
 from mclclip.data.options import DataConfig
 from mclclip.data.remote import Remote, StoredFile, UrlRange
 from mclclip.options import protocol_of
-from mclclip.ranks.data_wait import note_place
 
 Range = tuple[int, int, int]
 """Number of the shard, offset, size."""
@@ -44,7 +43,6 @@ class ShardReader:
         self._in_this_process()
         self._ahead.clear()
         if wanted := self._behind_urls(ranges):
-            note_place(wanted[0][0])  # for whoever waits for it
             if self._coming is not None and set(wanted) <= set(self._coming[0]):
                 (wanted, take, _), self._coming = self._coming, None
                 found = take()
@@ -77,7 +75,6 @@ class ShardReader:
         self._in_this_process()
         if (ahead := self._ahead.pop((shard, offset, size), None)) is not None:
             return ahead
-        note_place(shard)  # for whoever waits for it
         if shard in self.urls:
             return self._remote.read_ranges(self._of_urls([(shard, offset, size)]))[0]
         parts: list[bytes] = []

@@ -46,16 +46,12 @@ def image_batches(
 
     One loader reads all shards, so that it does not stand still between them.
     """
-    size, index = config.embed.batch_size, source.index
+    size = config.embed.batch_size
     shape = model.image_shape if source.trunk is None else source.trunk.shape
     cuts = [
         [range(at, min(at + size, s.stop)) for at in range(s.start, s.stop, size)] for s in shards
     ]
     all_cuts = [cut for of_shard in cuts for cut in of_shard]
-
-    def describe(ids: range, place: int) -> str:
-        path = index.shards[int(index.shard_of[ids[0]])].path
-        return f"the batch of samples {ids[0]} to {ids[-1]} of shard {files.clean(path)}"
 
     def encoded(samples: Sequence[Sample | BadSample]) -> RowBatch:
         good = torch.tensor([isinstance(sample, Sample) for sample in samples])
@@ -72,8 +68,8 @@ def image_batches(
         source,
         all_cuts,
         num_workers=min(config.data.num_workers, max(len(all_cuts) - 1, 0)),  # none for one batch
-        describe=describe,
-        note_slow=index.note_slow,
+        timeout_s=config.peer_timeout_s,
+        describe=lambda ids: source.describe(f"the batch of samples {ids[0]} to {ids[-1]}", ids),
         batched=True,
         spawn=bool(source.reader.urls),
     )

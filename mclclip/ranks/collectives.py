@@ -4,6 +4,8 @@ And the interface of parameters that engines do not reduce (``OutsideParameters`
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -12,9 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mclclip.ranks import failures
-from mclclip.ranks.process_group import TIMEOUT
+from mclclip.ranks.process_group import limit
 
 T = TypeVar("T")
+_meetings = itertools.count()  # every rank counts alike
+_LONGEST_PAUSE_S = 0.2
 # torch 2.13 renamed reduce_scatter_tensor to reduce_scatter_single, and warns of the old name.
 _reduce_scatter: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
@@ -143,7 +147,7 @@ def side_group() -> Any:
     Collectives of two threads on one group could be matched in the wrong order, and NCCL does not
     move CPU tensors. All ranks must call this at the same point of their main threads.
     """
-    return dist.new_group(backend="gloo", timeout=TIMEOUT) if world_size() > 1 else None
+    return dist.new_group(backend="gloo", timeout=limit()) if world_size() > 1 else None
 
 
 def gather_objects(item: T, group: Any = None) -> list[T]:
@@ -178,12 +182,31 @@ def barrier() -> None:
         dist.barrier()
 
 
+def meet() -> None:
+    """Waits until all ranks have come here, for hours if need be: ``peer_timeout_s``, the limit of
+    collectives, does not hold. The wait asks the launcher's store, and so ends with the launcher.
+
+    For ranks whose work before takes unequal times, such as that of the first rank alone.
+    """
+    ranks = world_size()
+    if ranks == 1:
+        return
+    store: Any = dist.distributed_c10d._get_default_store()
+    key, pause_s = f"mclclip/meeting/{next(_meetings)}", 0.001
+    if store.add(key, 1) == ranks:
+        store.set(f"{key}/all", "here")
+    # store.wait would not react to signals meanwhile.
+    while not store.check([f"{key}/all"]):
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
 def together(work: Callable[[], T], what: str = "") -> T:
     """Runs ``work`` on this rank; if it failed on any rank, raises on all of them.
 
     The failing rank raises its own error. The others raise an error with its message: ValueError,
     FileNotFoundError or Lost if it was one, else RuntimeError. So no rank waits for a peer that has
-    left.
+    left, and all wait without a limit for one that works (``meet``).
     """
     error: Exception | None = None
     result: T | None = None
@@ -193,6 +216,7 @@ def together(work: Callable[[], T], what: str = "") -> T:
         error = failures.as_lost(caught)
     kind = failures.Lost if isinstance(error, failures.Lost) else type(error)
     kind = kind if kind in (ValueError, FileNotFoundError, failures.Lost) else RuntimeError
+    meet()
     reports = gather_objects(None if error is None else (kind, str(error)))
     if error is not None:
         raise error

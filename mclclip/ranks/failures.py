@@ -10,30 +10,27 @@ import errno
 import os
 import re
 import resource
-import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from mclclip import advice
-from mclclip.ranks import signals
 
 LATER_RANKS_WAIT_S = 5.0
 LONGEST_LINE = 4000  # characters of an error's line; the middle of a longer one is left out
 MORE_SHARED_MEMORY = "give it more (docker run --shm-size=8g), or set data.num_workers=0"
 GOES_ON = "the same command goes on from what is saved"
+_MOST_OF_TORCH = 300  # characters
+_LATE_WORKER = "DataLoader timed out"
 # torch's words for a loader worker that ended without an error of its own.
-_ENDED = re.compile(
-    r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) "
-    r"(?:is killed by signal: ([A-Za-z ]+)|exited unexpectedly(?: with exit code (\d+))?)"
+_ENDED_WORKER = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) "
+    r"(?:is killed by signal: (?P<word>[A-Za-z ]+)|exited unexpectedly)"
 )
-_WORDS = {signal.SIGKILL: "Killed", signal.SIGBUS: "Bus", signal.SIGSEGV: "Segmentation"}
-# gloo's and NCCL's words and errors where a process of a collective is gone.
+# gloo's and NCCL's words and errors where a process of a collective is gone or does not answer.
 _GONE = ("closed by peer", "reset by peer", "Broken pipe", "recv error", "Connection refused")
+_LATE = ("Timed out waiting", "timed out")
 _GONE_ERRORS = ("DistBackendError", "DistNetworkError")
-_REQUEST_S = 0.5  # between the processes of a job that a signal is sent to
 
 
 class Lost(RuntimeError):
@@ -44,76 +41,46 @@ class LostWorker(Lost):
     """A process that reads data for this one has ended or does not answer."""
 
 
-def is_lost(error: BaseException) -> bool:
-    """Whether the error means that another process is gone: a rank, or a worker."""
-    return isinstance(error, Lost) or is_lost_peer(error)
-
-
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether a collective failed because another process is gone."""
+    """Whether a collective failed because another process is gone or does not answer."""
     if type(error).__name__ in _GONE_ERRORS:
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _GONE)
+    words = (*_GONE, *_LATE)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in words)
 
 
-@contextmanager
-def naming_lost() -> Iterator[None]:
-    """Raises errors of the block as ``as_lost`` gives them.
+def as_lost(error: Exception, where: str = "") -> Exception:
+    """Lost with one line where ``error`` says that another process is gone; else ``error``.
 
-    Where a worker was ended and this process was asked to leave, it leaves as it was asked: a
-    signal to a whole job may reach a worker that is not deaf to it yet.
+    ``where`` says what this process was at, or which data it waited for.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        better = as_lost(error)
-        asked = signals.asked_within(_REQUEST_S) if isinstance(better, LostWorker) else None
-        if asked is not None:
-            raise asked from error
-        if better is error:
-            raise
-        raise better from error
-
-
-def as_lost(error: Exception) -> Exception:
-    """LostWorker where ``error`` says that a worker was ended from outside; else ``error``."""
     if isinstance(error, Lost):
         return error
-    if type(error).__name__ == "BrokenProcessPool":
-        return LostWorker(
-            f"a process that scans shards was ended from outside, {_cause(0, 'index_workers')}"
-        )
-    ended = _ENDED.search(str(error)) if isinstance(error, RuntimeError) else None
-    if ended is None:
-        return error
-    pid, word, code = ended.groups()
-    by = next((number for number, text in _WORDS.items() if (word or "").startswith(text)), 0)
-    return lost_worker("", int(pid.split(",")[0]), -by or int(code or 0))
+    text, where = str(error), where and f" ({where})"
+    if isinstance(error, RuntimeError) and text.startswith(_LATE_WORKER):
+        return LostWorker(f"no data has come within peer_timeout_s{where}: {GOES_ON}")
+    ended = _ENDED_WORKER.search(text) if isinstance(error, RuntimeError) else None
+    if ended is not None:
+        return LostWorker(f"a loader worker has ended{where}, {_cause(ended['word'] or '')}")
+    if is_lost_peer(error):
+        late = any(words in text for words in _LATE)
+        what = "has not answered within peer_timeout_s" if late else "has ended"
+        said = text.partition("\n")[0].partition(". ")[0][:_MOST_OF_TORCH]
+        return Lost(f"another rank {what}{where}: {GOES_ON} (torch: {said})")
+    return error
 
 
-def lost_worker(number: str, pid: int, exit_code: int) -> LostWorker:
-    """The error for a loader worker that ended with ``exit_code`` (negative: of a signal)."""
-    try:
-        how = signal.Signals(-exit_code).name
-    except ValueError:
-        how = f"exit code {exit_code}" if exit_code else "without a word"
-    cause = _cause(-exit_code, "num_workers")
-    return LostWorker(
-        f"loader worker {number}(process {pid}) was ended from outside ({how}), {cause}"
-    )
-
-
-def _cause(by: int, option: str) -> str:
-    """The probable cause of an end by a signal (0: unknown), and what to do."""
-    if by == signal.SIGBUS:
+def _cause(word: str) -> str:
+    """The probable cause of a worker's end by a signal that torch names so, and what to do."""
+    if word.startswith("Bus"):
         return (
             f"most likely because shared memory (/dev/shm) is full: {MORE_SHARED_MEMORY}; {GOES_ON}"
         )
-    if by == signal.SIGSEGV:
+    if word.startswith("Segmentation"):
         return f"by a fault in a library that decodes images; {GOES_ON}"
     return (
-        f"most likely because memory ran out ('dmesg' or the scheduler's report tells): lower "
-        f"data.{option}, or ask for more memory; {GOES_ON}"
+        "most likely because memory ran out ('dmesg' or the scheduler's report tells): lower "
+        f"data.num_workers, or ask for more memory; {GOES_ON}"
     )
 
 

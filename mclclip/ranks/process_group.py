@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from mclclip.ranks.failures import Lost, number_of
-from mclclip.ranks.parent_death import die_with_parent, start_pool_worker
+from mclclip.ranks.workers import die_with_parent, start_worker
 
 log = logging.getLogger("mclclip")
 
@@ -118,12 +118,16 @@ def to_device(tensor: Tensor, device: torch.device, memory: Memory | None = None
 
 
 def init(
-    device: str = "auto", *, deterministic: bool = False, wait_s: float | None = None
+    device: str = "auto", *, deterministic: bool = False, limit_s: float | None = None
 ) -> Context:
     """Joins torchrun's process group and returns this process's Context once all ranks have joined;
     without torchrun there is one process and no group. A group that another library has opened is
-    joined as it is, whatever the environment says. Errors are those of ``pick_device`` and
-    ``join``, and ValueError for variables that name no place among ranks."""
+    joined as it is, whatever the environment says.
+
+    ``limit_s`` limits the wait for the other ranks, and every collective (None: a day). Errors are
+    those of ``pick_device`` and ``join``, and ValueError for variables that name no place among
+    ranks.
+    """
     if under_torchrun():
         die_with_parent()
     if dist.is_available() and dist.is_initialized():
@@ -140,7 +144,8 @@ def init(
         return Context(device=pick_device(device, deterministic=deterministic))
     rank, world_size, local_rank = _read_place()
     where = pick_device(device, local_rank, deterministic=deterministic)
-    join(where, rank, world_size, wait_s=wait_s)
+    timeout = TIMEOUT if limit_s is None else datetime.timedelta(seconds=limit_s)
+    join(where, rank, world_size, timeout)
     return Context(rank, world_size, local_rank, where)
 
 
@@ -167,20 +172,19 @@ def join(
     rank: int,
     world_size: int,
     timeout: datetime.timedelta = TIMEOUT,
-    wait_s: float | None = None,
     **options: Any,
 ) -> None:
     """Opens the default group; returns once all ranks have opened it. It is closed where the
     interpreter ends, not before: a second one could not be opened at the same address.
 
-    ``timeout`` is that of a collective; it is long, since ranks may wait for hours while the first
-    one indexes (``peer_watch`` finds dead ranks). Raises Lost where the other ranks have not come
-    after ``wait_s`` (None: no limit). Further options are torch's. Runs in a thread: torch does
-    not react to signals while it waits for the addresses of its peers, so a rank that waits for a
-    killed one could only be ended by SIGKILL.
+    ``timeout`` is that of every collective; waits for the work of one rank have none
+    (``collectives.meet``). Raises Lost where the other ranks have not come after it. Further
+    options are torch's. Runs in a thread: torch does not react to signals while it waits for the
+    addresses of its peers, so a rank that waits for a killed one could only be ended by SIGKILL.
     """
     # Objects and barriers go over gloo: a rank that waits there sees a peer's death at once.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    _Limit.now = timeout
     options |= {"rank": rank, "world_size": world_size, "timeout": timeout}
     joined: Future[None] = Future()
 
@@ -196,10 +200,10 @@ def join(
 
     threading.Thread(target=open_group, name="join", daemon=True).start()
     atexit.register(shutdown)  # see `leave`
-    _wait_for_ranks(joined, rank, world_size, wait_s)
+    _wait_for_ranks(joined, rank, world_size, timeout.total_seconds())
 
 
-def _wait_for_ranks(joined: Future[None], rank: int, world_size: int, wait_s: float | None) -> None:
+def _wait_for_ranks(joined: Future[None], rank: int, world_size: int, limit_s: float) -> None:
     """Returns once this rank has joined; says what it waits for where the others do not come."""
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     waiting = f"rank {rank} waits at {where} for the other {world_size - 1} of {world_size} ranks"
@@ -208,14 +212,37 @@ def _wait_for_ranks(joined: Future[None], rank: int, world_size: int, wait_s: fl
         "unset both to run as one process"
     )
     with suppress(TimeoutError):
-        joined.result(_SILENT_S if wait_s is None else min(_SILENT_S, wait_s))
+        joined.result(min(_SILENT_S, limit_s))
         return
-    limit = "" if wait_s is None else f" for up to {wait_s:g} s (peer_timeout_s)"
-    log.warning("%s%s; %s", waiting, limit, cause)
+    log.warning("%s for up to %g s (peer_timeout_s); %s", waiting, limit_s, cause)
     try:
-        joined.result(None if wait_s is None else max(wait_s - _SILENT_S, 0))
+        joined.result(max(limit_s - _SILENT_S, 0))
     except TimeoutError:
-        raise Lost(f"{waiting}, which did not come within {wait_s:g} s; {cause}") from None
+        raise Lost(f"{waiting}, which did not come within {limit_s:g} s; {cause}") from None
+
+
+class _Limit:
+    """How long collectives of this process may take."""
+
+    now = TIMEOUT
+
+
+def limit() -> datetime.timedelta:
+    """How long a collective may take, for groups that are opened beside the default one."""
+    return _Limit.now
+
+
+@contextmanager
+def without_limit() -> Iterator[None]:
+    """In the block collectives of the default group have no limit (a day)."""
+    if not (dist.is_available() and dist.is_initialized()):
+        yield
+        return
+    dist.distributed_c10d._set_pg_timeout(TIMEOUT)
+    try:
+        yield
+    finally:
+        dist.distributed_c10d._set_pg_timeout(_Limit.now)
 
 
 def shutdown() -> None:
@@ -251,8 +278,8 @@ def seed_everything(*words: int) -> None:
 
 
 def start_loader_worker(worker: int) -> None:
-    """``worker_init_fn`` of every DataLoader: ``start_pool_worker``, and one thread for torch."""
-    start_pool_worker()
+    """``worker_init_fn`` of every DataLoader: ``start_worker``, and one thread for torch."""
+    start_worker()
     torch.set_num_threads(1)
 
 

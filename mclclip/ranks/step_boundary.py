@@ -4,15 +4,11 @@ A request may reach the ranks at different moments (a signal), or only the first
 run directory, the wall-time limit). Every rank therefore passes the requests that it knows to an
 all-reduce on a separate gloo group, which runs during the next step. The result is used one
 boundary later: all ranks act at the same step, and no step waits.
-
-A rank that waits for data does not come to the boundary. A thread then asks ``standing`` whether a
-request stands that this rank can know of (``data_wait``).
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,10 +45,10 @@ class Decision:
     save: bool = False
     leave: str | None = None
 
-    def preempted(self, agreed: bool = True) -> Preempted:
+    def preempted(self) -> Preempted:
         """The error that leaves; not to be started again where the user asked the run to stop."""
         stopped = self.leave in (_REASONS[1], signals.INTERRUPT)
-        return Preempted(self.leave or "", requeue=not stopped, agreed=agreed)
+        return Preempted(self.leave or "", requeue=not stopped)
 
 
 class StepBoundary:
@@ -71,7 +67,6 @@ class StepBoundary:
         self._read_at = float("-inf")
         self._save, self._stop = False, False
         self._stuck: set[str] = set()  # request files that could not be removed
-        self._reader: threading.Thread | None = None
         self._group = collectives.side_group()
         self._pending: tuple[torch.Tensor, dist.Work | None] | None = None
 
@@ -98,25 +93,6 @@ class StepBoundary:
         reason, save = request.tolist()
         return Decision(bool(save), _REASONS[reason])
 
-    def standing(self) -> Preempted | None:
-        """The request to leave that this rank knows, or that the ranks have agreed on; else None.
-
-        For a rank that comes to no boundary; called by another thread.
-        """
-        reason = self._reason()
-        if self.deadline is not None and time.monotonic() > self.deadline:
-            reason = max(reason, 2)
-        pending = self._pending
-        if pending is not None and (pending[1] is None or pending[1].is_completed()):
-            reason = max(reason, int(pending[0][0]))
-        # By a thread of its own, since the storage may be what hangs; on any rank, since the first
-        # one may wait for this one in a collective.
-        reading = self._reader is not None and self._reader.is_alive()
-        if not reason and not reading and time.monotonic() - self._read_at >= self.poll_s:
-            self._reader = threading.Thread(target=self._read_requests, name="stop", daemon=True)
-            self._reader.start()
-        return Decision(leave=_REASONS[reason]).preempted(agreed=False) if reason else None
-
     def _reason(self) -> int:
         """The strongest reason this rank knows, as its index in ``_REASONS``."""
         name = signals.received()
@@ -140,8 +116,6 @@ class StepBoundary:
         log.info("found the file %s", path)
         try:
             path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
-        except FileNotFoundError:  # another rank was quicker
-            return True
         except OSError as error:
             self._stuck.add(name)
             log.warning("%s cannot be removed (%s): remove it before the next start", path, error)

@@ -3,13 +3,13 @@
 Verbs exchange data only through files. Each writes one artifact: a directory whose
 ``manifest.json`` is written last, by rename. A directory without a manifest is unfinished work, and
 no verb reads it. The manifest holds size and SHA-256 of every file. A verb compares the sizes of
-what it opens, and ``mclclip doctor RUN`` compares the bytes. ``bad_samples.json``, ``timeouts/``
-and ``shard_times.json`` change later and say for themselves what they depend on::
+what it opens, and ``mclclip doctor RUN`` compares the bytes. ``bad_samples.json`` and
+``shard_times.json`` change later and say for themselves what they depend on::
 
     runs/NAME/
       run.lock  run_state.json  config.yaml
       index/                    samples.arrow  shards.json  bad_samples.json  shard_times.json
-                                timeouts/  manifest.json
+                                manifest.json
       stage_0/  embeddings/     00000.npy  00000.json ...   two files per shard of the index
                 text_embeddings/  edited_texts/8c1d.../
                 trunk_cache/    without_rows.npy  rows/00000.npy ...

@@ -27,9 +27,8 @@ from mclclip.engines.engine import HALF, Engine
 from mclclip.models.model import Model
 from mclclip.models.transforms import normalized
 from mclclip.objectives.base import Objective
-from mclclip.ranks import data_wait, peer_watch, signals
-from mclclip.ranks.process_group import seed_everything
-from mclclip.ranks.signals import Preempted
+from mclclip.ranks import failures, signals
+from mclclip.ranks.process_group import seed_everything, without_limit
 from mclclip.ranks.step_boundary import StepBoundary
 from mclclip.run import runlog
 from mclclip.run.recorder import NotFinite, Recorder, StepProfiler
@@ -206,6 +205,7 @@ class Trainer:
     steps_per_epoch    steps in one pass over the plan
     profiler           records the chosen steps
     judging            evaluates the checkpoints of some steps; None: none
+    compiles           the first step compiles, for which ranks wait without a limit
     """
 
     trainee: Trainee
@@ -220,6 +220,7 @@ class Trainer:
     steps_per_epoch: int
     profiler: StepProfiler
     judging: Judging | None = None
+    compiles: bool = False
 
     def run(self, batches: Iterable[Batch], start: int, total: int, description: str) -> int:
         """Trains on ``batches``, those of the steps ``start`` to ``total`` in order; returns the
@@ -233,11 +234,9 @@ class Trainer:
         progress = runlog.progress(
             reading, total=total, description=description, start=start, detail=self.recorder.latest
         )
-        # The recorder is closed after the peer watch: slow sinks must not count as a hanging rank.
-        with signals.deferred(), contextlib.closing(self.recorder), peer_watch.training():
+        with signals.deferred(), contextlib.closing(self.recorder):
             try:
-                with data_wait.obeying(self.boundary.standing):
-                    return self._steps(progress, start, total)
+                return self._steps(progress, start, total)
             except NotFinite as error:
                 raise self._diverged(error, description) from error
 
@@ -246,10 +245,12 @@ class Trainer:
         try:
             ended = self._evaluate(start)
             for batch in () if ended else batches:
-                if batch.step == start:
-                    device = self.engine.context.device
-                    self.engine.fix_reduction_order(self.trainee.on_device(batch, device))
-                self._step(batch, total)
+                first = batch.step == start
+                with without_limit() if first and self.compiles else contextlib.nullcontext():
+                    if first:
+                        device = self.engine.context.device
+                        self.engine.fix_reduction_order(self.trainee.on_device(batch, device))
+                    self._step(batch, total)
                 done = batch.step + 1
                 if self._evaluate(done):
                     self.recorder.end_epoch(done, leaving=True)
@@ -261,14 +262,12 @@ class Trainer:
                         raise decision.preempted()
                     if decision.save:
                         self._save(done)
-        except Preempted as request:
-            # Raised while this rank waited for data. One rank is between two steps and can save;
-            # the others of several may be in the midst of one.
-            if not request.agreed and done > start and self.engine.context.world_size == 1:
-                self._leave(done)
-            raise
-        decision = self.boundary.finish()
-        self.checkpoints.wait()
+            decision = self.boundary.finish()
+            self.checkpoints.wait()
+        except RuntimeError as error:
+            if (lost := failures.as_lost(error, f"in step {done + 1}")) is error:
+                raise
+            raise lost from error
         if decision.leave is not None:
             raise decision.preempted()
         return done
@@ -281,8 +280,7 @@ class Trainer:
         self._save(done)
         self.checkpoints.wait(mirror_s=0.0)
         since = time.perf_counter()
-        with peer_watch.pausing():
-            figures = self.judging.judge(done)
+        figures = self.judging.judge(done)
         self.recorder.evaluated(done, figures, time.perf_counter() - since)
         self.checkpoints.best = self.judging.kept_step
         if self.judging.patience_is_over:
@@ -294,7 +292,6 @@ class Trainer:
 
     def _step(self, batch: Batch, total: int) -> None:
         """One update, then the row, checkpoint and epoch row that are due."""
-        peer_watch.note()
         lr, done = self.learning_rate(batch.step), batch.step + 1
         with self.profiler.step(batch.step):
             batch = self.trainee.on_device(batch, self.engine.context.device)
@@ -304,15 +301,12 @@ class Trainer:
             self.trainee.objective.begin(batch.step, total, epoch)
             self.symptoms.before(batch)
             parts = self.engine.update(batch, lr)
-            peer_watch.note()  # before a collective, in which the other ranks wait for a late one
             parts |= self.symptoms.figures(done, parts)
             self.trainee.objective.stepped(self.trainee.model)
-        peer_watch.note()
         self.symptoms.warn_of(self.recorder.take(done, parts, lr))
         if done % self.checkpoint_every == 0 or done == total:
             self._save(done)
         self.recorder.end_epoch(done)
-        peer_watch.note()
 
     def _leave(self, done: int) -> None:
         """Saves what ``done`` steps have made."""

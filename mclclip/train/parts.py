@@ -25,7 +25,6 @@ from mclclip.data.sample_index import BadSamples, SampleIndex
 from mclclip.data.samples import Extra, TarDataset
 from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
-from mclclip.files import clean
 from mclclip.models.clip import clean_caption
 from mclclip.models.loading import load_towers, prepare_model, refuse_folded_norms
 from mclclip.models.model import Model
@@ -34,6 +33,7 @@ from mclclip.models.tokenizer import fetched
 from mclclip.models.transforms import fast_transform
 from mclclip.objectives.base import Objective, Setting
 from mclclip.randomness import mix
+from mclclip.ranks import collectives
 from mclclip.ranks.process_group import STARTED, Context, choose_memory
 from mclclip.ranks.step_boundary import StepBoundary
 from mclclip.run.artifacts import Layout, made_of
@@ -317,6 +317,7 @@ def trainer_of(
         steps_per_epoch=plan.steps_per_epoch,
         profiler=StepProfiler(folder, options.profile_steps, total, context.device, context.rank),
         judging=judging,
+        compiles=options.engine.compile != "off",
     )
 
 
@@ -401,18 +402,19 @@ def loader_of(
     cheap = dataset.reads_text and (objective.reads.digests or not dataset.reader.urls)
     if cheap and steps.start == 0 and job.context.is_main:
         report_equal(batches, clean_caption)
-    paths = [clean(file.path) for file in dataset.locations.files]
+    collectives.meet()
 
-    def describe(step: int, shard: int) -> str:
-        where = f", at shard {paths[shard]}" if 0 <= shard < len(paths) else ""
-        return f"the batch of step {step + 1}{where},"
+    def ids_of(step: int) -> Integers:
+        epoch, epoch_step = divmod(step, plan.steps_per_epoch)
+        rows = range(batches.rank * batches.local_batch, (batches.rank + 1) * batches.local_batch)
+        return batches.plan(epoch).batch(epoch_step).ids[rows]
 
     return Loader(
         batches,
         steps,
         num_workers=data.num_workers,
-        describe=describe,
-        note_slow=job.index.note_slow,
+        timeout_s=job.config.peer_timeout_s,
+        describe=lambda step: dataset.describe(f"the batch of step {step + 1}", ids_of(step)),
         pin_memory=choose_memory(job.context.device) == "pinned",
         spawn=bool(dataset.reader.urls),
     )

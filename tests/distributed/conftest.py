@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from mclclip.ranks import collectives, process_group
-from mclclip.ranks.parent_death import die_with_parent
 from mclclip.ranks.process_group import Context
+from mclclip.ranks.workers import die_with_parent
 from tests import forks
 
 MAX_RANKS = 4

@@ -1,464 +1,235 @@
-"""Every end of a command, at every moment, on one and two ranks: all of them, not chosen cases.
+"""How real processes end when one of them is lost, under torchrun or as ``shell`` starts them.
 
-A moment is the first call of one function of mclclip in the main thread: an undisturbed run writes
-down all of them, in order, and those are the moments that there are. A kind of end is what a user,
-a cluster or the code itself does to a command. A cell is a command, a number of ranks, a moment and
-a kind. In every cell each process ends within ``LIMIT_S`` seconds with the exit code of its kind,
-nothing is left of it (no worker, no pool), nobody who only interrupted reads a traceback, and the
-recorded state says what happened.
-
-``make test`` takes a few cells. ``MCLCLIP_SOAK=1`` takes every moment of every command on one and
-on two ranks, each with one kind, which goes around with the moments; ``MCLCLIP_SOAK_SEED=1`` to
-``6`` shift it, so that seven soaks have every kind at every moment. Beside these there are the
-start of a real process, at points of time, and a program that uses the library.
+What a request to leave comes to (signals, ``stop``, the wall-time limit) is in
+``test_preemption.py``; here nobody asked. Nothing hangs longer than ``peer_timeout_s``, every end
+is one line that says what is known, and the same command goes on with the same bits.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
+import itertools
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 
-import mclclip
-from tests import tiny
-from tests.e2e.conftest import Finished, Shell, Started
-from tests.e2e.soak import SEED
-from tests.forks import is_running
-from tests.matrix import IN_SOAK, SOAK, fuller_in_soak, in_soak
-
-LIMIT_S = (
-    90.0  # on a busy machine, of which mclclip itself takes 5 where the main thread does not answer
-)
-FIRST = "cli.py:_parse"  # the first moment at which mclclip answers signals
-LAST = "process.py:_leave"  # from here on nobody is left to answer an error
-# Errors in these are answered by libraries, which print them and go on: multiprocessing at exit,
-# logging, and Python itself after a fork.
-ANSWERED_ELSEWHERE = (
-    "ranks/parent_death.py:_end_workers",
-    "ranks/parent_death.py:_end_patiently",
-    "ranks/signals.py:_forget",
-    "run/runlog.py:_Formatter.formatMessage",
-    "files.py:clean",
-)
-PACKAGE = str(Path(mclclip.__file__).parent)
-EVAL = str(Path(mclclip.__file__).resolve().parents[1] / "eval")
-OPTIONS = (
-    "data.num_workers=1",
-    "base.steps=3",
-    "base.checkpoint.every=2",
-    "train.steps=3",
-    "poll_s=0.01",
-)
-
-
-# --- kinds of end -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Signals that every rank gets, one after the other, or an error; and what must come of it."""
-
-    name: str
-    numbers: tuple[int, ...]
-    code: int
-    state: str
-
-
-KINDS = (
-    Kind("term", (signal.SIGTERM,), 85, "preempted"),
-    Kind("interrupt", (signal.SIGINT,), 130, "interrupted"),
-    Kind("interrupt_twice", (signal.SIGINT, signal.SIGINT), 130, "interrupted"),
-    Kind("hang_up", (signal.SIGHUP,), 85, "preempted"),
-    Kind("usr1_repeated", (signal.SIGUSR1,) * 3, 85, "preempted"),
-    Kind("kill", (signal.SIGKILL,), -signal.SIGKILL, "running"),
-    Kind("error", (), 2, "failed"),
-)
-
-
-# --- moments ------------------------------------------------------------------------------------
-
-
-def name_of(frame: FrameType) -> str | None:
-    """``run/lock.py:RunLock._try`` for a function of mclclip; None for others."""
-    code = frame.f_code
-    for folder, prefix in ((PACKAGE, ""), (EVAL, "eval/")):
-        if code.co_filename.startswith(folder + os.sep):
-            path = code.co_filename[len(folder) + 1 :]
-            return f"{prefix}{path}:{code.co_qualname}"
-    return None
-
-
-class Watching:
-    """Calls ``seen(name)`` at the first call of every function of mclclip in the main thread."""
-
-    def __init__(self, seen: Callable[[str], None]) -> None:
-        self.seen, self.known = seen, set[Any]()
-
-    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
-        if event != "call" or frame.f_code in self.known:
-            return
-        self.known.add(frame.f_code)
-        if (name := name_of(frame)) is not None and "<" not in name.replace("<locals>", ""):
-            self.seen(name)
-
-
-@dataclass(frozen=True)
-class Record:
-    """Writes down the moments of the first rank."""
-
-    path: Path
-
-    def __call__(self) -> None:
-        if os.environ.get("RANK", "0") == "0":
-            file = open(self.path, "w", buffering=1)
-            sys.setprofile(Watching(lambda name: print(name, file=file)))
-
-
-@dataclass(frozen=True)
-class End:
-    """Ends the command in the way ``kind`` when rank 0 comes to ``moment``.
-
-    Every rank leads a session of its own, in which all that it starts stays, and notes its process
-    below ``folder`` when it begins to answer signals. The other ranks get the signals too, as under
-    a launcher.
-    """
-
-    folder: Path
-    moment: str
-    kind: Kind
-    ranks: int
-
-    def __call__(self) -> None:
-        os.setsid()
-        sys.setprofile(Watching(self._seen))
-
-    def _seen(self, name: str) -> None:
-        rank = os.environ.get("RANK", "0")
-        if name == FIRST:
-            (self.folder / f"{rank}.pid").write_text(str(os.getpid()))
-            if rank != "0":
-                sys.setprofile(None)
-        if rank != "0" or name != self.moment:
-            return
-        sys.setprofile(None)
-        # Once: after a loader worker has come here, its parent may, on its own way out.
-        if (self.folder / "struck").exists():
-            return
-        # The first rank comes last, since a worker of it, in which this may run, ends with it.
-        while len(pids := noted(self.folder)) < self.ranks:
-            time.sleep(0.01)
-        (self.folder / "struck").write_text(str(time.time()))
-        if not self.kind.numbers:
-            raise ValueError("planted")
-        own = os.getpid()
-        others = [pid for pid in pids if pid != own]
-        for number in self.kind.numbers:
-            for pid in [*others, own]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
-
-
-def noted(folder: Path) -> list[int]:
-    """The processes of the ranks that have noted theirs, the last rank's first."""
-    texts = [path.read_text() for path in sorted(folder.glob("*.pid"), reverse=True)]
-    return [int(text) for text in texts if text]
-
-
-# --- judging ------------------------------------------------------------------------------------
-
-
-def left_of(sessions: set[int]) -> dict[int, str]:
-    """Processes of the sessions that still run, with their names."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            name, fields = path.read_text().split("(", 1)[1].rsplit(")", 1)
-            state, _, _, session = fields.split()[:4]
-            if int(session) in sessions and state not in "ZX":
-                found[int(path.parent.name)] = name
-    return found
-
-
-def faults(folder: Path, finished: Finished, kind: Kind, run_dir: Path, ended: float) -> list[str]:
-    """What is wrong with an end, in words."""
-    found = []
-    sessions = {int(path.read_text()) for path in folder.glob("*.pid")}
-    # A loader worker that fails before it has asked to die with its parent looks for it every 5 s.
-    deadline = time.monotonic() + 60.0
-    while (left := left_of(sessions)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    if left:
-        found.append(f"left behind: {left}")
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    if (took := ended - float((folder / "struck").read_text())) > LIMIT_S:
-        found.append(f"took {took:.1f} s")
-    state = run_dir / "run_state.json"
-    record = json.loads(state.read_text()) if state.exists() else None
-    done = record is not None and record["state"] == "finished"
-    # Asked too late, or an error that the code itself answers.
-    wanted = {kind.code, 0} if done else {kind.code}
-    first, *others = finished.codes if kind.numbers else finished.codes[:1]  # it strikes one rank
-    if kind.code in others:
-        wanted |= {0}  # the first had done its part; the launcher goes by the others
-    # The others may have done their part: the launcher goes by the first code that is not 0.
-    if first not in wanted or not set(others) <= wanted | {0}:
-        found.append(f"exit codes {finished.codes}, wanted {sorted(wanted)}")
-    if record is not None and not done and record["state"] != kind.state:
-        found.append(f"recorded {record}")
-    text = "\n".join(finished.stderrs)
-    if "Traceback" in text or "Exception ignored" in text or "resource_tracker" in text:
-        found.append("a traceback")
-    if found:
-        found.append(text[-3000:])
-    return found
-
-
-# --- the matrix ---------------------------------------------------------------------------------
-
-VERBS: dict[str, tuple[str, ...]] = {
-    "index": ("index",),
-    "train": ("train", "--stage", "0"),
-    "export": ("export", "--stage", "0"),
-    "embed": ("embed", "--stage", "0"),
-    "cluster": ("cluster", "--stage", "0"),
-    "eval": ("eval", "--model", "stage_0/export"),
-}
-
-
-class Prepared:
-    """A run directory as it is before each verb, and the moments of each verb."""
-
-    def __init__(self, shell: Shell, data: Path, folder: Path) -> None:
-        self.shell, self.folder = shell, folder
-        self.config = tiny.write_config(folder / "config.yaml", folder / "run", data, *OPTIONS)
-        self.data = data
-        self._moments: dict[tuple[str, int], list[str]] = {}
-
-    def words(self, verb: str, run_dir: Path) -> list[object]:
-        command = [
-            str(run_dir / word) if word.startswith("stage_") else word for word in VERBS[verb]
-        ]
-        return [*command, "--config", self.config, f"run_dir={run_dir}"]
-
-    def before(self, verb: str) -> Path:
-        """The run directory that ``verb`` starts from; made of the verbs before it."""
-        path = self.folder / f"before_{verb}"
-        if path.exists():
-            return path
-        names = [*VERBS]
-        place = names.index(verb)
-        if place == 0:
-            path.mkdir()
-            return path
-        earlier = names[place - 1]
-        making = self.folder / f"making_{verb}"
-        shutil.copytree(self.before(earlier), making)
-        file = self.folder / f"{earlier}_1.moments"
-        self.shell.ok(*self.words(earlier, making), inside=Record(file))
-        self._moments[earlier, 1] = moments_in(file)
-        (making / "run_state.json").unlink()
-        making.rename(path)
-        return path
-
-    def moments(self, verb: str, ranks: int) -> list[str]:
-        """The moments of ``verb`` on the first of ``ranks``, in order."""
-        if (verb, ranks) not in self._moments:
-            run_dir = self.folder / f"recorded_{verb}_{ranks}"
-            shutil.copytree(self.before(verb), run_dir)
-            file = self.folder / f"{verb}_{ranks}.moments"
-            self.shell.ok(*self.words(verb, run_dir), inside=Record(file), ranks=ranks)
-            self._moments[verb, ranks] = moments_in(file)
-            shutil.rmtree(run_dir)
-        return self._moments[verb, ranks]
-
-    def try_cell(self, verb: str, ranks: int, moment: str, kind: Kind) -> list[str]:
-        """Ends the verb there; what was wrong about it."""
-        folder = self.folder / "cell"
-        run_dir = folder / "run"
-        shutil.copytree(self.before(verb), run_dir)
-        end = End(folder, moment, kind, ranks)
-        launcher = threading.Thread(target=end_the_others, args=(folder,), daemon=True)
-        launcher.start()
-        finished = self.shell(
-            *self.words(verb, run_dir), inside=end, ranks=ranks, timeout_s=3 * LIMIT_S
-        )
-        now = time.time()
-        (folder / "over").touch()
-        launcher.join()
-        found = []
-        if (folder / "struck").exists():
-            found = faults(folder, finished, kind, run_dir, now)
-        elif ranks == 1:
-            found = [f"never came there: {finished.codes} {finished.stderr[-500:]}"]
-        shutil.rmtree(folder)
-        return found
-
-
-def end_the_others(folder: Path) -> None:
-    """What a launcher does: when one rank has ended, the others get a SIGTERM."""
-    while not (folder / "over").exists():
-        time.sleep(0.1)
-        pids = [int(path.read_text() or 0) for path in folder.glob("*.pid")]
-        living = [pid for pid in pids if is_running(pid)]
-        if (folder / "struck").exists() and 0 < len(living) < len(pids):
-            time.sleep(1.0)
-            for pid in filter(is_running, living):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)
-            return
-
-
-def moments_in(file: Path) -> list[str]:
-    """Those from the first on at which mclclip answers for how it ends."""
-    names = file.read_text().splitlines()
-    return names[names.index(FIRST) :]
-
-
-@pytest.fixture(scope="module")
-def prepared(shell: Shell, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    return Prepared(shell, data, tmp_path_factory.mktemp("ends"))
-
-
-def cells(moments: list[str], few: int) -> list[tuple[str, Kind]]:
-    """Moments with kinds: all of them in the soak, else ``few``, spread over the command."""
-    if SOAK:
-        answered = moments.index(LAST)
-        return [
-            (moment, kind)
-            for place, moment in enumerate(moments)
-            if (kind := KINDS[(place + SEED) % len(KINDS)]).numbers
-            or (place < answered and moment not in ANSWERED_ELSEWHERE)
-        ]
-    places = [len(moments) * (2 * number + 1) // (2 * few) for number in range(few)]
-    return [
-        (moments[place], KINDS[(few + number) % len(KINDS)]) for number, place in enumerate(places)
-    ]
-
-
-# (verb, ranks): how many cells of it are in `make test`; the others are left to the soak.
-FEW = {("index", 1): 1, ("train", 1): 2, ("train", 2): 1}
-
-
-@fuller_in_soak
-@pytest.mark.parametrize(
-    ("verb", "ranks"),
-    [
-        (verb, ranks) if (verb, ranks) in FEW else pytest.param(verb, ranks, marks=IN_SOAK)
-        for verb in VERBS
-        for ranks in (1, 2)
-    ],
-)
-def test_a_command_ends_well_at_every_moment(prepared: Prepared, verb: str, ranks: int) -> None:
-    wrong = {
-        (moment, kind.name): found
-        for moment, kind in cells(prepared.moments(verb, ranks), FEW.get((verb, ranks), 0))
-        if (found := prepared.try_cell(verb, ranks, moment, kind))
-    }
-    assert not wrong, "\n".join(f"{cell}: {' '.join(found)}" for cell, found in wrong.items())
-
-
-# --- the start of a real process ----------------------------------------------------------------
-
-SIGNALLED = [kind for kind in KINDS if kind.numbers and kind.name != "kill"]
-
-
-@in_soak
-@pytest.mark.parametrize("kind", SIGNALLED, ids=lambda kind: kind.name)
-def test_a_process_that_starts_ends_well(data: Path, tmp_path: Path, kind: Kind) -> None:
-    """Python itself answers until mclclip's first line runs."""
-    config = tiny.write_config(tmp_path / "config.yaml", tmp_path / "run", data, *OPTIONS)
-    for number in range(40):
-        words = tiny.command("index", "--config", str(config))
-        run = Started(words, tmp_path / "run", tmp_path / f"{number}.log")
-        try:
-            time.sleep(0.1 * number)
-            for signal_number in kind.numbers:
-                if run.launcher.poll() is None:
-                    run.launcher.send_signal(signal_number)
-            run.gone_after_s()
-            text = run.log.read_text()
-            by_python = run.launcher.returncode in (-kind.numbers[0], 1) and number < 5
-            assert run.launcher.returncode in (kind.code, 0) or by_python, (number, text)
-            assert "Traceback" not in text or "mclclip" not in text, (number, text)
-        finally:
-            run.end()
-
-
-# --- a program that uses the library ------------------------------------------------------------
-
-PROGRAM = """
-import os, signal, sys, time
-from pathlib import Path
-from mclclip.data.options import DataConfig
-from mclclip.data.batches import Loader
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import TarDataset
+from tests import tiny
+from tests.e2e.conftest import Finished, RecordBatches, Send, Shell, Started, state_of
+from tests.e2e.started import result_of, rows_of
+from tests.matrix import kept
 
-data = TarDataset(SampleIndex.open(Path(sys.argv[1])), DataConfig())
-data.decoded = lambda raw, *_: raw
-ids = [[n, n + 1] for n in range(0, 40, 2)]
-loader = Loader(data, ids, num_workers=2, batched=True, describe=lambda item, place: "it")
-for n, batch in enumerate(loader):
-    if n == int(sys.argv[3]):
-        if sys.argv[4] == "stopped":
-            for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
-                os.kill(int(child), signal.SIGSTOP)
-        if sys.argv[2] == "break":
-            break
-        if sys.argv[2] == "error":
-            raise ValueError("mine")
-        print("waiting", flush=True)
-        time.sleep(60)
-"""
+STEPS, CUT_AFTER = 8, 3
+LIMIT_S = 6.0  # peer_timeout_s
+BUSY_S = 60.0  # on a busy machine: torchrun looks every while, and asks before it kills
+OPTIONS = (
+    f"base.steps={STEPS}",
+    "base.log_every=1",
+    "base.checkpoint.every=2",
+    "data.num_workers=1",
+    "poll_s=0.1",
+)
 
 
-@in_soak
-@pytest.mark.parametrize("workers", ["running", "stopped"])
-@pytest.mark.parametrize("kind", ["break", "error", *(kind.name for kind in KINDS[:-1])])
-def test_a_program_that_uses_the_library_ends(
-    shell: Shell, data: Path, tmp_path: Path, kind: str, workers: str
+def words(indexed: tuple[Path, Path], run_dir: Path, *options: str) -> list[str]:
+    """A training of stage 0 in a copy of the indexed run."""
+    if not run_dir.exists():
+        shutil.copytree(indexed[1], run_dir)
+    config = str(indexed[0])
+    return ["train", "--stage", "0", "--config", config, f"run_dir={run_dir}", *options]
+
+
+# --- under torchrun -----------------------------------------------------------------------------
+
+
+def start(indexed: tuple[Path, Path], run_dir: Path, *options: str) -> Started:
+    """Trains with two ranks, until some steps are done."""
+    command = tiny.command(*words(indexed, run_dir, *options), ranks=2)
+    patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": 20}  # of torchrun, with a rank that hangs
+    run = Started(command, run_dir, run_dir.with_suffix(".log"), **patience)
+    deadline = time.monotonic() + 240
+    while len(rows_of(run_dir)) < CUT_AFTER:
+        assert run.launcher.poll() is None and time.monotonic() < deadline, run.log.read_text()
+        time.sleep(0.01)
+    return run
+
+
+def test_a_killed_launcher_leaves_no_process(indexed: Any, tmp_path: Path) -> None:
+    run = start(indexed, tmp_path / "run", "base.steps=100000")
+    try:
+        assert len(run.workers()) == 2
+        run.launcher.kill()
+        assert run.gone_after_s() < 10.0
+    finally:
+        run.end()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hangs"])
+@pytest.mark.parametrize("rank", kept([1, 0], 0))
+def test_a_lost_rank_ends_the_others(
+    shell: Shell, indexed: Any, tmp_path: Path, number: int, rank: int
 ) -> None:
-    """Its workers end with it, also those that do not answer; signals are Python's own matter.
+    """By its closed connection, or by the limit of the process group where it only stands still."""
+    run_dir = tmp_path / "run"
+    long = ("base.steps=100000", f"peer_timeout_s={LIMIT_S}")
+    run = start(indexed, run_dir, *long)
+    try:
+        os.kill(run.workers()[rank], number)
+        run.launcher.wait(LIMIT_S + BUSY_S)
+        run.gone_after_s()
+        log = run.log.read_text()
+        assert run.launcher.returncode == 1, log
+        if rank:  # the first rank prints
+            (line,) = [line for line in log.splitlines() if line.startswith("mclclip: ")]
+            assert "another rank has" in line and "in step" in line, line
+            assert ("peer_timeout_s" in line) is (number == signal.SIGSTOP)
+        state = state_of(run_dir)
+        assert (state["state"], state["requeue"]) == ("failed", True)
+    finally:
+        run.end()
 
-    A worker that is stopped before it has asked Linux to end with its owner outlives an owner that
-    is killed: both workers have begun when the second item is there.
-    """
-    config = tiny.write_config(tmp_path / "config.yaml", tmp_path / "run", data, *OPTIONS)
-    shell.ok("index", "--config", config)
-    codes = {"break": 0, "error": 1}
-    numbers = {known.name: known.numbers for known in KINDS}.get(kind, ())
-    for moment in (0 if kind in codes else 1, 7, 19):
-        words = [str(tmp_path / "run/index"), kind, str(moment), workers]
-        log = tmp_path / f"{moment}.log"
-        run = Started([sys.executable, "-c", PROGRAM, *words], tmp_path / "run", log)
-        try:
-            while numbers and "waiting" not in log.read_text():
-                assert run.launcher.poll() is None, log.read_text()
-                time.sleep(0.05)
-            for number in numbers:
-                if run.launcher.poll() is None:
-                    run.launcher.send_signal(number)
-                    time.sleep(0.2)
-            if not numbers:
-                run.launcher.wait(60)
-            run.gone_after_s()
-            wanted = {codes.get(kind, -(numbers or (0,))[0])}
-            if kind.startswith("interrupt"):  # what torch runs at exit may make Python forget it
-                wanted.add(1)
-            assert run.launcher.returncode in wanted, log.read_text()
-        finally:
-            run.end()
+
+@dataclass(frozen=True)
+class Slow:
+    """The first rank's part of opening a training takes three times the limit."""
+
+    def __call__(self) -> None:
+        from mclclip.train import verb
+
+        begin = getattr(verb, "_begin")  # noqa: B009
+
+        def slowly(*arguments: Any) -> Any:
+            time.sleep(3 * LIMIT_S)
+            return begin(*arguments)
+
+        setattr(verb, "_begin", slowly)  # noqa: B010
+
+
+def test_the_work_of_one_rank_is_waited_for_without_a_limit(
+    shell: Shell, indexed: Any, tmp_path: Path
+) -> None:
+    since = time.monotonic()
+    options = (f"peer_timeout_s={LIMIT_S}", "base.steps=2", "data.num_workers=0")
+    shell.ok(*words(indexed, tmp_path / "run", *options), ranks=2, inside=Slow())
+    assert time.monotonic() - since > 3 * LIMIT_S
+
+
+# --- data that does not come --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Silence:
+    """As the n-th batch is waited for, on ``rank``, the loader's workers are stopped for ever; then
+    ``then`` happens."""
+
+    count: int
+    rank: int = 0
+    then: Callable[[], None] | None = None
+
+    def __call__(self) -> None:
+        if int(os.environ.get("RANK", "0")) != self.rank:
+            return
+        from torch.utils.data import dataloader
+
+        iterator: Any = dataloader._BaseDataLoaderIter
+        original, calls = iterator.__next__, itertools.count(1)
+
+        def following(own: Any) -> Any:
+            if next(calls) == self.count:
+                Send(signal.SIGSTOP, ("workers",))()
+                if self.then is not None:
+                    threading.Timer(0.5, self.then).start()
+            return original(own)
+
+        setattr(iterator, "__next__", following)  # noqa: B010
+
+
+@pytest.mark.parametrize("ranks", kept([1, 2], 0))
+def test_a_worker_that_was_killed_is_one_line_and_the_command_goes_on(
+    shell: Shell, indexed: Any, tmp_path: Path, ranks: int
+) -> None:
+    """By the kernel, where memory ran out: no error of mclclip, and the job may start again."""
+    run_dir = tmp_path / "run"
+    inside = Silence(4, rank=ranks - 1, then=Send(signal.SIGKILL, ("workers",)))
+    left = shell(*words(indexed, run_dir), ranks=ranks, inside=inside, timeout_s=100)
+    assert left.code == 1 and "Traceback" not in "".join(left.stderrs), left.stderrs
+    state = state_of(run_dir)
+    assert (state["state"], state["exit_code"], state["requeue"]) == ("failed", 1, True)
+    assert "memory ran out" in state["reason"] and "data.num_workers" in state["reason"]
+    shell.ok(*words(indexed, run_dir), ranks=ranks)
+    shell.ok(*words(indexed, tmp_path / "undisturbed"), ranks=ranks)
+    assert result_of(run_dir) == result_of(tmp_path / "undisturbed")
+
+
+# --- a sample that is left out ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Undecodable:
+    """Decoding the image with this CRC-32 never returns, or (not ``hangs``) finds no picture."""
+
+    crc32: int
+    hangs: bool
+    then: Callable[[], None]
+
+    def __call__(self) -> None:
+        from mclclip.data import samples
+
+        decode = samples.decode
+
+        def meet(data: bytes, *arguments: Any) -> Any:
+            if zlib.crc32(data) != self.crc32:
+                return decode(data, *arguments)
+            while self.hangs:
+                time.sleep(0.1)
+            raise samples.DecodeError("broken")
+
+        setattr(samples, "decode", meet)  # noqa: B010
+        self.then()
+
+
+def test_a_picture_whose_decoding_does_not_end_ends_the_run_which_goes_on_without_it(
+    shell: Shell, indexed: Any, tmp_path: Path
+) -> None:
+    """One line within the limit names step and shard, the log all keys of the batch. What is
+    excluded is replaced as a bad sample is."""
+    index, sample_id = SampleIndex.open(indexed[1] / "index"), 100
+    with open(index.shards[int(index.shard_of[sample_id])].path, "rb") as shard:
+        shard.seek(index.image_offset[sample_id])
+        crc32 = zlib.crc32(shard.read(index.image_size[sample_id]))
+    run_dir, (key,) = tmp_path / "run", index.keys([sample_id])
+    first, rest, broken = (RecordBatches(tmp_path / name) for name in ("first", "rest", "broken"))
+
+    def train(run_dir: Path, inside: Undecodable, *options: str) -> Finished:
+        return shell(*words(indexed, run_dir, *options), inside=inside)
+
+    ended = train(run_dir, Undecodable(crc32, True, first), f"peer_timeout_s={LIMIT_S}")
+    assert ended.code == 1 and key in ended.stderr, ended.stderrs
+    assert "Traceback" not in ended.stderr
+    state = state_of(run_dir)
+    assert (state["state"], state["exit_code"], state["requeue"]) == ("failed", 1, True)
+    for part in ("peer_timeout_s", "step ", ".tar"):
+        assert part in state["reason"], state
+    listed = tmp_path / "keys.txt"
+    listed.write_text(f"{key}\n")
+    done = train(run_dir, Undecodable(crc32, True, rest), f"data.exclude={listed}")
+    assert done.code == 0 and "excluded" in done.stderr, done.stderrs
+    assert train(tmp_path / "other", Undecodable(crc32, False, broken)).code == 0
+    batches = rest.sample_ids()
+    assert sample_id not in batches
+    np.testing.assert_array_equal(batches, broken.sample_ids()[-len(batches) :])
+
+
+def test_a_key_that_the_index_lacks_is_refused(shell: Shell, indexed: Any, tmp_path: Path) -> None:
+    (tmp_path / "keys.txt").write_text("nobody/knows\n")
+    option = f"data.exclude={tmp_path / 'keys.txt'}"
+    assert "data.exclude" in shell.refused(*words(indexed, tmp_path / "run", option))

@@ -253,7 +253,6 @@ PARSES = {
     "data/tar_members.py",  # every shard; it names tarfile in its prose alone
     "data/datasets/cifar10.py",  # compressed archives of published data sets
     "run/runlog.py",  # rows of our own runs, here and below
-    "ranks/peer_watch.py",  # words of the other ranks
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mclclip.ranks import signals
-from mclclip.ranks.process_group import SINGLE, Context
+from mclclip.ranks.process_group import SINGLE
 from mclclip.ranks.step_boundary import Decision, StepBoundary
 
 
@@ -77,33 +77,3 @@ def test_what_was_asked_at_the_last_boundary_is_told_at_the_end(tmp_path: Path) 
     (tmp_path / "stop").touch()
     asked.decide()
     assert asked.finish().leave == "the file 'stop'"
-
-
-# --- a rank that comes to no boundary, asked by another thread ------------------------------------
-
-
-def test_who_waits_hears_the_file(tmp_path: Path) -> None:
-    asked = boundary(tmp_path)
-    (tmp_path / "stop").touch()
-    deadline = time.monotonic() + 120.0
-    while (request := asked.standing()) is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert request is not None and request.reason == "the file 'stop'"
-    assert not request.requeue and not request.agreed and not (tmp_path / "stop").exists()
-
-
-def test_who_waits_hears_the_limit_on_any_rank(tmp_path: Path) -> None:
-    later_s = time.monotonic() + 3600.0
-    other = StepBoundary(Context(rank=1), tmp_path, poll_s=5.0, deadline=later_s)
-    assert other.standing() is None
-    other.deadline = time.monotonic() - 0.001
-    request = other.standing()
-    assert request is not None and request.reason == "the wall-time limit" and request.requeue
-
-
-def test_who_waits_knows_what_was_agreed(tmp_path: Path) -> None:
-    asked = boundary(tmp_path)
-    (tmp_path / "stop").touch()
-    asked.decide()
-    request = asked.standing()
-    assert request is not None and request.reason == "the file 'stop'"

@@ -1,0 +1,83 @@
+"""Processes that work for this one: they ignore its signals, and end with it (needs no torch)."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import TypeVar
+
+from mclclip.ranks import signals
+from mclclip.ranks.failures import LostWorker
+
+T = TypeVar("T")
+log = logging.getLogger("mclclip")
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Asks Linux to kill this process when its parent dies, even by SIGKILL, and then looks once
+    whether ``parent`` (None: the one that it has now) lives; does nothing on other systems.
+
+    A rank would outlive a torchrun that was killed with -9, and a worker its rank; a restarted job
+    would write to the same files.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid() if parent is None else parent
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        log.warning("prctl(PR_SET_PDEATHSIG) failed: a worker may outlive a killed launcher")
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def start_worker() -> None:
+    """``initializer`` of every pool and loader process: ignores signals, and ends with its parent.
+
+    A signal to the whole job must not end a loader before the training process has saved.
+    """
+    owner = multiprocessing.parent_process()
+    # Under forkserver the parent is the server, not the owner.
+    by_server = multiprocessing.get_start_method(allow_none=True) == "forkserver"
+    die_with_parent(None if owner is None or by_server else owner.pid)
+    signals.set_action(signal.SIG_IGN)
+
+
+def map_in_pool(
+    function: Callable[..., T], calls: Sequence[tuple[object, ...]], workers: int
+) -> Generator[T, None, None]:
+    """Yields ``function(*call)`` for all calls in their order, by up to ``workers`` processes.
+
+    With one worker or one call this process does the work. Where the caller stops in between, by
+    an error, a signal or ``close()``, the processes are killed at once, whatever they are at:
+    waiting for them would keep a cluster waiting that has asked this process to leave. Raises what
+    the function raises, and LostWorker where a process was killed from outside.
+    """
+    workers = min(workers, len(calls))
+    if workers <= 1:
+        yield from itertools.starmap(function, calls)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=start_worker)
+    try:
+        yield from pool.map(function, *zip(*calls, strict=True))
+    except BaseException as error:
+        for child in set(multiprocessing.active_children()) - others:
+            child.kill()
+        if isinstance(error, BrokenProcessPool):
+            raise LostWorker(
+                f"one of {workers} worker processes was killed from outside, probably because the "
+                "memory ran out: use fewer of them"
+            ) from error
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
