@@ -80,7 +80,7 @@ def faked(module: Module, *, gpu_autocast: bool = False) -> Iterator[Module]:
         yield module.to_empty(device="cpu")
 
 
-class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Measures what runs while it is entered.
 
     Tensors of `device` are counted, real ones too; fakes (`faked`) are those of a CPU, but take no

@@ -22,7 +22,7 @@ from mclclip.data.batches import Batch
 from mclclip.engines import TrainingBytes, gradient_cache, per_rank
 from mclclip.engines.engine import HALF
 from mclclip.models.loading import prepare_model
-from mclclip.models.memory import Meter, NeedsValues, faked, load_shapes, size_bytes
+from mclclip.models.memory import NeedsValues, StepMeter, faked, load_shapes, size_bytes
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.models.options import ModelConfig
@@ -94,7 +94,7 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
         classes=_Classes(num_classes),
         shapes_only=True,
     )
-    with torch.device(_META), Meter(device="meta") as share:
+    with torch.device(_META), StepMeter(device="meta") as share:
         loss = Trainee(model, options.objective.build(setting).to(_META), options.precision)
     cached = name == "train" and config.trunk_cache.enabled
     stored_text = name == "train" and options.reads_text_embeddings
@@ -108,11 +108,11 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
             encoder["trunk_values"] = batch.views[0][0].numel()
         gradients = _allocate_gradients(trainee)  # they are there before a micro-batch runs
         existing = [*trainee.parameters(), *trainee.buffers(), *gradients, *batch.tensors()]
-        with Meter(existing) as step:
+        with StepMeter(existing) as step:
             features = _step(trainee, batch.rows(0, micro))
         operations = step.operations
         if micro < local:  # gradient caching runs the forward pass once more before
-            with torch.no_grad(), Meter() as first:
+            with torch.no_grad(), StepMeter() as first:
                 trainee(batch.rows(0, micro), dict)
             operations += first.operations
         sizes = _sizes(model, options)
@@ -234,11 +234,11 @@ def _allocate_gradients(module: nn.Module) -> list[Tensor]:
     return [p.grad for p in trained if p.grad is not None]
 
 
-def _start_from_trunk(trainee: Trainee, batch: Batch) -> Meter:
+def _start_from_trunk(trainee: Trainee, batch: Batch) -> StepMeter:
     """Puts the trunk's output into the place of the views, and returns what making it took."""
     model: Any = trainee.model
     blocks = model.num_frozen_blocks
-    with torch.no_grad(), Meter() as trunk:
+    with torch.no_grad(), StepMeter() as trunk:
         batch.views = [model.encode_trunk(view, blocks) for view in batch.views]
     for encoder in trainee.modules():  # copies of the model too
         if isinstance(encoder, Model):
@@ -255,7 +255,7 @@ def _step(trainee: Trainee, batch: Batch) -> dict[str, Tensor]:
 
 
 def _measure_loss(
-    meter: Meter,
+    meter: StepMeter,
     trainee: Trainee,
     features: dict[str, Tensor],
     batch: Batch,
@@ -310,11 +310,11 @@ def encoder_operations(model: Model) -> dict[str, Any]:
     ``model`` is a fake (``faked``) whose weights nobody has begun to train.
     """
     images = torch.empty(_ROWS, *model.image_shape, dtype=next(model.parameters()).dtype)
-    with torch.no_grad(), Meter() as of_images:
+    with torch.no_grad(), StepMeter() as of_images:
         model.encode_image(images)
     if not model.reads_texts:
         return {"image": of_images.operations // _ROWS, "text": None}
-    with torch.no_grad(), Meter() as of_texts:
+    with torch.no_grad(), StepMeter() as of_texts:
         model.encode_text(torch.zeros(_ROWS, _context_length(model), dtype=torch.int64))
     return {"image": of_images.operations // _ROWS, "text": of_texts.operations // _ROWS}
 

@@ -19,13 +19,13 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def peak(work: Callable[[], object], existing: Iterable[Tensor]) -> int:
-    with memory.Meter(existing) as meter:
+    with memory.StepMeter(existing) as meter:
         work()
     return meter.peak
 
 
 def operations(work: Callable[[], object]) -> int:
-    with memory.Meter() as meter:
+    with memory.StepMeter() as meter:
         work()
     return meter.operations
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mclclip.models.memory import Meter
+from mclclip.models.memory import StepMeter
 from mclclip.objectives.gated_pairs import (
     ClassPairs,
     LabelFilter,
@@ -101,7 +101,7 @@ def test_memory_is_linear_in_the_batch() -> None:
 
         run()  # gradients are there from now on
         leaves = [rows, gates, keys]
-        with Meter([*leaves, *(x.grad for x in leaves if x.grad is not None)]) as meter:
+        with StepMeter([*leaves, *(x.grad for x in leaves if x.grad is not None)]) as meter:
             run()
         return meter.peak
 
