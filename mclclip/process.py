@@ -176,7 +176,7 @@ def _recorded(
 
     try:
         record("running", EXIT_OK, f"process {os.getpid()}")
-        result = _naming_lost(work, context)
+        _naming_lost(work, context)
         signals.ignore()
         record("finished", EXIT_OK, "")
     except BaseException as error:

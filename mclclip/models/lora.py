@@ -55,7 +55,7 @@ class LowRank(nn.Module):
         lora_a: Tensor = self.lora_a
         if self.training and self.dropout:
             lora_a = lora_a * functional.dropout(torch.ones_like(lora_a[0]), self.dropout)
-        with torch.autocast(weight.device.type, enabled=False):
+        with torch.autocast("cpu" if weight.is_meta else weight.device.type, enabled=False):
             matrix = torch.addmm(weight.flatten(1), self.lora_b, lora_a, alpha=self.scale)
             return matrix.reshape(weight.shape)
 

@@ -7,24 +7,23 @@ and sums the bytes that torch's allocator would be asked for. So no kind of towe
 its own, and ViT-H-14 takes seconds.
 
 Memory that kernels take for themselves (workspaces of cuDNN) and fragmentation are not counted.
-Operations are counted in the same way, by torch's own formulas (`torch.utils.flop_counter`); its
-FlopCounterMode also follows modules, which fails in attention pools without a graph.
+Operations are counted in the same run, by torch's own formulas (`torch.utils.flop_counter`).
 """
 
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import conv_flop_count, flop_registry
+from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_flop_count
 
 from mclclip.models import weights
 from mclclip.models.loading import load_towers
@@ -32,6 +31,8 @@ from mclclip.models.model import Model
 
 # Raised where a computation depends on values, which fake tensors do not have.
 NeedsValues = DataDependentOutputException
+_ATEN: Any = torch.ops.aten
+Module = TypeVar("Module", bound=nn.Module)
 
 
 def load_shapes(
@@ -64,7 +65,7 @@ def size_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 @contextmanager
-def faked(module: nn.Module, *, gpu_autocast: bool = False) -> Iterator[None]:
+def faked(module: Module, *, gpu_autocast: bool = False) -> Iterator[Module]:
     """While the block runs, `module` (from `load_shapes`) and new tensors are fakes on the CPU.
 
     `gpu_autocast`: its layer norms save the same tensors as on a GPU under autocast. The module
@@ -73,38 +74,76 @@ def faked(module: nn.Module, *, gpu_autocast: bool = False) -> Iterator[None]:
     for child in module.modules() if gpu_autocast else ():
         if isinstance(child, nn.LayerNorm):
             child.__class__ = _GpuLayerNorm
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        module.to_empty(device="cpu")
-        yield
+    with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+        # ``copy.deepcopy`` of a fake, such as a momentum copy's, looks at its address.
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        yield module.to_empty(device="cpu")
 
 
-def peak_bytes(work: Callable[[], object], existing: Iterable[Tensor] = ()) -> int:
-    """The most bytes that `work` holds at a time, besides the `existing` tensors.
+class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Measures what runs while it is entered.
 
-    Real tensors are counted too; fakes (`faked`) are counted but take no memory.
+    Tensors of `device` are counted, real ones too; fakes (`faked`) are those of a CPU, but take no
+    memory. A multiplication and an addition count as two operations. Backward passes and repeated
+    forward passes count; what works on elements alone (norms, activations) does not, as is usual,
+    and attention counts as its two products, without a mask.
+
+    live        bytes that are held now, besides the `existing` tensors
+    peak        the most bytes that were held at a time since it was entered
+    operations  floating-point operations of matrix products and convolutions
     """
-    meter = _Meter(existing)
-    with meter:
-        work()
-    return meter.peak
 
+    def __init__(self, existing: Iterable[Tensor] = (), device: str = "cpu") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = self._before = self.operations = 0
+        self.device = device
+        self._known: set[int] = set()
+        self._fused = torch.backends.mha.get_fastpath_enabled()
+        for tensor in existing:
+            self._note(tensor.untyped_storage(), 0)
 
-def operations(work: Callable[[], object]) -> int:
-    """Floating-point operations of the matrix products and convolutions that `work` does.
+    def __enter__(self) -> Self:
+        self.peak = self._before = self.live
+        torch.backends.mha.set_fastpath_enabled(False)  # one kernel for a layer, without a formula
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
-    A multiplication and an addition count as two. Everything that runs is counted, backward passes
-    and repeated forward passes too; attention as its two products, without a mask. What works on
-    elements alone (norms, activations) is left out, as is usual.
-    """
-    counter = _Counter()
-    fused = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # one kernel for a layer, without a formula
-    try:
-        with sdpa_kernel(SDPBackend.MATH), counter:  # the CPU's own attention has no formula
-            work()
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fused)
-    return counter.total
+    def __exit__(self, *error: Any) -> None:
+        torch.backends.mha.set_fastpath_enabled(self._fused)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    @property
+    def added(self) -> int:
+        """The peak above what was held when the meter was entered."""
+        return self.peak - self._before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _ATEN.sparse_sampled_addmm.default and args[0].is_meta:
+            result = args[0].clone()  # torch has no kernel of it for shapes
+        else:
+            result = func(*args, **kwargs)
+        if (formula := _FORMULAS.get(func.overloadpacket)) is not None:
+            self.operations += int(formula(*args, **kwargs, out_val=result))
+        for value in tree_leaves(result):
+            for part in _parts(value) if isinstance(value, Tensor) else ():
+                if part.device.type == self.device:
+                    storage = part.untyped_storage()
+                    self._note(storage, storage.nbytes())
+        return result
+
+    def _note(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.live += num_bytes
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._forget, key, num_bytes)
+
+    def _forget(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self.live -= num_bytes
 
 
 class _StayOnMeta(TorchFunctionMode):
@@ -125,52 +164,11 @@ class _GpuLayerNorm(nn.LayerNorm):
             return super().forward(input.float()).to(input.dtype)
 
 
-class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of storages that operations make, from their creation to their release."""
-
-    def __init__(self, existing: Iterable[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live = self.peak = 0
-        self._known: set[int] = set()
-        for tensor in existing:
-            self._note(tensor.untyped_storage(), 0)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            for part in _parts(value) if isinstance(value, Tensor) else ():
-                storage = part.untyped_storage()
-                self._note(storage, storage.nbytes())
-        return result
-
-    def _note(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        key = storage._cdata
-        if key in self._known:
-            return
-        self._known.add(key)
-        self.live += num_bytes
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._forget, key, num_bytes)
-
-    def _forget(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
-        self.live -= num_bytes
-
-
-class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sums the operations of what runs, by torch's formula of each function."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        formula = _FORMULAS.get(func.overloadpacket)
-        if formula is not None:
-            self.total += int(formula(*args, **kwargs, out_val=result))
-        return result
+def _parts(tensor: Tensor) -> Iterable[Tensor]:
+    """The tensors with storage that a tensor is made of: itself, or those of a sparse matrix."""
+    if tensor.layout is torch.sparse_csr:
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    return (tensor,)
 
 
 def _of_convolution_backward(
@@ -186,11 +184,19 @@ def _of_convolution_backward(
     return forward * (int(wanted[0]) + int(wanted[1]))
 
 
-_FORMULAS = flop_registry | {torch.ops.aten.convolution_backward: _of_convolution_backward}
+def _of_attention(query: Tensor, key: Tensor, value: Tensor, *others: Any, **more: Any) -> int:
+    count: Any = sdpa_flop_count
+    return int(count(query.shape, key.shape, value.shape))
 
 
-def _parts(tensor: Tensor) -> Iterable[Tensor]:
-    """The tensors with storage that a tensor is made of: itself, or those of a sparse matrix."""
-    if tensor.layout is torch.sparse_csr:
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    return (tensor,)
+def _of_attention_backward(_: Tensor, *inputs: Any, **more: Any) -> int:
+    """Twice the forward pass: the products that the kernel repeats are not counted."""
+    return 2 * _of_attention(*inputs)
+
+
+_FORMULAS = flop_registry | {
+    _ATEN.addmm_: flop_registry[_ATEN.addmm],
+    _ATEN.convolution_backward: _of_convolution_backward,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _of_attention,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _of_attention_backward,
+}

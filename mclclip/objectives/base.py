@@ -12,8 +12,8 @@ import functools
 import importlib
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import EntryPoints, entry_points
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
@@ -97,7 +97,8 @@ class Setting:
     ``model`` has the width of its features, ``feature_dim``, and says whether ``logit_bias`` is
     among them, ``has_logit_bias`` (``models.model.Model``). ``betas`` and ``eps`` are those of
     the training's AdamW; ``seed`` depends on the stage too. ``classes`` are there where the
-    objective reads clusters or an attribute.
+    objective reads clusters or an attribute. ``shapes_only``: initial values are not needed, and
+    must not be read, since the plan asks only for the memory of a step.
     """
 
     model: Any
@@ -107,6 +108,7 @@ class Setting:
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-6
     classes: Classes | None = None
+    shapes_only: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -135,39 +137,6 @@ class Facts:
     global_batch: int | None = None
     zero_stage: int | None = None
     micro_batch: int | None = None
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Numbers that a cost depends on: samples of one rank, ranks, width of features, classes,
-    channels of an image.
-
-    ``peak_bytes`` runs a function on tensors without values and returns the most bytes that it
-    holds at a time. ``model_bytes`` is the size of the model's parameters and buffers.
-    """
-
-    local_batch: int
-    num_ranks: int
-    dim: int
-    num_classes: int
-    dtype: torch.dtype
-    peak_bytes: Callable[[Callable[[], None]], int]
-    model_bytes: int = 0
-    num_channels: int = 3
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Memory that an objective takes on one rank, in bytes.
-
-    ``step`` is held between the features and their gradients, ``lasting`` over all steps (by part),
-    ``checkpoint`` is written by all ranks together. ``details`` is for the plan's reader.
-    """
-
-    step: int
-    lasting: Mapping[str, int] = field(default_factory=dict)
-    checkpoint: int = 0
-    details: Mapping[str, Any] = field(default_factory=dict)
 
 
 class BatchFields(Protocol):
@@ -293,17 +262,6 @@ class ObjectiveOptions:
         """The objective. All ranks call it together."""
         raise NotImplementedError(f"{type(self).__name__} builds nothing")
 
-    def outline(self, setting: Setting) -> Objective:
-        """An objective whose ``features`` take as much memory as those of the built one.
-
-        The plan runs it on tensors without values. By default it is that of features that are
-        the model's own.
-        """
-        return Objective()
-
-    def cost(self, sizes: Sizes) -> Cost:
-        """Memory that the loss takes; by default that of the gathered features."""
-        return Cost(step=4 * sizes.local_batch * sizes.num_ranks * sizes.dim * sizes.dtype.itemsize)
 
 
 # --- kinds -------------------------------------------------------------------------------------

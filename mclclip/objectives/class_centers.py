@@ -56,7 +56,7 @@ class ShardedClassCenters:
     rule      ``two_path``: the drawn ones; ``exclude_positives``: those of them that are positive
               for no row of the batch; ``partial_fc``: all positives of the batch, and of the drawn
               ones as many as are left of their number (PartialFC's rule)
-    initial   the rows at the start
+    initial   the rows at the start (None: whatever the memory holds, where only shapes count)
     dtype     float32, or float64 for checks
 
     They have an AdamW of their own (Loshchilov and Hutter, 2019), whose learning rate is
@@ -73,7 +73,7 @@ class ShardedClassCenters:
         self,
         num_classes: int,
         dim: int,
-        initial: InitialRows,
+        initial: InitialRows | None,
         *,
         context: Context = SINGLE,
         draw: Callable[[int], npt.NDArray[np.int64]] | None = None,
@@ -90,7 +90,9 @@ class ShardedClassCenters:
         self.betas, self.eps, self.lazy = betas, eps, lazy
         self._shards = ShardedRows(num_classes, context)
         self.start, self.stop = self._shards.start, self._shards.stop
-        rows = collectives.together(lambda: initial(self.start, self.stop))  # may read a file
+        rows = torch.empty(self.stop - self.start, dim)
+        if initial is not None:  # it may read a file
+            rows = collectives.together(lambda: initial(self.start, self.stop))
         if tuple(rows.shape) != (self.stop - self.start, dim):
             raise ValueError(
                 f"initial class centers are {list(rows.shape)}: wanted "
@@ -285,7 +287,7 @@ def class_sums(
     """
     with choose_no_autocast(features.device):
         every = collectives.gather(labels.cpu().int()).long()
-        size = tile or (8192 if features.device.type == "cuda" else 2048)
+        size = tile or (2048 if features.device.type == "cpu" else 8192)
         batch = _ClassBatch(centers, every, scale, margin, size)
         log_p, log_n = _ClassSums.apply(features, batch)  # type: ignore[no-untyped-call]
     return log_p, log_n, batch.counted, batch.figures

@@ -31,12 +31,10 @@ from pydantic.types import PositiveFloat
 from torch import Tensor, nn
 
 from mclclip.objectives.base import (
-    Cost,
     Objective,
     ObjectiveOptions,
     Reads,
     Setting,
-    Sizes,
     Stepping,
 )
 from mclclip.objectives.row_losses import TILE, Pairs, count_kept, wide
@@ -223,30 +221,6 @@ class ContrastOptions(ObjectiveOptions):
         """The temperature that the options give; a trained one is a parameter of ``dtype``."""
         given = self.temperature
         return Temperature(0.5 if given is None and self.between == "views" else given, dtype)
-
-    def cost(self, sizes: Sizes) -> Cost:
-        """Memory that the loss holds between the features and their gradients, all directions."""
-        loss = self.objective(self.new_temperature(sizes.dtype))
-        local, everywhere = sizes.local_batch, sizes.local_batch * sizes.num_ranks
-
-        def empty(rows: int) -> list[Tensor]:
-            shape = rows, sizes.dim
-            return [torch.empty(shape, dtype=sizes.dtype, requires_grad=True) for _ in loss.names]
-
-        def run() -> None:
-            scale = torch.ones(())
-            num_marks = 2 + len(loss.marks)
-            marks, all_marks = (
-                [torch.zeros(n, dtype=torch.int64)] * num_marks for n in (local, everywhere)
-            )
-            own, every = empty(local), empty(everywhere)
-            directions = loss.directions(own, every, marks, all_marks, scale)
-            losses = [loss.rows(*direction, scale)[0].mean() for direction in directions]
-            torch.autograd.backward(torch.stack(losses).sum())
-
-        # The parts of a gather are there for a moment beside what they are joined to.
-        gathered = everywhere * sizes.dim * sizes.dtype.itemsize if sizes.num_ranks > 1 else 0
-        return Cost(step=sizes.peak_bytes(run) + gathered)
 
 
 def check_equal_captions(equal_captions: EqualCaptions, between: Between) -> None:

@@ -22,7 +22,6 @@ paper's are multiples of four pixels.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -32,7 +31,7 @@ from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, Posi
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mclclip.objectives.base import BatchFields, Cost, Facts, Objective, Setting, Sizes
+from mclclip.objectives.base import BatchFields, Facts, Objective, Setting
 from mclclip.objectives.contrast import (
     AnyTemperature,
     Between,
@@ -90,13 +89,10 @@ class Options(ContrastOptions):
 
         Raises ValueError for images that are too small for it.
         """
-        network = self._network(setting).to(setting.context.device)
+        network = self._network(setting)
+        if not setting.shapes_only:  # tensors without values stay where they are made
+            network.to(setting.context.device)
         return FeatureDropout(self, network, setting)
-
-    def outline(self, setting: Setting) -> Objective:
-        """The objective itself: its views carry the adversary's graph. It stays where it is made,
-        since tensors without values do not move while the plan watches them."""
-        return FeatureDropout(self, self._network(setting), setting)
 
     def _network(self, setting: Setting) -> Viewmaker:
         model: Any = setting.model
@@ -111,15 +107,6 @@ class Options(ContrastOptions):
             torch.default_generator.manual_seed(setting.seed)
             shape = model.num_channels, self.width, self.residual_blocks
             return Viewmaker(*shape, dtype=setting.dtype)
-
-    def cost(self, sizes: Sizes) -> Cost:
-        """Memory of the loss, and of the adversary's weights and two moments; its gradient is
-        made beside the activations."""
-        with torch.device("meta"):
-            shape = sizes.num_channels, self.width, self.residual_blocks
-            weights = Viewmaker(*shape, dtype=sizes.dtype).parameters()
-        own = 3 * sum(weight.nbytes for weight in weights)
-        return dataclasses.replace(super().cost(sizes), lasting={"adversary": own}, checkpoint=own)
 
 
 class Adversary:

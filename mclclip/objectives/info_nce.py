@@ -31,7 +31,7 @@ from pydantic.types import NonNegativeFloat
 from torch import Tensor, nn
 
 from mclclip.caption_rules import HardCaptions
-from mclclip.objectives.base import BatchFields, Objective, Reads, Setting
+from mclclip.objectives.base import BatchFields, Reads
 from mclclip.objectives.contrast import (
     AnyTemperature,
     Between,
@@ -86,10 +86,6 @@ class Options(ContrastOptions):
             hard_captions=self.hard_captions,
             equal_captions=self.equal_captions,
         )
-
-    def outline(self, setting: Setting) -> Objective:
-        """The loss itself, for the features of edited captions."""
-        return self.build(setting)
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -20,7 +20,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from mclclip.objectives.base import Cost, Facts, Objective, ObjectiveOptions, Reads, Setting, Sizes
+from mclclip.objectives.base import Facts, Objective, ObjectiveOptions, Reads, Setting
 from mclclip.objectives.class_centers import (
     Margin,
     ShardedClassCenters,
@@ -138,10 +138,11 @@ class Options(ObjectiveOptions):
                 )
             return rows
 
+        initial = centroid_rows if self.centers == "centroids" else normal_rows(dim, seed)
         centers = ShardedClassCenters(
             classes.num_classes,
             dim,
-            centroid_rows if self.centers == "centroids" else normal_rows(dim, seed),
+            None if setting.shapes_only else initial,
             context=setting.context,
             draw=None if rate == 1.0 else negative_draw(classes.num_classes, rate, seed),
             rule=self.negatives,
@@ -154,15 +155,6 @@ class Options(ObjectiveOptions):
         )
         margin = Margin(self.margin, self.margin_size, self.margin_gradient)
         return ClassCenterLoss(centers, self.kind, scale=self.scale, margin=margin)
-
-    def cost(self, sizes: Sizes) -> Cost:
-        """Class centers, their moments and gradient, and what a step moves between ranks.
-
-        Of an attribute 1,000 values are assumed.
-        """
-        measured = measure_cost(self, sizes)
-        lasting = {part: size for part, size in measured["parts"].items() if part != "step"}
-        return Cost(measured["parts"]["step"], lasting, measured["checkpoint"], measured)
 
 
 def negative_draw(
@@ -262,64 +254,3 @@ class ClassCenterLoss(Objective):
         saturated = torch.sigmoid(pull.detach()) < _SATURATED
         terms["saturated_share"] = mean(saturated.to(loss.dtype)).detach()
         return {"loss": loss} | terms | figures
-
-
-# --- cost ----------------------------------------------------------------------------------------
-
-
-def measure_cost(options: Options, sizes: Sizes) -> dict[str, Any]:
-    """Sizes in bytes, counts and seconds of one rank's share of a step.
-
-    Arithmetic only, so that a million classes over eighty GPUs are counted on any machine.
-    """
-    ranks, dim, sample_rate = sizes.num_ranks, sizes.dim, options.sample_rate
-    batch = sizes.local_batch * ranks
-    # The values of an attribute are counted by the index, which may not be there yet.
-    num_classes = sizes.num_classes if options.attribute is None else _ASSUMED_CLASSES
-    one_label = options.kind == "single_label" or options.attribute is not None
-    labels = 1 if one_label else options.labels_per_sample
-    rows = math.ceil(num_classes / ranks)
-    positives = math.ceil(batch * labels / ranks)
-    # Of k classes, B rows with l different ones each leave k (1 - l / k)^B out.
-    distinct = num_classes * -math.expm1(batch * math.log1p(-min(labels / num_classes, 0.999999)))
-    # Negatives and touched classes of this rank, by the rules of ShardedClassCenters.
-    own, drawn = distinct / ranks, rows * sample_rate
-    touched = min(rows, math.ceil(drawn + own * (1.0 - sample_rate)))
-    if options.negatives == "exclude_positives":
-        drawn -= own * sample_rate
-    negatives = math.ceil(drawn)
-    if options.negatives == "partial_fc":
-        negatives = touched = min(rows, math.ceil(max(drawn, own)))
-    features = batch * dim * _FLOAT
-    tile = min(_TILE, batch) * min(_TILE, max(negatives, 1)) * _FLOAT
-    collectives = {
-        "all-gather of features": features,
-        "all-gather of labels": batch * labels * _INT,
-        "all-reduce of P and N": batch * 2 * _DOUBLE,
-        "reduce-scatter of gradients": features,
-    }
-    products = 4 * 2 * batch * negatives * dim + 6 * 2 * positives * dim
-    scores = batch * negatives * _FLOAT * _PASSES + touched * dim * _FLOAT * _PASSES
-    seconds = {
-        "products": products / PRODUCTS_PER_S,
-        "memory": scores / MEMORY_BYTES_PER_S,
-        "network": sum(collectives.values()) / NETWORK_BYTES_PER_S if ranks > 1 else 0.0,
-    }
-    return {
-        "num_classes": num_classes,
-        "rows": rows,
-        "negatives": negatives,
-        "positives": positives,
-        "distinct_positives": round(distinct),
-        "parts": {
-            "rows": rows * dim * _FLOAT,
-            "moments": 2 * rows * dim * _FLOAT + rows * _INT,
-            "gradient": touched * dim * _FLOAT,
-            # Features whole, scaled, and their gradient; one tile; the labels and their places.
-            "step": 3 * features + tile + 3 * batch * labels * 8,
-        },
-        "checkpoint": 3 * num_classes * dim * _FLOAT + num_classes * _INT,
-        "collectives": collectives,
-        "operations": products,
-        "seconds": seconds,
-    }

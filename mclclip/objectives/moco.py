@@ -40,13 +40,11 @@ from torch.nn import functional
 
 from mclclip.objectives.base import (
     BatchFields,
-    Cost,
     Facts,
     Objective,
     ObjectiveOptions,
     Reads,
     Setting,
-    Sizes,
     Stepping,
 )
 from mclclip.objectives.info_nce import Term, modified_losses, weights_of
@@ -119,17 +117,6 @@ class Options(ObjectiveOptions):
     def build(self, setting: Setting) -> Objective:
         """The loss with a momentum copy of the model."""
         return (QueuedKeys if self.version == "v2" else BatchKeys)(self, setting)
-
-    def cost(self, sizes: Sizes) -> Cost:
-        """Memory of the copy, the queue and the keys that a row is compared with."""
-        dim, itemsize = sizes.dim, sizes.dtype.itemsize
-        queue = self.num_queued * (dim * itemsize + 3 * 8)
-        keys = self.num_queued + 2 * sizes.local_batch * sizes.num_ranks
-        return Cost(
-            step=(keys + 4 * sizes.local_batch) * dim * itemsize,
-            lasting={"momentum_copy": sizes.model_bytes, "queue": queue},
-            checkpoint=sizes.model_bytes + queue,
-        )
 
 
 def predictor_of(dim: int, widths: Sequence[int], seed: int) -> nn.Sequential:

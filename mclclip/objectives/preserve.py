@@ -31,12 +31,10 @@ from torch import Tensor, nn
 
 from mclclip.objectives.base import (
     BatchFields,
-    Cost,
     Objective,
     ObjectiveOptions,
     Reads,
     Setting,
-    Sizes,
 )
 from mclclip.objectives.row_losses import TILE, Pairs, divergences, wide
 from mclclip.options import STRICT
@@ -100,30 +98,8 @@ class Options(ObjectiveOptions):
                     "objective.kind=preserve: temperature=null takes the logit scale of the base, "
                     "which has none: set temperature to a number, such as 0.1"
                 )
-            scale = float(of_base.detach())
+            scale = 1.0 if setting.shapes_only else float(of_base.detach())
         return Preserve(self, scale, setting.model if self.exact else None)
-
-    def outline(self, setting: Setting) -> Objective:
-        """With ``exact`` the loss with its copy; else a plain objective."""
-        return Preserve(self, 1.0, setting.model) if self.exact else Objective()
-
-    def cost(self, sizes: Sizes) -> Cost:
-        """Memory of the copy, and what the loss holds between features and gradients."""
-        loss = Preserve(self, 1.0, None)
-
-        def run() -> None:
-            shape = sizes.local_batch, sizes.dim
-            names = loss.names[0]
-            own, base = ([torch.empty(shape, dtype=sizes.dtype) for _ in names] for _ in range(2))
-            marks = torch.zeros(sizes.local_batch, dtype=torch.int64)
-            distance = loss.distance([o.requires_grad_() for o in own], base, marks, marks)
-            distance.backward()  # type: ignore[no-untyped-call]
-
-        # Features of the other ranks, both sides', with the gradient of the model's.
-        others = 3 * len(loss.names[0]) * sizes.local_batch * (sizes.num_ranks - 1) * sizes.dim
-        gathered = others * sizes.dtype.itemsize if self.what == "similarities" else 0
-        lasting = {"frozen_copy": sizes.model_bytes} if self.exact else {}
-        return Cost(step=self.num_views * (sizes.peak_bytes(run) + gathered), lasting=lasting)
 
 
 class Preserve(Objective):

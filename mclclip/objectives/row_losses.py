@@ -31,7 +31,7 @@ from mclclip.ranks.process_group import not_compiled
 
 def choose_no_autocast(device: torch.device) -> torch.autocast:
     """Arithmetic in the dtype of the tensors, whatever surrounds it."""
-    return torch.autocast(device.type, enabled=False)
+    return torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False)
 
 
 TILE = 2048

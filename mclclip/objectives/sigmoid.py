@@ -29,7 +29,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mclclip.objectives.base import Cost, Objective, ObjectiveOptions, Reads, Setting, Sizes
+from mclclip.objectives.base import Objective, ObjectiveOptions, Reads, Setting
 from mclclip.objectives.contrast import DIGESTS, EqualCaptions, check_equal_captions, count_equal
 from mclclip.objectives.row_losses import (
     TILE,
@@ -92,26 +92,6 @@ class Options(ObjectiveOptions):
             return Sigmoid("image_features_1", own_scale=True, own_bias=True).to(setting.dtype)
         own_bias = not setting.model.has_logit_bias
         return Sigmoid(own_bias=own_bias, equal_captions=self.equal_captions).to(setting.dtype)
-
-    def cost(self, sizes: Sizes) -> Cost:
-        """Memory that the loss holds between the features and their gradients."""
-
-        def run() -> None:
-            rows, columns = (
-                torch.empty(sizes.local_batch, sizes.dim, dtype=sizes.dtype, requires_grad=True)
-                for _ in range(2)
-            )
-            scale = torch.ones((), dtype=sizes.dtype)
-            ids = torch.zeros(sizes.local_batch, dtype=torch.int64)
-            digests = (ids,) * (len(DIGESTS) if self.reads.digests else 0)
-            pairs = Pairs(ids, ids, ids, ids, first=0, digests=digests, all_digests=digests)
-            positives = self.equal_captions == "positives"
-            sums = sigmoid_sums(rows * 1.0, columns * 1.0, scale, scale, pairs, positives)
-            sums[0].backward()  # type: ignore[no-untyped-call]
-
-        # Texts and their gradient arrive while those before them leave.
-        chunk = 2 * sizes.local_batch * sizes.dim * sizes.dtype.itemsize
-        return Cost(step=sizes.peak_bytes(run) + (chunk if sizes.num_ranks > 1 else 0))
 
 
 class Sigmoid(Objective):

@@ -36,13 +36,11 @@ from torch.nn import functional
 from mclclip.objectives.base import (
     BatchFields,
     Classes,
-    Cost,
     Facts,
     Objective,
     ObjectiveOptions,
     Reads,
     Setting,
-    Sizes,
 )
 from mclclip.objectives.contrast import AnyTemperature, Temperature
 from mclclip.objectives.gated_pairs import (
@@ -197,35 +195,6 @@ class Options(ObjectiveOptions):
             )
         return torch.from_numpy(np.array(means, dtype=np.float32))
 
-    def cost(self, sizes: Sizes) -> Cost:
-        """The label filter, and what the loss holds between the features and their gradients."""
-        local, everywhere = sizes.local_batch, sizes.local_batch * sizes.num_ranks
-        filter_bytes = sizes.dtype.itemsize * (
-            sizes.num_classes * self.label_dim + self.hidden_dim * (self.label_dim + sizes.dim)
-        )
-
-        def run() -> None:
-            label_filter = self.new_filter(1, sizes.dim, sizes.dtype)
-            zeros = torch.zeros(everywhere, dtype=torch.int64)
-            gates, own = label_filter(zeros[:local], zeros[:local]), zeros[:local]
-            pairs = ClassPairs(own, own, own, own, zeros, zeros, zeros)
-            losses = []
-            for _ in range(2):
-                rows, keys = (
-                    torch.empty(n, sizes.dim, dtype=sizes.dtype, requires_grad=True)
-                    for n in (local, everywhere)
-                )
-                row_losses = pair_losses(*gated_queries(rows, gates), keys * 1.0, pairs, _TILE)
-                losses.append(row_losses[0].mean())
-            torch.autograd.backward(torch.stack(losses).sum())
-
-        # Weights, their gradient and two moments.
-        lasting = {} if self.gates == "open" else {"label_filter": 4 * filter_bytes}
-        if self.momentum is None:
-            return Cost(step=sizes.peak_bytes(run), lasting=lasting)
-        lasting["momentum_copy"] = sizes.model_bytes
-        return Cost(sizes.peak_bytes(run), lasting, checkpoint=sizes.model_bytes)
-
 
 class SimLAP(Objective):
     """The loss of two views, or of a view and the momentum copy's other one, in gated dimensions.
@@ -253,7 +222,8 @@ class SimLAP(Objective):
                 f"{num_classes - 1}"
             )
         self._closest: Tensor | None = None
-        if (means := options.means_of(setting.classes)) is not None:
+        means = None if setting.shapes_only else options.means_of(setting.classes)
+        if means is not None:
             self._closest = closest_classes(means, torch.arange(num_classes), num_closest)
         self.temperature = Temperature(options.temperature, setting.dtype)
 
@@ -364,7 +334,9 @@ class SimLAP(Objective):
                 rows = to_device(present, vectors.device)
                 closest = closest_classes(vectors, rows, self.num_closest).cpu().numpy()
         key = mix(self.seed, self.step)
-        drawn = draw_partners(numbers, all_ids.cpu().numpy(), key, self.pairs, closest)
+        # A plan's ids have no values, and its partners may be any others.
+        ids_here = torch.arange(len(every)) if all_ids.is_meta else all_ids.cpu()
+        drawn = draw_partners(numbers, ids_here.numpy(), key, self.pairs, closest)
         first = collectives.rank() * len(own)
         partners = to_device(torch.from_numpy(drawn[first : first + len(own)]), device)
         own, every = to_device(own, device), to_device(every, device)

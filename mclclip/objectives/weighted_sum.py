@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Literal
@@ -15,13 +14,11 @@ from torch import Tensor, nn
 from mclclip.objectives.base import (
     AnyObjective,
     BatchFields,
-    Cost,
     Facts,
     Objective,
     ObjectiveOptions,
     Reads,
     Setting,
-    Sizes,
 )
 from mclclip.options import STRICT, with_prefix
 from mclclip.ranks.collectives import OutsideParameters
@@ -111,20 +108,6 @@ class Options(ObjectiveOptions):
         built = [term.objective.build(setting) for term in self.terms]
         names = [f"{number}_{t.objective.kind}" for number, t in enumerate(self.terms)]
         return WeightedSum(built, [term.weight for term in self.terms], names)
-
-    def outline(self, setting: Setting) -> Objective:
-        """The sum of the terms' outlines, with what they make and add."""
-        every = [term.objective.outline(setting) for term in self.terms]
-        return WeightedSum(every, [1.0] * len(every), [term.objective.kind for term in self.terms])
-
-    def cost(self, sizes: Sizes) -> Cost:
-        """The sum of the terms' costs."""
-        costs = [term.objective.cost(sizes) for term in self.terms]
-        lasting = Counter[str]()
-        for cost in costs:
-            lasting.update(cost.lasting)
-        details = next((cost.details for cost in costs if cost.details), {})
-        return Cost(sum(c.step for c in costs), lasting, sum(c.checkpoint for c in costs), details)
 
 
 def _makes_features(term: Objective) -> bool:

@@ -2,7 +2,7 @@
 
 Reads the run directory where there is one and writes nothing. Steps are counted from the index and
 the pseudo labels, or from a number of samples (``steps``); memory and operations are measured on
-tensors without values (``memory``); hours, messages and files follow from these (``costs``);
+tensors without values (``memory``); hours and files follow from these (``costs``);
 ``table`` prints.
 """
 
@@ -77,9 +77,6 @@ def make(
         "samples": counted["samples"],
         "trainings": counted["trainings"],
         "memory": measured,
-        "network": {
-            name: costs.messages(options[name], measured[name], machine) for name in options
-        },
         "hours": times,
         "decoding": costs.decoding(config, times["passes"], machine),
         "disk": costs.disk(config, counted, measured) | {"elsewhere": machine.elsewhere},

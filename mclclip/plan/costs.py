@@ -1,4 +1,4 @@
-"""Hours, messages of a step, and disk, as they follow from the steps and from what was measured.
+"""Hours and disk, as they follow from the steps and from what was measured.
 
 Time is operations by peak x share of a GPU, or samples by the samples per second that were
 measured. Evaluation, k-means, checkpoints and waiting for data are not part of it.
@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 
 from mclclip.config import Config, TrainConfig
-from mclclip.engines.engine import HALF
 from mclclip.files import existing
-from mclclip.objectives.mlcd import NETWORK_BYTES_PER_S
 from mclclip.plan.machine import DECODED_PER_S, GIB, SHARE, SHARES, Machine, Speed
 from mclclip.plan.memory import operations_of_named
 from mclclip.plan.steps import Range
@@ -31,7 +29,7 @@ def hours(
     speed: Speed,
 ) -> dict[str, Any]:
     """Returns ``passes`` in the order of a run, ``hours`` and ``gpu_hours``, which are their sums,
-    ``range``, ``trunk_cache`` by training, and ``speed``, what was given or assumed.
+    ``range``, and ``speed``, what was given or assumed.
 
     ``range``: hours in all, from those at the largest to those at the smallest of ``SHARES`` where
     a pass has an estimate at a share that nobody gave (None: unknown).
@@ -54,14 +52,9 @@ def hours(
     for name in ("hours", "gpu_hours"):
         ranges = [of[name] for of in passes]
         sums[name] = None if None in ranges else tuple(map(sum, zip(*ranges, strict=True)))
-    caches = {
-        name: _cache(config, name, counted["samples"]["usable"], measured[name], passes)
-        for name in config.trainings
-        if measured[name]["operations"]["trunk"]
-    }
     assumed = {name: value for name, value in vars(speed).items() if value is not None}
     estimated = _range(passes) if assumes else sums["hours"]
-    return {"passes": passes, **sums, "range": estimated, "trunk_cache": caches, "speed": assumed}
+    return {"passes": passes, **sums, "range": estimated, "speed": assumed}
 
 
 def _range(passes: list[dict[str, Any]]) -> tuple[float, float] | None:
@@ -94,14 +87,11 @@ def _training(
     name, kind = of["option"], measured[of["option"]]
     precision = config.trainings[name].precision
     sample = kind["operations"]["sample"]
-    if name == "train" and config.trunk_cache.enabled:
-        sample = kind["operations"]["trunk"]["sample_cached"]
     rate = given = speed.samples_per_s if name == "train" or len(config.trainings) == 1 else None
     step_s = speed.seconds(kind["local_batch"] * sample, precision)
     if given is None and step_s is not None:
-        # The products of class centers have an estimate of their own.
-        step_s += sum(kind["objective"].get("seconds", {}).values())
-        rate = kind["local_batch"] / step_s
+        loss_s = speed.seconds(kind["operations"]["loss"], "fp32") or 0.0  # of class centers
+        rate = kind["local_batch"] / (step_s + loss_s)
     what = {"name": "training", "option": name} | {key: of[key] for key in ("stage", "variant")}
     what |= {"sample": sample, "precision": precision, "given": given is not None}
     return what | _timed(of["samples_seen"], rate, machine)
@@ -124,7 +114,7 @@ def _embeddings(
     precision, image = config.embed.precision, encoder["image"]
     images = {"images": image}
     if config.trunk_cache.enabled:  # the rate that was given is that of the whole encoder
-        trunk = measured["train"]["operations"]["trunk"]["image"]
+        trunk = measured["train"]["operations"]["trunk"]
         images = {"trunk": trunk} if stage == 0 else {}
         images["images"] = image - trunk
     rate = speed.images_per_s
@@ -157,68 +147,6 @@ def _timed(seen: Range | None, rate: float | None, machine: Machine) -> dict[str
         gpu_hours = tuple(number / rate / 3600 for number in seen)
         hours = tuple(number / machine.ranks for number in gpu_hours)
     return {"samples_per_s": rate, "samples": seen, "hours": hours, "gpu_hours": gpu_hours}
-
-
-def _cache(
-    config: Config,
-    name: str,
-    number: int | None,
-    measured: dict[str, Any],
-    passes: list[dict[str, Any]],
-) -> dict[str, Any]:
-    """Returns the trunk's fields of ``operations``, and what a cache of its output would be.
-
-    ``bytes_each`` of a sample, ``bytes_per_crop`` of one crop of all ``number`` samples (None:
-    unknown), ``faster``: how many times a step could be so at most, and ``bytes_per_s`` that each
-    GPU would then read.
-    """
-    sample: int = measured["operations"]["sample"]
-    trunk: dict[str, Any] = measured["operations"]["trunk"]
-    each = trunk["values"] * np.dtype(config.trunk_cache.dtype).itemsize
-    faster = sample / trunk["sample_cached"]
-    rate = next(of["samples_per_s"] for of in passes if of.get("option") == name)
-    return trunk | {
-        "sample": sample,
-        "bytes_each": each,
-        "bytes_per_crop": None if number is None else number * each,
-        "faster": faster,
-        "bytes_per_s": rate and rate * each * (1 if config.trunk_cache.enabled else faster),
-    }
-
-
-# --- messages of a step ------------------------------------------------------------------------
-
-
-def messages(options: TrainConfig, measured: dict[str, Any], machine: Machine) -> dict[str, Any]:
-    """``collectives``, bytes of what all ranks together exchange by name, and ``seconds`` for them
-    where nothing overlaps with the computation.
-
-    Of n ranks each sends (n - 1) / n of an all-gather or a reduce-scatter, and twice that of an
-    all-reduce. Objectives with class centers list the messages of the loss themselves. Both are
-    empty or 0 for one rank.
-    """
-    if machine.ranks == 1:
-        return {"collectives": {}, "seconds": 0.0}
-    how, trained = options.engine, measured["trained"]
-    if how.name == "ddp":
-        sizes = {"all-reduce of gradients": trained}
-    else:
-        parameters = trained
-        if how.name == "fsdp" or how.zero_stage == 3:
-            # Gathered for each forward and each backward pass, at most: those of frozen blocks
-            # have no backward pass.
-            micro = measured["micro_batches"]
-            parameters = measured["export"] * (2 if micro == 1 else 3 * micro)
-            if how.name == "fsdp" and options.precision in HALF:
-                parameters //= 2
-        sizes = {"reduce-scatter of gradients": trained, "all-gather of parameters": parameters}
-    if not measured["objective"]:
-        batch, operations = measured["global_batch"], measured["operations"]
-        sizes["all-gather of features"] = batch * operations["features"]
-        sizes["reduce-scatter of their gradients"] = batch * operations["features_trained"]
-    share = (machine.ranks - 1) / machine.ranks
-    sent = sum(size * (2 if "all-reduce" in name else 1) for name, size in sizes.items())
-    return {"collectives": sizes, "seconds": share * sent / NETWORK_BYTES_PER_S}
 
 
 # --- disk --------------------------------------------------------------------------------------
@@ -257,7 +185,7 @@ def disk(config: Config, counted: dict[str, Any], measured: dict[str, Any]) -> d
         copies = None if shards is None else shards * config.num_stages
         (sizes if folder is None else elsewhere)[name] = copies
     if config.trunk_cache.enabled:
-        row = last["operations"]["trunk"]["values"] * np.dtype(config.trunk_cache.dtype).itemsize
+        row = last["operations"]["trunk_values"] * np.dtype(config.trunk_cache.dtype).itemsize
         folder = config.trunk_cache.folder
         name = "trunk cache" if folder is None else "trunk cache, in trunk_cache.folder"
         rows = None if samples["number"] is None else samples["number"] * row

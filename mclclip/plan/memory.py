@@ -1,12 +1,17 @@
-"""Measures the memory and the operations of one rank in a training; refuses what does not fit."""
+"""Measures the memory and the operations of one rank in a training; refuses what does not fit.
+
+The real step runs on tensors without values: the model forward and backward on one micro-batch, and
+the loss on the features of the global batch, with this rank's share of class centers. What an
+engine divides among the ranks is a sum (``engines.per_rank``).
+"""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +21,14 @@ from mclclip.config import Config, TrainConfig
 from mclclip.data.batches import Batch
 from mclclip.engines import TrainingBytes, gradient_cache, per_rank
 from mclclip.engines.engine import HALF
-from mclclip.models import memory
 from mclclip.models.loading import prepare_model
+from mclclip.models.memory import NeedsValues, StepMeter, faked, load_shapes, size_bytes
 from mclclip.models.model import Model
-from mclclip.models.optimizer import build_optimizer, is_elementwise
+from mclclip.models.optimizer import build_optimizer
 from mclclip.models.options import ModelConfig
-from mclclip.objectives import base as objectives
 from mclclip.objectives.base import Setting
 from mclclip.plan.machine import GIB, Machine
-from mclclip.ranks.process_group import SINGLE
+from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.train.loop import Trainee
 
 # What a rank holds, in the order of the table, as it is called there.
@@ -42,63 +46,112 @@ PARTS = {
 }
 # Of a process on a GPU: CUDA's context and libraries; NCCL's buffers. Rough, and part of the sum.
 _CONTEXT, _NCCL = GIB, GIB // 2
-# Samples that are counted together: batch norms that train want more than one.
-_ROWS = 2
+_ROWS = 2  # samples of an encoder whose operations are counted
+_ASSUMED_CLASSES = 1000  # values of an attribute, which the index counts: ImageNet's
+_META = torch.device("meta")
+
+
+@dataclass
+class _Classes:
+    """Classes of which only the number is known yet."""
+
+    num_classes: int
+
+    def centroids(self) -> NoReturn:
+        """Nobody reads them where only shapes are asked for."""
+        raise RuntimeError("a plan has no centroids")
 
 
 def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -> dict[str, Any]:
     """Bytes of one rank by part (``parts``, ``sum``), what they follow from, and ``operations``.
 
+    Operations: those of a ``sample`` in a step, all of its views; of a rank's ``loss`` in a step,
+    where it has class centers; of an ``image`` and a ``text`` that are embedded (None without a
+    text tower); and of an image in the ``trunk``, where its output is cached.
+
     Raises ValueError where the training would refuse its options.
     """
     local, how, gpu = options.global_batch // machine.ranks, options.engine, config.device != "cpu"
-    micro = min(how.micro_batch or local, local)
+    micro, half = min(how.micro_batch or local, local), options.precision in HALF
     named = config.model_of(name)
-    model = _shapes(named, named.projector)
+    model = load_model(named, named.projector)
     if options.precision == "float64":
         model.double()
-    with memory.faked(model, gpu_autocast=gpu and options.precision in HALF):
-        encoder = encoder_operations(model)
-        prepare_model(model, **options.model_arguments(), seed=config.seed)
-        _check_engine(model, name, options, machine)
-        setting = Setting(model=model, context=SINGLE, seed=0, precision=options.precision)
-        trainee = Trainee(model, options.objective.outline(setting), options.precision)
-        batch = _batch(model, options, local, name == "train" and options.reads_text_embeddings)
-        sizes = _sizes(model, options)
-        cost = _cost(config, options, model, machine.ranks, sizes)
+    with faked(copy.deepcopy(model)) as fake:
+        encoder = encoder_operations(fake)
+    prepare_model(model, **options.model_arguments(), seed=config.seed)
+    model.to(_META)  # adapters are made in main memory
+    if how.micro_batch is not None:
+        gradient_cache.check(model)
+    num_classes = max(config.clusters, default=config.cluster.clusters_of(0))
+    if options.objective.reads.attribute is not None:
+        num_classes = _ASSUMED_CLASSES
+    setting = Setting(
+        model=model,
+        context=Context(0, machine.ranks, device=_META),
+        seed=0,
+        precision=options.precision,
+        classes=_Classes(num_classes),
+        shapes_only=True,
+    )
+    with torch.device(_META), StepMeter(device="meta") as share:
+        loss = Trainee(model, options.objective.build(setting).to(_META), options.precision)
+    cached = name == "train" and config.trunk_cache.enabled
+    stored_text = name == "train" and options.reads_text_embeddings
+    with faked(model, gpu_autocast=gpu and half):
+        setting = replace(setting, model=model, context=SINGLE)
+        trainee = Trainee(model, options.objective.build(setting), options.precision)
+        batch = _batch(model, options, local, stored_text)
+        if cached:
+            trunk = _start_from_trunk(trainee, batch)
+            encoder["trunk"] = trunk.operations // local
+            encoder["trunk_values"] = batch.views[0][0].numel()
         gradients = _allocate_gradients(trainee)  # they are there before a micro-batch runs
         existing = [*trainee.parameters(), *trainee.buffers(), *gradients, *batch.tensors()]
-        half, caching = options.precision in HALF, micro < local
-        parts = per_rank(sizes, how, machine.ranks, half=half, caching=caching) | {
-            "activations": memory.peak_bytes(
-                partial(_step, trainee, batch.rows(0, micro)), existing
-            ),
-            "objective": sum(cost.lasting.values()),
-            "loss": cost.step,
-            "batch": memory.size_bytes(batch.tensors()),
-            "context": (_CONTEXT + (_NCCL if machine.ranks > 1 else 0)) if gpu else 0,
-        }
-        workers = config.data.num_workers
-        return {
-            "global_batch": options.global_batch,
-            "local_batch": local,
-            "micro_batch": micro,
-            "micro_batches": -(-local // micro),
-            "engine": how.name if machine.ranks > 1 else "one process",
-            "counts": _counts(model),
-            "embed_dim": model.embed_dim,
-            "width": model.layout.pooled_dim,  # of a feature before the projection
-            "parts": parts,
-            "sum": sum(parts.values()),
-            # Two batches per loader worker, and two in pinned memory.
-            "host": parts["batch"] * (2 * workers + 2 if workers else 1),
-            "objective": dict(cost.details),
-            "checkpoint": sizes.parameters + sizes.moments + sizes.average + cost.checkpoint,
-            "export": sizes.parameters,
-            "trained": sizes.trained,
-            "operations": encoder | _training_operations(trainee, batch, twice=micro < local),
-            "notes": _notes(model, name, options, machine, sizes),
-        }
+        with StepMeter(existing) as step:
+            features = _step(trainee, batch.rows(0, micro))
+        operations = step.operations
+        if micro < local:  # gradient caching runs the forward pass once more before
+            with torch.no_grad(), StepMeter() as first:
+                trainee(batch.rows(0, micro), dict)
+            operations += first.operations
+        sizes = _sizes(model, options)
+        objective = trainee.objective
+        moments = 2 * size_bytes(p for p in objective.parameters() if p.requires_grad)
+        outside = [t for part in objective.outside() for t in part.state_dict().values()]
+        saved = moments + size_bytes([*objective.parameters(), *objective.buffers(), *outside])
+        notes = _notes(model, name, options, machine, sizes)
+        counts = _counts(model)
+    lasting = share.live + 3 * moments // 2  # and a gradient
+    _measure_loss(share, loss, features, batch, options.global_batch, num_classes)
+    parts = per_rank(sizes, how, machine.ranks, half=half, caching=micro < local) | {
+        "objective": lasting,
+        "activations": step.peak,
+        "loss": share.added,
+        "batch": size_bytes(batch.tensors()),
+        "context": (_CONTEXT + (_NCCL if machine.ranks > 1 else 0)) if gpu else 0,
+    }
+    encoder |= {"sample": operations // micro, "loss": share.operations if outside else 0}
+    workers = config.data.num_workers
+    return {
+        "global_batch": options.global_batch,
+        "local_batch": local,
+        "micro_batch": micro,
+        "micro_batches": -(-local // micro),
+        "engine": how.name if machine.ranks > 1 else "one process",
+        "counts": counts,
+        "embed_dim": model.embed_dim,
+        "width": model.layout.pooled_dim,  # of a feature before the projection
+        "parts": parts,
+        "sum": sum(parts.values()),
+        # Two batches per loader worker, and two in pinned memory.
+        "host": parts["batch"] * (2 * workers + 2 if workers else 1),
+        "checkpoint": sizes.parameters + sizes.moments + sizes.average + saved,
+        "export": sizes.parameters,
+        "trained": sizes.trained,
+        "operations": encoder,
+        "notes": notes,
+    }
 
 
 def check(measured: dict[str, Any], name: str, options: TrainConfig, machine: Machine) -> None:
@@ -144,31 +197,10 @@ def _remedy(
 # --- the training ------------------------------------------------------------------------------
 
 
-def _check_engine(model: Model, name: str, options: TrainConfig, machine: Machine) -> None:
-    """Refuses what the engine would refuse when it is built."""
-    how, ranks = options.engine, machine.ranks
-    if how.micro_batch is not None:
-        gradient_cache.check(model)
-    if ranks == 1:
-        return
-    if how.name == "fsdp" and how.shard_ranks is not None and ranks % how.shard_ranks:
-        raise ValueError(
-            f"{name}.engine.shard_ranks={how.shard_ranks} does not divide the {ranks} ranks: give "
-            "a divisor, such as the number of GPUs of a node"
-        )
-    if how.name == "deepspeed" and not is_elementwise(options.optimizer):
-        raise ValueError(
-            f"{name}.engine.name=deepspeed does not run {name}.optimizer={options.optimizer}, "
-            "which looks at whole parameters: take another optimizer, or engine.name=ddp or fsdp"
-        )
-    if how.name == "deepspeed" and options.precision == "float64":
-        raise ValueError(f"{name}.engine.name=deepspeed trains float32, got precision=float64")
-
-
 def _batch(model: Model, options: TrainConfig, local: int, cached_text: bool) -> Batch:
     """A rank's batch, without values."""
     dtype = next(model.parameters()).dtype
-    context = int(getattr(model.tokenizer, "context_length", 77))
+    context = _context_length(model)
     objective = options.objective
     reads, tokens = objective.reads, objective.reads.captions and not cached_text
     columns = reads.num_classes_per_sample
@@ -202,120 +234,113 @@ def _allocate_gradients(module: nn.Module) -> list[Tensor]:
     return [p.grad for p in trained if p.grad is not None]
 
 
-def _step(trainee: Trainee, batch: Batch) -> None:
-    """Forward and backward of one micro-batch."""
-    features = trainee(batch, dict)
+def _start_from_trunk(trainee: Trainee, batch: Batch) -> StepMeter:
+    """Puts the trunk's output into the place of the views, and returns what making it took."""
+    model: Any = trainee.model
+    blocks = model.num_frozen_blocks
+    with torch.no_grad(), StepMeter() as trunk:
+        batch.views = [model.encode_trunk(view, blocks) for view in batch.views]
+    for encoder in trainee.modules():  # copies of the model too
+        if isinstance(encoder, Model):
+            encoder.first_block = blocks
+    return trunk
+
+
+def _step(trainee: Trainee, batch: Batch) -> dict[str, Tensor]:
+    """Forward and backward of the model on one micro-batch; returns the features."""
+    features: dict[str, Tensor] = trainee(batch, dict)
     sums = [value.sum() for value in features.values() if value.requires_grad]
     torch.autograd.backward(torch.stack(sums).sum())
+    return features
 
 
-# --- operations --------------------------------------------------------------------------------
+def _measure_loss(
+    meter: StepMeter,
+    trainee: Trainee,
+    features: dict[str, Tensor],
+    batch: Batch,
+    rows: int,
+    num_classes: int,
+) -> None:
+    """Measures the loss of the global batch, forward and backward, on the "meta" device.
 
-
-def encoder_operations(model: Model) -> dict[str, int | None]:
-    """Operations of an ``image``, and of a ``text`` (None without a text tower), forward alone.
-
-    ``model`` is a fake (``memory.faked``) whose weights nobody has begun to train.
+    One process stands for a rank: it holds the features of all ``rows``, as after a gather, and of
+    the classes those that lie on this rank; classes are in main memory, as in a training.
     """
-    kind = next(model.parameters()).dtype
-    images = torch.empty(_ROWS, *model.image_shape, dtype=kind)
-    context = int(getattr(model.tokenizer, "context_length", 77)) if model.reads_texts else 0
-    tokens = torch.zeros(_ROWS, context, dtype=torch.int64)
-    with torch.no_grad():
-        image = memory.operations(lambda: model.encode_image(images))
-        text = memory.operations(lambda: model.encode_text(tokens)) if context else None
-    return {"image": image // _ROWS, "text": None if text is None else text // _ROWS}
+
+    def of_all_ranks(tensor: Tensor) -> Tensor:
+        shape = (rows, *tensor.shape[1:]) if tensor.ndim else ()
+        each = torch.empty(shape, dtype=tensor.dtype, device=_META)
+        return each.requires_grad_(tensor.requires_grad)
+
+    with meter:
+        classes = batch.classes
+        if classes is not None:
+            random = torch.Generator().manual_seed(0)
+            classes = torch.randint(num_classes, (rows, classes.shape[1]), generator=random)
+        marks = {n: of_all_ranks(value) for n, value in batch.extras.items()}
+        every = Batch(
+            views=[],
+            labels=of_all_ranks(batch.labels),
+            classes=classes,
+            sample_id=of_all_ranks(batch.sample_id),
+            step=0,
+            group_size=rows,
+            extras=marks,
+        )
+        given = {n: of_all_ranks(value) for n, value in features.items()}
+        trainee.objective.begin(0, 1, 0.0)
+        for part in trainee.objective.outside():
+            part.begin(0)
+        trainee.loss(given, every)["loss"].backward()  # type: ignore[no-untyped-call]
 
 
-def _shapes(named: ModelConfig, projector: Sequence[int] = ()) -> Model:
+# --- encoders and sizes --------------------------------------------------------------------------
+
+
+def load_model(named: ModelConfig, projector: Sequence[int] = ()) -> Model:
     """The model on tensors that have shapes but no memory, with a projector of these widths."""
     how: dict[str, Any] = {"text": named.text, "long_context": named.long_context}
-    return memory.load_shapes(named.name, projector=projector, **how)
+    return load_shapes(named.name, projector=projector, **how)
 
 
-def operations_of_named(named: ModelConfig) -> dict[str, int | None]:
-    """``encoder_operations`` of a model that is not loaded."""
-    model = _shapes(named)
-    with memory.faked(model):
-        return encoder_operations(model.eval())
+def encoder_operations(model: Model) -> dict[str, Any]:
+    """Operations of an ``image``, and of a ``text`` (None without a text tower), forward alone.
 
-
-def _training_operations(trainee: Trainee, batch: Batch, *, twice: bool) -> dict[str, Any]:
-    """Operations of a sample in a step, all of its views, and what a cache of the trunk would save.
-
-    ``twice``: gradient caching runs the forward pass once more before. The loss itself is left out.
-    Beside ``sample``: ``features``, bytes of a sample's features, and of those with a gradient
-    (``features_trained``); ``trunk`` (None where no block is frozen, or there are several views):
-    its ``blocks``, the ``values`` of its output for one crop, what is left of ``sample`` where that
-    output is at hand (``sample_cached``), and ``image``, the trunk's part of an embedding pass.
+    ``model`` is a fake (``faked``) whose weights nobody has begun to train.
     """
-    model: Any = trainee.model
-    batch = batch.rows(0, _ROWS)
-    rows = len(batch)
-
-    def count() -> int:
-        forward = 0
-        if twice:
-            with torch.no_grad():
-                forward = memory.operations(lambda: trainee(batch, dict))
-        return (forward + memory.operations(partial(_step, trainee, batch))) // rows
-
-    features = [f for f in trainee(batch, dict).values() if f.ndim]
-    trained = [feature for feature in features if feature.requires_grad]
-    sizes = [memory.size_bytes(each) // rows for each in (features, trained)]
-    found: dict[str, Any] = dict(zip(("features", "features_trained"), sizes, strict=True))
-    found |= {"sample": count(), "trunk": None}
-    frozen = model.num_frozen_blocks
-    if frozen and len(batch.views) == 1:  # several views of a row would be equal
-        images = batch.views[0]
-        with torch.no_grad():
-            output = model.encode_trunk(images, frozen)
-            image = memory.operations(lambda: model.encode_trunk(images, frozen)) // rows
-        batch = replace(batch, views=[output])
-        encoders = [m for m in trainee.modules() if isinstance(m, Model)]  # copies too
-        for encoder in encoders:
-            encoder.first_block = frozen
-        cached = count()
-        for encoder in encoders:
-            encoder.first_block = 0
-        found["trunk"] = {"blocks": frozen, "of_blocks": model.num_blocks, "image": image}
-        found["trunk"] |= {"values": output.numel() // rows, "sample_cached": cached}
-    return found
+    images = torch.empty(_ROWS, *model.image_shape, dtype=next(model.parameters()).dtype)
+    with torch.no_grad(), StepMeter() as of_images:
+        model.encode_image(images)
+    if not model.reads_texts:
+        return {"image": of_images.operations // _ROWS, "text": None}
+    with torch.no_grad(), StepMeter() as of_texts:
+        model.encode_text(torch.zeros(_ROWS, _context_length(model), dtype=torch.int64))
+    return {"image": of_images.operations // _ROWS, "text": of_texts.operations // _ROWS}
 
 
-# --- sizes -------------------------------------------------------------------------------------
+def _context_length(model: Model) -> int:
+    return int(getattr(model.tokenizer, "context_length", 77))
 
 
-def _cost(
-    config: Config, options: TrainConfig, model: Model, ranks: int, sizes: TrainingBytes
-) -> objectives.Cost:
-    """Cost of the objective, with as many classes as the largest of the stages has."""
-    return options.objective.cost(
-        objectives.Sizes(
-            local_batch=options.global_batch // ranks,
-            num_ranks=ranks,
-            dim=model.feature_dim,
-            num_classes=max(config.clusters, default=config.cluster.clusters_of(0)),
-            dtype=next(model.parameters()).dtype,
-            peak_bytes=memory.peak_bytes,
-            model_bytes=sizes.parameters,
-            num_channels=model.num_channels,
-        )
-    )
+def operations_of_named(named: ModelConfig) -> dict[str, Any]:
+    """``encoder_operations`` of a model that is not loaded."""
+    with faked(load_model(named).eval()) as model:
+        return encoder_operations(model)
 
 
 def _sizes(model: Model, options: TrainConfig) -> TrainingBytes:
     trained = [p for p in model.parameters() if p.requires_grad]
-    blocks = [memory.size_bytes(block.parameters()) for block in model.blocks()]
-    whole = memory.size_bytes(model.parameters())
+    blocks = [size_bytes(block.parameters()) for block in model.blocks()]
+    whole = size_bytes(model.parameters())
     return TrainingBytes(
-        parameters=whole + memory.size_bytes(model.buffers()),
-        trained=memory.size_bytes(trained),
+        parameters=whole + size_bytes(model.buffers()),
+        trained=size_bytes(trained),
         moments=_moments(model, options),
-        average=memory.size_bytes(trained) if options.ema_decay else 0,
+        average=size_bytes(trained) if options.ema_decay else 0,
         outside=whole - sum(blocks),
         largest_block=max(blocks, default=0),
-        start=memory.size_bytes(trained) if options.start_decay else 0,
+        start=size_bytes(trained) if options.start_decay else 0,
     )
 
 
@@ -325,10 +350,10 @@ def _moments(model: Model, options: TrainConfig) -> int:
     gradients = _allocate_gradients(model)
     try:
         optimizer.step()
-    except memory.NeedsValues:  # ``_notes`` says what is assumed
-        return 2 * memory.size_bytes(gradients)
+    except NeedsValues:  # ``_notes`` says what is assumed
+        return 2 * size_bytes(gradients)
     state = [value for values in optimizer.state.values() for value in values.values()]
-    return memory.size_bytes(value for value in state if isinstance(value, Tensor))
+    return size_bytes(value for value in state if isinstance(value, Tensor))
 
 
 def _counts(model: Model) -> dict[str, dict[str, int]]:

@@ -7,11 +7,6 @@ from typing import Any
 
 from tabulate import tabulate
 
-from mclclip.objectives.mlcd import (
-    MEMORY_BYTES_PER_S,
-    NETWORK_BYTES_PER_S,
-    PRODUCTS_PER_S,
-)
 from mclclip.plan import steps
 from mclclip.plan.machine import GIB, PEAK_OF
 from mclclip.plan.memory import PARTS
@@ -24,12 +19,8 @@ def text(plan: dict[str, Any]) -> str:
     if any(training["coverage"] for training in plan["trainings"]):
         blocks.append(_coverage(plan))
     blocks += [_batches(plan), _parameters(plan), _memory(plan)]
-    heads = [kind["objective"] for kind in plan["memory"].values() if kind["objective"]]
-    blocks += [_class_centers(head, plan["on_cpu"]) for head in heads]
-    blocks += [_network(plan)] if plan["ranks"] > 1 else []
-    caches = plan["hours"]["trunk_cache"].items()
-    blocks += [_hours(plan), *(_trunk_cache(name, cache) for name, cache in caches)]
-    return "\n\n".join("\n".join(block) for block in (*blocks, _disk(plan)))
+    blocks += [_hours(plan), _disk(plan)]
+    return "\n\n".join("\n".join(block) for block in blocks)
 
 
 def _summary(plan: dict[str, Any]) -> Iterator[str]:
@@ -145,45 +136,6 @@ def _memory(plan: dict[str, Any]) -> Iterator[str]:
     yield from (f"note: {note}" for kind in kinds for note in kind["notes"])
 
 
-def _class_centers(head: dict[str, Any], on_cpu: bool) -> Iterator[str]:
-    rows = [["class centers", "in all", "per rank"]]
-    rows.append(["classes", f"{head['num_classes']:,}", f"{head['rows']:,}"])
-    rows.append(["negatives of a step", "", f"{head['negatives']:,}"])
-    distinct = f"{head['distinct_positives']:,} different"
-    rows.append(["positives of a step", distinct, f"{head['positives']:,}"])
-    rows += [[f"MB of {part}", "", f"{n / 1e6:,.1f}"] for part, n in head["parts"].items()]
-    rows += [[f"MB, {name}", f"{n / 1e6:,.2f}", ""] for name, n in head["collectives"].items()]
-    rows.append(["GFLOP of products", "", f"{head['operations'] / 1e9:,.1f}"])
-    if on_cpu:
-        yield from _aligned(rows)
-        return
-    seconds = head["seconds"] | {"a step": sum(head["seconds"].values())}
-    rows += [[f"ms of {name}, expected", "", f"{1e3 * s:,.1f}"] for name, s in seconds.items()]
-    yield from _aligned(rows)
-    yield (
-        f"note: at {PRODUCTS_PER_S / 1e12:g} TFLOP/s (fp32), {MEMORY_BYTES_PER_S / 1e12:g} TB/s "
-        f"and {NETWORK_BYTES_PER_S / 1e9:g} GB/s per GPU, nothing overlapped"
-    )
-
-
-def _network(plan: dict[str, Any]) -> Iterator[str]:
-    found = plan["network"]
-    names = dict.fromkeys(name for kind in found.values() for name in kind["collectives"])
-    rows = [["network, a step", *found]]
-    for name in names:
-        sizes = [kind["collectives"].get(name) for kind in found.values()]
-        rows.append([f"MB, {name}", *("" if n is None else f"{n / 1e6:,.1f}" for n in sizes)])
-    if plan["on_cpu"]:
-        yield from _aligned(rows)
-        return
-    rows.append(["ms, expected", *(f"{1e3 * kind['seconds']:,.1f}" for kind in found.values())])
-    rates = {of.get("option"): of["samples_per_s"] for of in reversed(plan["hours"]["passes"])}
-    steps_s = [plan["memory"][name]["local_batch"] / rates[name] for name in found]
-    rows.append(["ms of a step's operations, estimate", *(f"{1e3 * s:,.0f}" for s in steps_s)])
-    yield from _aligned(rows)
-    yield f"note: at {NETWORK_BYTES_PER_S / 1e9:g} GB/s per GPU, nothing overlapped"
-
-
 def _hours(plan: dict[str, Any]) -> Iterator[str]:
     found = plan["hours"]
     unit = "process" if plan["on_cpu"] else "GPU"
@@ -212,22 +164,6 @@ def _hours(plan: dict[str, Any]) -> Iterator[str]:
     yield f"note: estimates are at {100 * speed['share']:.3g} % of a GPU's TFLOP/s, {of_peaks}"
     yield "(--share, --peak-tflops), without evaluation, k-means, and waiting for data; measured"
     yield "rates of a GPU replace them: --samples-per-s of a training, --images-per-s of embedding"
-
-
-def _trunk_cache(name: str, cache: dict[str, Any]) -> Iterator[str]:
-    rows = [[f"a cache of {name}'s frozen trunk", ""]]
-    rows.append(["frozen blocks", f"{cache['blocks']} of {cache['of_blocks']}"])
-    rows.append(["KB of a crop", f"{cache['bytes_each'] / 1e3:,.1f}"])
-    size = cache["bytes_per_crop"]
-    shown = "unknown" if size is None else _figure(size / 1e12)
-    rows.append(["TB, one crop of every sample", shown])
-    rows.append(["GFLOP of a sample without it", _figure(cache["sample"] / 1e9)])
-    rows.append(["GFLOP of a sample with it", _figure(cache["sample_cached"] / 1e9)])
-    rows.append(["times faster, at most", f"{cache['faster']:.2f}"])
-    if cache["bytes_per_s"] is not None:
-        rows.append(["GB/s that each GPU then reads", f"{cache['bytes_per_s'] / 1e9:,.2f}"])
-    yield from _aligned(rows)
-    yield "note: trunk_cache.enabled=true makes it; every epoch then has the same crops"
 
 
 def _disk(plan: dict[str, Any]) -> Iterator[str]:

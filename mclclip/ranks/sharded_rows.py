@@ -5,6 +5,7 @@ A table cut like this is saved as one tensor, which any other number of ranks ca
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Sequence
 from typing import Any
@@ -21,21 +22,23 @@ class ShardedRows:
     """This rank's share of ``num_rows`` rows: from ``start`` up to, but without, ``stop``.
 
     Every rank but the last ones has ceil(num_rows / world_size) rows; the last ranks may have fewer
-    or none. (A DTensor returns other splits wrongly, without an error.) All ranks must construct it
-    together.
+    or none. (A DTensor returns other splits wrongly, without an error.)
     """
 
     def __init__(self, num_rows: int, context: Context) -> None:
-        self.num_rows = num_rows
+        self.num_rows, self.context = num_rows, context
         self.start, self.stop = shard_of(num_rows, context.rank, context.world_size)
-        self._mesh = choose_mesh(context) if context.world_size > 1 else None
+
+    @functools.cached_property
+    def _mesh(self) -> DeviceMesh:
+        return choose_mesh(self.context)
 
     def whole(self, local: Tensor) -> Tensor:
         """The tensor of all rows, made of each rank's contiguous ``local`` [stop - start, ...].
 
-        It is a DTensor, or ``local`` itself where there is one process.
+        It is a DTensor, or ``local`` itself where there is one process. All ranks call it together.
         """
-        if self._mesh is None:
+        if self.context.world_size == 1:
             return local
         shape = torch.Size((self.num_rows, *local.shape[1:]))
         options: Any = {"run_check": False, "shape": shape, "stride": local.stride()}

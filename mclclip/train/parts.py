@@ -17,7 +17,7 @@ from mclclip.data.batches import Batch, Loader, TrainingBatches
 from mclclip.data.decode import Pixels
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.extras import BaseFeatures, EditedCaptions, EqualityDigests, report_equal
-from mclclip.data.groups import GroupedIndex
+from mclclip.data.groups import GroupedIndex, Integers
 from mclclip.data.labels import AttributeClasses, ClassLabels, SampleWeights
 from mclclip.data.locations import Resharded, TextFeatures, TrunkRows
 from mclclip.data.row_store import left_out

@@ -35,7 +35,7 @@ from mclclip import config
 from mclclip.data.batches import Batch
 from mclclip.engines.engine import Engine
 from mclclip.models.loading import load_towers
-from mclclip.models.memory import peak_bytes
+from mclclip.models.memory import StepMeter
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.base import Objective, ObjectiveOptions, Setting, parse
@@ -209,7 +209,9 @@ class Case:
         if self.engine is not None:
             states += list(self.engine.optimizer.state.values())
         there += [value for state in states for value in state.values() if torch.is_tensor(value)]
-        return peak_bytes(self.step, there) / 2**20
+        with StepMeter(there) as meter:
+            self.step()
+        return meter.peak / 2**20
 
 
 def build(variant: Variant, model: Any) -> Objective:

@@ -21,9 +21,8 @@ from mclclip import config
 from mclclip.data.batches import Batch
 from mclclip.engines.engine import Engine
 from mclclip.models.loading import load_towers, prepare_model
-from mclclip.models.memory import faked, peak_bytes
 from mclclip.models.optimizer import build_optimizer
-from mclclip.objectives.base import Facts, Objective, ObjectiveOptions, Setting, Sizes, kinds
+from mclclip.objectives.base import Facts, Objective, ObjectiveOptions, Setting, kinds
 from mclclip.objectives.contrast import DIGESTS
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import SINGLE
@@ -243,18 +242,6 @@ def test_a_second_derivative_is_refused(name: str) -> None:
         pulled_back(name, False, again=True)
 
 
-@pytest.mark.parametrize("name", [n for n in OWN if "simlap" not in n])  # slow, and has its own
-def test_planned_memory_is_linear_in_the_batch(name: str) -> None:
-    options = CASES[name].options()
-    with faked(nn.Linear(1, 1)):
-        one, two, three = (
-            options.cost(Sizes(local, 1, 64, NUM_CLASSES, torch.float32, peak_bytes)).step
-            for local in (2048, 4096, 6144)
-        )
-    assert three - two == pytest.approx(two - one, rel=0.02)
-    assert three < 6144 * 6144 * 4  # the matrix
-
-
 def wrong(kind: str, message: str, **options: Any) -> Any:
     return pytest.param({"kind": kind, **options}, message, id=f"{kind}: {message}"[:60])
 
@@ -321,31 +308,6 @@ def test_wrong_options_are_one_line(tree: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         config.from_tree({"run_dir": "x", "train": {"objective": tree}})
     assert "\n" not in str(caught.value)
-
-
-PLANNED = {"info_nce", "nt_xent", "ifm", "hcl", "supcon", "sigmoid"}
-"""Kinds whose plan is a step of their own, measured."""
-
-
-@pytest.mark.parametrize("name", [n for n in OWN if CASES[n].settings["kind"] in PLANNED])
-def test_planned_memory_is_that_of_a_step(name: str) -> None:
-    options, rows, dim = CASES[name].options(), 300, 64
-    _, seen = forward(*built(options), batch_of(options, 0, rows, 1), 0)
-    _, objective = built(options, precision="fp32")
-    given = {
-        n: v.detach().float() if v.is_floating_point() else v for n, v in seen.features.items()
-    }
-    sides = [n for n in given if n.startswith(("image_", "text_", "edited_features"))]
-    given |= {side: torch.randn(rows, dim).requires_grad_() for side in sides}
-    marks = {"labels": torch.zeros(rows, 1, dtype=torch.int64), "sample_id": torch.arange(rows)}
-    marks["classes"] = seen.classes
-    measured = peak_bytes(
-        lambda: objective(**given, **marks)["loss"].backward(), [*given.values(), *marks.values()]
-    )
-    with faked(nn.Linear(1, 1)):
-        planned = options.cost(Sizes(rows, 1, dim, NUM_CLASSES, torch.float32, peak_bytes)).step
-    # The plan counts the features themselves, and gathered ones beside them.
-    assert measured < planned < measured + 3.5 * len(sides) * rows * dim * 4
 
 
 GROUPED = [n for n, case in CASES.items() if case.options().reads.groups and not case.coupled]

@@ -187,8 +187,10 @@ def test_an_adversary_counts_with_the_graph_of_its_views() -> None:
 
     whole, frozen = more(lock={"image_blocks": "all"}), more(lock={"image_blocks": 1})
     state = 3 * 4 * sum(p.numel() for p in Viewmaker(3, 4, 1).parameters())
-    assert whole["objective"] == whole["checkpoint"] == state
-    assert {n for n, size in whole.items() if size} == {"objective", "checkpoint", "activations"}
+    for part in ("objective", "checkpoint"):  # and counts of steps
+        assert state <= whole[part] <= state + 100
+    changed = {n for n, size in whole.items() if size}
+    assert changed - {"loss"} == {"objective", "checkpoint", "activations"}
     hidden = 2 * 16 * 4 * (2 * 4) * 32 * 32  # two views; outputs of the first and the last layer
     assert 2 * hidden < whole["activations"] < frozen["activations"]
 
@@ -452,8 +454,6 @@ def test_a_full_disk_here_is_a_warning_for_machines_elsewhere(
             "num_clusters=200 is more than the index's 192 samples",
         ),
         (("train.plan.policy=drop",), 192, "possible labels"),
-        (("train.engine={name: fsdp, shard_ranks: 3}",), 192, "shard_ranks=3 does not divide"),
-        (("train.engine.name=deepspeed", "train.optimizer=lars"), 192, "whole parameters"),
         (("cluster.num_clusters=[3]",), 192, "has 1 entries"),
     ],
 )

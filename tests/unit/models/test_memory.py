@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,18 @@ from mclclip.pair_products import pair_products
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
+def peak(work: Callable[[], object], existing: Iterable[Tensor]) -> int:
+    with memory.StepMeter(existing) as meter:
+        work()
+    return meter.peak
+
+
+def operations(work: Callable[[], object]) -> int:
+    with memory.StepMeter() as meter:
+        work()
+    return meter.operations
+
+
 def trained(model: Model, rows: int, precision: str) -> int:
     """Peak of a forward and backward, gradients being there already."""
     size = model.image_size
@@ -30,7 +43,7 @@ def trained(model: Model, rows: int, precision: str) -> int:
             features = model.encode_image(images)
         torch.autograd.backward(features.float().sum())
 
-    return memory.peak_bytes(work, [*model.parameters(), *model.buffers(), *gradients, images])
+    return peak(work, [*model.parameters(), *model.buffers(), *gradients, images])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -63,7 +76,7 @@ def test_the_meter_counts_the_parts_of_sparse_matrices() -> None:
 
     # The values asked for and those found, 8 fp32 numbers each; torch copies the indices too.
     least = 2 * 8 * 4
-    assert least <= memory.peak_bytes(work, [rows, starts, ids]) <= least + 2 * 8 * (5 + 8)
+    assert least <= peak(work, [rows, starts, ids]) <= least + 2 * 8 * (5 + 8)
 
 
 def test_the_meter_counts_what_is_alive_at_once() -> None:
@@ -76,7 +89,7 @@ def test_the_meter_counts_what_is_alive_at_once() -> None:
         for _ in range(3):
             torch.ones(500)  # 2,000 bytes, one at a time
 
-    assert memory.peak_bytes(work, [given]) == 6000
+    assert peak(work, [given]) == 6000
 
 
 def test_shapes_are_the_models_own() -> None:
@@ -128,8 +141,8 @@ def test_operations_of_towers_are_those_that_are_published(
     """By hand, and both towers and the text tower in GFLOP by open_clip's model_profile.csv."""
     model = memory.load_shapes(name)
     with memory.faked(model.eval()), torch.no_grad():
-        image = memory.operations(lambda: model.encode_image(torch.empty(1, 3, 224, 224)))
-        text = memory.operations(lambda: model.encode_text(torch.zeros(1, 77, dtype=torch.int64)))
+        image = operations(lambda: model.encode_image(torch.empty(1, 3, 224, 224)))
+        text = operations(lambda: model.encode_text(torch.zeros(1, 77, dtype=torch.int64)))
     pixels = 3 * patch**2
     by_hand = 2 * grid**2 * pixels * width + of_vit(layers, width, grid**2 + 1) + 2 * width * dim
     assert image == by_hand
@@ -144,18 +157,18 @@ def test_operations_of_backward_passes() -> None:
     linear = nn.Linear(5, 7)
     depthwise = nn.Conv2d(6, 6, 3, padding=1, groups=6)
     rows, images = torch.ones(3, 5), torch.ones(2, 6, 4, 4)
-    assert memory.operations(lambda: linear(rows)) == 2 * 3 * 5 * 7
-    assert memory.operations(lambda: linear(rows).sum().backward()) == 2 * 2 * 3 * 5 * 7
+    assert operations(lambda: linear(rows)) == 2 * 3 * 5 * 7
+    assert operations(lambda: linear(rows).sum().backward()) == 2 * 2 * 3 * 5 * 7
     rows.requires_grad_()
-    assert memory.operations(lambda: linear(rows).sum().backward()) == 3 * 2 * 3 * 5 * 7
+    assert operations(lambda: linear(rows).sum().backward()) == 3 * 2 * 3 * 5 * 7
     forward = 2 * 2 * 6 * 16 * 9
-    assert memory.operations(lambda: depthwise(images)) == forward
+    assert operations(lambda: depthwise(images)) == forward
     images.requires_grad_()
-    assert memory.operations(lambda: depthwise(images).sum().backward()) == 3 * forward
+    assert operations(lambda: depthwise(images).sum().backward()) == 3 * forward
 
 
 def test_counting_operations_leaves_torch_as_it_was() -> None:
     before = torch.backends.mha.get_fastpath_enabled()
     with pytest.raises(ZeroDivisionError):
-        memory.operations(lambda: 1 // 0)
+        operations(lambda: 1 // 0)
     assert torch.backends.mha.get_fastpath_enabled() == before

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mclclip.models.memory import peak_bytes
+from mclclip.models.memory import StepMeter
 from mclclip.objectives.gated_pairs import (
     ClassPairs,
     LabelFilter,
@@ -101,7 +101,9 @@ def test_memory_is_linear_in_the_batch() -> None:
 
         run()  # gradients are there from now on
         leaves = [rows, gates, keys]
-        return peak_bytes(run, [*leaves, *(x.grad for x in leaves if x.grad is not None)])
+        with StepMeter([*leaves, *(x.grad for x in leaves if x.grad is not None)]) as meter:
+            run()
+        return meter.peak
 
     small, large = measured(64), measured(256)
     assert large < 4.2 * small
