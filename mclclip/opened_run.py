@@ -457,10 +457,10 @@ def spread(count: int, wanted: int) -> Integers:
     return (starts[:, None] + np.arange(size)).ravel()
 
 
-def read_records(path: Path, max_bytes: int = MAX_BYTES) -> tuple[list[dict[str, Any]], bool]:
+def read_records(path: Path) -> tuple[list[dict[str, Any]], bool]:
     """The objects of a file of JSON lines by their ``step``, and whether these are all of them.
 
-    Of a file of more than ``max_bytes`` the first line, ``POINTS`` that are spread evenly over it,
+    Of a file of more than ``MAX_BYTES`` the first line, ``POINTS`` that are spread evenly over it,
     and the last one are read. A line that is being written, or is no object, is left out. No file:
     no lines.
     """
@@ -468,8 +468,8 @@ def read_records(path: Path, max_bytes: int = MAX_BYTES) -> tuple[list[dict[str,
         return [], True
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        if size <= max_bytes:
-            lines, whole = file.read(max_bytes).split(b"\n"), True
+        if size <= MAX_BYTES:
+            lines, whole = file.read(MAX_BYTES).split(b"\n"), True
         else:
             lines, whole = [], False
             for start in np.linspace(0, size - _LONGEST_LINE, POINTS).astype(np.int64):

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from mclclip.files import clean
 
 Value = TypeVar("Value")
-STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 """A share that is never all, such as what is dropped, or of the past that is kept."""

@@ -6,7 +6,6 @@ by which a configuration is checked.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
 import re
@@ -14,9 +13,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from functools import cache
-from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import yaml
 from pydantic import TypeAdapter
@@ -66,11 +63,11 @@ def explain(key: str) -> str:
 
 def options(owner: Any = Config, prefix: str = "", kind: str = "") -> Iterator[Option]:
     """Every option of a class of options, with those of the classes that it mentions."""
-    hints, texts = typing.get_type_hints(owner, include_extras=True), _docstrings(owner)
+    hints = typing.get_type_hints(owner, include_extras=True)
     for name, item in owner.__pydantic_fields__.items():
         key, hint = prefix + name, hints[name]
         inner = list(_classes(hint))
-        text = texts.get(name) or next((str(each.__doc__) for each in inner), "")
+        text = _description(owner, name) or next((str(each.__doc__) for each in inner), "")
         yield Option(key, kind, _type(hint), _default(item), text)
         below = f"{key}.NAME." if typing.get_origin(hint) is dict else f"{key}."
         for each in inner:
@@ -81,6 +78,12 @@ def options(owner: Any = Config, prefix: str = "", kind: str = "") -> Iterator[O
                     yield from options(options_class(each_kind), below, each_kind)
             if each is protocols.BenchmarkConfig:
                 yield from _of_benchmarks(f"{below}options.")
+
+
+def _description(owner: Any, name: str) -> str | None:
+    """The docstring of a field, which pydantic has in the class that declares it."""
+    fields = (each.__dict__.get("__pydantic_fields__", {}).get(name) for each in owner.__mro__)
+    return next((field.description for field in fields if field and field.description), None)
 
 
 def _of_benchmarks(prefix: str) -> Iterator[Option]:
@@ -105,22 +108,6 @@ def _begins(option: str, key: str, whole: bool = False) -> bool:
         return False
     name, last = pairs[-1]
     return name in (last, "NAME") or not whole and name.startswith(last)
-
-
-@cache
-def _docstrings(owner: Any) -> dict[str, str]:
-    """The docstrings below the fields of a class of options and of those that it inherits from."""
-    found: dict[str, str] = {}
-    for each in reversed(owner.__mro__):
-        if not dataclasses.is_dataclass(each):
-            continue
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cast(type, each)))).body
-        assert isinstance(tree, ast.ClassDef)
-        for field, below in pairwise(tree.body):
-            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
-                if isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
-                    found[ast.unparse(field.target)] = below.value.value
-    return found
 
 
 def _classes(hint: Any) -> Iterator[Any]:

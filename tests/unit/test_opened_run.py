@@ -193,12 +193,15 @@ def test_samples_are_drawn_by_the_seed_among_those_that_can_be_used(made: Path) 
     assert set(range(made_run.NUM_SAMPLES)) - {*every.tolist()} == {*made_run.BROKEN}
 
 
-def test_of_a_long_file_of_records_some_lines_are_read(tmp_path: Path) -> None:
+def test_of_a_long_file_of_records_some_lines_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": n, "pad": "x" * 90}) + "\n" for n in range(9000)))
     whole, is_whole = read_records(path)
     assert is_whole and [row["step"] for row in whole] == [*range(9000)]
-    rows, is_whole = read_records(path, max_bytes=100_000)
+    monkeypatch.setattr(opened_run, "MAX_BYTES", 100_000)
+    rows, is_whole = read_records(path)
     steps = [row["step"] for row in rows]
     assert not is_whole and steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] == 8999
     assert POINTS / 2 < len(steps) <= POINTS + 2

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mclclip.objectives.base import Reads, Setting, parse
+from mclclip.objectives.base import Setting, parse
 from mclclip.objectives.contrast import CosineSchedule, Learnable
 from mclclip.objectives.simlap import Options, SimLAP
 from mclclip.ranks.process_group import Context
