@@ -148,6 +148,8 @@ class Checkpoints:
         if failure is not None:
             self._take_result(step, failure)
         elif self.options.asynchronous:
+            # DCP's async_save ends with the last byte, and holds a step up as long as this does:
+            # publishing, pruning and mirroring would need a thread beside its own.
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
                 self._side = collectives.side_group()

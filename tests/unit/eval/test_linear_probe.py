@@ -20,7 +20,6 @@ from mclclip.eval.images import read_parts
 from mclclip.eval.protocols import BenchmarkConfig, knn, linear_probe
 from mclclip.models.encoder import Encoder
 from mclclip.models.loading import load_towers
-from mclclip.pack import pack
 from tests import tiny
 from tests.benchmarks import class_folders
 
@@ -168,14 +167,6 @@ def test_pooled_features_are_the_tower_s_and_a_resnet_has_none(tmp_path: Path) -
     resnet = Encoder([load_towers(CONFIGS / "tiny_resnet.json", seed=1)])
     with pytest.raises(ValueError, match="pool is its projection, so it has no features before"):
         linear_probe.evaluate(Extractor(resnet), root, feature="pooled")
-
-
-@pytest.mark.real_data
-def test_real_class_folders(tmp_path: Path, shared_data: Path) -> None:
-    caltech = class_folders.caltech101(shared_data, tmp_path / "caltech101")
-    cifar = class_folders.cifar10(shared_data, tmp_path / "cifar10", 3, 2)
-    counts = [len(list(r.glob(f"{p}/*/*"))) for r in (caltech, cifar) for p in ("train", "test")]
-    assert counts == [1010, 505, 30, 20]
 
 
 # --- metrics other than accuracy, beside scikit-learn -------------------------------------------
@@ -347,15 +338,9 @@ LISTS = {
 
 
 WRONG_LISTS: list[tuple[dict[str, str | None], str]] = [
-    *(({name: None}, f"has no {name}: every class") for name in LISTS),
-    ({"b_test.txt": "3 -1\n3 1\n4 1"}, r"b_test\.txt line 2 has 3 once more"),
-    *(
-        (
-            {f"{label}_{part}.txt": LISTS[f"{label}_test.txt"] for label in "ab"},
-            "2 images in more than one of .*JPEGImages/3.jpg",
-        )
-        for part in ("train", "val")
-    ),
+    ({"b_val.txt": None}, "b_val.txt"),
+    ({"b_test.txt": "3 -1\n3 1\n4 1"}, "b_test.txt"),
+    ({f"{label}_train.txt": LISTS[f"{label}_test.txt"] for label in "ab"}, "3.jpg"),
 ]
 
 
@@ -402,9 +387,3 @@ def test_labels_and_metrics_that_do_not_fit_get_one_line(numbers: Path, planted:
     refused("roc_auc wants 2 classes, got 3", three, metric="roc_auc")
     with pytest.raises(ValueError, match="map_11_point wants labels=FILE"):
         run(encoder, numbers, metric="map_11_point")
-
-
-def test_the_table_of_train_images_can_be_packed(tmp_path: Path) -> None:
-    root = class_folders.rendered(tmp_path / "data", 3, 1, attribute="size")
-    manifest = pack(root, tmp_path / "shards", captions=root / "train.csv")
-    assert manifest.counts["samples"] == manifest.counts["captions"] == 6
