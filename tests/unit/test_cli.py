@@ -81,7 +81,7 @@ def test_every_verb_is_in_the_help_with_an_example_that_is_parsed(verb: str) -> 
     (at,) = (number for number, line in enumerate(lines) if line.startswith(f"  {verb:14}"))
     example = next(line for line in lines[at:] if line.strip().startswith("$ "))
     words = example.split(">")[0].split()
-    assert words[:3] == ["$", "mclclip", verb] and cli._parse(words[2:]).verb == verb
+    assert words[:3] == ["$", "mclclip", verb] and cli.parse_words(words[2:]).verb == verb
 
 
 def test_wrong_paths_and_names_are_refused_before_torch_is_loaded(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from mclclip.data import arrays
 from mclclip.data.labels import read_pseudo_labels
 from mclclip.data.sample_index import SampleIndex
 from mclclip.files import digest_array
-from mclclip.ranks.process_group import SINGLE, Context
+from mclclip.ranks.process_group import SINGLE
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact, Layout, read_manifest
 from tests.tars import write_tar
@@ -337,38 +337,3 @@ def test_embeddings_that_are_missing_or_short(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no finished embeddings at"):
         cluster.run(config, SINGLE, stage=1)
     assert contents(tmp_path / "run") == {}
-
-
-@pytest.mark.parametrize("is_main", [True, False])
-def test_a_part_that_cannot_be_made_is_not_told_later(
-    monkeypatch: pytest.MonkeyPatch, is_main: bool
-) -> None:
-    """The others wait for the part: a rank that met them elsewhere would wait for ever."""
-
-    def parts() -> Iterator[int]:
-        yield 1
-        raise OSError("no such block")
-
-    def never(work: Any) -> None:
-        raise AssertionError("another exchange was begun")
-
-    monkeypatch.setattr("mclclip.ranks.collectives.together", never)
-    with pytest.raises(OSError, match="no such block"):
-        cluster._on_main_of_all(parts(), lambda every: sum(every), Context(0 if is_main else 1, 2))
-
-
-def test_an_error_of_writing_waits_for_all_parts() -> None:
-    made = []
-
-    def parts() -> Iterator[int]:
-        for number in range(3):
-            made.append(number)
-            yield number
-
-    def full(every: Iterator[int]) -> None:
-        next(every)
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        cluster._on_main_of_all(parts(), full, SINGLE)
-    assert made == [0, 1, 2]

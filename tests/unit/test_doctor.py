@@ -69,7 +69,7 @@ def test_a_failure_is_exit_2_a_warning_is_not(
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
-    assert cli._doctor(cli._parse(["doctor", "--path", str(tmp_path / "file")])) == 2
+    assert cli._doctor(cli.parse_words(["doctor", "--path", str(tmp_path / "file")])) == 2
     assert f"FAIL  disk: {tmp_path / 'file'} is a file" in capsys.readouterr().out
 
 

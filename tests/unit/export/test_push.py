@@ -58,9 +58,9 @@ TWICE = """
 import sys
 from mclclip import cli
 from mclclip.ranks import failures
-cli._call(cli._parse(sys.argv[1:]))
+cli.run_verb(cli.parse_words(sys.argv[1:]))
 try:
-    cli._call(cli._parse(sys.argv[1:]))
+    cli.run_verb(cli.parse_words(sys.argv[1:]))
 except RuntimeError as error:
     assert failures.is_for_the_user(error)
     print(failures.line_of(error))
@@ -172,7 +172,7 @@ def test_offline_or_without_a_token_it_is_one_line(
     source, out = exported(tmp_path / "own"), tmp_path / "out"
     words = ["export", "--to", "hf", "--model", str(source), "--out", str(out), "--push", "me/a"]
     with pytest.raises(ValueError, match="--push needs the hub, and HF_HUB_OFFLINE is set: unset"):
-        cli._call(cli._parse(words))  # tests are offline
+        cli.run_verb(cli.parse_words(words))  # tests are offline
     offered = SimpleNamespace(is_offline_mode=lambda: False, get_token=lambda: None)
     monkeypatch.setattr(hub, "huggingface_hub", offered)
     with pytest.raises(ValueError, match="--push needs a token that may write: set HF_TOKEN, or"):
