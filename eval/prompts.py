@@ -62,7 +62,7 @@ def find_names(labels: Sequence[str], classes: Classes, root: Path) -> dict[str,
     elif not isinstance(classes, str):
         names = dict(classes)
     else:
-        given = _read_names(classes, root)
+        given = read_names(classes, root)
         names = given if isinstance(given, dict) else _joined(labels, given, classes)
     if strangers := [label for label in labels if label not in names]:
         source = classes if isinstance(classes, str) else "the mapping 'classes'"
@@ -80,7 +80,7 @@ def find_names(labels: Sequence[str], classes: Classes, root: Path) -> dict[str,
     return names
 
 
-def _read_names(classes: str, root: Path) -> dict[str, str] | list[str]:
+def read_names(classes: str, root: Path) -> dict[str, str] | list[str]:
     """Returns the names that ``classes`` stands for: a mapping by label, or a list."""
     if classes == IMAGENET:
         from mclclip.models.clip import IMAGENET_NAMES

@@ -208,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     try:
         with signals.handled_as_before():
-            return process.answer(lambda: _call(_parse(words)), "--debug" in words)
+            return process.answer(lambda: run_verb(parse_words(words)), "--debug" in words)
     finally:
         advice.remember("", ())
 
@@ -216,10 +216,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def command() -> NoReturn:
     """``main`` as the command ``mclclip``, which ends the process with the exit code."""
     words = sys.argv[1:]
-    process.end(lambda: _call(_parse(words)), "--debug" in words)
+    process.end(lambda: run_verb(parse_words(words)), "--debug" in words)
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse_words(argv: Sequence[str]) -> argparse.Namespace:
     """The parsed arguments. Overrides may stand anywhere; argparse alone allows only one place."""
     parser = build_parser()
     args, more = parser.parse_known_args(argv)
@@ -276,7 +276,7 @@ def _words_of_run(args: argparse.Namespace) -> list[str]:
     return ["--config", str(config)] * bool(config) + getattr(args, "overrides", [])
 
 
-def _call(args: argparse.Namespace) -> int:
+def run_verb(args: argparse.Namespace) -> int:
     check_paths(args)
     given = getattr(args, "config", None) or getattr(args, "data", None)
     if given is not None:

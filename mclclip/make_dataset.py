@@ -159,18 +159,18 @@ def write_patterns(
         log.info("%s is finished: skipped", out)
         return out
     log.info("render %d pictures and %d pairs per attribute", num_samples, num_pairs)
-    shards = write_shards(_samples(num_samples, seed, rates), out / "shards", samples_per_shard)
+    shards = write_shards(draw_samples(num_samples, seed, rates), out / "shards", samples_per_shard)
     questions = _write_pairs(out / "pairs", num_pairs, seed)
     artifact.finish({"samples": num_samples, "shards": len(shards), "questions": questions})
     return out
 
 
-def _samples(
+def draw_samples(
     count: int, seed: int, rates: Mapping[str, float] = patterns.MENTION_RATES
 ) -> Iterator[PackedSample]:
     numbered = enumerate(patterns.patterns(count, seed, rates))
     for number, pattern in runlog.progress(numbered, total=count, description="render"):
-        image, about = _jpeg(pattern.image), dict(pattern.values)
+        image, about = encode_jpeg(pattern.image), dict(pattern.values)
         yield PackedSample(f"{number:09d}", image, "jpg", [pattern.caption], about)
 
 
@@ -182,7 +182,7 @@ def _write_pairs(root: Path, num_pairs: int, seed: int) -> int:
         for pair in patterns.minimal_pairs(attribute, num_pairs, seed):
             for pattern in pair:
                 question_id = len(rows) + 1
-                (folder / f"{question_id}.jpg").write_bytes(_jpeg(pattern.image))
+                (folder / f"{question_id}.jpg").write_bytes(encode_jpeg(pattern.image))
                 rows.append((question_id, attribute, pattern.caption))
     text = io.StringIO()
     writer = csv.writer(text)
@@ -192,7 +192,7 @@ def _write_pairs(root: Path, num_pairs: int, seed: int) -> int:
     return len(rows)
 
 
-def _jpeg(image: np.ndarray) -> bytes:
+def encode_jpeg(image: np.ndarray) -> bytes:
     """The image as JPEG without chroma subsampling, which would blur colours at 32 pixels."""
     buffer = io.BytesIO()
     Image.fromarray(image).save(buffer, "JPEG", quality=95, subsampling=0)

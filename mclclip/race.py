@@ -238,7 +238,7 @@ class Race:
                 collectives.on_main(partial(files.write_bytes, path, text.encode()))
                 pipeline.prepare(shared, context, readers=readers, force=self.force)
                 collectives.on_main(self._write_record)
-            steps = collectives.on_main(partial(_steps_of, shared))
+            steps = collectives.on_main(partial(steps_of_base, shared))
             for remedy in self.trained:
                 if self.only is None or remedy.name == self._only:
                     self._run(remedy, seed, steps, context)
@@ -358,7 +358,7 @@ def _judged_by(remedy: Remedy, config: Config) -> str:
     return remedy.encoder or first
 
 
-def _steps_of(shared: Config) -> int:
+def steps_of_base(shared: Config) -> int:
     """The steps of all stages together: those of ``train.steps``, or its epochs without groups over
     the samples that can be used, so that no policy on groups changes them."""
     if (steps := shared.train.steps) is None:

@@ -112,7 +112,7 @@ def evaluate(
             "num_images": len(data.images),
             "num_captions": len(data.captions),
             "captions_per_image": CAPTION_RULES[protocol].captions_per_image or "all",
-            **_cut(extractor, texts, language),
+            **count_cut_captions(extractor, texts, language),
         }
         features = (image_features, extractor.texts(texts))
         figures.append(_recalls(extractor, data, names, features, ks, chunk_bytes, settings))
@@ -231,7 +231,9 @@ def _check_images(images: Sequence[Any], captions: Path, folder: Path) -> None:
         )
 
 
-def _cut(extractor: Extractor, texts: Sequence[str], language: str = "") -> dict[str, Any]:
+def count_cut_captions(
+    extractor: Extractor, texts: Sequence[str], language: str = ""
+) -> dict[str, Any]:
     """The context length of the tokenizer, where it has one, and how many texts it cuts.
 
     A text is cut where it fills the context even without its last word. This misses one that only

@@ -263,7 +263,6 @@ class ObjectiveOptions:
         raise NotImplementedError(f"{type(self).__name__} builds nothing")
 
 
-
 # --- kinds -------------------------------------------------------------------------------------
 
 

@@ -100,7 +100,7 @@ def paragraphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Pictures with captions of four sentences."""
     samples = [
         PackedSample(
-            f"{number:04d}", make_dataset._jpeg(pattern.image), "jpg",
+            f"{number:04d}", make_dataset.encode_jpeg(pattern.image), "jpg",
             [" ".join(f"The {name} is {value}." for name, value in pattern.values.items())],
         )
         for number, pattern in enumerate(patterns.patterns(96, 0))

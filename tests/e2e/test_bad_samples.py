@@ -39,7 +39,7 @@ def damaged(sample: PackedSample) -> PackedSample:
 
 
 def samples() -> Iterator[PackedSample]:
-    return map(damaged, make_dataset._samples(NUM_SAMPLES, 0))
+    return map(damaged, make_dataset.draw_samples(NUM_SAMPLES, 0))
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 
 from mclclip.data import patterns
 from mclclip.data.shard_writer import PackedSample, write_shards
-from mclclip.make_dataset import _jpeg
+from mclclip.make_dataset import encode_jpeg
 from tests import tiny
 from tests.e2e.conftest import Shell
 from tests.matrix import in_soak
@@ -26,7 +26,7 @@ def samples() -> Iterator[PackedSample]:
         other = ", ".join(f"{name}: {value}" for name, value in pattern.values.items())
         yield PackedSample(
             key=f"{number:04d}",
-            image=_jpeg(pattern.image),
+            image=encode_jpeg(pattern.image),
             extension="jpg",
             captions=[pattern.caption, other],
             metadata={},

@@ -38,7 +38,7 @@ def config_of(folder: Path, bare: Callable[[int], bool]) -> Path:
     """A configuration over rendered shards in which the samples that are ``bare`` lack captions."""
 
     def samples() -> Iterator[PackedSample]:
-        for number, sample in enumerate(make_dataset._samples(NUM_SAMPLES, 0)):
+        for number, sample in enumerate(make_dataset.draw_samples(NUM_SAMPLES, 0)):
             yield dataclasses.replace(sample, captions=[]) if bare(number) else sample
 
     write_shards(samples(), folder / "shards", 30)

@@ -169,13 +169,13 @@ def test_commands_of_messages_are_such_that_can_be_typed(
 def test_an_offered_command_names_the_run_that_was_typed(
     capsys: pytest.CaptureFixture[str], typed: str, message: str, completed: str
 ) -> None:
-    cli._parse(shlex.split(typed))
+    cli.parse_words(shlex.split(typed))
     assert advice.complete(message) == completed
 
 
 def test_the_typed_command_is_offered_again_with_all_of_its_flags() -> None:
     words = shlex.split("pack 'my photos/' --delimiter=; --out o --path-column a")
-    cli._parse(words)
+    cli.parse_words(words)
     command = advice.words_of("pack")
     asked = shlex.split(advice.again(command, "--path-column", "b c"))
     assert asked == shlex.split(

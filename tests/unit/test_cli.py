@@ -94,7 +94,7 @@ def test_every_verb_has_help(main: Any, verb: str) -> None:
 )
 def test_flags_are_the_arguments_of_the_function(words: str, function: str) -> None:
     """Nothing else checks them: they are passed on by name."""
-    args = cli._parse(words.split())
+    args = cli.parse_words(words.split())
     module, _, name = f"mclclip.{function}".rpartition(".")
     called = inspect.signature(getattr(importlib.import_module(module), name))
     called.bind(*(() if args.standalone else (None, None)), **cli._flags(args))
@@ -127,7 +127,7 @@ def test_every_verb_is_in_the_help_with_an_example_that_is_parsed(verb: str) -> 
     (at,) = (number for number, line in enumerate(lines) if line.startswith(f"  {verb:14}"))
     example = next(line for line in lines[at:] if line.strip().startswith("$ "))
     words = example.split(">")[0].split()
-    assert words[:3] == ["$", "mclclip", verb] and cli._parse(words[2:]).verb == verb
+    assert words[:3] == ["$", "mclclip", verb] and cli.parse_words(words[2:]).verb == verb
 
 
 def test_wrong_paths_and_names_are_refused_before_torch_is_loaded(tmp_path: Path) -> None:
@@ -162,11 +162,11 @@ def test_wrong_paths_and_names_are_refused_before_torch_is_loaded(tmp_path: Path
 
 def test_names_that_are_no_paths_are_left_to_the_verb(tmp_path: Path) -> None:
     for model in ("ViT-B-32@openai", "ViT-B-32", "hf:openai/clip", f"a={tmp_path}", str(tmp_path)):
-        flags.check_paths(cli._parse(["eval", "--model", model]))
-    flags.check_paths(cli._parse(["blindspots", "--other", "2"]))
-    flags.check_paths(cli._parse(["pack", "a/train-*.parquet", "--out", "x"]))
+        flags.check_paths(cli.parse_words(["eval", "--model", model]))
+    flags.check_paths(cli.parse_words(["blindspots", "--other", "2"]))
+    flags.check_paths(cli.parse_words(["pack", "a/train-*.parquet", "--out", "x"]))
     bare = ["finetune", "photos", "--base", "ViT-B-32@openai", "--out", "x"]
-    flags.check_paths(cli._parse([*bare, "--dry-run", "--samples", "9"]))
+    flags.check_paths(cli.parse_words([*bare, "--dry-run", "--samples", "9"]))
 
 
 def test_report_takes_a_run_directory_as_other_verbs_name_it(main: Any, tmp_path: Path) -> None:

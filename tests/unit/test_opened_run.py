@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mclclip import config, files
+from mclclip import config, files, opened_run
 from mclclip.config import Config
 from mclclip.opened_run import PIECES, POINTS, Run, read_records, spread
 from tests import made_run

@@ -315,6 +315,6 @@ def test_the_page_shows_what_its_commands_print(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    cli._config(cli._parse(shlex.split(command)))
+    cli._config(cli.parse_words(shlex.split(command)))
     printed = capsys.readouterr().out.splitlines()
     assert [line for line in shown.splitlines() if line not in printed] == []

@@ -192,6 +192,6 @@ def test_epochs_are_counted_without_groups(prepared_run: Path) -> None:
     words = ["train.steps=null", "train.epochs=2", "train.plan.policy=drop"]
     data = prepared_run.parent / "data"
     one = damage.options(prepared_run, data, *words)
-    assert race._steps_of(one) == 8
-    assert race._steps_of(damage.options(prepared_run, data, *words, "num_stages=2")) == 16
-    assert race._steps_of(damage.options(prepared_run, data, "train.steps=5")) == 5
+    assert race.steps_of_base(one) == 8
+    assert race.steps_of_base(damage.options(prepared_run, data, *words, "num_stages=2")) == 16
+    assert race.steps_of_base(damage.options(prepared_run, data, "train.steps=5")) == 5

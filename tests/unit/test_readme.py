@@ -218,7 +218,7 @@ def test_every_command_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         Path(path).write_text(config.dump(config.load("cc12m_vitb32", ["run_dir=runs/mine"])))
     seen = []
     for given, out in (command for page in PAGES for command in commands(page)):
-        args = cli._parse(given)
+        args = cli.parse_words(given)
         seen.append(args.verb)
         if args.verb == "demo":
             demo.settings(Path(args.out or "runs/demo"), 3, args.overrides)

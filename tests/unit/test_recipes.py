@@ -76,7 +76,7 @@ def test_its_commands_are_valid(recipe: Path, monkeypatch: pytest.MonkeyPatch) -
     """The command line takes every word of them, and the options are those of the recipe."""
     monkeypatch.chdir(tiny.ROOT)
     for words in _commands(recipe):
-        arguments = cli._parse(words)
+        arguments = cli.parse_words(words)
         if words[0] in ("run", "config"):
             assert arguments.config == f"launch/recipes/{recipe.name}"
             config.load(arguments.config, arguments.overrides)

@@ -49,11 +49,6 @@ def test_products_by_gpu(
     assert arithmetic.choose_products(CUDA, 999, CHOSEN) == "float32"
 
 
-def test_an_old_torch_that_knows_no_capabilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
-    assert arithmetic.choose_products(CPU, 1000, CHOSEN) == "float32"
-
-
 def test_what_is_not_forced_follows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert arithmetic.choose_scores(CPU, CHOSEN) == "pair_products"
     assert arithmetic.choose_scores(CUDA, CHOSEN) == "blocks"

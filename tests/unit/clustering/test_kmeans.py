@@ -8,7 +8,6 @@ import torch
 from sklearn.metrics import adjusted_mutual_info_score
 from torch import Tensor
 
-from mclclip.clustering import kmeans
 from mclclip.clustering.centroids import hold
 from mclclip.clustering.rows import RankRows
 from mclclip.data.arrays import cut_blocks
@@ -110,15 +109,6 @@ def test_planted_mixture_is_recovered(algorithm: Any, dtype: Any) -> None:
     labels = assign(blocks, found.centroids, algorithm=algorithm).labels[:, 0]
     assert adjusted_mutual_info_score(truth, labels) == pytest.approx(1.0, abs=1e-12)
     assert found.centroids.dtype == torch.float32
-
-
-def test_float16_sums_are_made_wide() -> None:
-    """20,000 equal rows: a float16 sum would stop at 2048, a float32 sum would drift."""
-    rows = np.full((20_000, 2), 0.70703125, dtype=np.float16)
-    rows[10_000:] = [0.9, -0.43603516]
-    found = fit(cut_blocks([rows]), 2, algorithm="euclidean")
-    assert sorted(found.centroids.tolist()) == sorted(rows[[0, -1]].astype(np.float64).tolist())
-    assert found.inertia == pytest.approx(0.0, abs=1e-6)
 
 
 def test_spherical_labels_do_not_depend_on_length() -> None:
@@ -277,18 +267,6 @@ def test_a_random_start_is_distinct_usable_rows(algorithm: Any) -> None:
     assert (every.counts == 1).all()
 
 
-def test_auto_is_plus_plus_for_few_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = cut_blocks([noise()], BLOCK)
-
-    def begin(init: Any) -> Tensor:
-        return fit(blocks, 9, init=init, max_iterations=0).centroids
-
-    assert torch.equal(begin("auto"), begin("plus_plus"))
-    monkeypatch.setattr(kmeans, "PLUS_PLUS_UP_TO", 8)
-    assert torch.equal(begin("auto"), begin("random"))
-    assert not torch.equal(begin("random"), begin("plus_plus"))
-
-
 def test_clusters_may_stay_empty_if_asked() -> None:
     repeated = np.repeat(noise(20)[:3], 40, axis=0)
     found = fit(cut_blocks([repeated]), 5, keep_empty=True)
@@ -342,18 +320,6 @@ def test_rows_too_long_for_float32(algorithm: Any) -> None:
     rows[[7, 299]] *= np.float32(1e-4)
     found = fit(cut_blocks([rows], BLOCK), 3, algorithm=algorithm)
     assert np.isfinite(found.inertia) and found.inertia > 0.0
-
-
-def test_shapes_that_do_not_fit() -> None:
-    rows = noise(30)
-    with pytest.raises(ValueError, match="blocks of float32 .*8.*wanted float rows"):
-        fit([rows, rows[:, :8]], 2)
-    with pytest.raises(ValueError, match="blocks of int64"):
-        fit([rows.astype(np.int64)], 2)
-    with pytest.raises(ValueError, match="blocks of nothing"):
-        fit([], 2)
-    with pytest.raises(ValueError, match="valid has 29 rows, the blocks have 30"):
-        fit([rows], 2, valid=np.ones(29, dtype=bool))
 
 
 # --- blocks ---

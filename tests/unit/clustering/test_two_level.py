@@ -106,14 +106,6 @@ def test_near_to_flat_k_means() -> None:
     assert tally.inertia <= 1.1 * flat.inertia
 
 
-def test_mistakes() -> None:
-    rows, _ = planted([10, 10])
-    with pytest.raises(ValueError, match="num_clusters is 21, but there are 20 usable rows"):
-        kmeans.fit_two_level([rows], 21)
-    with pytest.raises(ValueError, match="num_splits is 9, but there are 8 clusters"):
-        kmeans.fit_two_level([rows], 8, num_splits=9)
-
-
 # --- sharing out ---
 
 
@@ -138,12 +130,3 @@ def test_shares_keep_their_promises(sizes: list[int], place: float) -> None:
     # No group with twice the rows gets less.
     order = np.argsort(sizes, kind="stable")
     assert (np.diff(shares[order]) >= -1).all()
-
-
-def test_costs_are_dealt_evenly() -> None:
-    costs = [7, 1, 1, 1, 1, 3, 0]
-    dealt = kmeans.deal(costs, 2)
-    assert sorted(item for items in dealt for item in items) == list(range(7))
-    assert [sum(costs[item] for item in items) for items in dealt] == [7, 7]
-    assert kmeans.deal(costs, 1)[0][0] == 0
-    assert kmeans.deal([5], 3) == [[0], [], []]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
 import tracemalloc
@@ -15,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mclclip import files
 from mclclip.data import groups
 from mclclip.data.groups import GroupedIndex, LabelBlocks, StageGroups
 from tests.batches import grouped_index, in_memory
@@ -143,21 +141,3 @@ except OSError as error:
     )
     assert done.stdout.startswith(str(tmp_path / "groups"))
     assert list((tmp_path / "groups").iterdir()) == []
-
-
-def test_who_is_handed_an_index_maps_it_without_a_comparison(tmp_path, monkeypatch) -> None:
-    """One process reads all of it, for its digests; loader workers and other ranks do not."""
-    with pytest.raises(FileNotFoundError, match="no finished grouped index"):
-        GroupedIndex.open(tmp_path)
-    grouped = written(tmp_path, LabelBlocks(np.arange(5000) % 7, (7,)))
-    assert isinstance(grouped.sample_ids, np.memmap) and not grouped.sample_ids.flags.writeable
-    sent = pickle.dumps(grouped)
-    assert len(sent) < 1000  # the path alone
-
-    def fail(block: bytes) -> str:
-        raise AssertionError("compared")
-
-    monkeypatch.setattr(files, "_digest_block", fail)
-    assert np.array_equal(pickle.loads(sent).sample_ids, grouped.sample_ids)
-    with pytest.raises(AssertionError, match="compared"):
-        GroupedIndex.open(tmp_path)

@@ -489,12 +489,15 @@ def test_captions_that_the_tokenizer_cuts_are_counted(caplog: pytest.LogCaptureF
     length = int(extractor.encoder.tokenizer.context_length)  # type: ignore[attr-defined]
     texts = [" ".join(["dog"] * count) for count in (1, length - 3, length - 2, length - 1, 500)]
     with caplog.at_level("WARNING", logger="mclclip"):
-        found = retrieval._cut(extractor, texts)
+        found = retrieval.count_cut_captions(extractor, texts)
     # With the two marks around it, a caption of length - 2 words just fits.
     assert found == {"context_length": length, "captions_cut": 2}
     assert f"2 of 5 captions are longer than the {length} tokens" in caplog.text
     caplog.clear()
-    assert retrieval._cut(extractor, texts[:3])["captions_cut"] == 0 and not caplog.records
+    assert (
+        retrieval.count_cut_captions(extractor, texts[:3])["captions_cut"] == 0
+        and not caplog.records
+    )
 
 
 def test_tokenizers_that_pad_with_the_end_of_text_are_counted_too() -> None:

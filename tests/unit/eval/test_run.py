@@ -147,7 +147,7 @@ def test_options_names_and_templates_of_every_shipped_suite(name: str, tmp_path:
             pytest.importorskip("clip_benchmark", reason="needs the extra 'eval'")
         assert prompts.find_templates(choices[1], tmp_path), title
         if str(choices[0]).startswith(prompts.CLIP_BENCHMARK):
-            given = prompts._read_names(choices[0], tmp_path)
+            given = prompts.read_names(choices[0], tmp_path)
             numbers = [str(number) for number in range(len(given))]
             assert list(prompts.find_names(numbers, choices[0], tmp_path).values()) == given
 

@@ -137,5 +137,5 @@ def test_the_working_folder_may_be_written_to(
 
 def test_the_command_line_wants_all_three(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli._parse(["export", "--to", "hf", "--model", "x"])
+        cli.parse_words(["export", "--to", "hf", "--model", "x"])
     assert "export got --to --model: wanted --to, --model and --out" in capsys.readouterr().err

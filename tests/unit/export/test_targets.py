@@ -125,7 +125,7 @@ def test_every_module_of_the_folder_is_a_target() -> None:
             "pipeline_tag",
         }
         words = ["export", "--to", name, "--model", "model", "--out", "out"]
-        assert cli._parse(words).to == name
+        assert cli.parse_words(words).to == name
     assert {"hf", "onnx", "llava", "open_clip", "clip_retrieval"} <= {*targets.names()}
 
 

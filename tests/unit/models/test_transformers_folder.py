@@ -243,7 +243,10 @@ def test_captions_that_are_cut_are_counted(saved: Path) -> None:
     """Both kinds pad with the token that ends a text."""
     extractor = Extractor(mclclip.load_model(f"hf:{saved}"))
     texts = ["a cat", "a dog " * 20, "a", ""]
-    assert retrieval._cut(extractor, texts) == {"context_length": 12, "captions_cut": 1}
+    assert retrieval.count_cut_captions(extractor, texts) == {
+        "context_length": 12,
+        "captions_cut": 1,
+    }
 
 
 def test_names_are_checked(saved: Path, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import logging
 import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -33,20 +32,6 @@ def test_one_number_is_found_at_every_place(bad: float, dtype: torch.dtype) -> N
         assert not not_finite({"a": values})
         values[place] = bad
         assert not_finite({"good": torch.ones(3), "a": values, "b": values[place]}) == ["a", "b"]
-
-
-def test_what_holds_no_such_number_is_passed_over() -> None:
-    largest = torch.full((9,), torch.finfo(torch.float32).max)
-    state: dict[str, Any] = {
-        "ends": torch.cat([largest, -largest]),
-        "counts": torch.arange(4),
-        "mask": torch.tensor([True]),
-        "nobody's": torch.empty(0, 3),
-        "text": "nan",
-    }
-    assert not_finite(state) == []
-    assert not_finite({"strided": torch.tensor([[1.0, math.nan], [2.0, 3.0]]).T[0]}) == []
-    assert not_finite({"w": torch.tensor(math.nan, requires_grad=True)}) == ["w"]
 
 
 def watch_of(figures: list[float], norms: dict[int, float] | None = None) -> StepWatch:
@@ -244,13 +229,6 @@ def test_no_profiler_runs_where_no_step_was_chosen(
     work(StepProfiler(tmp_path / "profile", [], 3, CPU), 3)
     work(StepProfiler(tmp_path / "profile", [1], 3, CPU, rank=1), 3)  # the first rank is traced
     assert not (tmp_path / "profile").exists()
-
-
-def test_steps_outside_the_training_are_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    StepProfiler(tmp_path, [2, 9, 4], 4, CPU)
-    assert "there is no step [4, 9], the last is 3" in caplog.text
 
 
 def test_a_trace_that_cannot_be_written_ends_nothing(

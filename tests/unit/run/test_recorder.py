@@ -136,27 +136,6 @@ def test_nothing_waits_for_the_device_between_rows(tmp_path: Path) -> None:
     assert not tiny.rows(tmp_path / "metrics.jsonl")
 
 
-@pytest.mark.parametrize(
-    ("bad", "words"), [(0, ""), (1, ", 1 bad sample,"), (2, ", 2 bad samples,")]
-)
-def test_the_log_has_one_line_of_a_short_training(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, bad: int, words: str
-) -> None:
-    with caplog.at_level("INFO", "mclclip"):
-        go(make(tmp_path, share_bad=lambda found: bad))
-    (line,) = caplog.messages
-    assert line.startswith("stage 1: 10 of 10, epoch 3 of 3, loss 10.0000 lr 1.00e-01 scale 2.0")
-    assert words in line and ("bad" in line) == bool(bad)
-
-
-def test_the_words_on_a_row_are_given_once(tmp_path: Path) -> None:
-    recorder = make(tmp_path)
-    for done, _ in enumerate(recorder.reading([Batch()] * 5), start=1):
-        recorder.take(done, parts_of(done), lr=0.1)
-        assert ("loss 5.0000" in recorder.latest()) == (done == 5)
-    assert recorder.latest() == ""
-
-
 def test_a_sink_that_is_not_installed_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,15 +68,6 @@ def test_what_others_wrote_is_shown_escaped(
     assert all(line.isprintable() for line in (first, second, third, *lines))
 
 
-def test_setting_up_twice_does_not_double_lines(
-    log: logging.Logger, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runlog.setup(0)
-    runlog.setup(0)
-    log.info("once")
-    assert capsys.readouterr().err.count("once") == 1
-
-
 def test_progress_is_plain_lines_without_a_terminal(
     log: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
