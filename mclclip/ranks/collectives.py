@@ -4,7 +4,6 @@ And the interface of parameters that engines do not reduce (``OutsideParameters`
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
@@ -17,7 +16,6 @@ from mclclip.ranks import failures
 from mclclip.ranks.process_group import limit
 
 T = TypeVar("T")
-_meetings = itertools.count()  # every rank counts alike
 _LONGEST_PAUSE_S = 0.2
 # torch 2.13 renamed reduce_scatter_tensor to reduce_scatter_single, and warns of the old name.
 _reduce_scatter: Callable[..., Any] = getattr(
@@ -192,7 +190,8 @@ def meet() -> None:
     if ranks == 1:
         return
     store: Any = dist.distributed_c10d._get_default_store()
-    key, pause_s = f"mclclip/meeting/{next(_meetings)}", 0.001
+    # The store counts, since a process may open one group after another.
+    key, pause_s = f"mclclip/meeting/{store.add(f'mclclip/meetings_of/{rank()}', 1)}", 0.001
     if store.add(key, 1) == ranks:
         store.set(f"{key}/all", "here")
     # store.wait would not react to signals meanwhile.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import mmap
 import os
 import pickle
@@ -432,24 +433,22 @@ def test_spawned_workers(bad_index: SampleIndex, tmp_path: Path) -> None:
 PROGRAM = """
 import sys
 from pathlib import Path
-from torch.utils.data import DataLoader
+from mclclip.data.batches import Loader
 from mclclip.data.groups import LabelBlocks
 from mclclip.data.sample_index import SampleIndex
-from mclclip.ranks.process_group import start_loader_worker
 from tests.unit.data.test_batches import LABELS, RADICES, make
 from tests.unit.data.test_groups import written
 
 if __name__ == "__main__":
-    directory, digest, method, persistent, how = sys.argv[1:]
+    directory, digest, method, how = sys.argv[1:]
     groups = written(Path(__file__).with_name("groups"), LabelBlocks(LABELS, RADICES))
-    loader = DataLoader(
+    loader = Loader(
         make(SampleIndex(directory, digest), grouped=groups),
-        batch_size=None,
-        sampler=range(100),
+        range(100),
         num_workers=2,
-        worker_init_fn=start_loader_worker,
-        multiprocessing_context=method,
-        persistent_workers=persistent == "persistent",
+        timeout_s=300,
+        describe=lambda step: (f"step {step}", ()),
+        spawn=method == "spawn",
     )
     batches = iter(loader)
     print(next(batches).step)
@@ -463,12 +462,11 @@ if __name__ == "__main__":
 ENDS = {"break": 0, "exit": 7, "raise": 1}
 
 
-def check_end(index: SampleIndex, folder: Path, method: str, persistent: str, how: str) -> None:
+def check_end(index: SampleIndex, folder: Path, method: str, how: str) -> None:
     (folder / "program.py").write_text(PROGRAM)
     root = Path(__file__).parents[3]
     done = subprocess.run(
-        [sys.executable, folder / "program.py", index.directory, index.digest]
-        + [method, persistent, how],
+        [sys.executable, folder / "program.py", index.directory, index.digest] + [method, how],
         capture_output=True,
         text=True,
         timeout=600,
@@ -480,27 +478,17 @@ def check_end(index: SampleIndex, folder: Path, method: str, persistent: str, ho
 
 
 def test_a_program_that_fails_while_it_reads_ends(index: SampleIndex, tmp_path: Path) -> None:
-    check_end(index, tmp_path, "fork", "persistent", "raise")
+    check_end(index, tmp_path, "fork", "raise")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ENDS)
 @pytest.mark.parametrize(
-    ("method", "persistent"),
-    kept(
-        [
-            ("fork", "passing"),
-            ("spawn", "passing"),
-            ("spawn", "persistent"),
-            ("forkserver", "passing"),
-        ],
-        0,
-    ),
+    ("method", "how"), kept(list(itertools.product(("fork", "spawn"), ENDS)), 2)
 )
 def test_a_program_that_stops_reading_ends(
-    index: SampleIndex, tmp_path: Path, method: str, persistent: str, how: str
+    index: SampleIndex, tmp_path: Path, method: str, how: str
 ) -> None:
-    check_end(index, tmp_path, method, persistent, how)
+    check_end(index, tmp_path, method, how)
 
 
 # --- replacement -------------------------------------------------------------------------------
