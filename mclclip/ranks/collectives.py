@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mclclip.ranks import failures
+from mclclip.ranks import failures, process_group
 from mclclip.ranks.process_group import limit
 
 T = TypeVar("T")
@@ -182,22 +182,17 @@ def barrier() -> None:
 
 def meet() -> None:
     """Waits until all ranks have come here, for hours if need be: ``peer_timeout_s``, the limit of
-    collectives, does not hold. The wait asks the launcher's store, and so ends with the launcher.
+    collectives, does not hold. Raises where a rank has died meanwhile.
 
     For ranks whose work before takes unequal times, such as that of the first rank alone.
     """
-    ranks = world_size()
-    if ranks == 1:
+    if world_size() == 1:
         return
-    store: Any = dist.distributed_c10d._get_default_store()
-    # The store counts, since a process may open one group after another.
-    key, pause_s = f"mclclip/meeting/{store.add(f'mclclip/meetings_of/{rank()}', 1)}", 0.001
-    if store.add(key, 1) == ranks:
-        store.set(f"{key}/all", "here")
-    # store.wait would not react to signals meanwhile.
-    while not store.check([f"{key}/all"]):
+    waiting, pause_s = dist.barrier(process_group.meeting(), async_op=True), 0.001
+    while not waiting.is_completed():  # wait() would not react to signals meanwhile
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    waiting.wait()
 
 
 def together(work: Callable[[], T], what: str = "") -> T:

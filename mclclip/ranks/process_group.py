@@ -134,6 +134,8 @@ def init(
         here = torch.cuda.current_device() if torch.cuda.is_available() else 0
         local_rank = number_of("LOCAL_RANK", here)
         where = pick_device(device, local_rank, deterministic=deterministic)
+        if _Meeting.group is None:
+            _open_meeting()
         return Context(dist.get_rank(), dist.get_world_size(), local_rank, where)
     if not under_torchrun():
         if any(name.startswith("ACCELERATE_") for name in os.environ):
@@ -191,6 +193,7 @@ def join(
     def open_group() -> None:
         try:
             dist.init_process_group(backend, **options)
+            _open_meeting()
             # A peer may not be connected yet when this rank is. If this rank left now, the peer
             # would fail to join with "connection closed by peer", which says nothing of the cause.
             dist.barrier()
@@ -221,6 +224,22 @@ def _wait_for_ranks(joined: Future[None], rank: int, world_size: int, limit_s: f
         raise Lost(f"{waiting}, which did not come within {limit_s:g} s; {cause}") from None
 
 
+class _Meeting:
+    """The group over which ranks wait for the work of some of them."""
+
+    group: dist.ProcessGroup | None = None
+
+
+def _open_meeting() -> None:
+    """Opens the group of `meeting`. All ranks call it together."""
+    _Meeting.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365))
+
+
+def meeting() -> dist.ProcessGroup | None:
+    """The group whose waits have no limit, but end where the connection to a rank is lost."""
+    return _Meeting.group
+
+
 class _Limit:
     """How long collectives of this process may take."""
 
@@ -249,6 +268,7 @@ def shutdown() -> None:
     """Leaves the process group, if there is one."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+        _Meeting.group = None
 
 
 def leave(code: int, close_group: bool = True) -> NoReturn:

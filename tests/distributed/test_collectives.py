@@ -2,6 +2,7 @@
 
 import os
 import time
+from concurrent.futures import BrokenExecutor
 from pathlib import Path
 from typing import Any
 
@@ -188,3 +189,21 @@ def test_shift_is_a_hop_around_the_ring(ranks: RankPool, world_size: int) -> Non
         assert not has_grad
         for hop, got in enumerate(held):
             assert torch.equal(got, parts[(rank - hop) % world_size])
+
+
+def meet_while_one_dies(folder: Path) -> None:
+    if collectives.rank() == 1:
+        time.sleep(1)
+        os._exit(1)
+    try:
+        collectives.meet()
+    except RuntimeError:
+        (folder / "noticed").touch()
+
+
+def test_a_rank_that_waits_for_the_work_of_another_hears_of_its_death(tmp_path: Path) -> None:
+    pool = RankPool()
+    with pytest.raises(BrokenExecutor):
+        pool(2, meet_while_one_dies, tmp_path)
+    pool.kill()
+    assert (tmp_path / "noticed").exists()
