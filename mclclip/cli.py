@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mclclip import advice, process
-from mclclip.flags import build_parser, check_paths, verbs_of
+from mclclip.flag_parser import check_paths, print_completion, verbs_of
+from mclclip.flags import build_parser
 from mclclip.ranks import failures, signals
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ _FUNCTIONS: dict[str, Callable[..., object]] = {
     "report": _report,
     "demo": _demo,
     "recipes": _function("shipped.run"),
-    "completion": _function("completion.run"),
+    "completion": lambda args: print_completion(build_parser(), args.shell),
     "doctor": _doctor,
     "config": _config,
     "index": _function("index.run"),

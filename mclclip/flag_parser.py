@@ -1,4 +1,4 @@
-"""The parser of the command line: how its help looks, and what its errors say.
+"""How the command line is read: its help, its errors, flags that are paths, and completion.
 
 Imports nothing heavy, since ``--help`` answers at once.
 """
@@ -6,6 +6,8 @@ Imports nothing heavy, since ``--help`` answers at once.
 from __future__ import annotations
 
 import argparse
+import re
+from pathlib import Path
 from typing import Any, NoReturn
 
 from mclclip import process
@@ -25,13 +27,6 @@ class _Help(argparse.RawDescriptionHelpFormatter):
             return f"{text} (required)"
         none = action.default in (None, "", [])
         return f"{text} (default: {'none' if none else '%(default)s'})"
-
-
-def character(text: str) -> str:
-    """Type of flags that are one character."""
-    if len(text) != 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, wanted one character")
-    return text
 
 
 class Parser(argparse.ArgumentParser):
@@ -55,3 +50,83 @@ class Parser(argparse.ArgumentParser):
             near = nearest(str(value), map(str, action.choices or ()))
             error.message += f", nearest: {', '.join(near)}"
             raise
+
+
+def verbs_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parser of each verb, by its name."""
+    (verbs,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return dict(verbs.choices)
+
+
+# --- types of flags ------------------------------------------------------------------------------
+
+
+def character(text: str) -> str:
+    """Type of flags that are one character."""
+    if len(text) != 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted one character")
+    return text
+
+
+def existing(text: str) -> Path:
+    """Type of flags whose path, or pattern of paths, must exist; see ``check_paths``."""
+    return Path(text)
+
+
+def named_existing(text: str) -> str:
+    """The same, of ``[NAME=]PATH``; what has no "/" may also be a name, such as ViT-B-32@openai."""
+    return text
+
+
+_PATHS = (Path, existing, named_existing)
+_SOURCES = ("source", "images")  # flags that take patterns too
+
+
+def check_paths(args: argparse.Namespace) -> None:
+    """Raises ValueError for a flag's path that is a url, and FileNotFoundError for one that must
+    exist and does not; takes no time."""
+    from mclclip.options import refuse_url  # imports pydantic
+
+    for action in args.parser._actions:
+        if action.type not in _PATHS or not (given := getattr(args, action.dest)):
+            continue
+        flag = "/".join(action.option_strings) or str(action.metavar)
+        for text in map(str, given if isinstance(given, list) else [given]):
+            if action.type is not named_existing:
+                refuse_url(text, flag)
+            path = Path(text) if Path(text).exists() else Path(text.rpartition("=")[2])
+            named = action.type is named_existing and ("/" not in text or re.search("[@:]", text))
+            # Patterns are expanded later; a dry run of so many samples reads none of them.
+            named = named or action.dest in _SOURCES and re.search(r"[*?{\[]", text)
+            named = named or action.dest == "images" and getattr(args, "samples", None)
+            if action.type is not Path and not named and not path.exists():
+                raise FileNotFoundError(f"{flag} {text}: there is no such file or folder")
+
+
+# --- completion ----------------------------------------------------------------------------------
+
+
+def print_completion(parser: argparse.ArgumentParser, shell: str) -> None:
+    """Prints the script by which a shell completes verbs, flags, files and names of recipes."""
+    import shtab
+
+    from mclclip import shipped
+
+    for action in parser._actions:
+        if action.dest == "verb":
+            action.help = None  # shtab leaves out what help leaves out
+    recipes = dict.fromkeys(["bash", "zsh"], "_mclclip_recipes")
+    for verb in verbs_of(parser).values():
+        flag: Any  # shtab reads an attribute that argparse's actions lack
+        for flag in verb._actions:
+            if flag.dest == "config":
+                flag.complete = recipes
+            elif flag.type in _PATHS:
+                flag.complete = shtab.FILE
+    names = " ".join(shipped.recipe_names())
+    either = f"_alternative 'recipes:recipe:({names})' 'files:file:_files'"
+    preamble: Any = {
+        "bash": f'{recipes["bash"]}() {{ compgen -W "{names}" -- "$1"; compgen -f -- "$1"; }}',
+        "zsh": f"{recipes['zsh']}() {{ {either}; }}",
+    }
+    print(shtab.complete(parser, shell, preamble=preamble))

@@ -13,7 +13,7 @@ from typing import Any
 
 from mclclip import __version__
 from mclclip.data import datasets
-from mclclip.flag_parser import Parser, character
+from mclclip.flag_parser import Parser, character, existing, named_existing
 
 _VARIANTS = ["mcl", "ungrouped", "random_groups"]
 _VARIANT = f"the method itself, or a control of it: {', '.join(_VARIANTS)}"
@@ -23,42 +23,6 @@ _FORCE = "make again, and move the old aside"
 _UNFIT = "make again what is of other settings or damaged, and move the old aside"
 _REMAKE = "make it again, and move aside what is there; what was begun is resumed"
 _VARIABLE = "variable of the suite, such as data=FOLDER"
-
-
-def _existing(text: str) -> Path:
-    """Type of flags whose path, or pattern of paths, must exist; see ``check_paths``."""
-    return Path(text)
-
-
-def _named_existing(text: str) -> str:
-    """The same, of ``[NAME=]PATH``; what has no "/" may also be a name, such as ViT-B-32@openai."""
-    return text
-
-
-_SOURCES = ("source", "images")  # flags that take patterns too
-PATHS = (Path, _existing, _named_existing)
-"""Types of flags that are paths."""
-
-
-def check_paths(args: argparse.Namespace) -> None:
-    """Raises ValueError for a flag's path that is a url, and FileNotFoundError for one that must
-    exist and does not; takes no time."""
-    from mclclip.options import refuse_url  # imports pydantic
-
-    for action in args.parser._actions:
-        if action.type not in PATHS or not (given := getattr(args, action.dest)):
-            continue
-        flag = "/".join(action.option_strings) or str(action.metavar)
-        for text in map(str, given if isinstance(given, list) else [given]):
-            if action.type is not _named_existing:
-                refuse_url(text, flag)
-            path = Path(text) if Path(text).exists() else Path(text.rpartition("=")[2])
-            named = action.type is _named_existing and ("/" not in text or re.search("[@:]", text))
-            # Patterns are expanded later; a dry run of so many samples reads none of them.
-            named = named or action.dest in _SOURCES and re.search(r"[*?{\[]", text)
-            named = named or action.dest == "images" and getattr(args, "samples", None)
-            if action.type is not Path and not named and not path.exists():
-                raise FileNotFoundError(f"{flag} {text}: there is no such file or folder")
 
 
 # The help: groups of verbs, and of each what it does and an example.
@@ -147,12 +111,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def verbs_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The parser of each verb, by its name."""
-    (verbs,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    return dict(verbs.choices)
-
-
 def _add(verbs: Any, name: str, force: str | None = None) -> argparse.ArgumentParser:
     """The parser of a verb. With ``force``, what --force does (empty: the verb has none), the verb
     reads a configuration.
@@ -189,9 +147,9 @@ def _add_overrides(verb: argparse.ArgumentParser) -> None:
 def _add_finetune(verbs: Any) -> None:
     verb = _add(verbs, "finetune")
     add = verb.add_argument
-    add("images", type=_existing, metavar="IMAGES", help="what 'mclclip pack' packs")
-    add("--captions", type=_existing, metavar="TABLE", help="that names pictures and captions")
-    base: dict[str, Any] = {"type": _named_existing, "required": True}
+    add("images", type=existing, metavar="IMAGES", help="what 'mclclip pack' packs")
+    add("--captions", type=existing, metavar="TABLE", help="that names pictures and captions")
+    base: dict[str, Any] = {"type": named_existing, "required": True}
     add("--base", help="open_clip NAME@TAG, NAME@random, or a folder", **base)
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder of the run")
     share = "pictures to choose the best encoder by, and as many to report on"
@@ -201,7 +159,7 @@ def _add_finetune(verbs: Any) -> None:
     add("--caption-column", metavar="NAME", help=several, action="append")
     add("--delimiter", type=character, metavar="CHAR", help="default: by suffix and header")
     root = "another folder in which pictures may lie, such as the one that a link leads to"
-    add("--allow-root", dest="allow_roots", metavar="FOLDER", type=_existing, help=root, **_SEVERAL)
+    add("--allow-root", dest="allow_roots", metavar="FOLDER", type=existing, help=root, **_SEVERAL)
     add("--held-out", type=float, default=0.1, metavar="SHARE", help=share)
     add("--seed", type=int, default=0, help="of weights, data order and clusters")
     add("--force", action="store_true", help="choose settings anew, and move the old aside")
@@ -218,12 +176,12 @@ def _add_finetune(verbs: Any) -> None:
 def _add_pack(verbs: Any) -> None:
     add = _add(verbs, "pack").add_argument
     source = "folder of pictures (a.jpg, a.txt), CSV, TSV, JSONL, Parquet, saved data set, shards"
-    add("source", metavar="SOURCE", type=_existing, help=source)
+    add("source", metavar="SOURCE", type=existing, help=source)
     captions = "captions of the pictures in the folder"
-    add("--captions", metavar="TABLE", type=_existing, help=captions)
+    add("--captions", metavar="TABLE", type=existing, help=captions)
     add("--out", type=Path, required=True, help="folder for the shards")
     root = "another folder in which images may lie, such as the one that a link leads to"
-    add("--allow-root", dest="allow_roots", metavar="FOLDER", type=_existing, help=root, **_SEVERAL)
+    add("--allow-root", dest="allow_roots", metavar="FOLDER", type=existing, help=root, **_SEVERAL)
     add("--path-column", help="column of image paths or images; default: found by its name")
     text = "default: found by its name; none: no captions; several, or COLUMN.FIELD of a list"
     add("--caption-column", metavar="NAME", help=text, action="append")
@@ -258,13 +216,12 @@ def _add_make_dataset(verbs: Any) -> None:
         ("--num-test", int, "attributed_patterns: pictures for testing"),
     ):
         add(flag, type=kind, help=f"{text} (default: the data set's)")
-    add("--full-captions", action="store_true", default=None, help="patterns: name every attribute")
 
 
 def _add_make_pairs(verbs: Any) -> None:
     add = _add(verbs, "make-pairs").add_argument
     shards = "whose *.tar are read; of pictures that no training reads"
-    add("--shards", type=_existing, required=True, metavar="FOLDER", help=shards)
+    add("--shards", type=existing, required=True, metavar="FOLDER", help=shards)
     add("--captions", default="txt", help="of the shards: txt (default), lines or json:FIELD")
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder of the benchmark")
     add("--rules", nargs="+", default=[], metavar="RULE", help="such as colour (default: all)")
@@ -280,17 +237,17 @@ def _add_soup(verbs: Any) -> None:
     methods = "equal shares; models that do not lower the score, the best first; the line between "
     add("method", choices=["uniform", "greedy", "wise"], help=f"{methods}two")
     model = "an export, a soup, or an open_clip directory with safetensors; twice or more"
-    named: dict[str, Any] = {"metavar": "[NAME=]FOLDER", "type": _named_existing, "required": True}
+    named: dict[str, Any] = {"metavar": "[NAME=]FOLDER", "type": named_existing, "required": True}
     add("--model", dest="models", help=model, **named, **_SEVERAL)
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder to write")
     images = "training images (shards or files), to estimate batch norms on that differ"
-    add("--images", type=_existing, metavar="FOLDER", help=images)
+    add("--images", type=existing, metavar="FOLDER", help=images)
     base = "models do not record one base, but are known to have one"
     add("--any-base", action="store_true", help=base)
     add("--force", action="store_true", help=_FORCE)
     add = verb.add_argument_group("score").add_argument
     held_out = "shards with captions; the score is retrieval on them, the mean of both R@1"
-    add("--held-out", type=_existing, metavar="FOLDER", help=held_out)
+    add("--held-out", type=existing, metavar="FOLDER", help=held_out)
     add("--captions", default="txt", help="of --held-out: txt (default), lines or json:FIELD")
     add("--suite", help="benchmarks beside it: a shipped suite or a YAML file")
     add("--set", dest="variables", metavar="NAME=VALUE", help=_VARIABLE, **_SEVERAL)
@@ -307,7 +264,7 @@ def _add_soup(verbs: Any) -> None:
 
 def _add_compare(verbs: Any) -> None:
     add = _add(verbs, "compare").add_argument
-    add("runs", nargs="+", type=_existing, metavar="RUN_DIR", help="with results.jsonl")
+    add("runs", nargs="+", type=existing, metavar="RUN_DIR", help="with results.jsonl")
     model = "a name in results.jsonl, with several runs as RUN:NAME (default: all)"
     add("--model", dest="models", metavar="NAME", help=model, **_SEVERAL)
     add("--against", metavar="NAME", help="default: stage_0, or the first model")
@@ -321,7 +278,7 @@ def _add_compare(verbs: Any) -> None:
 
 def _add_report(verbs: Any) -> None:
     add = _add(verbs, "report").add_argument
-    add("run_dir", nargs="?", type=_existing, metavar="RUN_DIR", help="default: of --config")
+    add("run_dir", nargs="?", type=existing, metavar="RUN_DIR", help="default: of --config")
     recorded = "YAML, or a shipped recipe's name (default: what the run recorded)"
     add("--config", metavar="FILE", help=recorded)
     add("--out", type=Path, metavar="FILE", help="default: report.html of the run")
@@ -415,12 +372,12 @@ def _add_conversion(export: argparse.ArgumentParser) -> None:
     add("--to", choices=targets, metavar="LAYOUT", help=to)
     source = "an exported stage, soup or concat; for clip_retrieval a stage's embeddings, or a "
     source += "concat of embedded stages"
-    add("--model", type=_existing, metavar="FOLDER", help=source)
+    add("--model", type=existing, metavar="FOLDER", help=source)
     add("--out", type=Path, metavar="FOLDER", help="folder to write")
     pictures = "folder of pictures for the certificate (default: drawn ones)"
-    add("--images", type=_existing, metavar="FOLDER", help=pictures)
+    add("--images", type=existing, metavar="FOLDER", help=pictures)
     texts = "a text per line for the certificate (default: some that are hard to tokenise)"
-    add("--texts", type=_existing, metavar="FILE", help=texts)
+    add("--texts", type=existing, metavar="FILE", help=texts)
     precision = "of onnx: numbers in which weights are stored (default: fp32)"
     add("--precision", choices=["fp32", "fp16"], help=precision)
 
@@ -430,7 +387,7 @@ def _add_figures(verbs: Any) -> None:
     add = _add(verbs, "eval", _REMAKE).add_argument
     model = "export, concat, open_clip NAME@PRETRAINED (or NAME@random), or hf:FOLDER (or "
     model += "hf:ORG/NAME) of transformers; default: the run's exports"
-    named: dict[str, Any] = {"metavar": "[NAME=]PATH", "type": _named_existing}
+    named: dict[str, Any] = {"metavar": "[NAME=]PATH", "type": named_existing}
     add("--model", dest="models", help=model, **named, **_SEVERAL)
     add("--suite", help="a shipped suite (mcl) or a YAML file")
     add("--set", dest="variables", metavar="NAME=VALUE", help=_VARIABLE, **_SEVERAL)
@@ -445,7 +402,7 @@ def _add_blindspots(verbs: Any) -> None:
     add = _add(verbs, "blindspots", _REMAKE).add_argument
     add("--stage", type=int, default=0, help="the stage that confuses them (default: %(default)s)")
     other = "what tells them apart: a stage, or a folder of embeddings (default: the last stage)"
-    add("--other", metavar="STAGE|[NAME=]FOLDER", type=_named_existing, help=other)
+    add("--other", metavar="STAGE|[NAME=]FOLDER", type=named_existing, help=other)
     above = "the stage confuses a pair above this cosine (default: %(default)s)"
     add("--above", type=float, metavar="COSINE", default=0.95, help=above)
     below = "the other encoder tells it apart below this one (default: %(default)s)"
@@ -471,7 +428,7 @@ def _add_filter(verbs: Any) -> None:
     add("--near-duplicates", type=float, metavar="COSINE", help=copies)
     add("--within", choices=["clusters", "all"], help="default: clusters, where there are some")
     sets = "leave out copies of these evaluation images: embeddings by the same encoder, or .npy"
-    named: dict[str, Any] = {"metavar": "[NAME=]FOLDER", "type": _named_existing}
+    named: dict[str, Any] = {"metavar": "[NAME=]FOLDER", "type": named_existing}
     add("--against", help=sets, **named, **_SEVERAL)
     add("--against-cosine", type=float, metavar="COSINE", help="above this cosine (default: 0.95)")
 

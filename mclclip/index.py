@@ -74,8 +74,8 @@ def run(config: Config, context: Context, force: Force = False) -> SampleIndex:
     The log and the manifest count, by reason, what is left out of the index and the samples without
     a caption. Rank 0 works and the others wait; an error is raised on all. Raises ValueError for
     sources that are wrong, hold no usable sample, or differ from the indexed ones (a changed shard,
-    one that is not named any more, other captions, attributes, subset or conditions), and
-    FileNotFoundError for missing shards and parquets. With ``force`` an old index is moved aside
+    one that is not named any more, other captions, attributes or subset), and FileNotFoundError for
+    missing shards. With ``force`` an old index is moved aside
     instead: any, or with ``unfit`` one that is damaged or that raised these errors.
     """
     directory = Layout.of(config).index
@@ -193,10 +193,10 @@ def _write(
     left_out: Mapping[str, Mapping[str, int]],
 ) -> Manifest:
     if not len(table):
-        loosen = ": check the file of subset, or loosen where" if any(left_out.values()) else ""
+        check = ": check the file of subset" if any(left_out.values()) else ""
         raise ValueError(
             f"no usable sample in {count_of(len(shards), 'shard')} of data.sources: "
-            f"{'; '.join(findings.lines()) or 'they are empty'}{loosen}"
+            f"{'; '.join(findings.lines()) or 'they are empty'}{check}"
         )
     ends = np.cumsum(np.bincount(table["shard"].to_numpy(), minlength=len(shards))).tolist()
     placed = [
@@ -255,7 +255,7 @@ def _log_summary(
         if "left_out" in entry:
             reasons = [f"{number} {reason}" for reason, number in entry["left_out"].items()]
             log.info(
-                "index: source %s has %d samples, its filters left out %d (%s)",
+                "index: source %s has %d samples, its subset left out %d (%s)",
                 source,
                 entry["samples"],
                 sum(entry["left_out"].values()),
@@ -267,9 +267,9 @@ def _log_summary(
             log.warning(
                 "index: no sample of source %s has a caption in %s", source, entry["captions"]
             )
-    # What a filter is there to leave out stands above; captions that nothing reads are not missed.
-    untold = {"subset", "where"} if wants_captions else {"subset", "where", "no_caption"}
-    for line in findings.without([*untold]).lines():
+    # What a subset is there to leave out stands above; captions that nothing reads are not missed.
+    untold = ["subset"] if wants_captions else ["subset", "no_caption"]
+    for line in findings.without(untold).lines():
         log.warning("index: %s", line)
 
 
@@ -280,13 +280,11 @@ def _filters(sources: Mapping[str, SourceConfig]) -> dict[str, ShardFilter]:
     """The filters of those sources that have one; reads the files of subsets."""
     found = {}
     for name, source in sources.items():
-        try:
-            chosen = ShardFilter.of(source.subset, source.where)
-        except (ValueError, FileNotFoundError) as error:
-            option = "where" if source.subset is None else "subset, where"
-            raise type(error)(f"data.sources.{name} ({option}): {error}") from None
-        if chosen is not None:
-            found[name] = chosen
+        if source.subset is not None:
+            try:
+                found[name] = ShardFilter.of(source.subset)
+            except (ValueError, FileNotFoundError) as error:
+                raise type(error)(f"data.sources.{name}.subset: {error}") from None
     return found
 
 
@@ -313,15 +311,13 @@ def _wanted_shards(
             attributes = check_names(source.attributes)
         except ValueError as error:
             raise ValueError(f"{option}.attributes: {error}") from None
-        chosen = filters.get(name)
-        subset = "" if chosen is None else chosen.digest
-        where = () if chosen is None else tuple(map(str, chosen.where))
+        subset = filters[name].digest if name in filters else ""
         paths = expand_shards(source.shards, f"{option}.shards", remote)
         for path, stat in zip(paths, Remote(remote).stat(paths), strict=True):
             if stat is None:
                 raise FileNotFoundError(f"{option}.shards: {clean(path)} is not there any more")
             shard = Shard(path, name, captions, 0, 0, stat.size, attributes, tag=stat.tag)
-            wanted.append(dataclasses.replace(shard, subset=subset, where=where))
+            wanted.append(dataclasses.replace(shard, subset=subset))
     return wanted
 
 
@@ -460,7 +456,6 @@ def _new_shards(known: Sequence[Shard], wanted: Sequence[Shard], directory: Path
             ("captions=", old.captions, now.captions),
             ("attributes=", list(old.attributes), list(now.attributes)),
             ("", *subsets),
-            ("where=", sorted({*old.where}), sorted({*now.where})),
         ):
             if was != is_now:
                 again = "with " if not name else ""

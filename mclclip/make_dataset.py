@@ -135,23 +135,19 @@ def write_patterns(
     num_samples: int = NUM_SAMPLES,
     num_pairs: int = NUM_PAIRS,
     samples_per_shard: int = SAMPLES_PER_SHARD,
-    full_captions: bool = False,
 ) -> Path:
     """Renders the demo's pictures below ``out`` (skips what is finished) and returns ``out``.
 
     ``out/shards/*.tar`` holds the training pictures in img2dataset's layout, ``out/pairs`` the
-    minimal pairs in MMVP-VLM's layout, ``num_pairs`` of each attribute. With ``full_captions``
-    every caption names every attribute; otherwise each is named as often as ``MENTION_RATES`` says.
-    The pictures are the same.
+    minimal pairs in MMVP-VLM's layout, ``num_pairs`` of each attribute.
     """
-    rates = patterns.FULL_RATES if full_captions else patterns.MENTION_RATES
     config = {
         "name": "patterns",
         "seed": seed,
         "num_samples": num_samples,
         "num_pairs": num_pairs,
         "samples_per_shard": samples_per_shard,
-        "mention_rates": dict(rates),
+        "mention_rates": dict(patterns.MENTION_RATES),
     }
     check_foreign(out, "make-dataset", "shards")
     artifact = Artifact.open(out, kind="dataset", config=config, inputs={}, force=force)
@@ -159,16 +155,14 @@ def write_patterns(
         log.info("%s is finished: skipped", out)
         return out
     log.info("render %d pictures and %d pairs per attribute", num_samples, num_pairs)
-    shards = write_shards(draw_samples(num_samples, seed, rates), out / "shards", samples_per_shard)
+    shards = write_shards(draw_samples(num_samples, seed), out / "shards", samples_per_shard)
     questions = _write_pairs(out / "pairs", num_pairs, seed)
     artifact.finish({"samples": num_samples, "shards": len(shards), "questions": questions})
     return out
 
 
-def draw_samples(
-    count: int, seed: int, rates: Mapping[str, float] = patterns.MENTION_RATES
-) -> Iterator[PackedSample]:
-    numbered = enumerate(patterns.patterns(count, seed, rates))
+def draw_samples(count: int, seed: int) -> Iterator[PackedSample]:
+    numbered = enumerate(patterns.patterns(count, seed))
     for number, pattern in runlog.progress(numbered, total=count, description="render"):
         image, about = encode_jpeg(pattern.image), dict(pattern.values)
         yield PackedSample(f"{number:09d}", image, "jpg", [pattern.caption], about)

@@ -283,14 +283,14 @@ def copies_among(
     above: float,
     labels: NDArray[np.integer] | None = None,
     *,
-    rounds: int = ROUNDS,
     what: str,
 ) -> tuple[Integers, dict[str, int]]:
     """Decides which of the usable samples [N] are copies, and of what.
 
     scores  [N], NaN for none; the highest is kept, ties by the lower sample. None: the lowest
     labels  [N], within which samples are compared (``near_pairs``)
-    rounds  at most; samples that only a chain links to one that is kept are left out after the last
+
+    Samples that only a chain links to one that is kept are left out after `ROUNDS` rounds.
 
     Returns the sample [N] that is kept instead of each, the best of the kept ones that are near it,
     or its own number where it is kept; and counts:
@@ -305,7 +305,7 @@ def copies_among(
     pairs = components.add_all(equal_pairs(rows, usable, above, what=what))
     first = components.best(scores)  # of equal rows the best is searched alone
     of, active = first.copy(), usable & (first == every)
-    for number in range(rounds):
+    for number in range(ROUNDS):
         linked = Components(len(usable))
         num_linked = linked.add_all(near_pairs(rows, active, above, labels, what=what))
         kept = linked.best(scores)
@@ -316,7 +316,7 @@ def copies_among(
             components.add(np.column_stack([joined, linked.lowest()[joined]]))
             pairs += num_linked
         far = members[cosines_of(rows, members, kept[members]) <= above]
-        if not len(far) or number == rounds - 1:
+        if not len(far) or number == ROUNDS - 1:
             break
         of[far], active = far, np.zeros(len(usable), bool)
         active[far] = True

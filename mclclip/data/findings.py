@@ -21,9 +21,7 @@ REASONS = {
     "zero_byte_caption": "samples with a caption file of zero bytes, kept as without a caption",
     "no_attribute": "samples without a value of an attribute, kept: classes of it leave them out",
     "subset": "samples that the subset lacks, left out",
-    "where": "samples that do not meet a condition, left out",
-    "no_value": "samples without a value of a condition's column, left out",
-    "no_metadata": "samples without a row in their shard's parquet or without a uid, left out",
+    "no_uid": "samples without a uid, of which the subset says nothing, left out",
     "large_image": "samples with an image of more than 1 GiB, left out",
     "large_caption": "samples with a caption file of more than 16 MiB, kept as without a caption",
     "bad_json": "samples whose .json does not parse, kept as without a caption",
@@ -76,8 +74,8 @@ REASONS = {
     "narrow_range": "pictures of 16 bits whose values use less than a tenth of the range, which "
     "are nearly black as 8 bits: stretch them before",
 }
-# Of these, those of a source's filter, and those of shards as a whole.
-LEFT_OUT = ("subset", "where", "no_value", "no_metadata")
+# Of these, those of a source's subset, and those of shards as a whole.
+LEFT_OUT = ("subset", "no_uid")
 UNREADABLE = ("truncated_shard", "damaged_shard", "unreadable_shard", "lfs_shard")
 
 NO_TEXTS = frozenset({"nan", "none", "null", "<na>", "[]"})

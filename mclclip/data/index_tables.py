@@ -66,7 +66,7 @@ class Shard:
 
     ``path`` may be a url. ``digest`` is that of its scan; it is empty until then.
     ``tag`` is a url's ETag, or what its store tells instead; paths have none. ``subset`` is the
-    digest of the uids that its samples were chosen by, ``where`` are the conditions on them.
+    digest of the uids that its samples were chosen by.
     ``name`` stands in the keys of its samples, ``source/name/key``, where keys start again in every
     shard; it is the end of the path.
     """
@@ -81,7 +81,6 @@ class Shard:
     digest: str = ""
     tag: str = ""
     subset: str = ""
-    where: tuple[str, ...] = ()
     name: str = ""
 
     @property
@@ -99,9 +98,9 @@ class Shard:
         return f"shard {clean(self.path)} of source {self.source} in {directory}"
 
     def to_json(self) -> dict[str, Any]:
-        """Its fields; attributes, tag, subset, where and name only where there are some."""
+        """Its fields; attributes, tag, subset and name only where there are some."""
         fields = dataclasses.asdict(self)
-        rare = ("attributes", "tag", "subset", "where", "name")
+        rare = ("attributes", "tag", "subset", "name")
         return {k: v for k, v in fields.items() if v or k not in rare}
 
 
@@ -152,11 +151,10 @@ def read_shards(directory: Path) -> list[Shard]:
     path = directory / SHARDS
     with own(path, INDEX_AGAIN):
         entries = read_json(path) if path.exists() else []
-        lists = ("attributes", "where")
-        shards = [Shard(**(e | {n: tuple(e.get(n, ())) for n in lists})) for e in entries]
+        shards = [Shard(**(e | {"attributes": tuple(e.get("attributes", ()))})) for e in entries]
         for before, shard in zip([None, *shards], shards, strict=False):
             texts = (shard.path, shard.source, shard.captions, shard.tag, shard.subset, shard.name)
-            if not all(isinstance(t, str) for t in (*texts, *shard.attributes, *shard.where)):
+            if not all(isinstance(t, str) for t in (*texts, *shard.attributes)):
                 raise TypeError(f"{shard} has fields of other types")
             if not (before.stop if before else 0) == shard.start <= shard.stop:
                 raise ValueError(f"the rows of {clean(shard.path)} do not follow those before")
@@ -240,8 +238,7 @@ def scan_shards(
 ) -> Generator[ShardScan, None, None]:
     """Yields the scans of the shards, in their order, by up to ``options.index_workers`` processes.
 
-    ``filters``: those of sources, by name. Raises FileNotFoundError where one has conditions, and
-    shards have no parquet beside them. Digests of scans do not depend on filters.
+    ``filters``: those of sources, by name. Digests of scans do not depend on them.
     """
     filled = _with_metadata(shards, filters or {}, options.remote)
     calls = [
@@ -257,23 +254,10 @@ def _with_metadata(
     """The filter of each shard, with the place of the parquet beside it."""
     paths = [metadata_path(shard.path) for shard in shards if shard.source in filters]
     parquets = iter(Remote(remote).stat(paths, missing_urls=True))
-    found: list[ShardFilter | None] = []
-    missing: dict[str, list[str]] = {}
-    for shard in shards:
-        chosen = filters.get(shard.source)
-        if chosen is not None:
-            chosen = replace(chosen, metadata=next(parquets))
-            if chosen.metadata is None and chosen.where:
-                missing.setdefault(shard.source, []).append(metadata_path(shard.path))
-        found.append(chosen)
-    for source, lacking in missing.items():
-        number = sum(shard.source == source for shard in shards)
-        raise FileNotFoundError(
-            f"data.sources.{source}.where: {len(lacking)} of {number} shards have no parquet "
-            f"beside them, such as {clean(lacking[0])}: fetch those that img2dataset wrote "
-            "with the shards, or leave where out"
-        )
-    return found
+    return [
+        replace(filters[shard.source], metadata=next(parquets)) if shard.source in filters else None
+        for shard in shards
+    ]
 
 
 def times_of(shards: Sequence[Shard]) -> dict[str, int]:

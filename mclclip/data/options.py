@@ -41,9 +41,6 @@ class SourceConfig:
     """A ``.npy`` of the uids that are taken, as DataComp writes it: dtype ``u8,u8``, sorted, the
     upper and lower 64 bits of each. Samples have their uids in the parquet beside their shard, or
     in their ``.json``. Null: all."""
-    where: list[str] = field(default_factory=list)
-    """Conditions on the columns of the parquet beside each shard, such as ``similarity>=0.28`` and
-    ``status==success``; a sample is taken if all hold. Operators: < <= > >= == !=."""
     weight: NonNegativeFloat = 1.0
     """How often an epoch of a training draws each of its samples (0: never; they are still indexed,
     embedded and clustered)."""

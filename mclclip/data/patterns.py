@@ -58,9 +58,6 @@ MENTION_RATES: Mapping[str, float] = {
 }
 """Probability that a caption names an attribute."""
 
-FULL_RATES: Mapping[str, float] = dict.fromkeys(ATTRIBUTES, 1.0)
-"""The rates of captions that name every attribute."""
-
 RARELY_NAMED = tuple(name for name, rate in MENTION_RATES.items() if rate <= 0.5)
 """The attributes that a CLIP trained on these captions has little reason to see."""
 
@@ -103,15 +100,12 @@ def caption(values: Values, named: Collection[str]) -> str:
     return " ".join(words)
 
 
-def patterns(
-    num_samples: int, seed: int, mention_rates: Mapping[str, float] = MENTION_RATES
-) -> Iterator[Pattern]:
-    """``num_samples`` pictures with captions; number i depends on (seed, i) and the rates alone,
-    and the picture on (seed, i)."""
+def patterns(num_samples: int, seed: int) -> Iterator[Pattern]:
+    """``num_samples`` pictures with captions; number i depends on (seed, i) alone."""
     for number in range(num_samples):
         rng = np.random.default_rng([seed, 1, number])
         values = draw_values(rng)
-        named = {name for name, rate in mention_rates.items() if rng.random() < rate}
+        named = {name for name, rate in MENTION_RATES.items() if rng.random() < rate}
         yield Pattern(render(values, rng), caption(values, named), values)
 
 

@@ -32,7 +32,6 @@ from mclclip.shipped import RECIPES
 
 RANDOM = "random"
 """Stands for random weights in the place of open_clip's tag."""
-_SCHEMA = 1
 _MOST_STAGES = 64
 
 
@@ -302,7 +301,6 @@ def save_concat(
     for number, own in enumerate(tensors):
         joined |= {f"stage_{number}.{n}": own[n] for n in own if n not in shared}
     record = {
-        "schema_version": _SCHEMA,
         "variant": variant,
         "num_trunk_blocks": layout.count_without(differing),
         "num_blocks": len(layout.blocks),
@@ -334,11 +332,6 @@ def load_concat(directory: Path) -> Encoder:
     record = files.read_model_json(path)
     if not isinstance(record, dict):
         raise ValueError(f"{directory} has a {weights.CONCAT} without fields: export it again")
-    if record.get("schema_version") != _SCHEMA:
-        raise ValueError(
-            f"{directory} has concat schema {record.get('schema_version')}, this mclclip reads "
-            f"{_SCHEMA}: export it again"
-        )
     tensors = weights.read_tensors(Path(directory) / weights.CONCAT_WEIGHTS)
     listed = record.get("stages")
     number = len(listed) if isinstance(listed, list) else 0

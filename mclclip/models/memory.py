@@ -96,7 +96,7 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, existing: Iterable[Tensor] = (), device: str = "cpu") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = self._before = self.operations = 0
-        self.device = device
+        self.device = torch.device(device)
         self._known: set[int] = set()
         self._fused = torch.backends.mha.get_fastpath_enabled()
         for tensor in existing:
@@ -127,7 +127,7 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.operations += int(formula(*args, **kwargs, out_val=result))
         for value in tree_leaves(result):
             for part in _parts(value) if isinstance(value, Tensor) else ():
-                if part.device.type == self.device:
+                if part.device == self.device:
                     storage = part.untyped_storage()
                     self._note(storage, storage.nbytes())
         return result

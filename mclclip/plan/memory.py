@@ -73,27 +73,8 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
     """
     local, how, gpu = options.global_batch // machine.ranks, options.engine, config.device != "cpu"
     micro, half = min(how.micro_batch or local, local), options.precision in HALF
-    named = config.model_of(name)
-    model = load_model(named, named.projector)
-    if options.precision == "float64":
-        model.double()
-    with faked(copy.deepcopy(model)) as fake:
-        encoder = encoder_operations(fake)
-    prepare_model(model, **options.model_arguments(), seed=config.seed)
-    model.to(_META)  # adapters are made in main memory
-    if how.micro_batch is not None:
-        gradient_cache.check(model)
-    num_classes = max(config.clusters, default=config.cluster.clusters_of(0))
-    if options.objective.reads.attribute is not None:
-        num_classes = _ASSUMED_CLASSES
-    setting = Setting(
-        model=model,
-        context=Context(0, machine.ranks, device=_META),
-        seed=0,
-        precision=options.precision,
-        classes=_Classes(num_classes),
-        shapes_only=True,
-    )
+    model, encoder = _prepared(config, name, options)
+    num_classes, setting = _setting(model, config, options, machine)
     with torch.device(_META), StepMeter(device="meta") as share:
         loss = Trainee(model, options.objective.build(setting).to(_META), options.precision)
     cached = name == "train" and config.trunk_cache.enabled
@@ -106,32 +87,21 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
             trunk = _start_from_trunk(trainee, batch)
             encoder["trunk"] = trunk.operations // local
             encoder["trunk_values"] = batch.views[0][0].numel()
-        gradients = _allocate_gradients(trainee)  # they are there before a micro-batch runs
-        existing = [*trainee.parameters(), *trainee.buffers(), *gradients, *batch.tensors()]
-        with StepMeter(existing) as step:
-            features = _step(trainee, batch.rows(0, micro))
-        operations = step.operations
-        if micro < local:  # gradient caching runs the forward pass once more before
-            with torch.no_grad(), StepMeter() as first:
-                trainee(batch.rows(0, micro), dict)
-            operations += first.operations
-        sizes = _sizes(model, options)
-        objective = trainee.objective
+        features, activations, encoder["sample"] = _measure_step(trainee, batch, local, micro)
+        sizes, objective = _sizes(model, options), trainee.objective
         moments = 2 * size_bytes(p for p in objective.parameters() if p.requires_grad)
         outside = [t for part in objective.outside() for t in part.state_dict().values()]
         saved = moments + size_bytes([*objective.parameters(), *objective.buffers(), *outside])
-        notes = _notes(model, name, options, machine, sizes)
-        counts = _counts(model)
-    lasting = share.live + 3 * moments // 2  # and a gradient
+        notes, counts = _notes(model, name, options, machine, sizes), _counts(model)
     _measure_loss(share, loss, features, batch, options.global_batch, num_classes)
     parts = per_rank(sizes, how, machine.ranks, half=half, caching=micro < local) | {
-        "objective": lasting,
-        "activations": step.peak,
+        "objective": share.live + 3 * moments // 2,  # and a gradient
+        "activations": activations,
         "loss": share.added,
         "batch": size_bytes(batch.tensors()),
         "context": (_CONTEXT + (_NCCL if machine.ranks > 1 else 0)) if gpu else 0,
     }
-    encoder |= {"sample": operations // micro, "loss": share.operations if outside else 0}
+    encoder["loss"] = share.operations if outside else 0
     workers = config.data.num_workers
     return {
         "global_batch": options.global_batch,
@@ -152,6 +122,38 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
         "operations": encoder,
         "notes": notes,
     }
+
+
+def _prepared(config: Config, name: str, options: TrainConfig) -> tuple[Model, dict[str, Any]]:
+    """The model as it is trained, without values, and the operations of its encoders."""
+    named = config.model_of(name)
+    model = load_model(named, named.projector)
+    if options.precision == "float64":
+        model.double()
+    with faked(copy.deepcopy(model)) as fake:
+        operations = encoder_operations(fake)
+    prepare_model(model, **options.model_arguments(), seed=config.seed)
+    model.to(_META)  # adapters are made in main memory
+    if options.engine.micro_batch is not None:
+        gradient_cache.check(model)
+    return model, operations
+
+
+def _setting(
+    model: Model, config: Config, options: TrainConfig, machine: Machine
+) -> tuple[int, Setting]:
+    """The number of classes, and what the objective of one of the machine's ranks is built of."""
+    num_classes = max(config.clusters, default=config.cluster.clusters_of(0))
+    if options.objective.reads.attribute is not None:
+        num_classes = _ASSUMED_CLASSES
+    return num_classes, Setting(
+        model=model,
+        context=Context(0, machine.ranks, device=_META),
+        seed=0,
+        precision=options.precision,
+        classes=_Classes(num_classes),
+        shapes_only=True,
+    )
 
 
 def check(measured: dict[str, Any], name: str, options: TrainConfig, machine: Machine) -> None:
@@ -244,6 +246,22 @@ def _start_from_trunk(trainee: Trainee, batch: Batch) -> StepMeter:
         if isinstance(encoder, Model):
             encoder.first_block = blocks
     return trunk
+
+
+def _measure_step(
+    trainee: Trainee, batch: Batch, local: int, micro: int
+) -> tuple[dict[str, Tensor], int, int]:
+    """The features of a micro-batch, the bytes of its activations, and operations of a sample."""
+    gradients = _allocate_gradients(trainee)  # they are there before a micro-batch runs
+    existing = [*trainee.parameters(), *trainee.buffers(), *gradients, *batch.tensors()]
+    with StepMeter(existing) as step:
+        features = _step(trainee, batch.rows(0, micro))
+    operations = step.operations
+    if micro < local:  # gradient caching runs the forward pass once more before
+        with torch.no_grad(), StepMeter() as first:
+            trainee(batch.rows(0, micro), dict)
+        operations += first.operations
+    return features, step.peak, operations // micro
 
 
 def _step(trainee: Trainee, batch: Batch) -> dict[str, Tensor]:

@@ -30,6 +30,7 @@ log = logging.getLogger("mclclip")
 
 CLOSE_S = 20.0  # time that a sink gets to flush; a pre-empted process has little
 DRAW_S = 0.1  # between two drawings of a line of progress
+LOG_S = 15.0  # between two of its lines in the log
 CLEAR_LINE = "\r\x1b[2K"  # of a terminal
 
 
@@ -63,7 +64,6 @@ def progress(
     description: str,
     start: int = 0,
     detail: Callable[[], str] | None = None,
-    every_s: float = 15.0,
 ) -> Iterator[T]:
     """Yields ``items`` and says how many are done and how long the others will take (without
     ``total``: how many were done): on a terminal in one line that it draws again, else in the log.
@@ -81,7 +81,7 @@ def progress(
     for number, item in enumerate(items, start=1):
         yield item
         now, done = time.monotonic(), start + number
-        logs = now - last >= every_s and done != total and (detail or not on_terminal)
+        logs = now - last >= LOG_S and done != total and (detail or not on_terminal)
         words, left = f"{description}: {done}" + ("" if total is None else f" of {total}"), ""
         if total is not None and number > 1:  # the first one waits for workers to start
             left = time_left((total - done) * (now - first) / (number - 1))

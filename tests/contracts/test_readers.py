@@ -38,8 +38,7 @@ PART_READ = {
 }  # fmt: skip
 ELSEWHERE = {
     # Reasons of filters, of damaged tars and of sizes that no small case reaches.
-    "subset": "unit/data/test_shard_filter.py", "where": "unit/data/test_shard_filter.py",
-    "no_value": "unit/data/test_shard_filter.py", "no_metadata": "unit/data/test_shard_filter.py",
+    "subset": "unit/data/test_shard_filter.py", "no_uid": "unit/data/test_shard_filter.py",
     "no_attribute": "unit/data/test_attributes.py", "no_field": "unit/data/test_caption_fields.py",
     "large_image": "unit/data/test_tar_members.py",
     "large_caption": "unit/data/test_tar_members.py",

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mclclip import advice, cli, config, flags
+from mclclip import advice, cli, config, flag_parser, flags
 
 ROOT = Path(__file__).resolve().parents[2]
 # Of these at least one has to take an advice: some options belong to class centers, frozen blocks
@@ -91,7 +91,7 @@ def test_advised_options_and_values_exist() -> None:
 
 # --- commands ------------------------------------------------------------------------------------
 
-VERBS = flags.verbs_of(flags.build_parser())
+VERBS = flag_parser.verbs_of(flags.build_parser())
 OFFERED = re.compile(r"'mclclip ([a-z][a-z-]*)((?: [^'\n]*)?)'")
 ANY_COMMAND = re.compile(rf"mclclip (?:{'|'.join(VERBS)})\b")
 # The command line's help, and a card, which nobody is to type.

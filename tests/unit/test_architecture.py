@@ -60,7 +60,6 @@ ROOMS["api"] = {*ROOMS}
 ROOMS["process"] = {"ranks", "run", "config"}
 ROOMS["flag_parser"] = {"process"}
 ROOMS["flags"] = {"data", "flag_parser"}
-ROOMS["completion"] = {"flags"}
 ROOMS["cli"] = {*ROOMS}
 ROOMS["__main__"] = {"cli", "ranks"}
 NO_CONFIG = {*GROUND, "ranks", "run", "engines", "objectives", "data"}

@@ -19,19 +19,12 @@ from typing import Any, NoReturn
 
 import pytest
 
-from mclclip import __version__, advice, cli, config, demo, flags, process, shipped
+from mclclip import __version__, advice, cli, config, demo, flag_parser, process, shipped
 from mclclip.ranks import failures, signals
 from mclclip.run.lock import RunLock
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
-EXIT_CODES = (
-    process.EXIT_OK,
-    process.EXIT_INTERNAL,
-    process.EXIT_USER,
-    process.EXIT_PREEMPTED,
-    process.EXIT_INTERRUPTED,
-)
 
 
 def verbs() -> list[str]:
@@ -162,11 +155,11 @@ def test_wrong_paths_and_names_are_refused_before_torch_is_loaded(tmp_path: Path
 
 def test_names_that_are_no_paths_are_left_to_the_verb(tmp_path: Path) -> None:
     for model in ("ViT-B-32@openai", "ViT-B-32", "hf:openai/clip", f"a={tmp_path}", str(tmp_path)):
-        flags.check_paths(cli.parse_words(["eval", "--model", model]))
-    flags.check_paths(cli.parse_words(["blindspots", "--other", "2"]))
-    flags.check_paths(cli.parse_words(["pack", "a/train-*.parquet", "--out", "x"]))
+        flag_parser.check_paths(cli.parse_words(["eval", "--model", model]))
+    flag_parser.check_paths(cli.parse_words(["blindspots", "--other", "2"]))
+    flag_parser.check_paths(cli.parse_words(["pack", "a/train-*.parquet", "--out", "x"]))
     bare = ["finetune", "photos", "--base", "ViT-B-32@openai", "--out", "x"]
-    flags.check_paths(cli.parse_words([*bare, "--dry-run", "--samples", "9"]))
+    flag_parser.check_paths(cli.parse_words([*bare, "--dry-run", "--samples", "9"]))
 
 
 def test_report_takes_a_run_directory_as_other_verbs_name_it(main: Any, tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ from tests.shard_server import serving
 from tests.unit.test_index import all_keys, files, make_shard
 
 PER_SHARD = 20
-WHERE = ["similarity>=0.28", "status==success"]
 
 
 def uid_of(number: int) -> int:
@@ -48,8 +47,7 @@ class Pool:
             path = make_shard(self.folder / f"{self.number:05d}.tar", *map(self.key, numbers))
             rows: dict[str, Any] = {
                 "key": [self.key(n) for n in numbers],
-                "similarity": pa.array([self.similarity(n) for n in numbers], pa.float32()),
-                "status": [self.status(n) for n in numbers],
+                "similarity": np.linspace(0, 1, PER_SHARD),
             }
             if uid:
                 rows["uid"] = [f"{uid_of(n):032x}" for n in numbers]
@@ -60,15 +58,6 @@ class Pool:
 
     def key(self, number: int) -> str:
         return f"{number:09d}"
-
-    def similarity(self, number: int) -> float | None:
-        return [0.1, 0.28, 0.3, None, float("nan"), 0.5][number % 6]
-
-    def status(self, number: int) -> str | None:
-        return ["success", "success", "failed", None][number % 4]
-
-    def meets(self, number: int) -> bool:
-        return (self.similarity(number) or 0) > 0.27 and self.status(number) == "success"
 
     def subset(self, numbers: list[int], name: str = "subset.npy") -> str:
         found = np.array([divmod(uid_of(n), 1 << 64) for n in numbers], UID)
@@ -136,39 +125,21 @@ def test_the_index_has_exactly_the_subset(tmp_path: Path, pool: Pool, share: flo
     for name in ("image_offset", "image_size", "text_offset", "text_size", "num_captions"):
         assert getattr(found, name).tolist() == getattr(whole, name)[ids].tolist()
     assert "left_out" not in read_manifest(whole.directory, KIND).counts["sources"]["s"]
-    assert (whole.directory / "shards.json").read_text().count("where") == 0
+    assert (whole.directory / "shards.json").read_text().count("subset") == 0
 
 
-def test_conditions_choose_exactly_what_meets_them(
+def test_the_subset_is_told_and_processes_change_nothing(
     tmp_path: Path, pool: Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, logger="mclclip"):
-        found = run(tmp_path / "run", pool.shards, where=WHERE)
-    wanted = [n for n in range(60) if pool.meets(n)]
-    assert all_keys(found) == pool.keys(wanted) and wanted
-    counted = left_out(found)
-    assert counted["where:similarity>=0.28"] == sum(n % 6 == 0 for n in range(60))
-    assert counted["no_value:similarity>=0.28"] == sum(n % 6 in (3, 4) for n in range(60))
-    high = [n for n in range(60) if n % 6 in (1, 2, 5)]
-    assert counted["where:status==success"] == sum(n % 4 == 2 for n in high)
-    assert counted["no_value:status==success"] == sum(n % 4 == 3 for n in high)
-    assert sum(counted.values()) + len(found) == 60
-    line = f"source s has {len(found)} samples, its filters left out {60 - len(found)} ("
-    assert line in caplog.text and "10 where:similarity>=0.28" in caplog.text
-    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(warned) == 2 and all("without a value of a condition's" in w for w in warned)
-
-
-def test_a_subset_and_conditions_both_hold_and_processes_change_nothing(
-    tmp_path: Path, pool: Pool
-) -> None:
     chosen = drawn(60, 0.6)
-    options = {"subset": pool.subset(chosen), "where": WHERE, "attributes": []}
-    one = run(tmp_path / "one", pool.shards, **options)
-    two = run(tmp_path / "two", pool.shards, 2, **options)
-    assert all_keys(one) == pool.keys(n for n in chosen if pool.meets(n)) == all_keys(two)
+    with caplog.at_level(logging.INFO, logger="mclclip"):
+        one = run(tmp_path / "one", pool.shards, subset=pool.subset(chosen))
+    line = f"source s has {len(one)} samples, its subset left out {60 - len(one)} ("
+    assert line in caplog.text
+    assert not [r for r in caplog.records if r.levelno == logging.WARNING]
+    two = run(tmp_path / "two", pool.shards, 2, subset=pool.subset(chosen))
+    assert all_keys(one) == pool.keys(chosen) == all_keys(two)
     assert one.digest == two.digest and left_out(one) == left_out(two)
-    assert left_out(one)["subset"] == 60 - len(chosen)
     for name in ("samples.arrow", "shards.json"):
         assert (one.directory / name).read_bytes() == (two.directory / name).read_bytes()
 
@@ -176,8 +147,8 @@ def test_a_subset_and_conditions_both_hold_and_processes_change_nothing(
 def test_samples_that_the_parquet_lacks_are_counted(tmp_path: Path, pool: Pool) -> None:
     path = pool.folder / "00001.parquet"
     pq.write_table(pq.read_table(path).slice(5), path)
-    found = run(tmp_path / "run", pool.shards, where=["similarity>-1"])
-    assert left_out(found)["no_metadata"] == 5
+    found = run(tmp_path / "run", pool.shards, subset=pool.subset([*range(60)]))
+    assert left_out(found) == {"no_uid": 5}
 
 
 def test_uids_of_json_members_and_findings_of_what_is_left_out(tmp_path: Path) -> None:
@@ -200,7 +171,7 @@ def test_uids_of_json_members_and_findings_of_what_is_left_out(tmp_path: Path) -
 
 
 def test_shards_behind_urls_have_their_parquets_there(tmp_path: Path, pool: Pool) -> None:
-    options = {"subset": pool.subset(drawn(60, 0.6)), "where": WHERE}
+    options = {"subset": pool.subset(drawn(60, 0.6))}
     local = run(tmp_path / "local", pool.shards, **options)
     with serving(pool.folder) as server:
         urls = server.url("{00000..00002}.tar")
@@ -208,8 +179,6 @@ def test_shards_behind_urls_have_their_parquets_there(tmp_path: Path, pool: Pool
         assert all_keys(over) == all_keys(local) and left_out(over) == left_out(local)
         for number in (0, 2):
             (pool.folder / f"{number:05d}.parquet").unlink()
-        with pytest.raises(FileNotFoundError, match=r"where: 2 of 3 shards have .*00000\.parquet"):
-            run(tmp_path / "less", urls, **options)
         with pytest.raises(ValueError, match=r"no sample of http.*00000\.tar has a uid"):
             run(tmp_path / "less", urls, subset=options["subset"])
         assert not (tmp_path / "less").exists()
@@ -223,19 +192,7 @@ def test_shards_behind_urls_have_their_parquets_there(tmp_path: Path, pool: Pool
 @pytest.mark.parametrize(
     ("source", "error", "message"),
     [
-        ({"where": ["sim>=1"]}, ValueError, r"00000\.parquet has no column sim, it has key, simi"),
-        (
-            {"where": ["similarity=1"]},
-            ValueError,
-            r"data\.sources\.s \(where\): got 'similarity=1'",
-        ),
-        (
-            {"where": ["status<3"]},
-            ValueError,
-            r"00000\.parquet: status<3 compares a number, and column status",
-        ),
-        ({"subset": "/none.npy"}, FileNotFoundError, r"sources\.s \(subset, where\): there is no"),
-        ({"where": ["similarity>7"]}, ValueError, "no usable sample in 3 shard.*loosen where"),
+        ({"subset": "/none.npy"}, FileNotFoundError, r"sources\.s\.subset: there is no"),
         ({"subset": []}, ValueError, "no usable sample .* 60 samples that the subset lacks"),
     ],
 )
@@ -249,37 +206,26 @@ def test_wrong_filters(
     assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
 
 
-def test_missing_parquets_are_told_together(tmp_path: Path, pool: Pool) -> None:
-    for number in (1, 2):
-        (pool.folder / f"{number:05d}.parquet").unlink()
-    with pytest.raises(FileNotFoundError, match=r"2 of 3 shards have no .*00001\.parquet"):
-        run(tmp_path / "run", pool.shards, where=WHERE)
-    assert not (tmp_path / "run").exists()
-
-
 # --- again -------------------------------------------------------------------------------------
 
 
 def test_new_shards_are_filtered_and_counted_beside_the_known(tmp_path: Path, pool: Pool) -> None:
-    options = {"subset": pool.subset(drawn(140, 0.5)), "where": WHERE}
+    options = {"subset": pool.subset(drawn(140, 0.5))}
     first = run(tmp_path / "run", pool.shards, **options)
     before = files(first.directory)
-    again = run(tmp_path / "run", pool.shards, subset=options["subset"], where=WHERE[::-1])
+    again = run(tmp_path / "run", pool.shards, **options)
     assert files(again.directory) == before
     for path in pool.folder.glob("*.parquet"):
         path.unlink()  # known shards are not scanned again
     pool.add(4)
     grown = run(tmp_path / "run", pool.shards, **options)
-    wanted = [n for n in drawn(140, 0.5) if pool.meets(n)]
-    assert all_keys(grown) == pool.keys(wanted)
-    assert sum(left_out(grown).values()) == 140 - len(wanted)
+    assert all_keys(grown) == pool.keys(drawn(140, 0.5))
+    assert sum(left_out(grown).values()) == 140 - len(grown)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"where": WHERE[:1]}, r"indexed with where=\[.*success'\], now \['similarity>=0\.28'\]"),
-        ({"where": []}, r"where=\[.*\], now \[\]"),
         ({"subset": None}, "indexed with a subset of digest [0-9a-f]{12}, now with no subset"),
         ({"subset": "other"}, "a subset of digest [0-9a-f]{12}, now with a subset of digest"),
     ],
@@ -287,7 +233,7 @@ def test_new_shards_are_filtered_and_counted_beside_the_known(tmp_path: Path, po
 def test_another_filter_stops_until_forced(
     tmp_path: Path, pool: Pool, change: dict[str, Any], message: str
 ) -> None:
-    options: dict[str, Any] = {"subset": pool.subset(drawn(60, 0.6)), "where": WHERE}
+    options: dict[str, Any] = {"subset": pool.subset(drawn(60, 0.6))}
     first = run(tmp_path / "run", pool.shards, **options)
     before = files(first.directory)
     if change.get("subset") == "other":
@@ -302,7 +248,7 @@ def test_another_filter_stops_until_forced(
 
 
 def test_a_shard_is_told_from_a_changed_one_without_its_filter(tmp_path: Path, pool: Pool) -> None:
-    options = {"subset": pool.subset(drawn(60, 0.3)), "where": WHERE}
+    options = {"subset": pool.subset(drawn(60, 0.3))}
     found = run(tmp_path / "run", pool.shards, **options)
     for path in (*pool.folder.glob("*.parquet"), pool.folder / "subset.npy"):
         path.unlink()
@@ -316,7 +262,7 @@ def test_a_shard_is_told_from_a_changed_one_without_its_filter(tmp_path: Path, p
 
 
 def test_checksums_of_pixels_come_later_for_the_same_samples(tmp_path: Path, pool: Pool) -> None:
-    options = {"subset": pool.subset(drawn(60, 0.5)), "where": WHERE}
+    options = {"subset": pool.subset(drawn(60, 0.5))}
     first = run(tmp_path / "run", pool.shards, **options)
     keys, counted = all_keys(first), left_out(first)
     path = pool.folder / "00001.parquet"
@@ -336,16 +282,20 @@ def test_checksums_of_pixels_come_later_for_the_same_samples(tmp_path: Path, poo
 
 def test_what_is_left_out_is_not_embedded(tmp_path: Path) -> None:
     data = tiny.make_data(tmp_path / "data", num_samples=144)
+    taken = []
     for number, path in enumerate(sorted((data / "shards").glob("*.tar"))):
         with tarfile.open(path) as tar:
             keys = sorted(n.removesuffix(".txt") for n in tar.getnames() if n.endswith(".txt"))
+        uids = [1000 * number + k for k in range(len(keys))]
         # Of the second shard nothing is taken.
-        scores = [float(k % 3 == 0 and number != 1) for k in range(len(keys))]
-        pq.write_table(pa.table({"key": keys, "score": scores}), path.with_suffix(".parquet"))
+        taken += [uid for k, uid in enumerate(uids) if k % 3 == 0 and number != 1]
+        table = {"key": keys, "uid": [f"{uid:032x}" for uid in uids]}
+        pq.write_table(pa.table(table), path.with_suffix(".parquet"))
+    np.save(tmp_path / "subset.npy", np.array([(0, uid) for uid in sorted(taken)], UID))
     made = {}
-    for name, conditions in (("whole", []), ("part", ["score>0.5"])):
-        where = f"data.sources.patterns.where={conditions}"
-        options = tiny.make_config(tmp_path / name, data, where, "base=null")
+    for name, subset in (("whole", "null"), ("part", tmp_path / "subset.npy")):
+        source = f"data.sources.patterns.subset={subset}"
+        options = tiny.make_config(tmp_path / name, data, source, "base=null")
         found = index.run(options, SINGLE)
         export.stage(options, SINGLE, stage=0)
         directory = embed.run(options, SINGLE, stage=0, text=False)

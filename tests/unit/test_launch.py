@@ -448,12 +448,6 @@ def test_a_table_of_a_paper_is_planned_with_its_gpu_hours(script: Path, tmp_path
     assert sorted((tiny.ROOT / "runs").glob("*")) == before
 
 
-def lines_to_edit(script: str) -> list[str]:
-    """What stands below the comments ``# 1.``, ``# 2.`` and ``# 3.``."""
-    lines = (SLURM / script).read_text().splitlines()
-    return [lines[n + 1] for n, line in enumerate(lines) if re.match(r"# \d\. ", line)]
-
-
 def test_the_options_that_survival_needs() -> None:
     text = (SLURM / "mclclip.sbatch").read_text()
     for option in (

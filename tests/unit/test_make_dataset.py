@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from mclclip import make_dataset
-from mclclip.data.patterns import ATTRIBUTES, FULL_RATES, MENTION_RATES, caption, patterns
+from mclclip.data.patterns import ATTRIBUTES
 from mclclip.data.remote import StoredFile
 from mclclip.data.shard_scan import scan_shard
 from mclclip.eval.protocols.attributes import read_split
@@ -33,14 +32,6 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     one, two = (tiny.make_data(tmp_path / name, num_samples=48) for name in ("one", "two"))
     assert tiny.digests(one, "**/*.tar") == tiny.digests(two, "**/*.tar")
     assert tiny.digests(one, "**/*.jpg") == tiny.digests(two, "**/*.jpg")
-
-
-def test_full_captions_name_every_attribute_of_the_same_pictures() -> None:
-    some, full = (list(patterns(8, 3, rates)) for rates in (MENTION_RATES, FULL_RATES))
-    for one, other in zip(some, full, strict=True):
-        np.testing.assert_array_equal(one.image, other.image)
-        assert other.caption == caption(one.values, ATTRIBUTES)
-    assert [one.caption for one in some] != [other.caption for other in full]
 
 
 @pytest.mark.parametrize(("name", "place"), [("trifeature", "train"), ("patterns", "shards")])

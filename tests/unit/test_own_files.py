@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -13,14 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from mclclip import files
 from mclclip import index as verb
 from mclclip.ranks.process_group import Context
 from mclclip.ranks.step_boundary import StepBoundary
 from tests import tiny
 
 DEEP = "[" * 100_000 + "]" * 100_000
-ODD = ["", "null", "3", "[]", "{", DEEP, '{"a": 1}', "[[]]", "\x00\xff", '[{"path": 3}]']
 
 
 @pytest.fixture(scope="module")
@@ -58,15 +55,6 @@ def column(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[P
         os.replace(str(path) + ".new", path)
 
     return damage
-
-
-def record_again(directory: Path) -> None:
-    """Has the manifest fit the damaged files, so that not their sizes alone tell."""
-    path = directory / "manifest.json"
-    fields = files.read_json(path)
-    records = files.records_of(directory, *fields["records"])
-    fields["records"] = {name: dataclasses.asdict(record) for name, record in records.items()}
-    files.write_json(path, fields)
 
 
 def cut(share: float) -> Callable[[Path], None]:

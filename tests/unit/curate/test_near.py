@@ -198,23 +198,27 @@ def slow_copies(
     return found
 
 
-def test_of_copies_the_best_is_kept_and_what_is_near_it_left_out() -> None:
+def test_of_copies_the_best_is_kept_and_what_is_near_it_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(near, "ROUNDS", 100)
     for above in (0.999, 0.99, 0.95):
         rows, scores = crowded(150)
         left = RNG.random(150) > 0.1
-        of, counts = near.copies_among(rows, left, scores, above, rounds=100, what="a search")
+        of, counts = near.copies_among(rows, left, scores, above, what="a search")
         wanted = slow_copies(rows, left, scores, above)
         assert {i: int(of[i]) for i in range(150) if of[i] != i} == wanted
         assert counts["by_chain"] == 0 and counts["largest_group"] > 3
 
 
-def test_after_the_last_round_chains_are_left_out_and_counted() -> None:
+def test_after_the_last_round_chains_are_left_out_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     angles = 0.1 * np.arange(12)  # each is near the next, the cosine of 0.1 is 0.995
     rows = np.column_stack([np.cos(angles), np.sin(angles)]).astype(np.float32)
     for rounds, kept, by_chain in ((1, [0], 10), (2, [0, 2], 8), (10, [0, 2, 4, 6, 8, 10], 0)):
-        of, counts = near.copies_among(
-            rows, np.ones(12, bool), None, 0.99, rounds=rounds, what="a search"
-        )
+        monkeypatch.setattr(near, "ROUNDS", rounds)
+        of, counts = near.copies_among(rows, np.ones(12, bool), None, 0.99, what="a search")
         assert np.unique(of).tolist() == kept
         assert counts["by_chain"] == by_chain and counts["largest_group"] == 12
 

@@ -69,27 +69,27 @@ def test_what_others_wrote_is_shown_escaped(
 
 
 def test_progress_is_plain_lines_without_a_terminal(
-    log: logging.Logger, capsys: pytest.CaptureFixture[str]
+    log: logging.Logger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runlog.setup(0)
-    items = list(runlog.progress("abc", total=3, description="embed", every_s=0.0))
+    monkeypatch.setattr(runlog, "LOG_S", 0.0)
+    items = list(runlog.progress("abc", total=3, description="embed"))
     assert items == ["a", "b", "c"]
     lines = [line.split(" I ")[1] for line in capsys.readouterr().err.splitlines()]
     assert lines == ["embed: 1 of 3", "embed: 2 of 3, 0 s left"]
-    list(runlog.progress("a", total=None, description="read", every_s=0.0))
+    list(runlog.progress("a", total=None, description="read"))
     assert capsys.readouterr().err.endswith(" I read: 1\n")
 
 
 def test_progress_has_further_words_where_there_are_new_ones(
-    log: logging.Logger, capsys: pytest.CaptureFixture[str]
+    log: logging.Logger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a training that goes on at step 5."""
     runlog.setup(0)
+    monkeypatch.setattr(runlog, "LOG_S", 0.0)
     words = iter(["", "loss 2", "", ""])
     list(
-        runlog.progress(
-            "abcd", total=9, description="stage 1", start=5, detail=lambda: next(words), every_s=0.0
-        )
+        runlog.progress("abcd", total=9, description="stage 1", start=5, detail=lambda: next(words))
     )
     lines = [line.split(" I ")[1] for line in capsys.readouterr().err.splitlines()]
     assert lines == [
@@ -145,12 +145,12 @@ def test_an_interrupted_progress_draws_nothing_more(
 
 
 def test_progress_is_silent_on_other_ranks_and_seldom_on_the_first(
-    log: logging.Logger, capsys: pytest.CaptureFixture[str]
+    log: logging.Logger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rank in (0, 1):
         runlog.setup(rank)
-        every_s = 60.0 if rank == 0 else 0.0
-        assert list(runlog.progress("ab", total=2, description="x", every_s=every_s)) == ["a", "b"]
+        monkeypatch.setattr(runlog, "LOG_S", 60.0 if rank == 0 else 0.0)
+        assert list(runlog.progress("ab", total=2, description="x")) == ["a", "b"]
     assert capsys.readouterr().err == ""
 
 
