@@ -192,15 +192,19 @@ def _recorded(
 
 def _naming_lost(work: Callable[[Context], object], context: Context) -> object:
     """Calls ``work``; where another rank is gone raises Lost, or the request to leave that this
-    rank has received as well, and a little later."""
+    rank has received as well.
+
+    Lost of a training stays: its ranks agree on a request before any of them leaves, and torchrun
+    sends SIGTERM to those that are left when one is killed.
+    """
     try:
         return work(context)
     except Exception as error:
         lost, request = failures.as_lost(error), signals.received()
-        if request is not None and failures.is_lost_peer(error):
-            raise signals.error_of(request) from error
         if lost is error:
             raise
+        if request is not None and failures.is_lost_peer(error):
+            raise signals.error_of(request) from error
         raise lost from error
 
 
