@@ -4,8 +4,9 @@
 # launch NPROC OPTION... -- ARGUMENT...: starts torchrun with the options and NPROC ranks here, on
 # mclclip with the arguments; waits, and ends this script with
 #     0   finished
-#     85  asked to leave, saved: the same command resumes (PREEMPTED_CODE replaces 85)
-#     130 interrupted
+#     85  asked to leave (a training by Ctrl-C too), saved: the same command resumes
+#         (PREEMPTED_CODE replaces 85)
+#     130 interrupted outside a training, or twice
 #     or the code that mclclip recorded when it failed; where that is 2, a mistake of the user, the
 #     last line on stderr names it.
 # torchrun turns the codes of its workers into 0 or 1, so mclclip records how it ends in
@@ -131,15 +132,16 @@ signal_workers() {
     done
 }
 
-# Ctrl-C: the workers print a line and end; torchrun is stopped, as it would print a traceback.
+# Ctrl-C: a training saves and ends, another verb ends at once; torchrun is stopped, as it would print
+# a traceback. A second Ctrl-C kills torchrun, with which the workers end.
 interrupt() {
-    trap '' INT
+    trap 'exit 130' INT
     kill -STOP "$torchrun" 2>/dev/null || true
     signal_workers INT
-    local patience=50
-    until all_ended || ((patience-- == 0)); do
+    until all_ended; do
         sleep 0.2
     done
+    [[ $(recorded state) != preempted ]] || exit "${PREEMPTED_CODE:-85}"
     exit 130
 }
 

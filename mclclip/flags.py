@@ -97,7 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
         usage="mclclip VERB [FLAGS]    (mclclip VERB --help: its flags)",
         description="Fine-tune CLIP at scale so that it sees what it was blind to.",
         epilog=f"{_VERBS}\nExit codes: 0 done, 1 internal error, 2 user mistake (one line),\n"
-        "85 pre-empted (run it again), 130 interrupted.",
+        "85 asked to leave and saved (run it again), 130 interrupted.",
     )
     parser.add_argument("--version", action="version", version=f"mclclip {__version__}")
     hidden: Any = argparse.SUPPRESS

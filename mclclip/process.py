@@ -1,10 +1,10 @@
 """One process of a run from start to end: signals, ranks, the lock, the recorded state, exit code.
 
 Exit codes: 0 done; 1 an error of mclclip itself (with a traceback), or a lost rank or worker (one
-line); 2 a mistake of the user, or files that do not fit together (one line); 85 pre-empted and
-saved, to be started again; 130 interrupted by the user, a training saved. Under torchrun, which
-reports every code but 0 as a crash, a pre-empted process ends with 0, and the recorded state says
-that it was pre-empted.
+line); 2 a mistake of the user, or files that do not fit together (one line); 85 asked to leave and
+saved, by Ctrl-C in a training too; 130 interrupted by Ctrl-C elsewhere, or by a second one. Under
+torchrun, which reports every code but 0 as a crash, a process that exits with 85 elsewhere ends
+with 0, and the recorded state says that it was pre-empted.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def record_early(error: BaseException, code: int) -> None:
         from mclclip.run.lock import write_state
 
         again = code == EXIT_PREEMPTED
-        state = "interrupted" if signals.is_interrupt(error) else "preempted" if again else "failed"
+        interrupted = isinstance(error, KeyboardInterrupt)
+        state = "interrupted" if interrupted else "preempted" if again else "failed"
         reason = failures.line_of(error)
         write_state(None, state, verb="", exit_code=code, requeue=again, reason=reason)
 
@@ -163,7 +164,7 @@ def _recorded(
 
     def record_error(error: BaseException, code: int) -> None:
         try:
-            if signals.is_interrupt(error):
+            if isinstance(error, KeyboardInterrupt):
                 record("interrupted", code, signals.line_of(error))
             elif isinstance(error, Preempted):
                 record("preempted", code, error.reason, requeue=error.requeue)
@@ -191,15 +192,19 @@ def _recorded(
 
 def _naming_lost(work: Callable[[Context], object], context: Context) -> object:
     """Calls ``work``; where another rank is gone raises Lost, or the request to leave that this
-    rank has received as well, and a little later."""
+    rank has received as well.
+
+    Lost of a training stays: its ranks agree on a request before any of them leaves, and torchrun
+    sends SIGTERM to those that are left when one is killed.
+    """
     try:
         return work(context)
     except Exception as error:
         lost, request = failures.as_lost(error), signals.received()
-        if request is not None and failures.is_lost_peer(error):
-            raise signals.error_of(request) from error
         if lost is error:
             raise
+        if request is not None and failures.is_lost_peer(error):
+            raise signals.error_of(request) from error
         raise lost from error
 
 

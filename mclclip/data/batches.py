@@ -26,6 +26,7 @@ from __future__ import annotations
 import logging
 import multiprocessing.util
 import random
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -408,7 +409,7 @@ class Loader(Generic[T]):
         pin_memory: bool = False,
         spawn: bool = False,
     ) -> None:
-        self.items, self.describe = items, describe
+        self.items, self.describe, self.timeout_s = items, describe, timeout_s
         num_workers = min(num_workers, len(items))
         one: dict[str, Any] = {"batch_size": None, "sampler": items}
         many: dict[str, Any] = {"batch_sampler": items, "collate_fn": list}
@@ -432,10 +433,18 @@ class Loader(Generic[T]):
         workers = getattr(source, "_workers", [])
         multiprocessing.util.Finalize(source, _kill, [workers], exitpriority=1)
         for item in self.items:
+            late: list[object] = []
+            # torch's limit does not hold while it takes a batch from a worker that stands still.
+            timer = threading.Timer(2 * self.timeout_s, _give_up, (workers, late))
             try:
+                if workers:
+                    timer.start()
                 batch = next(source)
             except (RuntimeError, ConnectionError, EOFError) as error:
-                raise self._name(error, item) from error
+                told = RuntimeError(failures.LATE_WORKER) if late else error
+                raise self._name(told, item) from error
+            finally:
+                timer.cancel()
             yield batch
         next(source, None)  # the loader's own end, which ends its workers
 
@@ -451,6 +460,11 @@ class Loader(Generic[T]):
                 what, clean(" ".join(keys)),
             )  # fmt: skip
         return lost
+
+
+def _give_up(workers: Iterable[multiprocessing.Process], late: list[object]) -> None:
+    late.append(True)
+    _kill(workers)
 
 
 def _kill(workers: Iterable[multiprocessing.Process]) -> None:

@@ -21,7 +21,7 @@ LONGEST_LINE = 4000  # characters of an error's line; the middle of a longer one
 MORE_SHARED_MEMORY = "give it more (docker run --shm-size=8g), or set data.num_workers=0"
 GOES_ON = "the same command goes on from what is saved"
 _MOST_OF_TORCH = 300  # characters
-_LATE_WORKER = "DataLoader timed out"
+LATE_WORKER = "DataLoader timed out"
 # torch's words for a loader worker that ended without an error of its own.
 _ENDED_WORKER = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) "
@@ -57,7 +57,7 @@ def as_lost(error: Exception, where: str = "") -> Exception:
     if isinstance(error, Lost):
         return error
     text, where = str(error), where and f" ({where})"
-    if isinstance(error, RuntimeError) and text.startswith(_LATE_WORKER):
+    if isinstance(error, RuntimeError) and text.startswith(LATE_WORKER):
         return LostWorker(f"no data has come within peer_timeout_s{where}: {GOES_ON}")
     ended = _ENDED_WORKER.search(text) if isinstance(error, RuntimeError) else None
     if ended is not None:

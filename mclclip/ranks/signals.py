@@ -135,7 +135,7 @@ def received() -> str | None:
 
 def error_of(name: str, deferred: bool = False) -> Preempted | KeyboardInterrupt:
     """The error that is raised for the signal ``name``, after a training saved (``deferred``) or
-    elsewhere. A process that was interrupted is not started again."""
+    elsewhere. What a user interrupted is not started again by a scheduler."""
     if name == INTERRUPT and not deferred:
         return KeyboardInterrupt()
     return Preempted(name, requeue=name != INTERRUPT)
@@ -156,20 +156,14 @@ def deferred() -> Iterator[None]:
         raise error_of(_State.name, deferred=True)
 
 
-def is_interrupt(error: BaseException) -> bool:
-    """Returns whether the user interrupted the process, in a training or elsewhere."""
-    saved = isinstance(error, Preempted) and error.reason == INTERRUPT
-    return saved or isinstance(error, KeyboardInterrupt)
-
-
 def code_of(error: BaseException) -> int:
     """The exit code that stands for a request."""
-    return EXIT_INTERRUPTED if is_interrupt(error) else EXIT_PREEMPTED
+    return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_PREEMPTED
 
 
 def line_of(error: BaseException) -> str:
     """The line that is printed of a request."""
-    if is_interrupt(error):
+    if isinstance(error, KeyboardInterrupt):
         return "interrupted: the same command goes on from what is saved"
     return f"asked to leave ({error}): the same command goes on"
 

@@ -170,6 +170,18 @@ def test_a_worker_that_was_killed_is_one_line_and_the_command_goes_on(
     assert result_of(run_dir) == result_of(tmp_path / "undisturbed")
 
 
+@pytest.mark.parametrize("ranks", kept([1, 2], 0))
+def test_workers_that_stand_still_end_the_run(
+    shell: Shell, indexed: Any, tmp_path: Path, ranks: int
+) -> None:
+    """Also where they have batches ready, which the run has yet to take from them."""
+    run_dir, inside = tmp_path / "run", Silence(4, rank=ranks - 1)
+    limit = f"peer_timeout_s={LIMIT_S}"
+    left = shell(*words(indexed, run_dir, limit), ranks=ranks, inside=inside, timeout_s=100)
+    assert left.code == 1 and "Traceback" not in "".join(left.stderrs), left.stderrs
+    assert "peer_timeout_s" in state_of(run_dir)["reason"]
+
+
 # --- a sample that is left out ------------------------------------------------------------------
 
 
@@ -225,6 +237,7 @@ def test_a_picture_whose_decoding_does_not_end_ends_the_run_which_goes_on_withou
     assert done.code == 0 and "excluded" in done.stderr, done.stderrs
     assert train(tmp_path / "other", Undecodable(crc32, False, broken)).code == 0
     batches = rest.sample_ids()
+    assert 0 < len(batches) < STEPS, "it goes on from a saved step"
     assert sample_id not in batches
     np.testing.assert_array_equal(batches, broken.sample_ids()[-len(batches) :])
 

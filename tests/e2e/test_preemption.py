@@ -131,9 +131,9 @@ def test_the_first_interrupt_saves_and_the_same_command_goes_on(
     shell: Shell, indexed: Any, undisturbed: Any, tmp_path: Path
 ) -> None:
     left = disturbed(shell, indexed, tmp_path, inside=After(3, ask(signal.SIGINT), (0,)))
-    assert left.code == 130 and "Traceback" not in "".join(left.stderrs), left.stderrs
+    assert left.code == 85 and "Traceback" not in "".join(left.stderrs), left.stderrs
     state = state_of(tmp_path / "run")
-    assert (state["state"], state["exit_code"], state["requeue"]) == ("interrupted", 130, False)
+    assert (state["state"], state["exit_code"], state["requeue"]) == ("preempted", 85, False)
     assert checkpoint.steps(tmp_path / "run/stage_0/train/checkpoints") in ([4], [5])
     shell.ok(*train(indexed[0], tmp_path / "run"))
     assert weights(tmp_path / "run") == undisturbed(1)

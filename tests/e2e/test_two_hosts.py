@@ -30,9 +30,9 @@ pytestmark = pytest.mark.slow
 
 STEPS, CUT_AFTER = 20, 3
 PEER_TIMEOUT_S = 10.0
-# The watch looks every tenth of its time, torchrun ends within a second or two of its rank, and
-# launch/common.sh waits six seconds for one that does not; the rest is for a busy machine.
-END_S = PEER_TIMEOUT_S + 15.0
+# A later rank waits some seconds before it ends, torchrun ends within a second or two of its rank,
+# and launch/common.sh waits six seconds for one that does not; the rest is for a busy machine.
+END_S = PEER_TIMEOUT_S + 25.0
 RUN_S = 180.0
 PREFIX = "mclclip-"
 DEVICE, PORT = "veth0", 29500
@@ -236,7 +236,7 @@ def test_two_hosts_train_as_one(
 def test_a_cut_cable_ends_the_job_on_both_sides(
     hosts: list[Host], indexed: Any, one_host: Any, tmp_path: Path
 ) -> None:
-    """Each names the other, in time; then the same command goes on."""
+    """Each says in time that the other does not answer; then the same command goes on."""
     run_dir, (config, prepared) = tmp_path / "run", indexed
     shutil.copytree(prepared, run_dir)
     with Job(hosts, config, run_dir, tmp_path / "cut") as job:
@@ -249,9 +249,9 @@ def test_a_cut_cable_ends_the_job_on_both_sides(
     print(f"cut after step {len(rows_of(run_dir))}: ended after {after_s} s (limit {END_S:g})")
     assert CUT_AFTER <= len(rows_of(run_dir)) < STEPS, "the run was over before the cut"
     assert codes == [1, 1], job.logs
-    for log, line in zip(job.logs, last_words(hosts), strict=True):
-        (said,) = [words for words in log.splitlines() if words.startswith("mclclip: ")]
-        assert all(part in said for part in line), job.logs
+    for log in job.logs:
+        (said,) = [line for line in log.splitlines() if line.startswith("mclclip: ")]
+        assert "another rank" in said and "peer_timeout_s" in said and "in step" in said, job.logs
     for path in (run_dir / "run_state.json", *job.states):
         assert state_in(path) == ("failed", True)
     saved = steps_of(run_dir)[-1]
@@ -260,16 +260,3 @@ def test_a_cut_cable_ends_the_job_on_both_sides(
     assert f"{STEPS} steps from {saved}," in job.logs[0]
     assert state_in(run_dir / "run_state.json") == ("finished", False)
     assert result_of(run_dir) == one_host[2]
-
-
-def last_words(hosts: list[Host]) -> list[tuple[str, ...]]:
-    """What each host says of the other when it cannot be reached."""
-    limit = f"for {PEER_TIMEOUT_S:g} s (peer_timeout_s)"
-    return [
-        (f"mclclip: rank 1 (host {hosts[1].name}, process ", f") has not been heard of {limit}"),
-        (
-            f"mclclip: rank 0 (host {hosts[0].name}, process ",
-            f") or the launcher beside it at {hosts[0].address}:",
-            f" cannot be reached {limit}",
-        ),
-    ]

@@ -89,6 +89,10 @@ if verb == "end":
 if verb == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 signal.signal(signal.SIGUSR1, leave)
+if verb == "train":
+    signal.signal(signal.SIGINT, leave)
+if verb == "hang":
+    signal.signal(signal.SIGINT, lambda *_: Path(folder / "asked").touch())
 try:
     (folder / "rank").write_text(str(os.getpid()))
     time.sleep(600)
@@ -289,11 +293,19 @@ def test_asked_to_leave(folder: Path, name: str, verb: str) -> None:
     assert not list((folder / "temporary").iterdir())
 
 
-def test_interrupted(folder: Path) -> None:
-    process = start(folder, 1, "wait")
-    until((folder / "rank").exists)
+@pytest.mark.parametrize(
+    ("verb", "ends"),
+    [("wait", (130, "mclclip: interrupted\n")), ("train", (85, "")), ("hang", (130, ""))],
+)
+def test_interrupted(folder: Path, verb: str, ends: tuple[int, str]) -> None:
+    """A training saves first; a second Ctrl-C ends what does not end by the first."""
+    process = start(folder, 1, verb)
+    until(lambda: (folder / "rank").exists() and (folder / "rank").read_text() != "")
     os.killpg(process.pid, signal.SIGINT)
-    assert finish(process) == (130, "mclclip: interrupted\n")
+    if verb == "hang":
+        until((folder / "asked").exists)
+        os.killpg(process.pid, signal.SIGINT)
+    assert finish(process) == ends
     pids = [seen(folder)["pid"], int((folder / "rank").read_text())]
     until(lambda: not any(map(is_running, pids)))
 
