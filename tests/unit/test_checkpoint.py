@@ -557,6 +557,7 @@ def test_a_fresh_disk_gets_the_newest_of_the_mirror(
     target = Source(1)
     fresh = Checkpoints(tmp_path / "b", CheckpointConfig(mirror=mirror))
     assert fresh.resume(target) == 12
+    fresh.wait()  # no round goes on when the store is closed
     assert_same(target, Source(12))
     (line,) = warnings_of(caplog)
     assert "no checkpoint here, using step 12 of the mirror" in line
@@ -574,7 +575,9 @@ def test_a_damaged_copy_is_passed_over(
     for step in (4, 6, 8):
         shutil.rmtree(tmp_path / "a" / f"step_{step:08d}")
     target = Source(1)
-    assert Checkpoints(tmp_path / "a", CheckpointConfig(mirror=mirror)).resume(target) == 4
+    checkpoints = Checkpoints(tmp_path / "a", CheckpointConfig(mirror=mirror))
+    assert checkpoints.resume(target) == 4
+    checkpoints.wait()
     assert_same(target, Source(4))
     (line,) = warnings_of(caplog)
     assert "step 2 (" in line and "step 6 (" in line and "using step 4 of the mirror" in line
