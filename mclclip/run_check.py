@@ -84,7 +84,7 @@ def _read_listing(path: Path) -> tuple[dict[Path, files.Record], str, bool]:
     records = {folder / name: record for name, record in manifest.records.items()}
     if manifest.kind == TRUNK_CACHE:
         rows = Path(manifest.counts["rows"] or folder / "rows")
-        if rows.exists():
+        if any(rows.glob("*")):  # they may be removed, also from a folder that stays
             notes = all_notes(rows, int(manifest.counts["shards"]))
             records |= {rows / name: note.record for name, note in notes.items()}
     again = f"run 'mclclip {verb_of(manifest.kind)} --force' to make it again"

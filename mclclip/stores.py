@@ -27,7 +27,7 @@ import obstore.store
 from mclclip.files import clean
 from mclclip.options import protocol_of
 
-_MOST_STORES = 512  # that stay open: one for each bucket or host, and for each signature
+_MOST_STORES = 4096  # that stay open: one for each bucket or host, and for each signature
 HUB_URL = re.compile(r"hf://datasets/([^/@?]+/[^/@?]+)(?:@([^/?]+))?/([^?]+)")
 _opened_by: list[int] = []  # the process that has used obstore first
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from email.message import Message
-from email.utils import formatdate
+from email.utils import formatdate, parsedate_to_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ class ShardServer(ThreadingHTTPServer):
     ranges      False: the whole file is sent, whatever is asked for
     silent      True: a request of data is accepted and never answered
     tags        False: neither ETags nor times of change
+    times_only  True: times of change and no ETags
     after_look  called once, before the first request of data is answered
     answer      called first of all with the request's handler; False where it has not answered
     headers     of all requests so far, by method
@@ -39,7 +40,7 @@ class ShardServer(ThreadingHTTPServer):
         super().__init__((host, 0), Handler)
         self.folder = folder
         self.latency_s, self.fail, self.cut, self.status = 0.0, 0, 0, 503
-        self.ranges, self.silent, self.tags = True, False, True
+        self.ranges, self.silent, self.tags, self.times_only = True, False, True, False
         self.after_look: Callable[[], object] | None = None
         self.answer: Callable[[Handler], object] | None = None
         self.seen: Counter[str] = Counter()
@@ -90,8 +91,11 @@ class Handler(BaseHTTPRequestHandler):
             return self.send(server.status, b"")
         data = path.read_bytes()
         tag = f'"{hashlib.sha256(data).hexdigest()[:16]}"'
-        if not server.tags:
+        if not server.tags or server.times_only:
             tag = ""
+        since = self.headers.get("If-Unmodified-Since")
+        if since and int(path.stat().st_mtime) > parsedate_to_datetime(since).timestamp():
+            return self.send(412, b"")
         if self.headers.get("If-Match", tag) != tag:
             return self.send(412, b"")
         found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))

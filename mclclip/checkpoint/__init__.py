@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import time
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -33,7 +32,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mclclip import files
 from mclclip.checkpoint import step_files
-from mclclip.checkpoint.mirror import POLL_S, Mirror
+from mclclip.checkpoint.mirror import Mirror
 from mclclip.checkpoint.step_files import (
     METADATA,
     Damaged,
@@ -157,8 +156,9 @@ class Checkpoints:
         else:
             self._take_result(step, self._write(step, part, writer))
 
-    def wait(self, mirror_s: float = float("inf")) -> None:
-        """Waits until the last save is on disk, then up to ``mirror_s`` seconds for the mirror.
+    def wait(self, mirror_s: float | None = None) -> None:
+        """Waits until the last save is on disk, then up to ``mirror_s`` seconds for the mirror
+        (None: without a limit).
 
         Raises RuntimeError where the save failed, with ``on_error`` ``continue`` too: the caller is
         about to rely on it.
@@ -166,11 +166,9 @@ class Checkpoints:
         self._settle()
         if self._failed is not None:
             raise self._failed
-        mirror, end = self.mirror, time.monotonic() + mirror_s
-        if mirror is None:
+        if self.mirror is None:
             return
-        while collectives.on_main(lambda: mirror.busy(POLL_S) and time.monotonic() < end):
-            continue
+        collectives.on_main(partial(self.mirror.wait, mirror_s))
         if collectives.rank() == 0 and self.saved is not None:
             self._prune(self.saved)  # steps that were kept while they were copied
 
@@ -283,8 +281,8 @@ class Checkpoints:
 
         Damaged steps are renamed, with one warning for all of them. Where no intact one is left,
         the newest intact one of the mirror is fetched. Raises RuntimeError where steps were saved
-        and none is intact, and where the newest intact one does not fit ``target`` or is of another
-        training.
+        and none is intact, where none is here and the mirror cannot be read, and where the newest
+        intact one does not fit ``target`` or is of another training.
         """
         collectives.on_main(partial(files.remove_leftovers, self.directory))
         damage: list[str] = []  # which steps were set aside, and why

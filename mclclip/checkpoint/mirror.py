@@ -6,6 +6,7 @@ import logging
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,12 @@ import obstore
 
 from mclclip import files
 from mclclip.checkpoint import step_files
-from mclclip.checkpoint.step_files import STATE, parse_steps, path_of, temporary_of
+from mclclip.checkpoint.step_files import STATE, Damaged, parse_steps, path_of, temporary_of
 from mclclip.options import protocol_of
 from mclclip.stores import open_folder, reason_of
 
 log = logging.getLogger("mclclip")
 
-POLL_S = 5.0  # no collective waits longer than this for work of the first rank alone
 _PROTOCOLS = (None, "file", "s3", "gs", "az")
 _RETRIES, _TIMEOUT_S = 6, 60.0  # of one request
 _BLOCK_BYTES, _AT_ONCE = 1 << 24, 4  # of one request, and requests of one file that is copied
@@ -31,8 +31,8 @@ class Mirror:
 
     A round copies every step that the mirror lacks, the newest first, then removes old ones there;
     so a step that failed to be copied is tried again in the next round. The state.json of a copy is
-    written last and removed first: a step without it does not count. Failures are only warned of.
-    Raises ValueError for another url.
+    written last and removed first: a step without it does not count. A round that fails is only
+    warned of. Raises ValueError for another url.
     """
 
     def __init__(self, url: str, directory: Path, keep: int, keep_every: int | None) -> None:
@@ -52,15 +52,17 @@ class Mirror:
         """Starts a round in the background, after those that are under way."""
         self._round = self._thread.submit(self._copy_new)
 
-    def busy(self, timeout_s: float) -> bool:
-        """Waits up to ``timeout_s`` for the started rounds; True if they still go on."""
-        return self._round is not None and bool(wait_for([self._round], timeout_s).not_done)
+    def wait(self, timeout_s: float | None) -> None:
+        """Waits for the started rounds, up to ``timeout_s`` (None: without a limit)."""
+        if self._round is not None:
+            wait_for([self._round], timeout_s)
 
     def fetch(self, tried: set[int]) -> int | None:
         """Copies the newest whole step that is not in ``tried`` to the local directory.
 
-        Returns the step; None where there is none, or where the mirror fails (with a warning). The
-        caller checks whether it is intact.
+        Returns the step, which the caller checks for damage; None where the mirror has none. Raises
+        RuntimeError, one line, where the mirror cannot be read: it may hold steps, and a training
+        that began anew would replace them.
         """
         try:
             store = self._open()
@@ -73,15 +75,15 @@ class Mirror:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             for name in _names_of(final.name, sizes):
-                with open(temporary / name.rpartition("/")[2], "wb") as file:
-                    for at in range(0, sizes[name], _BLOCK_BYTES):
-                        end = min(at + _BLOCK_BYTES, sizes[name])
-                        file.write(obstore.get_range(store, name, start=at, end=end))
+                _fetch(store, name, sizes[name], temporary / name.rpartition("/")[2])
             files.fsync_directory(temporary)
             temporary.rename(final)
         except Exception as error:  # every store has errors of its own
-            self._warn("be read", error)
-            return None
+            raise RuntimeError(
+                f"the mirror {self.url} cannot be read ({type(error).__name__}: "
+                f"{reason_of(error)}), and {self.directory} holds no checkpoint: look after the "
+                "mirror and run the same command again, or train without train.checkpoint.mirror"
+            ) from None
         return steps[-1]
 
     def _open(self) -> Any:
@@ -97,24 +99,25 @@ class Mirror:
     def _copy_new(self) -> None:
         try:
             store, saved = self._open(), step_files.steps(self.directory)
+            _remove_leftovers(store)
+            sizes = _sizes(store)
             for step in reversed(saved):
                 self.copying = step
                 path = path_of(self.directory, step)
                 try:
-                    _copy(store, path, step)
-                except FileNotFoundError:
+                    _copy(store, path, step, sizes)
+                except (FileNotFoundError, Damaged) as error:
                     if path.exists():  # else the step itself was removed
-                        raise
+                        self._warn(f"get a copy of step {step}", error)
                 finally:
                     self.copying = None
             if saved:
-                self._prune(store, saved[-1])
+                self._prune(store, saved[-1], sizes)
         except Exception as error:  # every store has errors of its own
             self._warn("be brought up to date", error)
 
-    def _prune(self, store: Any, newest: int) -> None:
+    def _prune(self, store: Any, newest: int, sizes: dict[str, int]) -> None:
         """Removes old steps, and copies that were never finished."""
-        sizes = _sizes(store)
         whole = _whole_steps(sizes)
         doomed = step_files.superfluous(whole, newest, self.keep, self.keep_every)
         for folder in {name.partition("/")[0] for name in sizes}:
@@ -123,23 +126,51 @@ class Mirror:
                     _remove(store, folder, sizes)
 
 
-def _copy(store: Any, path: Path, step: int) -> None:
-    sizes, state = _sizes(store), (path / STATE).read_bytes()
+def _copy(store: Any, path: Path, step: int, sizes: dict[str, int]) -> None:
+    """Copies a step that the mirror lacks; keeps ``sizes``, the mirror's objects, up to date."""
+    state, entries = (path / STATE).read_bytes(), step_files.read_entries(path, step)
     copied_state = f"{path.name}/{STATE}"
     if copied_state in sizes and obstore.get(store, copied_state).bytes() == state:
         return
     _remove(store, path.name, sizes)
-    for name in step_files.read_entries(path, step):
+    for name, entry in entries.items():
         obstore.put(
             store, f"{path.name}/{name}", path / name,
             chunk_size=_BLOCK_BYTES, max_concurrency=_AT_ONCE,
         )  # fmt: skip
+        sizes[f"{path.name}/{name}"] = entry.size_bytes
     obstore.put(store, copied_state, state)
+    sizes[copied_state] = len(state)
+
+
+def _fetch(store: Any, name: str, size: int, path: Path) -> None:
+    """Writes an object to ``path``, some blocks of it at once. (obstore's ``get_ranges`` would join
+    neighbours to one request.)"""
+
+    def block(start: int) -> Any:
+        return obstore.get_range(store, name, start=start, end=min(start + _BLOCK_BYTES, size))
+
+    step = _BLOCK_BYTES * _AT_ONCE
+    with ThreadPoolExecutor(_AT_ONCE) as threads, open(path, "wb") as file:
+        for start in range(0, size, step):
+            starts = range(start, min(start + step, size), _BLOCK_BYTES)
+            file.writelines(threads.map(block, starts))
+
+
+def _remove_leftovers(store: Any) -> None:
+    """Removes what a killed process left of files that it copied to a folder: obstore writes them
+    as NAME#1, and lists no such names."""
+    if isinstance(store, obstore.store.LocalStore):
+        for path in Path(str(store.prefix)).glob("step_*/*#[0-9]*"):
+            path.unlink(missing_ok=True)
+            with suppress(OSError):  # other files are there
+                path.parent.rmdir()
 
 
 def _remove(store: Any, folder: str, sizes: dict[str, int]) -> None:
     for name in _names_of(folder, sizes):
         obstore.delete(store, name)
+        del sizes[name]
 
 
 def _names_of(folder: str, names: dict[str, int]) -> list[str]:

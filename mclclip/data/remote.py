@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, BinaryIO, TypeVar, cast
 
 import obstore
@@ -30,10 +31,11 @@ from mclclip.stores import HUB_URL, open_store, reason_of
 T = TypeVar("T")
 
 BLOCK_BYTES = 1 << 23
-"""Of one request where a whole object is fetched."""
+"""Of one request; a member that is larger comes by one request too."""
 
-GAP_BYTES = 1 << 16
-"""Members that lie nearer to each other than this are read by one request."""
+GAP_BYTES, SMALL_GAP_BYTES = 1 << 16, 1 << 12
+"""Members of one object are read by one request where no more lies between them than they hold
+themselves, and never more than the first; less than the second, as of headers, is always read."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -76,8 +78,8 @@ class ChangedShard(OSError):
 
 def check_protocol(path: str, where: str) -> None:
     """Raises ValueError for a url of another protocol than `PROTOCOLS`, one with a blank, at which
-    it would end in messages, one that holds a password, which would be stored in the index, and one
-    of the hub that names no file of a data set."""
+    it would end in messages, one that holds a password, which would be stored in the index, one of
+    the hub that names no file of a data set, and one with // or a wildcard that is none."""
     if "::" in path or not path.startswith(tuple(f"{known}://" for known in PROTOCOLS)):
         raise ValueError(
             f"{where}: {clean(path)!r} is neither a local path nor a url that is read: wanted "
@@ -85,6 +87,13 @@ def check_protocol(path: str, where: str) -> None:
         )
     if len(parts := path.split()) > 1:
         raise ValueError(f"{where}: {clean(parts[0])!r} is followed by a blank: write it as %20")
+    if "//" in path.partition("://")[2].partition("?")[0]:
+        raise ValueError(f"{where}: {clean(path)!r} has // in its path: write one slash")
+    if path.startswith(("s3://", "gs://", "az://")) and re.search(r"[?[]", path):
+        raise ValueError(
+            f"{where}: {clean(path)!r} holds ? or [, which are no wildcards of an object store: "
+            "wanted * or ** or braces"
+        )
     is_hub = path.startswith("hf://")
     if is_hub and not HUB_URL.fullmatch(path):
         raise ValueError(
@@ -117,8 +126,8 @@ def _failure(url: str, error: Exception, retries: int) -> OSError:
         return FileNotFoundError(f"shard {url} is not there: put it back")
     if isinstance(error, exceptions.PreconditionError):
         return ChangedShard(
-            f"shard {url} has changed since it was indexed (another ETag): restore it, or index it "
-            "anew with 'mclclip index --force'"
+            f"shard {url} has changed since it was indexed (another ETag or time): restore it, or "
+            "index it anew with 'mclclip index --force'"
         )
     if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
         return PermissionError(
@@ -190,13 +199,18 @@ class Remote:
                 f"{clean(pattern)!r}: HTTP has no listings: use braces, such as "
                 "https://host/{00000..00099}.tar, or @FILE with one url per line"
             )
-        parts = re.split(r"(\*\*|\*)", pattern.split("/", 3)[3])
+        path = "".join(pattern.split("/", 3)[3:])
+        parts = re.split(r"(\*\*|\*)", path)
         stars = {"**": ".*", "*": "[^/]*"}
         matches = re.compile("".join(stars.get(part) or re.escape(part) for part in parts))
-        folder = parts[0].rpartition("/")[0]
+        folder = path.partition("*")[0].rpartition("/")[0]
+        is_of_folder = path.rpartition("/")[0] == folder and "**" not in path
 
         def names(store: Any, _: str) -> list[str]:
-            return [entry["path"] for entry in obstore.list(store, folder or None).collect()]
+            prefix = folder or None
+            if is_of_folder:  # folders below it may hold many more
+                return [e["path"] for e in obstore.list_with_delimiter(store, prefix)["objects"]]
+            return [entry["path"] for entry in obstore.list(store, prefix).collect()]
 
         bucket = "/".join(pattern.split("/")[:3])
         listed = _call(f"{bucket}/{folder}", self.options, names)
@@ -205,19 +219,26 @@ class Remote:
     def read_ranges(self, ranges: Sequence[UrlRange]) -> list[bytes]:
         """The bytes of each range, in their order, neighbours by one request.
 
-        With a tag that is an ETag the object must still have it. Raises FileNotFoundError for an
-        object that is gone, ChangedShard for one that has changed, and OSError where the store does
-        not give those bytes after all attempts.
+        With a tag that is a strong ETag the object must still have it, and with one that is a time
+        be unchanged since. Raises FileNotFoundError for an object that is gone, ChangedShard for
+        one that has changed, and OSError where the store does not give those bytes after all
+        attempts.
         """
-        return self.start(ranges)[0]()
+        found: list[bytes] = []
+        for data in self.start(ranges)[0]():
+            if isinstance(data, OSError):
+                raise data
+            found.append(data)
+        return found
 
     def start(
         self, ranges: Sequence[UrlRange]
-    ) -> tuple[Callable[[], list[bytes]], Callable[[], None]]:
+    ) -> tuple[Callable[[], list[bytes | OSError]], Callable[[], None]]:
         """Asks for what ``read_ranges`` gives, and does not wait for it.
 
-        Returns a function that waits and gives the bytes, or raises as ``read_ranges`` does; and
-        one that gives them up: what no thread has begun yet is not asked for.
+        Returns a function that waits and gives the bytes, with an error in the place of those of an
+        object that is gone or has changed, and raises other errors of ``read_ranges``; and one that
+        gives them up: what no thread has begun yet is not asked for.
         """
         requests, places = _joined(ranges)
         coming = [self._threads().submit(self._read, request) for request in requests]
@@ -226,14 +247,20 @@ class Remote:
             for future in coming:
                 future.cancel()
 
-        def take() -> list[bytes]:
-            try:
-                read = [future.result() for future in coming]
-            except BaseException:
-                give_up()
-                raise
-            both = zip(places, ranges, strict=True)
-            return [read[number][at : at + size] for (number, at), (_, _, size, _) in both]
+        def take() -> list[bytes | OSError]:
+            read: list[bytes | OSError] = []
+            for future in coming:
+                try:
+                    read.append(future.result())
+                except (FileNotFoundError, ChangedShard) as error:
+                    read.append(error)
+                except BaseException:
+                    give_up()
+                    raise
+            return [
+                data[at : at + size] if isinstance(data := read[number], bytes) else data
+                for (number, at), (_, _, size, _) in zip(places, ranges, strict=True)
+            ]
 
         return take, give_up
 
@@ -261,14 +288,16 @@ class Remote:
         if not size:
             return b""
         options: Any = {"range": (start, start + size)}
-        if tag.startswith('"'):  # a weak ETag, and a time of change, never match
+        if tag.startswith('"'):  # a weak ETag never matches
             options["if_match"] = tag
+        elif re.match(r"\d{4}-\d\d-\d\dT", tag):
+            options["if_unmodified_since"] = datetime.fromisoformat(tag)
         data = _call(
             url, self.options,
             lambda store, path: obstore.get(store, path, options=options).bytes().to_bytes(),
         )  # fmt: skip
         if len(data) != size:
-            raise OSError(
+            raise ChangedShard(
                 f"shard {clean(url)} has become shorter than when it was indexed: restore it"
             )
         return data
@@ -288,17 +317,21 @@ class Remote:
 
 
 def _joined(ranges: Sequence[UrlRange]) -> tuple[list[UrlRange], list[tuple[int, int]]]:
-    """Requests for the ranges, where near ones of one object become one; and for every range the
-    number of its request and its offset in that."""
+    """Requests for the ranges, where near ones of one object become one of up to `BLOCK_BYTES`; and
+    for every range the number of its request and its offset in that."""
     requests: list[UrlRange] = []
-    places = [(0, 0)] * len(ranges)
+    places, asked = [(0, 0)] * len(ranges), 0  # asked: bytes of the last request without its gaps
     for number in sorted(range(len(ranges)), key=lambda n: ranges[n][:2]):
         url, start, size, _ = ranges[number]
         last_url, first, last_size, tag = requests[-1] if requests else ("", 0, 0, "")
-        if url == last_url and start <= first + last_size + GAP_BYTES:
-            requests[-1] = (url, first, max(last_size, start + size - first), tag)
+        joined_size = max(last_size, start + size - first)
+        gap = min(GAP_BYTES, max(SMALL_GAP_BYTES, asked + size))
+        is_near = url == last_url and start <= first + last_size + gap
+        if is_near and joined_size <= max(last_size, BLOCK_BYTES):
+            requests[-1], asked = (url, first, joined_size, tag), asked + size
         else:
             requests.append(ranges[number])
+            asked = size
         places[number] = len(requests) - 1, start - requests[-1][1]
     return requests, places
 

@@ -33,6 +33,7 @@ import mclclip.torchvision_fix  # noqa: F401
 from mclclip.data.decode import DecodeError, decode
 from mclclip.data.locations import Locations, Resharded, SampleRanges, TextFeatures, TrunkRows
 from mclclip.data.options import DataConfig, SentencesConfig
+from mclclip.data.remote import ChangedShard
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_reader import Range, ShardReader
 from mclclip.data.shard_scan import parse_captions
@@ -323,10 +324,10 @@ class TarDataset(Dataset["Sample | BadSample"]):
         try:
             image = self._member(ranges.image)
             text = self._member(ranges.text) if self.reads_text else b""
-        except FileNotFoundError:
+        except (FileNotFoundError, ChangedShard):
             if ranges.crc32 is None:
                 raise
-            image = text = None  # somebody has deleted the copy
+            image = text = None  # somebody has deleted or replaced the copy
         if ranges.crc32 is not None and not _is_copy(image, text, ranges.crc32):
             if not self._has_warned:
                 self._has_warned = True

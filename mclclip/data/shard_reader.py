@@ -26,7 +26,7 @@ class ShardReader:
     """
 
     # Ranges that were begun to be read, and how to take and to give up their bytes.
-    _coming: tuple[list[Range], Callable[[], list[bytes]], Callable[[], None]] | None
+    _coming: tuple[list[Range], Callable[[], list[bytes | OSError]], Callable[[], None]] | None
 
     def __init__(self, files: Sequence[StoredFile], options: DataConfig | None = None) -> None:
         options = options or DataConfig()
@@ -38,17 +38,18 @@ class ShardReader:
     def prefetch(self, ranges: Iterable[Range]) -> None:
         """Reads ranges of shards behind urls side by side, each for the next ``read`` of it.
 
-        What was prefetched before and not read is forgotten. Raises as ``read`` does.
+        What was prefetched before and not read is forgotten. Raises as ``read`` does, but for a
+        shard that is gone or has changed: ``read`` asks for it again, and raises.
         """
         self._in_this_process()
         self._ahead.clear()
         if wanted := self._behind_urls(ranges):
             if self._coming is not None and set(wanted) <= set(self._coming[0]):
                 (wanted, take, _), self._coming = self._coming, None
-                found = take()
             else:
-                found = self._remote.read_ranges(self._of_urls(wanted))
-            self._ahead.update(zip(wanted, found, strict=True))
+                take, _ = self._remote.start(self._of_urls(wanted))
+            both = zip(wanted, take(), strict=True)
+            self._ahead.update((r, data) for r, data in both if isinstance(data, bytes))
 
     def start_prefetch(self, ranges: Iterable[Range]) -> None:
         """Begins to read ranges of shards behind urls, for a later ``prefetch`` of the same ones,

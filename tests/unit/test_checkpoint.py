@@ -557,6 +557,7 @@ def test_a_fresh_disk_gets_the_newest_of_the_mirror(
     target = Source(1)
     fresh = Checkpoints(tmp_path / "b", CheckpointConfig(mirror=mirror))
     assert fresh.resume(target) == 12
+    fresh.wait()  # no round goes on when the store is closed
     assert_same(target, Source(12))
     (line,) = warnings_of(caplog)
     assert "no checkpoint here, using step 12 of the mirror" in line
@@ -574,7 +575,9 @@ def test_a_damaged_copy_is_passed_over(
     for step in (4, 6, 8):
         shutil.rmtree(tmp_path / "a" / f"step_{step:08d}")
     target = Source(1)
-    assert Checkpoints(tmp_path / "a", CheckpointConfig(mirror=mirror)).resume(target) == 4
+    checkpoints = Checkpoints(tmp_path / "a", CheckpointConfig(mirror=mirror))
+    assert checkpoints.resume(target) == 4
+    checkpoints.wait()
     assert_same(target, Source(4))
     (line,) = warnings_of(caplog)
     assert "step 2 (" in line and "step 6 (" in line and "using step 4 of the mirror" in line
@@ -601,14 +604,58 @@ def test_a_failing_mirror_is_a_counted_warning(
     assert names_at(str(tmp_path / "mirror")) == [f"step_{n:08d}" for n in (2, 4, 6)]
 
 
-def test_a_mirror_that_cannot_be_read_does_not_keep_a_run_from_starting(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_training_without_a_checkpoint_does_not_begin_anew_while_its_mirror_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "mirror").write_text("a file where a folder should be")
-    options = CheckpointConfig(mirror=str(tmp_path / "mirror"))
-    assert Checkpoints(tmp_path / "a", options).resume(Source(1)) == 0
-    (line,) = warnings_of(caplog)
-    assert "cannot be read" in line
+    mirror = tmp_path / "mirror"
+    mirror.write_text("a file where a folder should be")
+    with pytest.raises(RuntimeError, match="mirror"):
+        Checkpoints(tmp_path / "a", CheckpointConfig(mirror=str(mirror))).resume(Source(1))
+    mirror.unlink()
+    saved(tmp_path / "a", 2, mirror=str(mirror))
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError("no answer")
+
+    fresh = Checkpoints(tmp_path / "b", CheckpointConfig(mirror=str(mirror)))
+    with monkeypatch.context() as broken:
+        broken.setattr(obstore, "get_range", fails)
+        with pytest.raises(RuntimeError, match="mirror"):
+            fresh.resume(Source(1))
+    assert fresh.steps() == [] and fresh.resume(Source(1)) == 2
+
+
+def test_a_damaged_step_does_not_keep_others_from_the_mirror(tmp_path: Path, mirror: str) -> None:
+    saved(tmp_path / "a", 2, 4)
+    os.truncate(tmp_path / "a" / "step_00000004" / "__0_0.distcp", 100)
+    copying = Checkpoints(tmp_path / "a", CheckpointConfig(mirror=mirror))
+    assert copying.mirror is not None
+    copying.mirror.start_round()
+    copying.wait()
+    assert names_at(mirror) == ["step_00000002"] and copying.mirror.failures == 1
+
+
+def test_what_a_kill_leaves_of_a_file_in_a_folder_goes_with_the_next_round(tmp_path: Path) -> None:
+    for step in (2, 3):
+        folder = tmp_path / "mirror" / f"step_{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "__0_0.distcp#1").write_bytes(b"half")
+    (tmp_path / "mirror" / "notes#1").touch()
+    saved(tmp_path / "a", 2, mirror=str(tmp_path / "mirror"))
+    left = {path.name for path in (tmp_path / "mirror").rglob("*")}
+    assert left == {"notes#1", "step_00000002", ".metadata", "__0_0.distcp", "state.json"}
+
+
+@pytest.mark.parametrize("block_bytes", [1, 100, 1 << 24])
+def test_files_come_from_the_mirror_in_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    mirror, name = tmp_path / "mirror", "step_00000002/state.json"
+    saved(tmp_path / "a", 2, mirror=str(mirror))
+    monkeypatch.setattr("mclclip.checkpoint.mirror._BLOCK_BYTES", block_bytes)
+    fresh = Checkpoints(tmp_path / "b", CheckpointConfig(mirror=str(mirror)))
+    assert fresh.resume(Source(1)) == 2
+    assert (tmp_path / "b" / name).read_bytes() == (tmp_path / "a" / name).read_bytes()
 
 
 @pytest.mark.parametrize("url", ["http://host/run", "ftp://host/run", "hf://datasets/a/b/run"])

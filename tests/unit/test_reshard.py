@@ -24,6 +24,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSample, TarDataset
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, Layout, read_manifest
+from tests.shard_server import serving
 from tests.tars import write_tar
 from tests.unit.test_disk_errors import at_most
 
@@ -92,11 +93,11 @@ def config(tmp_path: Path) -> Config:
     return config
 
 
-def opened(config: Config) -> tuple[SampleIndex, Resharded]:
+def opened(config: Config, url: str | None = None) -> tuple[SampleIndex, Resharded]:
     layout = Layout.of(config)
     samples = SampleIndex.open(layout.index)
     folder = layout.resharded(1, config.reshard.folder)
-    return samples, Resharded.open(folder, layout.pseudo_labels(1), samples)
+    return samples, Resharded.open(folder, layout.pseudo_labels(1), samples, url)
 
 
 def raw_samples(config: Config, resharded: Resharded | None = None) -> list[Any]:
@@ -290,14 +291,28 @@ def test_missing_and_damaged_copies_are_one_line(config: Config) -> None:
         (folder / name).write_bytes(before)
 
 
+@pytest.mark.parametrize("behind_url", [False, True])
 @pytest.mark.parametrize("damage", ["bit", "cut", "other", "gone"])
 def test_damaged_copies_are_told_once_and_the_shards_of_the_index_are_read(
-    config: Config, caplog: pytest.LogCaptureFixture, damage: str
+    config: Config,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    damage: str,
+    behind_url: bool,
 ) -> None:
     """Also shards of the same size with other samples, such as an upload from before."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     before = raw_samples(config)
     folder = reshard.run(config, SINGLE, stage=1)
-    resharded = opened(config)[1]
+    with serving(folder) as server:
+        resharded = opened(config, server.url("") if behind_url else None)[1]
+        damage_shards(folder, damage)
+        assert raw_samples(config, resharded) == before
+    (warned,) = [r for r in caplog.records if "is not what 'mclclip reshard' wrote" in r.message]
+    assert warned.levelname == "WARNING"
+
+
+def damage_shards(folder: Path, damage: str) -> None:
     for tar in folder.glob("*.tar"):
         data = bytearray(tar.read_bytes())
         if damage == "bit":
@@ -307,9 +322,6 @@ def test_damaged_copies_are_told_once_and_the_shards_of_the_index_are_read(
         tar.write_bytes(bytes(data) if damage != "cut" else bytes(data[:700]))
         if damage == "gone":
             tar.unlink()
-    assert raw_samples(config, resharded) == before
-    (warned,) = [r for r in caplog.records if "is not what 'mclclip reshard' wrote" in r.message]
-    assert warned.levelname == "WARNING"
 
 
 def test_what_cannot_be_copied_at_all_is_told_before_anything_is_written(

@@ -236,6 +236,8 @@ def test_doctor_finds_a_changed_row_and_no_fault_in_rows_that_were_removed(
     assert run_check.run(Path(config.run_dir)) == 0
     shutil.rmtree(rows.folder)
     assert run_check.run(Path(config.run_dir)) == 0
+    rows.folder.mkdir()
+    assert run_check.run(Path(config.run_dir)) == 0
 
 
 def test_a_run_with_force_makes_damaged_shards_again_and_no_others(

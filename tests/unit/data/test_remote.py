@@ -8,9 +8,11 @@ import random
 import traceback
 from base64 import b64encode
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import obstore
 import pytest
 import torch
 
@@ -20,6 +22,7 @@ from mclclip.data.batches import Loader
 from mclclip.data.options import DataConfig
 from mclclip.data.remote import (
     GAP_BYTES,
+    SMALL_GAP_BYTES,
     ChangedShard,
     Remote,
     RemoteOptions,
@@ -82,10 +85,23 @@ def test_a_url_is_looked_at_and_read_in_any_order(server: ShardServer) -> None:
 
 def test_neighbours_come_by_one_request(server: ShardServer) -> None:
     url = server.url("a.tar")
-    read(Remote(FAST), [(url, 100, 10, ""), (url, 0, 10, ""), (url, 110 + GAP_BYTES, 7, "")])
+    read(Remote(FAST), [(url, 100, 10, ""), (url, 0, 10, ""), (url, 110 + SMALL_GAP_BYTES, 7, "")])
     assert server.seen["GET"] == 1
-    read(Remote(FAST), [(url, 0, 10, ""), (url, 11 + GAP_BYTES, 10, "")])
+    read(Remote(FAST), [(url, 0, 10, ""), (url, 11 + SMALL_GAP_BYTES, 10, "")])
     assert server.seen["GET"] == 3
+    read(Remote(FAST), [(url, 0, GAP_BYTES, ""), (url, 2 * GAP_BYTES, 10, "")])
+    assert server.seen["GET"] == 4
+    read(Remote(FAST), [(url, 0, GAP_BYTES, ""), (url, 2 * GAP_BYTES + 1, 10, "")])
+    assert server.seen["GET"] == 6
+
+
+def test_a_request_has_an_upper_size(server: ShardServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_module, "BLOCK_BYTES", 1000)
+    url = server.url("a.tar")
+    read(Remote(FAST), [(url, at, 100, "") for at in range(0, 3000, 100)])
+    assert server.seen["GET"] == 3
+    read(Remote(FAST), [(url, 0, 1500, ""), (url, 700, 800, ""), (url, 1500, 10, "")])
+    assert server.seen["GET"] == 5
 
 
 @pytest.mark.parametrize("fault", ["fail", "cut"])
@@ -144,6 +160,17 @@ def test_another_object_behind_a_url_is_never_read(server: ShardServer, tmp_path
         Remote(FAST).fetch(was, copy)
 
 
+def test_where_there_is_no_etag_the_time_of_change_is_compared(server: ShardServer) -> None:
+    server.times_only = True
+    was = stat(server)
+    read(Remote(FAST), ranges(server, tag=was.tag))
+    (server.folder / "a.tar").write_bytes(DATA[::-1])
+    later = datetime.fromisoformat(was.tag).timestamp() + 2
+    os.utime(server.folder / "a.tar", (later, later))
+    with pytest.raises(ChangedShard, match=r"a\.tar"):
+        Remote(FAST).read_ranges(ranges(server, tag=was.tag))
+
+
 def test_a_server_without_etags_is_read_and_a_shorter_object_refused(server: ShardServer) -> None:
     server.tags = False
     read(Remote(FAST), ranges(server, tag=stat(server).tag))
@@ -174,6 +201,10 @@ def test_a_whole_shard_comes_in_blocks(
         "hf://ORG/MODEL/a.tar",
         "hf://datasets/ORG/NAME",
         "https://host/a.tar b.tar",
+        "https://host/a//b.tar",
+        "s3://bucket/a//b.tar",
+        "s3://bucket/a?.tar",
+        "gs://bucket/[ab]*.tar",
     ],
 )
 def test_other_urls_are_refused(url: str) -> None:
@@ -357,7 +388,13 @@ def assert_equal(local: TarDataset, served: TarDataset, workers: int = 0) -> Non
     ids = torch.randperm(len(local), generator=torch.Generator().manual_seed(0)).tolist()
     batches = [ids[start : start + 7] for start in range(0, len(ids), 7)]
     loader: Loader[list[Sample]] = Loader(
-        served, batches, num_workers=workers, describe=lambda *_: "batch", batched=True, spawn=True
+        served,
+        batches,
+        num_workers=workers,
+        describe=lambda *_: "batch",
+        timeout_s=60.0,
+        batched=True,
+        spawn=True,
     )
     for asked, found in zip(batches, loader, strict=True):
         for wanted, sample in zip(local.__getitems__(asked), found, strict=True):
@@ -424,8 +461,9 @@ def test_what_was_begun_is_taken_by_who_asks_for_the_same(server: ShardServer) -
     assert server.seen["GET"] == before == 3  # with the first look
     server.fail, server.status = -1, 404  # what goes wrong meanwhile is told when it is asked for
     reader.start_prefetch(ranges)
+    reader.prefetch(ranges)
     with pytest.raises(FileNotFoundError, match=r"a\.tar is not there: put it back"):
-        reader.prefetch(ranges)
+        reader.read(*ranges[0])
     server.fail = 0
     reader.prefetch(ranges)
     assert reader.read(*ranges[0]) == DATA[:100]
@@ -444,6 +482,10 @@ def test_s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert all_keys(found) == ["s/a", "s/b", "s/c"]
         assert [shard.path for shard in found.shards] == [f"{root}/train/{n}.tar" for n in (0, 1)]
         assert len(expand_shards(f"{root}/**.tar", "o")) == 3
+        assert expand_shards(f"{root}/*/1.tar", "o") == [f"{root}/train/1.tar"]
+        with monkeypatch.context() as shallow:  # one folder is not listed with all below it
+            shallow.delattr(obstore, "list")
+            assert len(expand_shards(f"{root}/train/*.tar", "o")) == 2
         files = [shard.stored for shard in found.shards]
         reader = ShardReader(files, DataConfig(remote=FAST))
         for number, name in enumerate(("train/0.tar", "train/1.tar")):
