@@ -64,9 +64,10 @@ def as_lost(error: Exception, where: str = "") -> Exception:
         return LostWorker(f"a loader worker has ended{where}, {_cause(ended['word'] or '')}")
     if is_lost_peer(error):
         late = any(words in text for words in _LATE)
-        what = "has not answered within peer_timeout_s" if late else "has ended"
+        no_answer = "another rank has not answered within peer_timeout_s"
+        what = no_answer if late else "another rank has ended"
         said = text.partition("\n")[0].partition(". ")[0][:_MOST_OF_TORCH]
-        return Lost(f"another rank {what}{where}: {GOES_ON} (torch: {said})")
+        return Lost(f"{what}{where}: {GOES_ON} (torch: {said})")
     return error
 
 

@@ -512,7 +512,7 @@ def test_tokenizers_that_pad_with_the_end_of_text_are_counted_too() -> None:
 
     padded: Any = SimpleNamespace(tokenizer=Padded())
     texts = ["a " * 3, "a b c d e f g", "a b c d e f g h", "a " * 30]
-    assert retrieval._cut(Extractor(padded), texts)["captions_cut"] == 2
+    assert retrieval.count_cut_captions(Extractor(padded), texts)["captions_cut"] == 2
 
 
 # --- texts of other people -----------------------------------------------------------------------

@@ -54,7 +54,7 @@ def test_a_header_of_too_many_tensors_is_not_read(vit: Model, tmp_path: Path) ->
         lambda: weights.read_tensors(path),
         lambda: load_towers(tmp_path),
         lambda: combine([tmp_path]),
-        lambda: transformers_folder.check_weights(tmp_path, {}),
+        lambda: transformers_folder.check_weights(tmp_path),
     ):
         with pytest.raises(ValueError, match="its header has .* bytes, wanted at most 16,777,216"):
             load()
