@@ -33,17 +33,9 @@ from mclclip.randomness import mix, permute
 from mclclip.ranks.collectives import OutsideParameters
 
 Kind = Literal["mlcd", "mlc", "single_label"]
-_ASSUMED_CLASSES = 1000  # values of an attribute in a plan: ImageNet's
 _SATURATED = 0.01  # of the largest pull
 _LARGE = 65_536  # classes from which on four rounds mix a permutation well
 _LARGEST_SCALE = 256.0  # exp(scale * (1 + pi / 2)), with the widest margin, is a float64
-
-# What the expected time assumes of a GPU: an A100's fp32 products at two thirds of their peak, its
-# memory, and a network of 200 Gbit/s per GPU. Others scale with their own figures.
-PRODUCTS_PER_S, MEMORY_BYTES_PER_S, NETWORK_BYTES_PER_S = 13e12, 1.5e12, 20e9
-_PASSES = 8  # over a tile of scores, forward and backward: products, maximum, exponential, sums
-_FLOAT, _DOUBLE, _INT = 4, 8, 4
-_TILE = 8192
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
