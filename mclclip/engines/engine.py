@@ -348,7 +348,6 @@ class FsdpEngine(Engine):
     Under bf16 and fp16 the blocks are gathered in that format and their gradients reduced in fp32.
     The rest is gathered in fp32: rounding a logarithmic logit scale of 4.6 to bf16 would change the
     scale by up to 1 %.
-    Raises ValueError where shard_ranks does not divide the number of ranks.
     """
 
     def __init__(
@@ -366,11 +365,6 @@ class FsdpEngine(Engine):
         world = context.world_size
         if shard_ranks is None or shard_ranks == world:
             self._mesh = make_mesh(context, world)
-        elif world % shard_ranks:
-            raise ValueError(
-                f"engine.shard_ranks={shard_ranks} does not divide the {world} ranks: give a "
-                "divisor, such as the number of GPUs of a node"
-            )
         else:
             self._mesh = make_mesh(context, world // shard_ranks, shard_ranks)  # copies, shards
         half = HALF.get(precision)

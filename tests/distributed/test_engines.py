@@ -228,11 +228,6 @@ def test_a_step_that_overflows_anywhere_is_left_out_everywhere(ranks: Ranks, nam
 # --- copies of shards --------------------------------------------------------------------------
 
 
-def test_shard_ranks_must_divide(ranks: Ranks) -> None:
-    with pytest.raises(ValueError, match="engine.shard_ranks=2 does not divide the 3 ranks"):
-        ranks(3, run, "fsdp", "fp32", {"shard_ranks": 2})
-
-
 def limits_of_meshes() -> list[list[float]]:
     """Seconds that collectives of the groups of copies and of shards may take: before, in and after
     a block without a limit."""
