@@ -20,7 +20,7 @@ from mclclip import cluster, embed, export, files, index, reshard
 from mclclip import config as configuration
 from mclclip.config import Config, TrainConfig
 from mclclip.data import extras
-from mclclip.data.epoch_plan import check_ranks, check_samples
+from mclclip.data.epoch_plan import check_samples
 from mclclip.data.labels import SampleWeights
 from mclclip.data.sample_index import SampleIndex
 from mclclip.eval import results
@@ -39,6 +39,7 @@ from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Force, Layout, is_finished
 from mclclip.train import verb as train
+from mclclip.train.parts import check_training
 
 log = logging.getLogger("mclclip")
 
@@ -119,7 +120,7 @@ def check(config: Config, context: Context, *, reads_benchmarks: bool = True) ->
 
     ``reads_benchmarks`` False: the folders of benchmarks need not be there yet."""
     for name, options in config.trainings.items():
-        check_ranks(name, options.global_batch, context.world_size)
+        check_training(name, options, context.world_size)
         _benchmarks(config, options)
     for stage in range(config.num_stages):
         config.cluster.clusters_of(stage)

@@ -69,7 +69,8 @@ class DataConfig:
     exclude: str | None = None
     """File of samples to leave out, a key ``source/key`` on each line, such as a picture whose
     decoding does not end. A batch replaces them as it replaces a bad sample, and they are counted
-    as ``excluded``. A training that goes on accepts another file. Null: none."""
+    as ``excluded``. A training that goes on accepts another file; samples that are listed no more
+    get rows of finished embeddings by `mclclip embed --force`. Null: none."""
     max_open_files: PositiveInt = 64
     """Shards that one process keeps open at once."""
     verify: Literal["captions", "full"] = "captions"

@@ -11,7 +11,7 @@ has been repaired since is read again.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -115,16 +115,16 @@ def read_note(directory: Path, number: int) -> Note | None:
 
 
 def shards_done(
-    directory: Path, index: SampleIndex, mine: Sequence[int]
+    directory: Path, index: SampleIndex, mine: Sequence[int], excluded: Collection[int] = ()
 ) -> tuple[dict[int, str], list[int]]:
     """Why samples of the done shards among ``mine`` have no row, by sample id; and the numbers of
-    the shards that are still to be written. A shard is done where its note can be read, and the
-    bytes of its samples without a row are those that the note names."""
+    the shards that are still to be written. A shard is done where its note can be read, and none of
+    its samples without a row may have one now. ``excluded``: ids that ``data.exclude`` lists."""
     reasons: dict[int, str] = {}
     missing = []
     for number in mine:
         note = read_note(directory, number)
-        if note is None or index.bytes_of([*note.bytes_of]) != note.bytes_of:
+        if note is None or _count_restored(note, index, excluded):
             missing.append(number)
         else:
             reasons |= note.reasons
@@ -145,14 +145,17 @@ def all_notes(directory: Path, num_shards: int) -> dict[str, Note]:
     return notes
 
 
-def num_restored(directory: Path, index: SampleIndex) -> int:
-    """Number of samples without a row whose bytes have changed since, so that they may have one."""
-    return sum(
-        index.bytes_of([sample_id])[sample_id] != was
-        for number in range(len(index.shards))
-        if (note := read_note(directory, number)) is not None
-        for sample_id, was in note.bytes_of.items()
-    )
+def num_restored(directory: Path, index: SampleIndex, excluded: Collection[int] = ()) -> int:
+    """Number of samples without a row that may have one now: their bytes have changed since, or
+    ``data.exclude`` listed them and does not now (``excluded``: the ids that it lists)."""
+    notes = (read_note(directory, number) for number in range(len(index.shards)))
+    return sum(_count_restored(note, index, excluded) for note in notes if note is not None)
+
+
+def _count_restored(note: Note, index: SampleIndex, excluded: Collection[int]) -> int:
+    now = index.bytes_of([*note.bytes_of])
+    lifted = {i for i, reason in note.reasons.items() if reason == "excluded"}.difference(excluded)
+    return sum(now[i] != was or i in lifted for i, was in note.bytes_of.items())
 
 
 def left_out(directory: Path, num_shards: int) -> Integers:

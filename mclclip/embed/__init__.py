@@ -32,7 +32,7 @@ from mclclip.data.index_tables import Shard, check_shards
 from mclclip.data.locations import WITHOUT, TrunkRows
 from mclclip.data.row_store import RowBatch, left_out, num_restored, shards_done
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import TarDataset, tokenized
+from mclclip.data.samples import TarDataset, read_excluded, tokenized
 from mclclip.embed.passes import Passes, finish_shards, forward, image_batches, write_missing
 from mclclip.models import memory
 from mclclip.models.loading import load_towers, prepare_model
@@ -126,11 +126,12 @@ def _open(
             inputs["trunk_cache"] = read_manifest(layout.trunk_cache, locations.TRUNK_CACHE).digest
     if edits is not None:
         fields["drawn_by"] = [*edits.drawn_by]
-    restored = num_restored(directory, index) if is_finished(directory) else 0
+    excluded = read_excluded(index, config.data.exclude)
+    restored = num_restored(directory, index, excluded) if is_finished(directory) else 0
     if restored and not force:
         log.warning(
-            "%s has no rows of %d samples that could not be read and have changed since: --force "
-            "embeds them", directory, restored,
+            "%s has no rows of %d samples that have changed since, or were in data.exclude then: "
+            "--force embeds them", directory, restored,
         )  # fmt: skip
     force = bool(force) if restored else force
     return Artifact.open(directory, kind=kind, config=fields, inputs=inputs, force=force)
@@ -322,16 +323,17 @@ def _open_trunk(
         force=force,
     )
     folder = layout.trunk_rows(given, artifact.identity)
+    excluded = read_excluded(index, config.data.exclude)
     if artifact.manifest is not None and force:
         # Rows that are all gone were deleted on purpose, as one may once all is trained.
-        if folder.exists() and shards_done(folder, index, range(len(index.shards)))[1]:
+        if folder.exists() and shards_done(folder, index, range(len(index.shards)), excluded)[1]:
             artifact.reopen()
     elif artifact.manifest is not None:
         without = open_npy(directory / WITHOUT, locations.VERB)
-        if restored := len(np.setdiff1d(without, index.bad_ids())):
+        if restored := len(np.setdiff1d(without, [*index.bad_ids(), *excluded])):
             log.warning(
-                "%s has no rows of %d samples that could not be read and have changed since: they "
-                "are replaced in trainings; --force makes all rows again", directory, restored,
+                "%s has no rows of %d samples that have changed since, or were in data.exclude "
+                "then: trainings replace them; --force makes all rows again", directory, restored,
             )  # fmt: skip
         if written := locations.written_elsewhere(artifact.manifest, directory, folder):
             log.warning(

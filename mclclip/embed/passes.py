@@ -22,7 +22,7 @@ from mclclip.data.batches import Loader
 from mclclip.data.index_tables import Shard
 from mclclip.data.row_store import RowBatch, all_notes, shards_done, write_shard
 from mclclip.data.sample_index import BadSamples, SampleIndex
-from mclclip.data.samples import BadSample, Sample, TarDataset
+from mclclip.data.samples import BadSample, Sample, TarDataset, read_excluded
 from mclclip.models.model import Model
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
@@ -110,7 +110,8 @@ def write_missing(
 
     def work() -> dict[int, str]:
         mine = range(context.rank, len(index.shards), context.world_size)
-        bad, missing = shards_done(directory, index, mine)
+        excluded = read_excluded(index, config.data.exclude)
+        bad, missing = shards_done(directory, index, mine, excluded)
         shards = [index.shards[number] for number in missing]
         numbers = runlog.progress(missing, total=len(missing), description=kind)
         with full_disk or nullcontext(), closing(passes(shards)) as made:

@@ -43,6 +43,28 @@ class EngineConfig:
     its time (one H200)."""
 
 
+def check_engine(how: EngineConfig, num_ranks: int, precision: str, elementwise: bool) -> None:
+    """Raises ValueError where the engine does not run on so many ranks, in this precision, or with
+    this optimizer. ``elementwise``: its update of an element depends on that element alone."""
+    if num_ranks == 1:
+        return  # a plain `Engine`
+    if how.name == "fsdp" and num_ranks % (how.shard_ranks or 1):
+        raise ValueError(
+            f"engine.shard_ranks={how.shard_ranks} does not divide the {num_ranks} ranks: give a "
+            "divisor, such as the number of GPUs of a node"
+        )
+    if how.name == "deepspeed" and not elementwise:
+        raise ValueError(
+            "engine.name=deepspeed does not run optimizers that look at whole parameters, "
+            "such as LARS and LAMB: take another optimizer, or engine.name=ddp or fsdp"
+        )
+    if how.name == "deepspeed" and precision == "float64":
+        raise ValueError(
+            "engine.name=deepspeed trains float32 parameters, got precision=float64: set "
+            "engine.name=ddp or fsdp"
+        )
+
+
 def build_engine(
     how: EngineConfig,
     module: nn.Module,
@@ -50,14 +72,12 @@ def build_engine(
     context: Context,
     *,
     blocks: Sequence[nn.Module] = (),
-    elementwise: bool = True,
     **options: Any,
 ) -> Engine:
     """The engine ``ddp``, ``fsdp`` (shards ``blocks`` one by one) or ``deepspeed`` for ``module``.
 
-    A single process gets the plain ``Engine`` whatever the name. ``elementwise``: the optimizer's
-    update of an element depends on that element alone. ``options`` are arguments of ``Engine``.
-    Raises ValueError for combinations that an engine does not support, and for a missing package.
+    A single process gets the plain ``Engine`` whatever the name. ``options`` are arguments of
+    ``Engine``. The engine must have passed `check_engine`. Raises ValueError for a missing package.
     """
     given, options = (module, make_optimizer, context), options | {"micro_batch": how.micro_batch}
     if how.name == "ddp" or context.world_size == 1:
@@ -66,7 +86,7 @@ def build_engine(
         return FsdpEngine(*given, blocks=blocks, shard_ranks=how.shard_ranks, **options)
     if importlib.util.find_spec("deepspeed") is None:
         raise ValueError("engine.name=deepspeed needs deepspeed: pip install 'mclclip[deepspeed]'")
-    return DeepspeedEngine(*given, zero_stage=how.zero_stage, elementwise=elementwise, **options)
+    return DeepspeedEngine(*given, zero_stage=how.zero_stage, **options)
 
 
 @dataclass(frozen=True)

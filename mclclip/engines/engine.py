@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -36,8 +35,7 @@ from mclclip.engines import gradient_cache
 from mclclip.options import with_prefix
 from mclclip.ranks import collectives
 from mclclip.ranks.collectives import OutsideParameters
-from mclclip.ranks.process_group import Context
-from mclclip.ranks.sharded_rows import choose_mesh
+from mclclip.ranks.process_group import Context, make_mesh
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}  # formats of ``precision``
@@ -350,7 +348,6 @@ class FsdpEngine(Engine):
     Under bf16 and fp16 the blocks are gathered in that format and their gradients reduced in fp32.
     The rest is gathered in fp32: rounding a logarithmic logit scale of 4.6 to bf16 would change the
     scale by up to 1 %.
-    Raises ValueError where shard_ranks does not divide the number of ranks.
     """
 
     def __init__(
@@ -367,15 +364,9 @@ class FsdpEngine(Engine):
         self._blocks = list(blocks)
         world = context.world_size
         if shard_ranks is None or shard_ranks == world:
-            self._mesh = choose_mesh(context)
-        elif world % shard_ranks:
-            raise ValueError(
-                f"engine.shard_ranks={shard_ranks} does not divide the {world} ranks: give a "
-                "divisor, such as the number of GPUs of a node"
-            )
+            self._mesh = make_mesh(context, world)
         else:
-            shape, names = (world // shard_ranks, shard_ranks), ("copies", "shards")
-            self._mesh = init_device_mesh(context.device.type, shape, mesh_dim_names=names)
+            self._mesh = make_mesh(context, world // shard_ranks, shard_ranks)  # copies, shards
         half = HALF.get(precision)
         self._policy = MixedPrecisionPolicy(half, reduce_dtype=torch.float32 if half else None)
         super().__init__(module, make_optimizer, context, precision=precision, **options)

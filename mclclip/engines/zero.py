@@ -33,14 +33,12 @@ _joined: Any = None
 class DeepspeedEngine(Engine):
     """ZeRO around the module; other arguments as for Engine.
 
-    zero_stage    1: shards optimizer state; 2: gradients too; 3: parameters too
-    elementwise   whether the optimizer's update of an element depends on that element alone
+    zero_stage   1: shards optimizer state; 2: gradients too; 3: parameters too
 
     At stages 2 and 3 gradient caching reduces at every micro-batch, since no rank keeps whole
     gradients. A step whose gradients are not finite is skipped under every precision, and its
-    norm is infinite. Raises ValueError for parameters that are not fp32 (ZeRO would update fp32
-    copies), and for an optimizer that is not elementwise: ZeRO gives it flat slices that begin
-    and end inside of parameters.
+    norm is infinite. Parameters must be fp32 (ZeRO would update fp32 copies) and the optimizer
+    elementwise: ZeRO gives it flat slices that begin and end inside of parameters.
     """
 
     def __init__(
@@ -50,17 +48,8 @@ class DeepspeedEngine(Engine):
         context: Context,
         *,
         zero_stage: int = 2,
-        elementwise: bool = True,
         **options: Any,
     ) -> None:
-        if not elementwise:
-            raise ValueError(
-                "engine.name=deepspeed does not run optimizers that look at whole parameters, "
-                "such as LARS and LAMB: take another optimizer, or engine.name=ddp or fsdp"
-            )
-        other = {p.dtype for p in module.parameters() if p.requires_grad} - {torch.float32}
-        if other:
-            raise ValueError(f"engine.name=deepspeed trains float32 parameters, got {other}")
         self.zero_stage = zero_stage
         super().__init__(module, make_optimizer, context, **options)
 

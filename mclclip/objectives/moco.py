@@ -119,7 +119,9 @@ class Options(ObjectiveOptions):
         return (QueuedKeys if self.version == "v2" else BatchKeys)(self, setting)
 
 
-def predictor_of(dim: int, widths: Sequence[int], seed: int) -> nn.Sequential:
+def predictor_of(
+    dim: int, widths: Sequence[int], seed: int, dtype: torch.dtype = torch.float32
+) -> nn.Sequential:
     """[b, dim] -> [b, widths[-1]]: linear layers without bias, each followed by a batch norm, and a
     ReLU between them; the last batch norm has no weights. As MoCo-v3's code has it.
 
@@ -135,8 +137,9 @@ def predictor_of(dim: int, widths: Sequence[int], seed: int) -> nn.Sequential:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         for before, after in itertools.pairwise([dim, *widths]):
-            layers += [nn.Linear(before, after, bias=False), nn.BatchNorm1d(after), nn.ReLU()]
-    return nn.Sequential(*layers[:-2], nn.BatchNorm1d(dim, affine=False))
+            linear = nn.Linear(before, after, bias=False, dtype=dtype)
+            layers += [linear, nn.BatchNorm1d(after, dtype=dtype), nn.ReLU()]
+    return nn.Sequential(*layers[:-2], nn.BatchNorm1d(dim, affine=False, dtype=dtype))
 
 
 def check_engine(facts: Facts) -> None:
@@ -339,7 +342,7 @@ class BatchKeys(_WithCopy):
         self.predictor: nn.Module = nn.Identity()
         if options.predictor:
             dim = setting.model.feature_dim
-            self.predictor = predictor_of(dim, options.predictor, setting.seed).to(setting.dtype)
+            self.predictor = predictor_of(dim, options.predictor, setting.seed, setting.dtype)
 
     def features(self, model: nn.Module, batch: BatchFields) -> dict[str, Tensor]:
         """The model's features of both views, and the copy's as ``keys`` and ``keys_1``."""

@@ -89,15 +89,17 @@ class Options(ObjectiveOptions):
     def build(self, setting: Setting) -> Objective:
         """The loss, with the scale and bias that the model does not have."""
         if self.between == "views":
-            return Sigmoid("image_features_1", own_scale=True, own_bias=True).to(setting.dtype)
-        own_bias = not setting.model.has_logit_bias
-        return Sigmoid(own_bias=own_bias, equal_captions=self.equal_captions).to(setting.dtype)
+            own = {"own_scale": True, "own_bias": True}
+            return Sigmoid("image_features_1", **own, dtype=setting.dtype)
+        own = {"own_bias": not setting.model.has_logit_bias}
+        return Sigmoid(**own, equal_captions=self.equal_captions, dtype=setting.dtype)
 
 
 class Sigmoid(Objective):
     """The sigmoid loss of image features against those named ``other``.
 
-    ``own_scale`` and ``own_bias``: parameters of its own, [1] each, instead of the model's.
+    ``own_scale`` and ``own_bias``: parameters of its own, [1] each and of this ``dtype``, instead
+    of the model's.
     ``tile`` bounds the scores that exist at a time. Where ``equal_captions`` is not ``negatives``,
     batches have ``contrast.DIGESTS``.
     """
@@ -110,13 +112,15 @@ class Sigmoid(Objective):
         own_bias: bool = False,
         tile: int = TILE,
         equal_captions: EqualCaptions = "negatives",
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.other, self.tile, self.equal_captions = other, tile, equal_captions
         self.counterparts = ("image_features", other)
-        start_scale = torch.full((1,), math.log(_START_SCALE))
+        start_scale = torch.full((1,), math.log(_START_SCALE), dtype=dtype)
         self.log_scale = nn.Parameter(start_scale) if own_scale else None
-        self.bias = nn.Parameter(torch.full((1,), _START_BIAS)) if own_bias else None
+        start_bias = torch.full((1,), _START_BIAS, dtype=dtype)
+        self.bias = nn.Parameter(start_bias) if own_bias else None
 
     def forward(
         self, image_features: Tensor, labels: Tensor, sample_id: Tensor, **features: Tensor

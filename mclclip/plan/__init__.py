@@ -13,11 +13,11 @@ import logging
 from typing import Any
 
 from mclclip.config import Config
-from mclclip.data.epoch_plan import check_ranks
 from mclclip.files import clean_lines
 from mclclip.plan import costs, memory, steps, table
 from mclclip.plan.machine import GIB, Machine, Speed
 from mclclip.ranks.process_group import pick_device
+from mclclip.train.parts import check_training
 
 __all__ = ["Machine", "Speed", "make", "run"]
 
@@ -63,7 +63,7 @@ def make(
     if not options:
         raise ValueError("num_stages is 0 and base is null: there is no training to plan")
     for name, training in options.items():
-        check_ranks(name, training.global_batch, machine.ranks)
+        check_training(name, training, machine.ranks)
     counted = steps.count(config, samples)
     measured = {name: memory.measure(config, name, options[name], machine) for name in options}
     times = costs.hours(config, counted, measured, machine, speed or Speed())

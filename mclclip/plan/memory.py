@@ -27,6 +27,7 @@ from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.models.options import ModelConfig
 from mclclip.objectives.base import Setting
+from mclclip.objectives.contrast import DIGESTS
 from mclclip.plan.machine import GIB, Machine
 from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.train.loop import Trainee
@@ -209,6 +210,8 @@ def _batch(model: Model, options: TrainConfig, local: int, cached_text: bool) ->
     shape = (local, *model.image_shape)
     stored = [f"base_{name[:-1]}_features" for name in reads.base - {"model"}]
     extras = {name: torch.empty(local, model.embed_dim, dtype=dtype) for name in stored}
+    if reads.digests:
+        extras |= {name: torch.zeros(local, dtype=torch.int64) for name in DIGESTS}
     if reads.edits and cached_text:
         shape_of_edits = local, reads.edits.per_caption, model.embed_dim
         extras["edited_features"] = torch.empty(shape_of_edits, dtype=dtype)

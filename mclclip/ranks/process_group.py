@@ -10,17 +10,18 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn, ParamSpec, TypeVar
+from typing import Any, ClassVar, Literal, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mclclip.ranks.failures import Lost, number_of
 from mclclip.ranks.workers import die_with_parent, start_worker
@@ -186,7 +187,7 @@ def join(
     """
     # Objects and barriers go over gloo: a rank that waits there sees a peer's death at once.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    _Limit.now = timeout
+    _Limit.now, _Limit.groups = timeout, [None]
     options |= {"rank": rank, "world_size": world_size, "timeout": timeout}
     joined: Future[None] = Future()
 
@@ -241,9 +242,10 @@ def meeting() -> dist.ProcessGroup | None:
 
 
 class _Limit:
-    """How long collectives of this process may take."""
+    """How long collectives of this process may take, and in which groups (None: the default)."""
 
     now = TIMEOUT
+    groups: ClassVar[list[Any]] = [None]
 
 
 def limit() -> datetime.timedelta:
@@ -253,15 +255,29 @@ def limit() -> datetime.timedelta:
 
 @contextmanager
 def without_limit() -> Iterator[None]:
-    """In the block collectives of the default group have no limit (a day)."""
+    """In the block collectives have no limit (a day), in the default group and in meshes."""
     if not (dist.is_available() and dist.is_initialized()):
         yield
         return
-    dist.distributed_c10d._set_pg_timeout(TIMEOUT)
+    _set_timeouts(TIMEOUT, _Limit.groups)
     try:
         yield
     finally:
-        dist.distributed_c10d._set_pg_timeout(_Limit.now)
+        _set_timeouts(_Limit.now, _Limit.groups)
+
+
+def _set_timeouts(timeout: datetime.timedelta, groups: Sequence[Any]) -> None:
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def make_mesh(context: Context, *shape: int) -> DeviceMesh:
+    """A device mesh of all ranks, whose groups have the limit of the default one."""
+    mesh = init_device_mesh(context.device.type, shape)
+    groups = mesh.get_all_groups() if context.world_size > 1 else []
+    _set_timeouts(_Limit.now, groups)
+    _Limit.groups += groups
+    return mesh
 
 
 def shutdown() -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from mclclip.ranks.process_group import Context
+from mclclip.ranks.process_group import Context, make_mesh
 
 
 class ShardedRows:
@@ -31,7 +31,7 @@ class ShardedRows:
 
     @functools.cached_property
     def _mesh(self) -> DeviceMesh:
-        return choose_mesh(self.context)
+        return make_mesh(self.context, self.context.world_size)
 
     def whole(self, local: Tensor) -> Tensor:
         """The tensor of all rows, made of each rank's contiguous ``local`` [stop - start, ...].
@@ -48,11 +48,6 @@ class ShardedRows:
     def local(value: Tensor) -> Tensor:
         """This rank's rows of a tensor that ``whole`` returned."""
         return value.to_local() if isinstance(value, DTensor) else value
-
-
-def choose_mesh(context: Context) -> DeviceMesh:
-    """A one-dimensional device mesh of all ranks."""
-    return init_device_mesh(context.device.type, (context.world_size,))
 
 
 def shard_of(num_rows: int, rank: int, world_size: int) -> tuple[int, int]:

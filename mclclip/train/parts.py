@@ -15,7 +15,7 @@ from mclclip.checkpoint import Checkpoints
 from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data.batches import Batch, Loader, TrainingBatches
 from mclclip.data.decode import Pixels
-from mclclip.data.epoch_plan import EpochPlan
+from mclclip.data.epoch_plan import EpochPlan, check_ranks
 from mclclip.data.extras import BaseFeatures, EditedCaptions, EqualityDigests, report_equal
 from mclclip.data.groups import GroupedIndex, Integers
 from mclclip.data.labels import AttributeClasses, ClassLabels, SampleWeights
@@ -23,7 +23,7 @@ from mclclip.data.locations import Resharded, TextFeatures, TrunkRows
 from mclclip.data.row_store import left_out
 from mclclip.data.sample_index import BadSamples, SampleIndex
 from mclclip.data.samples import Extra, TarDataset
-from mclclip.engines import build_engine
+from mclclip.engines import build_engine, check_engine
 from mclclip.engines.engine import Engine
 from mclclip.models.clip import clean_caption
 from mclclip.models.loading import load_towers, prepare_model, refuse_folded_norms
@@ -229,7 +229,6 @@ def engine_of(job: Job, trainee: Trainee, peaks: PeakMemory) -> Engine:
         partial(build_optimizer, **options.optimizer_arguments()),
         job.context,
         blocks=trainee.model.blocks(),
-        elementwise=is_elementwise(options.optimizer),
         precision=options.precision,
         clip_grad_norm=options.clip_grad_norm,
         ema_decay=options.ema_decay,
@@ -368,11 +367,53 @@ def build_model(job: Job) -> Model:
     return model
 
 
+def check_training(name: str, options: TrainConfig, num_ranks: int) -> None:
+    """Raises ValueError where a training does not run on so many ranks. ``name`` is its option,
+    ``base`` or ``train``."""
+    check_ranks(name, options.global_batch, num_ranks)
+    elementwise = is_elementwise(options.optimizer)
+    try:
+        check_engine(options.engine, num_ranks, options.precision, elementwise)
+    except ValueError as error:
+        raise ValueError(f"{name}.{error}") from None
+
+
 def loader_of(
     job: Job, opened: Opened, plan: EpochPlan, known_bad: np.ndarray, model: Model, steps: range
 ) -> Loader[Batch]:
     """This rank's batches of ``steps``, in order."""
-    data, objective = job.config.data, job.options.objective
+    say_equal = steps.start == 0 and job.context.is_main
+    make = partial(_batches_of, job, opened, plan, known_bad, model, say_equal)
+    batches = collectives.together(make, "train")
+    dataset = batches.dataset
+
+    def ids_of(step: int) -> Integers:
+        epoch, epoch_step = divmod(step, plan.steps_per_epoch)
+        rows = range(batches.rank * batches.local_batch, (batches.rank + 1) * batches.local_batch)
+        return batches.plan(epoch).batch(epoch_step).ids[rows]
+
+    return Loader(
+        batches,
+        steps,
+        num_workers=job.config.data.num_workers,
+        timeout_s=job.config.peer_timeout_s,
+        describe=lambda step: dataset.describe(f"the batch of step {step + 1}", ids_of(step)),
+        pin_memory=choose_memory(job.context.device) == "pinned",
+        spawn=bool(dataset.reader.urls),
+    )
+
+
+def _batches_of(
+    job: Job,
+    opened: Opened,
+    plan: EpochPlan,
+    known_bad: np.ndarray,
+    model: Model,
+    say_equal: bool,
+) -> TrainingBatches:
+    """This rank's batches, of which the first samples have been tried; ``say_equal``: says how many
+    rows have an equal caption or picture."""
+    objective = job.options.objective
     text = TextFeatures(job.layout.text_embeddings, job.index) if job.cached_text else None
     edits: list[Extra] = []
     if objective.reads.edits and text is None:
@@ -380,7 +421,7 @@ def loader_of(
     train = model.preprocess_train
     dataset = TarDataset(
         job.index,
-        data,
+        job.config.data,
         fast_transform(train) if job.pixels == "fast" else train,
         tokenizer=fetched(model.tokenizer) if objective.reads.captions and text is None else None,
         text_features=text,
@@ -399,22 +440,6 @@ def loader_of(
         bad_ids=known_bad,
     )
     dataset.check()
-    cheap = dataset.reads_text and (objective.reads.digests or not dataset.reader.urls)
-    if cheap and steps.start == 0 and job.context.is_main:
+    if say_equal and dataset.reads_text and (objective.reads.digests or not dataset.reader.urls):
         report_equal(batches, clean_caption)
-    collectives.meet()
-
-    def ids_of(step: int) -> Integers:
-        epoch, epoch_step = divmod(step, plan.steps_per_epoch)
-        rows = range(batches.rank * batches.local_batch, (batches.rank + 1) * batches.local_batch)
-        return batches.plan(epoch).batch(epoch_step).ids[rows]
-
-    return Loader(
-        batches,
-        steps,
-        num_workers=data.num_workers,
-        timeout_s=job.config.peer_timeout_s,
-        describe=lambda step: dataset.describe(f"the batch of step {step + 1}", ids_of(step)),
-        pin_memory=choose_memory(job.context.device) == "pinned",
-        spawn=bool(dataset.reader.urls),
-    )
+    return batches

@@ -17,7 +17,7 @@ from mclclip.checkpoint import keep_finished, path_of
 from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data import locations
 from mclclip.data.coverage import check_coverage, coverage_report
-from mclclip.data.epoch_plan import check_ranks, total_steps
+from mclclip.data.epoch_plan import total_steps
 from mclclip.data.extras import directory_of, survey
 from mclclip.data.groups import GroupSizes, LabelBlocks, StageGroups
 from mclclip.data.index_tables import check_shards
@@ -68,7 +68,7 @@ def run(
     options = _options(config, layout, stage)
     index = collectives.on_main(lambda: SampleIndex.open(layout.index))
     job = Job.of(config, options, context, layout, stage, index)
-    check_ranks(job.name, options.global_batch, context.world_size)
+    parts.check_training(job.name, options, context.world_size)
     peaks = PeakMemory(context.device)
     artifact = collectives.on_main(lambda: _on_disk(job, force))
     if artifact.finished:

@@ -316,21 +316,6 @@ def test_an_engine_that_is_gone_holds_no_memory(ranks: Ranks, stage: int) -> Non
         assert result == [True, True]
 
 
-# --- refusals ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("precision", "options", "message"),
-    [
-        ("fp32", {"elementwise": False}, "whole parameters, such as LARS"),
-        ("float64", {}, "trains float32 parameters"),
-    ],
-)
-def test_refuses(ranks: Ranks, precision: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ranks(2, run, "deepspeed", precision, options)
-
-
 def linear_after() -> bool:
     """Whether torch's linear is its own while a ZeRO-3 engine trains, and after it."""
     zero(train, make_engine("deepspeed", zero_stage=3), range(2))

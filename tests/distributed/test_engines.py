@@ -16,7 +16,7 @@ from mclclip.engines.engine import Engine
 from mclclip.models.loading import load_towers
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.info_nce import InfoNCE
-from mclclip.ranks import collectives
+from mclclip.ranks import collectives, process_group
 from mclclip.train.loop import Trainee
 from tests import tiny
 from tests.distributed.conftest import here
@@ -228,6 +228,22 @@ def test_a_step_that_overflows_anywhere_is_left_out_everywhere(ranks: Ranks, nam
 # --- copies of shards --------------------------------------------------------------------------
 
 
-def test_shard_ranks_must_divide(ranks: Ranks) -> None:
-    with pytest.raises(ValueError, match="engine.shard_ranks=2 does not divide the 3 ranks"):
-        ranks(3, run, "fsdp", "fp32", {"shard_ranks": 2})
+def limits_of_meshes() -> list[list[float]]:
+    """Seconds that collectives of the groups of copies and of shards may take: before, in and after
+    a block without a limit."""
+    groups = process_group.make_mesh(here(), 2, 2).get_all_groups()
+
+    def limits() -> list[float]:
+        backends = [group._get_backend(torch.device("cpu")) for group in groups]
+        return [backend.options._timeout.total_seconds() for backend in backends]
+
+    before = limits()
+    with process_group.without_limit():
+        lifted = limits()
+    return [before, lifted, limits()]
+
+
+def test_ranks_that_share_copies_wait_as_long_as_all(ranks: Ranks) -> None:
+    day = process_group.TIMEOUT.total_seconds()
+    for found in ranks(4, limits_of_meshes, timeout_s=77.0):
+        assert found == [[77.0, 77.0], [day, day], [77.0, 77.0]]

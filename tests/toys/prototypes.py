@@ -29,7 +29,9 @@ class Options(ObjectiveOptions):
 
     def build(self, setting: Setting) -> Objective:
         assert setting.classes is not None
-        rows = torch.from_numpy(np.array(setting.classes.centroids()))
+        rows = torch.empty(setting.classes.num_classes, setting.model.feature_dim)
+        if not setting.shapes_only:
+            rows = torch.from_numpy(np.array(setting.classes.centroids()))
         wide = torch.float64 if setting.precision == "float64" else torch.float32
         return Prototypes(Rows(rows.to(setting.context.device, wide)))
 
@@ -77,4 +79,4 @@ class Prototypes(Objective):
 
     def forward(self, image_features: Tensor, classes: Tensor, **unused: Any) -> dict[str, Tensor]:
         logits = 4.0 * image_features @ self.prototypes.rows.T
-        return {"loss": functional.cross_entropy(logits, classes[:, 0])}
+        return {"loss": functional.cross_entropy(logits, classes[:, 0].to(logits.device))}

@@ -324,10 +324,35 @@ def test_restored_samples_come_back_into_finished_embeddings_with_force(
     cluster.run(config, SINGLE, stage=0, force=True)
     assert np.flatnonzero(np.load(labels)[:, 0] < 0).tolist() == [3, 50]
     embed.run(config, SINGLE, stage=0, text=False)
-    assert "no rows of 2 samples that could not be read and have changed" in caplog.text
+    assert "no rows of 2 samples" in caplog.text
     embed.run(config, SINGLE, stage=0, text=False, force="unfit")
     cluster.run(config, SINGLE, stage=0, force="unfit")
     assert (np.load(labels)[:, 0] >= 0).all()
+
+
+def test_samples_that_are_excluded_no_more_are_embedded_again(
+    own_shards: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of a killed call at once, those of finished embeddings with force."""
+    export.stage(own_shards, SINGLE, stage=0)
+    samples = SampleIndex.open(Layout.of(own_shards).index)
+    directory = Layout.of(own_shards).embeddings(0)
+
+    def excluding(*ids: int) -> Config:
+        path = tmp_path / "exclude.txt"
+        path.write_text("".join(f"{key}\n" for key in samples.keys(ids)))
+        data = replace(own_shards.data, exclude=str(path), max_bad_fraction=0.5)
+        return replace(own_shards, data=data)
+
+    embed.run(excluding(3, 50), SINGLE, stage=0, text=False)
+    for record in directory.glob("manifest*"):
+        record.unlink()  # as if the call had been killed
+    embed.run(excluding(50), SINGLE, stage=0, text=False)
+    assert left_out(directory, 2).tolist() == [50]
+    embed.run(own_shards, SINGLE, stage=0, text=False)
+    assert left_out(directory, 2).tolist() == [50] and "no rows of 1 samples" in caplog.text
+    embed.run(own_shards, SINGLE, stage=0, text=False, force="unfit")
+    assert left_out(directory, 2).tolist() == []
 
 
 def test_what_one_reader_cannot_use_is_not_kept_for_others(own_shards: Config) -> None:

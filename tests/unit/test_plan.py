@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact, Layout
 from mclclip.train import verb as train
 from tests import tiny
+from tests.contracts.objective_cases import CASES
 from tests.matrix import in_soak, kept
 from tests.plans import CC12M, measure, recipe
 
@@ -193,6 +195,24 @@ def test_an_adversary_counts_with_the_graph_of_its_views() -> None:
     assert changed - {"loss"} == {"objective", "checkpoint", "activations"}
     hidden = 2 * 16 * 4 * (2 * 4) * 32 * 32  # two views; outputs of the first and the last layer
     assert 2 * hidden < whole["activations"] < frozen["activations"]
+
+
+def objectives() -> list[Any]:
+    """Every case of the contract; `make test` has the first of each kind."""
+    first = {case.settings["kind"]: name for name, case in reversed(CASES.items())}.values()
+    quick = {*first, "moco-v3-predictor", "sigmoid-masked"}
+    return kept([*CASES], *(n for n, name in enumerate(CASES) if name in quick))
+
+
+@pytest.mark.parametrize("name", objectives())
+def test_every_objective_is_planned(name: str) -> None:
+    case = CASES[name]
+    tree = tiny.tree(Path("run"), Path("data"), locked_text=case.frozen_text)
+    tree["model"]["name"] = tiny.RESNET if case.resnet else tiny.MODEL
+    options = config.from_tree(tree | {"base": None})
+    training = replace(options.train, objective=case.options(), precision="float64")
+    parts = memory.measure(options, "train", training, Machine(1, 4))["parts"]
+    assert parts["loss"] > 0 and parts["activations"] > 0
 
 
 def test_controls_and_stage_zero_are_counted() -> None:
@@ -455,6 +475,17 @@ def test_a_full_disk_here_is_a_warning_for_machines_elsewhere(
         ),
         (("train.plan.policy=drop",), 192, "possible labels"),
         (("cluster.num_clusters=[3]",), 192, "has 1 entries"),
+        (
+            ("train.engine={name: fsdp, shard_ranks: 3}",),
+            192,
+            "train.engine.shard_ranks=3 does not",
+        ),
+        (
+            ("train.engine.name=deepspeed", "train.optimizer=lars"),
+            192,
+            "train.engine.name=deepspeed",
+        ),
+        (("train.engine.name=deepspeed", "train.precision=float64"), 192, "precision=float64"),
     ],
 )
 def test_what_the_run_would_refuse(overrides: tuple[str, ...], samples: int, message: str) -> None:

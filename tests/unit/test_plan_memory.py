@@ -14,6 +14,7 @@ import pytest
 from mclclip import config, plan
 from mclclip.plan import Machine, memory
 from tests import tiny
+from tests.matrix import in_soak, kept
 from tests.plans import recipe
 
 GIB = 2**30
@@ -24,12 +25,15 @@ LAION = tiny.ROOT / "launch/recipes/mlcd_laion_vitl14.yaml"
 
 @pytest.mark.parametrize(
     ("batch", "lock", "gib", "counts_weights"),
-    [
-        (256, ALL, 65.5, False),
-        (512, "{image_blocks: 6, text: false, logit_scale: true}", 29.7, False),
-        (256, "{image_blocks: 6, text: false, logit_scale: true}", 17.0, True),
-        (256, "{image_blocks: all, text: false, logit_scale: true}", 60.2, True),
-    ],
+    kept(
+        [
+            (256, ALL, 65.5, False),
+            (512, "{image_blocks: 6, text: false, logit_scale: true}", 29.7, False),
+            (256, "{image_blocks: 6, text: false, logit_scale: true}", 17.0, True),
+            (256, "{image_blocks: all, text: false, logit_scale: true}", 60.2, True),
+        ],
+        2,
+    ),
 )
 def test_a_step_takes_what_a_gpu_has_held(
     batch: int, lock: str, gib: float, counts_weights: bool
@@ -44,7 +48,7 @@ def test_a_step_takes_what_a_gpu_has_held(
 
 @pytest.mark.parametrize(
     ("classes", "batch", "gib"),
-    [(100_000, 4096, 0.18), (1_000_000, 4096, 0.19), (1_000_000, 1024, 0.09)],
+    kept([(100_000, 4096, 0.18), (1_000_000, 4096, 0.19), (1_000_000, 1024, 0.09)], 0),
 )
 def test_a_head_takes_what_a_gpu_has_held(classes: int, batch: int, gib: float) -> None:
     given = (f"cluster.num_clusters={classes}", f"train.global_batch={batch}")
@@ -77,6 +81,7 @@ def test_every_negative_that_is_drawn_has_a_gradient() -> None:
     assert many["parts"]["loss"] - few["parts"]["loss"] > 0.7 * 12_500 * 512 * 4
 
 
+@in_soak
 def test_a_head_that_does_not_fit_names_the_objective() -> None:
     options = config.load(LAION, ["cluster.num_clusters=20000000", "train.global_batch=256"])
     made = memory.measure(options, "train", options.train, Machine())
