@@ -107,9 +107,10 @@ def run(
     counts = {rule: len(own) for rule, own in items.items()}
     listed = ", ".join(f"{rule} {count}" for rule, count in counts.items())
     artifact = Artifact.open(Path(out), **opened, force=force)
-    _write(artifact.directory, fitting, images)
+    names = _write(artifact.directory, fitting, images)
     log.info("make-pairs: %s; mark what is wrong in %s", listed, Path(out) / "gallery.html")
-    return artifact.finish({"images": len(images), "items": counts})
+    records = files.records_of(artifact.directory, *names)
+    return artifact.finish({"images": len(images), "items": counts}, records=records)
 
 
 def _items(
@@ -194,7 +195,8 @@ def _confused_items(
     return dict(sorted(found.items()))
 
 
-def _write(out: Path, items: dict[str, Items], images: Sequence[Any]) -> None:
+def _write(out: Path, items: dict[str, Items], images: Sequence[Any]) -> list[str]:
+    """Writes the pictures, the items, the suite and the page; returns the names of the files."""
     for name in ("data", "images"):
         (out / name).mkdir(exist_ok=True)
     names: dict[int, str] = {}
@@ -221,6 +223,8 @@ def _write(out: Path, items: dict[str, Items], images: Sequence[Any]) -> None:
     text = yaml.safe_dump({"name": "pairs", "benchmarks": {"pairs": suite}}, sort_keys=False)
     files.write_bytes(out / "suite.yaml", text.encode())
     files.write_bytes(out / "gallery.html", _gallery(records).encode())
+    pictures = [f"images/{name}" for name in names.values()]
+    return [*pictures, *(f"data/{rule}.json" for rule in records), "suite.yaml", "gallery.html"]
 
 
 def _gallery(records: dict[str, dict[str, dict[str, str]]]) -> str:
