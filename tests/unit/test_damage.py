@@ -13,16 +13,27 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from mclclip import cli, cluster, embed, export, files, index
+from mclclip import (
+    cli,
+    cluster,
+    embed,
+    export,
+    files,
+    index,
+    make_dataset,
+    make_pairs,
+    pack,
+)
 from mclclip.config import Config, dump
 from mclclip.data.groups import StageGroups
 from mclclip.data.labels import ClassLabels
 from mclclip.data.locations import TextFeatures
 from mclclip.data.row_store import left_out
 from mclclip.data.sample_index import SampleIndex
+from mclclip.data.shard_writer import PackedSample
 from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import INTENT, MANIFEST, Layout, made_of
+from mclclip.run.artifacts import INTENT, MANIFEST, Layout, made_of, parse_manifest
 from mclclip.train import verb as train
 from tests import damage
 
@@ -266,6 +277,31 @@ def test_the_command_that_doctor_offers_makes_the_artifact_again(
     assert code == 2 and f"'mclclip {offered}'" in line
     assert cli.main(shlex.split(offered)) == 0
     assert doctor(config, capsys) == (0, [])
+
+
+def test_packing_verbs_list_every_file_for_doctor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    make_dataset.write_patterns(run / "patterns", num_samples=20, num_pairs=2, samples_per_shard=3)
+    make_pairs.run(run / "patterns" / "shards", run / "pairs", captions="txt")
+    pictures = run / "patterns" / "pairs" / "MLLM_VLM Images"
+    pack.pack(pictures, run / "data", samples_per_shard=2, held_out={"choose": 0.4})
+    samples = [PackedSample(str(number), b"x", "jpg", ["a"]) for number in range(3)]
+    make_dataset.write_splits(
+        run / "splits", "mine", lambda *_: {"train": samples}, {}, seed=0, force=False,
+        samples_per_shard=2,
+    )  # fmt: skip
+    (run / "pairs" / "struck.txt").write_text("written by a user")
+    assert cli.main(["doctor", str(run)]) == 0
+    capsys.readouterr()
+    for place in ("patterns", "pairs", "data", "splits"):
+        listed = parse_manifest(run / place / MANIFEST).records
+        there = {str(p.relative_to(run / place)) for p in (run / place).rglob("*") if p.is_file()}
+        assert {*listed} == there - {MANIFEST, "struck.txt"} and len(listed) > 1
+        flip(run / place / max(listed))
+    assert cli.main(["doctor", str(run)]) == 2
+    assert capsys.readouterr().out.count("FAIL") == 4
 
 
 @pytest.mark.parametrize("words", [["nothing"], ["seed=1"], ["run", "another"]])
