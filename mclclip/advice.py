@@ -89,13 +89,19 @@ def complete(text: str) -> str:
         if verb not in _Typed.readers or "--config" in words:
             return found[0]
         run = shlex.join(_Typed.run)
-        stage = _stage(verb, text) if _Typed.readers[verb] and "--stage" not in words else ""
-        return "'" + " ".join(filter(None, ("mclclip", verb, run, stage, words.strip()))) + "'"
+        stage = _stage(verb, text) if "--stage" not in words else ""
+        control = re.search(r"controls/(\w+)/", text) if verb in ("train", "export") else None
+        variant = f"--variant {control[1]}" if control and "--variant" not in words else ""
+        parts = ("mclclip", verb, run, stage, variant, words.strip())
+        return "'" + " ".join(filter(None, parts)) + "'"
 
     return _OFFERED.sub(completed, text)
 
 
 def _stage(verb: str, text: str) -> str:
+    if not _Typed.readers[verb]:  # such a verb has another meaning without a stage
+        named = re.search(rf"stage_(\d+)/{verb}\b", text)
+        return f"--stage {named[1]}" if named else ""
     if found := re.search(r"stage_(\d+)/(\w+)", text):
         return f"--stage {int(found[1]) - (found[2] == 'pseudo_labels')}"  # made by the one before
     if "--stage" in _Typed.words[:-1]:

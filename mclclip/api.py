@@ -264,7 +264,7 @@ def _write_settings(
     count, path = packed.counts["shares"]["train"]["samples"], made.directory / SETTINGS
     _, text = choices.choose(situation(count), overrides)
     files.write_bytes(path, text.encode())
-    made.finish({"samples": count})
+    made.finish({"samples": count}, records=files.records_of(made.directory, SETTINGS))
     log.info("chose the settings, each with its reason: %s", path)
     log.info("'mclclip doctor --data %s' looks at the data", path)
     for line in text.splitlines():

@@ -271,6 +271,9 @@ def _words_of_run(args: argparse.Namespace) -> list[str]:
     folder = {"finetune": "out", "report": "run_dir"}.get(args.verb)
     if folder is not None and (run := getattr(args, folder)):
         return ["--config", f"{run}/config.yaml"]
+    if args.verb == "doctor" and len(args.overrides) == 1 and args.data is None:
+        recorded = Path(args.overrides[0]) / "config.yaml"
+        return ["--config", str(recorded)] * recorded.is_file()
     if args.verb == "race":  # its runs lie below the folder that it names
         return []
     config = getattr(args, "config", None) or getattr(args, "data", None)

@@ -23,7 +23,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from mclclip import __version__, search
+from mclclip import __version__, advice, search
 from mclclip.files import clean, existing, fsync_directory, message_of
 from mclclip.ranks.failures import MORE_SHARED_MEMORY
 
@@ -55,7 +55,7 @@ def show(found: Iterator[Finding]) -> int:
     """Prints findings as they come, and how many are bad; returns 0, or 2 where a check failed."""
     number: Counter[str] = Counter()
     for each in found:
-        print(clean(str(each)), flush=True)
+        print(advice.complete(clean(str(each))), flush=True)
         number[each.state] += 1
     bad = number["FAIL"] or number["warn"]
     print(f"{number['FAIL']} failed, {number['warn']} to look at" if bad else "all is well")

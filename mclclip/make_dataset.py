@@ -106,6 +106,7 @@ def write_splits(
         log.info("%s is finished: skipped", out)
         return out
     counts: dict[str, Any] = {"samples": {}, "shards": {}}
+    records: dict[str, files.Record] = {}
     sources = Sources(folders, download)
     splits = build(sources, seed, **settings)
     sources.check_asked()
@@ -117,10 +118,12 @@ def write_splits(
                 counts["samples"][split] = number
                 yield sample
 
-        if shards := write_shards(counted(), out / split, samples_per_shard):
+        written: dict[str, files.Record] = {}
+        if shards := write_shards(counted(), out / split, samples_per_shard, written):
             counts["shards"][split] = len(shards)
+        records |= {f"{split}/{name}": record for name, record in written.items()}
     log.info("%s: %s", out, ", ".join(f"{n:,} {split}" for split, n in counts["samples"].items()))
-    artifact.finish(counts)
+    artifact.finish(counts, records=records)
     return out
 
 
@@ -155,9 +158,14 @@ def write_patterns(
         log.info("%s is finished: skipped", out)
         return out
     log.info("render %d pictures and %d pairs per attribute", num_samples, num_pairs)
-    shards = write_shards(draw_samples(num_samples, seed), out / "shards", samples_per_shard)
-    questions = _write_pairs(out / "pairs", num_pairs, seed)
-    artifact.finish({"samples": num_samples, "shards": len(shards), "questions": questions})
+    samples, written = draw_samples(num_samples, seed), dict[str, files.Record]()
+    shards = write_shards(samples, out / "shards", samples_per_shard, written)
+    pictures = _write_pairs(out / "pairs", num_pairs, seed)
+    artifact.finish(
+        {"samples": num_samples, "shards": len(shards), "questions": len(pictures)},
+        records={f"shards/{name}": record for name, record in written.items()}
+        | files.records_of(out, "pairs/Questions.csv", *(f"pairs/{name}" for name in pictures)),
+    )
     return out
 
 
@@ -168,7 +176,8 @@ def draw_samples(count: int, seed: int) -> Iterator[PackedSample]:
         yield PackedSample(f"{number:09d}", image, "jpg", [pattern.caption], about)
 
 
-def _write_pairs(root: Path, num_pairs: int, seed: int) -> int:
+def _write_pairs(root: Path, num_pairs: int, seed: int) -> list[str]:
+    """Writes the questions, and their pictures, whose names below ``root`` it returns."""
     rows: list[tuple[int, str, str]] = []
     for attribute in patterns.ATTRIBUTES:
         folder = root / "MLLM_VLM Images" / attribute
@@ -183,7 +192,7 @@ def _write_pairs(root: Path, num_pairs: int, seed: int) -> int:
     writer.writerow(("Question ID", "Type", "Statement"))
     writer.writerows(rows)
     files.write_bytes(root / "Questions.csv", text.getvalue().encode())
-    return len(rows)
+    return [f"MLLM_VLM Images/{attribute}/{number}.jpg" for number, attribute, _ in rows]
 
 
 def encode_jpeg(image: np.ndarray) -> bytes:

@@ -107,9 +107,9 @@ def run(
     counts = {rule: len(own) for rule, own in items.items()}
     listed = ", ".join(f"{rule} {count}" for rule, count in counts.items())
     artifact = Artifact.open(Path(out), **opened, force=force)
-    _write(artifact.directory, fitting, images)
+    records = _write(artifact.directory, fitting, images)
     log.info("make-pairs: %s; mark what is wrong in %s", listed, Path(out) / "gallery.html")
-    return artifact.finish({"images": len(images), "items": counts})
+    return artifact.finish({"images": len(images), "items": counts}, records=records)
 
 
 def _items(
@@ -194,7 +194,8 @@ def _confused_items(
     return dict(sorted(found.items()))
 
 
-def _write(out: Path, items: dict[str, Items], images: Sequence[Any]) -> None:
+def _write(out: Path, items: dict[str, Items], images: Sequence[Any]) -> dict[str, files.Record]:
+    """Writes the pictures, the items, the suite and the page; returns the files' records."""
     for name in ("data", "images"):
         (out / name).mkdir(exist_ok=True)
     names: dict[int, str] = {}
@@ -221,6 +222,9 @@ def _write(out: Path, items: dict[str, Items], images: Sequence[Any]) -> None:
     text = yaml.safe_dump({"name": "pairs", "benchmarks": {"pairs": suite}}, sort_keys=False)
     files.write_bytes(out / "suite.yaml", text.encode())
     files.write_bytes(out / "gallery.html", _gallery(records).encode())
+    pictures = [f"images/{name}" for name in names.values()]
+    tables = (f"data/{rule}.json" for rule in records)
+    return files.records_of(out, *pictures, *tables, "suite.yaml", "gallery.html")
 
 
 def _gallery(records: dict[str, dict[str, dict[str, str]]]) -> str:

@@ -41,7 +41,7 @@ from mclclip.data.shard_writer import (
 from mclclip.data.spellings import explain_missing
 from mclclip.data.table_formats import CAPTION_COLUMNS, suffix_of
 from mclclip.data.tables import Row, Table, open_table
-from mclclip.files import Roots
+from mclclip.files import Record, Roots
 from mclclip.options import refuse_url
 from mclclip.run.artifacts import Artifact, Force, Manifest
 from mclclip.run.runlog import count_of, progress
@@ -175,6 +175,7 @@ def _write(
         for folder in ([*held_out, _REST] if held_out else [""])
     }
     several = 0
+    records: dict[str, Record] = {}
 
     def counted() -> Iterator[PackedSample]:
         nonlocal several
@@ -186,7 +187,7 @@ def _write(
             yield sample
 
     out = artifact.directory
-    for path in write_shards(counted(), out, samples_per_shard):
+    for path in write_shards(counted(), out, samples_per_shard, records):
         shares["" if path.parent == out else path.parent.name]["shards"] += 1
     counts: dict[str, Any] = {
         name: sum(share[name] for share in shares.values())
@@ -206,7 +207,7 @@ def _write(
         log.warning("pack: %s", line)
     if spelling := _explain_missing(table, findings):
         log.warning("pack: %s", spelling)
-    return artifact.finish({**counts, "findings": findings.to_json()})
+    return artifact.finish({**counts, "findings": findings.to_json()}, records=records)
 
 
 def _check(

@@ -9,6 +9,8 @@ replaced or removed while it is read.
 from __future__ import annotations
 
 import os
+import re
+import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -24,6 +26,13 @@ from mclclip.run.runlog import count_of
 
 MAY_LIE_ELSEWHERE = (KIND, TRUNK_CACHE)
 """Kinds of artifacts whose files a user may move to a store, or remove after the training."""
+_OF_STAGES = (
+    "embeddings|text_embeddings|edited_texts/[^/]+|trunk_cache|clusters|pseudo_labels|resharded|"
+    "train|export"
+)
+_PLACES = re.compile(rf"index|finetune|(controls/[^/]+/)?(stage_\d+/({_OF_STAGES})|exports/[^/]+)")
+# Verbs of which a part of the command is written nowhere in the run.
+_WITH_ARGUMENTS = ("pack", "make-pairs", "make-dataset", "finetune", "export --to")
 
 
 def run(directory: Path) -> int:
@@ -36,15 +45,43 @@ def run(directory: Path) -> int:
 
 def findings(directory: Path) -> Iterator[Finding]:
     """The line of every artifact and of every saved step, in the order of their paths."""
-    names = (MANIFEST, INTENT, f"step_*/{step_files.STATE}")
-    listings = sorted(path for name in names for path in directory.rglob(name))
+    listings = [*_listings(directory)]
     if not listings:
         raise FileNotFoundError(f"there is no run at {directory}: name the folder of a run")
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for path in listings:
-            place = path.parent.relative_to(directory)
-            if not any(".old-" in part or part.startswith(".") for part in place.parts):
-                yield from _compare(path, str(place), pool)
+            place = str(path.parent.relative_to(directory))
+            if path.exists():
+                yield from _compare(path, place, pool)
+            elif path.parent.exists() and not (path.parent / INTENT).exists():
+                what = f"holds files but no {path.name}, so they cannot be compared"
+                yield doctor.finding(place, what, _again(path))
+
+
+def _listings(directory: Path) -> Iterator[Path]:
+    """The paths of all lists of files: those that are there, with the marks of what is being made,
+    and those that the places of a run should have. A folder is looked at once, whatever links lead
+    to it; hidden ones and those that were moved aside are left out."""
+    seen = set()
+    for name, below, names in os.walk(directory, followlinks=True):
+        folder, real = Path(name), os.path.realpath(name)
+        shown = sorted(b for b in below if not b.startswith(".") and ".old-" not in b)
+        below[:] = [] if real in seen else shown
+        if real in seen:
+            continue
+        seen.add(real)
+        is_step = bool(step_files.parse_steps([folder.name]))
+        lists = [n for n in (step_files.STATE if is_step else MANIFEST, INTENT) if n in names]
+        if not lists and (shown or names) and _is_place(directory, folder, is_step):
+            lists = [step_files.STATE if is_step else MANIFEST]
+        yield from (folder / n for n in lists)
+
+
+def _is_place(directory: Path, folder: Path, is_step: bool) -> bool:
+    """Whether the layout of a run has an artifact or a saved step in ``folder``."""
+    place = folder.relative_to(directory).as_posix()
+    of_finetune = place in ("data", "pairs") and (directory / "finetune").is_dir()
+    return is_step or of_finetune or _PLACES.fullmatch(place) is not None
 
 
 def _compare(path: Path, place: str, pool: ThreadPoolExecutor) -> Iterator[Finding]:
@@ -53,22 +90,53 @@ def _compare(path: Path, place: str, pool: ThreadPoolExecutor) -> Iterator[Findi
         if not is_finished(path.parent):
             yield doctor.finding(place, "is not finished, so there is nothing to compare yet")
         return
+    before, again = _bytes_of(path), _again(path)
     try:
-        before = path.read_bytes()
+        if before is None:
+            raise ValueError(f"{path.name} cannot be read")
         records, again, may_lie_elsewhere = _read_listing(path)
         here = {file: r for file, r in records.items() if not may_lie_elsewhere or file.exists()}
         differences = pool.map(partial(_difference, path.parent), here, here.values())
         text = next(filter(None, differences), None)
     except (OSError, ValueError, RuntimeError, step_files.Damaged) as error:
-        text, again = str(error), "make it again, or bring it back from a copy"
+        text = files.message_of(error)
+    except (TypeError, LookupError) as error:  # of counts, which every kind has its own of
+        text = f"{path.name} is damaged ({type(error).__name__}: {files.message_of(error)})"
     if text is None:
         size = sum(record.size_bytes for record in here.values()) / 2**30
         away = f", {len(records) - len(here)} are not here" if len(here) < len(records) else ""
         yield doctor.finding(place, f"{count_of(len(here), 'file')}, {size:.2f} GiB{away}")
-    elif not path.exists() or path.read_bytes() != before:
+    elif not path.exists() or _bytes_of(path) != before:
         yield doctor.finding(place, "was replaced or removed while it was read")
     else:
         yield Finding("FAIL", place, f"{text}: {again}")
+
+
+def _bytes_of(path: Path) -> bytes | None:
+    """The bytes of a file; None for what cannot be read, or is no file."""
+    try:
+        return path.read_bytes() if path.is_file() else None
+    except OSError:
+        return None
+
+
+def _again(path: Path) -> str:
+    """How to make what ``path`` lists again, by the name of its folder."""
+    folder = path.parent
+    if path.name == step_files.STATE:
+        return "remove this step's folder, and the same command resumes from the step before"
+    above = {"exports": "concat", "edited_texts": "text_embeddings"}.get(folder.parent.name)
+    kind = above or ("shards" if folder.name == "data" else folder.name)
+    known = kind in ("concat", "shards", "pairs", "finetune", "index", *_OF_STAGES.split("|"))
+    return _repeated(kind) if known else "make it again, or bring it back from a copy"
+
+
+def _repeated(kind: str) -> str:
+    """How to make an artifact of a kind again."""
+    verb = verb_of(kind)
+    if verb in _WITH_ARGUMENTS:
+        return f"give the same command of {verb} again, with --force"
+    return f"run 'mclclip {verb} --force' to make it again"
 
 
 def _read_listing(path: Path) -> tuple[dict[Path, files.Record], str, bool]:
@@ -78,8 +146,7 @@ def _read_listing(path: Path) -> tuple[dict[Path, files.Record], str, bool]:
     if path.name == step_files.STATE:
         step = int(folder.name.removeprefix("step_"))
         entries = step_files.read_entries(folder, step)
-        again = "remove this step's folder, and the same command resumes from the step before"
-        return {folder / name: record for name, record in entries.items()}, again, False
+        return {folder / name: record for name, record in entries.items()}, _again(path), False
     manifest = parse_manifest(path)
     records = {folder / name: record for name, record in manifest.records.items()}
     if manifest.kind == TRUNK_CACHE:
@@ -87,14 +154,15 @@ def _read_listing(path: Path) -> tuple[dict[Path, files.Record], str, bool]:
         if any(rows.glob("*")):  # they may be removed, also from a folder that stays
             notes = all_notes(rows, int(manifest.counts["shards"]))
             records |= {rows / name: note.record for name, note in notes.items()}
-    again = f"run 'mclclip {verb_of(manifest.kind)} --force' to make it again"
-    return records, again, manifest.kind in MAY_LIE_ELSEWHERE
+    return records, _repeated(manifest.kind), manifest.kind in MAY_LIE_ELSEWHERE
 
 
 def _difference(folder: Path, path: Path, record: files.Record) -> str | None:
     """What is wrong with a file, in words; None where it is what was written."""
     name = os.path.relpath(path, folder)
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # the reading of a pipe would not end
+            return f"{name} is no regular file"
         now = files.record_of(path)
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"

@@ -9,6 +9,7 @@ times are 0, owners fixed.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -19,7 +20,7 @@ from typing import Any
 
 from mclclip.data.decode import IMAGE_EXTENSIONS
 from mclclip.data.shard_scan import ARRAY_EXTENSION, split_member_name
-from mclclip.files import remove_leftovers, whole_file
+from mclclip.files import Record, record_of, remove_leftovers, whole_file
 from mclclip.run.artifacts import made_of
 
 PACKED_FROM = "packed_from"
@@ -73,7 +74,10 @@ class PackedSample:
 
 
 def write_shards(
-    samples: Iterable[PackedSample], directory: Path, samples_per_shard: int
+    samples: Iterable[PackedSample],
+    directory: Path,
+    samples_per_shard: int,
+    records: dict[str, Record] | None = None,
 ) -> list[Path]:
     """Writes ``{shard:05d}.tar`` files of ``samples_per_shard`` samples, one series for each folder
     that samples name; returns them in the order in which they were begun.
@@ -81,7 +85,8 @@ def write_shards(
     A shard has a temporary name until it is whole, so that a killed writer leaves none that looks
     finished. Existing shards of the same number are replaced, and those of higher numbers, which a
     killed writer of more samples left, are removed. Raises ValueError for a key that occurs twice
-    (naming both samples by number, counted from 0). Memory: one set of keys.
+    (naming both samples by number, counted from 0). Memory: one set of keys. ``records`` gets the
+    record of each shard by its name below ``directory``, made while the page cache holds it.
     """
     if samples_per_shard < 1:
         raise ValueError(f"samples_per_shard is {samples_per_shard}, expected at least 1")
@@ -91,6 +96,7 @@ def write_shards(
     directory.mkdir(parents=True, exist_ok=True)
     remove_leftovers(directory)
     paths: list[Path] = []
+    records = {} if records is None else records
     seen: dict[str, int] = {}  # the number of the sample with each key
     counts: Counter[str] = Counter()
     writers: dict[str, TarWriter] = {}
@@ -116,6 +122,10 @@ def write_shards(
             counts[folder] += 1
             if place == samples_per_shard - 1:
                 shards[folder].close()
+                name = os.path.join(folder, f"{number:05d}.tar")
+                records[name] = record_of(directory / name)
+    for name in {str(path.relative_to(directory)) for path in paths} - records.keys():
+        records[name] = record_of(directory / name)
     for within in {directory, *(path.parent for path in paths)}:
         for stale in {*within.glob("*.tar")} - {*paths}:
             if _OWN_NAME.fullmatch(stale.name):

@@ -91,10 +91,13 @@ def environment() -> Environment:
 
 def _content(run: Run) -> dict[str, Any]:
     """All variables of the template."""
-    thumbnails, trainings = Thumbnails(run), story.trainings(run)
+    thumbnails, trained = Thumbnails(run), _section(lambda: story.trainings(run), "")
+    trainings = trained["content"] or []
     comparisons = scores.comparisons(run)
     verdict = comparisons.verdict
     sections = _sections(run, thumbnails, verdict)
+    if trained["missing"]:
+        sections["curves"] = trained
     clustered = sections["clusters"]["content"] or ()
     content = {
         **sections,

@@ -56,6 +56,8 @@ _WRITTEN_BY = {
     "soup": "export",
     "dataset": "make-dataset",
     "pairs": "make-pairs",
+    "shards": "pack",
+    "converted": "export --to",
 }
 
 
@@ -107,15 +109,20 @@ def read_manifest(directory: Path, kind: str) -> Manifest:
 
 def parse_manifest(path: Path) -> Manifest:
     """The manifest in a file, of any kind. Raises ValueError where it is none."""
-    fields = files.read_json(path)
     try:
+        fields = files.read_json(path)
         records = {name: files.Record(**entry) for name, entry in fields["records"].items()}
+        if not all(type(r.size_bytes) is int and type(r.sha256) is str for r in records.values()):
+            raise TypeError("records hold a size and a SHA-256 for each file")
+        if not isinstance(fields["kind"], str):
+            raise TypeError("kind is a text")
         if not all(isinstance(fields[name], dict) for name in ("config", "inputs", "counts")):
             raise TypeError("config, inputs and counts are mappings")
         return Manifest(**(fields | {"records": records}))
-    except (TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"{path} is not a manifest ({files.message_of(error)}): make it again with --force"
+            f"{path} is not a manifest ({files.message_of(error)}): make it again with --force, or "
+            f"remove {path.parent}"
         ) from error
 
 

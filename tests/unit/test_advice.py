@@ -162,6 +162,22 @@ def test_commands_of_messages_are_such_that_can_be_typed(
             "'mclclip cluster --force', 'mclclip embed'",
             "'mclclip cluster --config u --stage 1 --force', 'mclclip embed --config u --stage 2'",
         ),
+        (
+            "run --config u",
+            "r/stage_1/export: 'mclclip export --force'",
+            "r/stage_1/export: 'mclclip export --config u --stage 1 --force'",
+        ),
+        (
+            "run --config u",
+            "r/exports/concat_raw: 'mclclip export --force'",
+            "r/exports/concat_raw: 'mclclip export --config u --force'",
+        ),
+        (
+            "run --config u",
+            "r/controls/ungrouped/stage_1/train: 'mclclip train --force'",
+            "r/controls/ungrouped/stage_1/train: 'mclclip train --config u --stage 1 "
+            "--variant ungrouped --force'",
+        ),
         ("index --config u", "'mclclip doctor --data CONFIG'", "'mclclip doctor --data u'"),
         ("doctor", "'mclclip doctor --path DIR'", "'mclclip doctor --path DIR'"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,16 +13,27 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from mclclip import cli, cluster, embed, export, files, index
-from mclclip.config import Config
+from mclclip import (
+    cli,
+    cluster,
+    embed,
+    export,
+    files,
+    index,
+    make_dataset,
+    make_pairs,
+    pack,
+)
+from mclclip.config import Config, dump
 from mclclip.data.groups import StageGroups
 from mclclip.data.labels import ClassLabels
 from mclclip.data.locations import TextFeatures
 from mclclip.data.row_store import left_out
 from mclclip.data.sample_index import SampleIndex
+from mclclip.data.shard_writer import PackedSample
 from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import INTENT, MANIFEST, Layout, made_of
+from mclclip.run.artifacts import INTENT, MANIFEST, Layout, made_of, parse_manifest
 from mclclip.train import verb as train
 from tests import damage
 
@@ -173,6 +185,123 @@ def test_doctor_tells_the_first_difference_of_each_artifact(
     code, lines = doctor(config, capsys)
     assert code == 2 and len(lines) == 3
     assert "00000.npy" in lines[1] and "centroids.npy" in lines[0] and MANIFEST in lines[2]
+
+
+def test_doctor_reads_a_run_through_links_and_while_folders_go(
+    trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    config = damage.copied(trained_run, tmp_path)
+    run = Path(config.run_dir)
+    (run / "stage_1").rename(tmp_path / "elsewhere")
+    (run / "stage_1").symlink_to(tmp_path / "elsewhere")
+    (run / "stage_1" / "again").symlink_to(run)  # a circle
+    flip(run / "stage_1" / "pseudo_labels" / "pseudo_labels.npy")
+    shutil.copytree(run / "index", run / "index.old-1")
+    flip(run / "index.old-1" / "samples.arrow")
+    (code, lines), real = doctor(config, capsys), os.scandir
+    assert code == 2 and len(lines) == 1 and "stage_1/pseudo_labels" in lines[0]
+
+    def vanishing(path: str) -> object:
+        if str(path).endswith("clusters"):
+            shutil.rmtree(path)
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", vanishing)
+    assert len(doctor(config, capsys)[1]) == 1
+
+
+def test_doctor_does_not_wait_for_a_pipe(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = damage.copied(trained_run, tmp_path)
+    labels = Layout.of(config).pseudo_labels(1) / "pseudo_labels.npy"
+    labels.unlink()
+    os.mkfifo(labels)
+    code, (line,) = doctor(config, capsys)
+    assert code == 2 and "stage_1/pseudo_labels: pseudo_labels.npy" in line
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"kind": ["x"]},
+        {"kind": 5},
+        {"records": {"a": {"size_bytes": "x", "sha256": "y"}}},
+        {"records": []},
+        {"kind": "trunk_cache"},
+        {"kind": "trunk_cache", "counts": {"rows": 5}},
+        {"kind": "trunk_cache", "counts": {"rows": None, "shards": "x"}},
+    ],
+)
+def test_doctor_tells_an_odd_manifest_in_one_line(
+    trained_run: Path, tmp_path: Path, odd: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = damage.copied(trained_run, tmp_path)
+    path = Layout.of(config).embeddings(0) / MANIFEST
+    (path.parent / "rows").mkdir()
+    files.write_json(path, files.read_json(path) | odd)
+    code, (line,) = doctor(config, capsys)
+    assert code == 2 and "stage_0/embeddings: " in line
+
+
+@pytest.mark.parametrize(
+    "name", ["stage_0/clusters/manifest.json", "stage_1/train/checkpoints/step_00000002/state.json"]
+)
+def test_doctor_warns_of_files_without_their_list(
+    trained_run: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = damage.copied(trained_run, tmp_path)
+    (Path(config.run_dir) / name).unlink()
+    assert cli.main(["doctor", config.run_dir]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("warn"))
+    assert os.path.dirname(name) in line
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("stage_0/export/open_clip_model.safetensors", "export --config {} --stage 0 --force"),
+        ("stage_0/embeddings/00000.npy", "embed --config {} --stage 0 --force"),
+        ("stage_1/pseudo_labels/pseudo_labels.npy", "cluster --config {} --stage 0 --force"),
+    ],
+)
+def test_the_command_that_doctor_offers_makes_the_artifact_again(
+    config: Config, name: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded = Path(config.run_dir) / "config.yaml"
+    recorded.write_text(dump(config))
+    flip(Path(config.run_dir) / name)
+    code, (line,) = doctor(config, capsys)
+    offered = words.format(recorded)
+    assert code == 2 and f"'mclclip {offered}'" in line
+    assert cli.main(shlex.split(offered)) == 0
+    assert doctor(config, capsys) == (0, [])
+
+
+def test_packing_verbs_list_every_file_for_doctor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    make_dataset.write_patterns(run / "patterns", num_samples=20, num_pairs=2, samples_per_shard=3)
+    make_pairs.run(run / "patterns" / "shards", run / "pairs", captions="txt")
+    pictures = run / "patterns" / "pairs" / "MLLM_VLM Images"
+    pack.pack(pictures, run / "data", samples_per_shard=2, held_out={"choose": 0.4})
+    samples = [PackedSample(str(number), b"x", "jpg", ["a"]) for number in range(3)]
+    make_dataset.write_splits(
+        run / "splits", "mine", lambda *_: {"train": samples}, {}, seed=0, force=False,
+        samples_per_shard=2,
+    )  # fmt: skip
+    (run / "pairs" / "struck.txt").write_text("written by a user")
+    assert cli.main(["doctor", str(run)]) == 0
+    capsys.readouterr()
+    for place in ("patterns", "pairs", "data", "splits"):
+        listed = parse_manifest(run / place / MANIFEST).records
+        there = {str(p.relative_to(run / place)) for p in (run / place).rglob("*") if p.is_file()}
+        assert {*listed} == there - {MANIFEST, "struck.txt"} and len(listed) > 1
+        flip(run / place / max(listed))
+    assert cli.main(["doctor", str(run)]) == 2
+    assert capsys.readouterr().out.count("FAIL") == 4
 
 
 @pytest.mark.parametrize("words", [["nothing"], ["seed=1"], ["run", "another"]])

@@ -304,6 +304,12 @@ def test_gain_and_forgetting_are_drawn_in_one_chart(
     ]
 
 
+@pytest.mark.parametrize("place", ["stage_1/train", "stage_0/clusters", "index"])
+def test_an_empty_manifest_leaves_a_part_of_the_page_out(copied: Path, place: str) -> None:
+    (copied / place / "manifest.json").write_bytes(b"")
+    assert f"{place}/manifest.json" in text_of(page_of(copied))
+
+
 def test_damaged_clusters_are_named(copied: Path) -> None:
     path = copied / "stage_0" / "clusters" / "cluster_labels.npy"
     path.write_bytes(path.read_bytes()[:-1])
