@@ -40,8 +40,9 @@ GAP_BYTES = 1 << 16
 class RemoteOptions:
     """How shards behind urls are read.
 
-    ``index/shards.json`` holds urls as they stand, with the query of signed ones: keep the run
-    directory private, or sign urls for no longer than the run takes. Nothing shows that query.
+    ``index/shards.json`` and ``config.yaml`` of a run hold urls as they stand, with the query of
+    signed ones: keep the run directory private, or sign urls for no longer than the run takes.
+    Messages, and what 'mclclip config' prints, leave the query out.
     """
 
     retries: int = Field(default=6, ge=0, le=1000)
@@ -78,7 +79,7 @@ def check_protocol(path: str, where: str) -> None:
     """Raises ValueError for a url of another protocol than `PROTOCOLS`, one with a blank, at which
     it would end in messages, one that holds a password, which would be stored in the index, and one
     of the hub that names no file of a data set."""
-    if "::" in path or not path.startswith(tuple(f"{known}://" for known in PROTOCOLS)):
+    if not path.startswith(tuple(f"{known}://" for known in PROTOCOLS)):
         raise ValueError(
             f"{where}: {clean(path)!r} is neither a local path nor a url that is read: wanted "
             f"one of {', '.join(f'{known}://' for known in PROTOCOLS)}"

@@ -176,10 +176,11 @@ def test_bad_samples_accumulate_by_key(index: SampleIndex) -> None:
 
 def test_bad_fraction(index: SampleIndex) -> None:
     """The line names the samples, and a bound that would let them pass."""
-    index.check_bad_fraction([], 0.0)
-    index.check_bad_fraction([1], 0.34)
+    index.check_bad_fraction({}, 0.0)
+    index.check_bad_fraction({1: "broken", 0: "excluded", 2: "excluded"}, 0.34)
+    broken = {2: "broken", 0: "bomb"}
     with pytest.raises(ValueError, match="2 of 3 .*s/a, s/ccc.*max_bad_fraction") as caught:
-        index.check_bad_fraction({2, 0}, 0.34)
+        index.check_bad_fraction(broken, 0.34)
     least = float(re.findall(r"max_bad_fraction=([\d.]+)", str(caught.value))[-1])
     assert 2 / 3 <= least < 0.7
-    index.check_bad_fraction({2, 0}, least)
+    index.check_bad_fraction(broken, least)
