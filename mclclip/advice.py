@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+from mclclip.files import clean
+
 _OFFERED = re.compile(r"'mclclip ([a-z][a-z-]*)((?: [^'\n]*)?)'")
 
 _READ_LABELS = ("train", "reshard")  # of a stage, which 'cluster' makes in the stage before
@@ -64,18 +66,19 @@ def words_of(verb: str, *first: object, **flags: object) -> list[str]:
 
 
 def again(command: Sequence[str], *words: object, instead: Path | None = None) -> str:
-    """The command with other ``words``, quoted for a shell: in the place of the path ``instead``,
-    where it stands first, or else a flag and its value, which replace the same flag's."""
+    """The command with other ``words``, quoted for a shell, urls without their queries: in the
+    place of the path ``instead``, where it stands first, or else a flag and its value, which
+    replace the same flag's."""
     new, typed = [str(word) for word in words], [*command]
     if instead is not None:
         first = [n for n, word in enumerate(typed) if Path(word) == instead][:1]
         for at in first:
             typed[at : at + 1] = new
-        return shlex.join(typed)
+        return _shown(typed)
     if new[0] in typed:
         at = typed.index(new[0])
         typed[at : at + len(new)] = []
-    return shlex.join([*typed, *new])
+    return _shown([*typed, *new])
 
 
 def complete(text: str) -> str:
@@ -85,10 +88,10 @@ def complete(text: str) -> str:
     def completed(found: re.Match[str]) -> str:
         verb, words = found.groups()
         if "--data CONFIG" in words and _Typed.run[:1] == ("--config",):
-            return found[0].replace("CONFIG", shlex.join(_Typed.run[1:]))
+            return found[0].replace("CONFIG", _shown(_Typed.run[1:]))
         if verb not in _Typed.readers or "--config" in words:
             return found[0]
-        run = shlex.join(_Typed.run)
+        run = _shown(_Typed.run)
         stage = _stage(verb, text) if "--stage" not in words else ""
         control = re.search(r"controls/(\w+)/", text) if verb in ("train", "export") else None
         variant = f"--variant {control[1]}" if control and "--variant" not in words else ""
@@ -96,6 +99,10 @@ def complete(text: str) -> str:
         return "'" + " ".join(filter(None, parts)) + "'"
 
     return _OFFERED.sub(completed, text)
+
+
+def _shown(words: Sequence[str]) -> str:
+    return shlex.join(map(clean, words))
 
 
 def _stage(verb: str, text: str) -> str:

@@ -63,6 +63,7 @@ from mclclip.run.runlog import count_of, progress
 
 log = logging.getLogger("mclclip")
 MAX_PATHS = 1_000_000  # that one pattern of shards may stand for
+_IN_URL = re.compile(r"::(?![\w.+-]+://|[/.~@${])")  # a ``::`` that separates no patterns
 MAX_FOLDERS = 50_000  # that ** of a pattern may look into
 
 
@@ -327,7 +328,8 @@ def expand_shards(
     """Sorted absolute paths and urls of brace lists, globs, single ones and ``@FILE`` lists.
 
     Braces expand as in webdataset (``::`` separates patterns, ``${x}`` is the environment's
-    WDS_x).
+    WDS_x). Where there is a url, ``::`` separates only before another url or path, so that it may
+    stand in an address of IPv6 and in a query.
     A path that exists as it stands is taken as it is, and so is a glob whose folder does.
     Urls are not looked at, but for a glob. ``option`` names the source in messages. Raises
     FileNotFoundError for a pattern without files and for missing shards; ValueError for pipes and
@@ -369,8 +371,9 @@ def _expand(pattern: str, option: str, remote: Remote) -> list[str]:
             f"{option}: {clean(pattern)!r} stands for up to {number:.0e} paths, wanted at most "
             f"{MAX_PATHS:,}: use a glob, or @FILE"
         )
+    whole = _IN_URL.sub("\0", pattern) if "://" in pattern else pattern
     try:
-        candidates = [os.path.expanduser(path) for path in expand_urls(pattern)]
+        candidates = [os.path.expanduser(path.replace("\0", "::")) for path in expand_urls(whole)]
     except (ValueError, AssertionError) as error:  # unbalanced braces; no such variable
         raise ValueError(f"{option}: {clean(pattern)!r} does not expand: {error}") from None
     found: list[str] = []

@@ -23,6 +23,7 @@ from mclclip.data import extras
 from mclclip.data.epoch_plan import check_samples
 from mclclip.data.labels import SampleWeights
 from mclclip.data.sample_index import SampleIndex
+from mclclip.data.samples import excluded_keys, read_excluded
 from mclclip.eval import results
 from mclclip.eval import run as evaluation
 from mclclip.eval.protocols import BenchmarkConfig, evaluator
@@ -122,6 +123,7 @@ def check(config: Config, context: Context, *, reads_benchmarks: bool = True) ->
     for name, options in config.trainings.items():
         check_training(name, options, context.world_size)
         _benchmarks(config, options)
+    excluded_keys(config.data.exclude)
     for stage in range(config.num_stages):
         config.cluster.clusters_of(stage)
     _check_image_weights(config)
@@ -220,6 +222,7 @@ def _width(model: ModelConfig) -> int:
 
 def _check_data(config: Config, samples: SampleIndex) -> None:
     """Raises ValueError, before stage 0 takes hours, for options that the samples cannot meet."""
+    collectives.on_main(lambda: read_excluded(samples, config.data.exclude))
     if config.has_stages and config.cluster.feature == "mean":
         samples.without_caption("cluster.feature=mean")
     most = max(config.clusters, default=1)

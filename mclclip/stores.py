@@ -7,7 +7,7 @@ Credentials come from the environment, under the names that obstore documents
 
 obstore's threads do not survive a fork: a forked child that used them would hang, and would take
 its parent down. So `open_store` refuses a process whose parent has used obstore before it forked,
-and a loader whose data set reads urls starts its workers anew (``spawn``).
+and a loader whose data set reads urls starts its workers anew (``fresh``).
 """
 
 from __future__ import annotations
@@ -95,8 +95,10 @@ def _login_of(host: str) -> str:
         login = netrc.netrc(os.environ.get("NETRC")).authenticators(host)
     except FileNotFoundError:
         return ""
-    except netrc.NetrcParseError as error:
-        raise ValueError(f"~/.netrc cannot be read (line {error.lineno}): correct it") from None
+    except (netrc.NetrcParseError, OSError, UnicodeDecodeError) as error:
+        line = f"line {error.lineno}" if isinstance(error, netrc.NetrcParseError) else error
+        file = os.environ.get("NETRC", "~/.netrc")
+        raise RuntimeError(f"{file} with logins cannot be read ({line}): correct it") from None
     if login is None:
         return ""
     return "Basic " + b64encode(f"{login[0]}:{login[2]}".encode()).decode()

@@ -42,8 +42,9 @@ themselves, and never more than the first; less than the second, as of headers, 
 class RemoteOptions:
     """How shards behind urls are read.
 
-    ``index/shards.json`` holds urls as they stand, with the query of signed ones: keep the run
-    directory private, or sign urls for no longer than the run takes. Nothing shows that query.
+    ``index/shards.json`` and ``config.yaml`` of a run hold urls as they stand, with the query of
+    signed ones: keep the run directory private, or sign urls for no longer than the run takes.
+    Messages, and what 'mclclip config' prints, leave the query out.
     """
 
     retries: int = Field(default=6, ge=0, le=1000)
@@ -80,7 +81,7 @@ def check_protocol(path: str, where: str) -> None:
     """Raises ValueError for a url of another protocol than `PROTOCOLS`, one with a blank, at which
     it would end in messages, one that holds a password, which would be stored in the index, one of
     the hub that names no file of a data set, and one with // or a wildcard that is none."""
-    if "::" in path or not path.startswith(tuple(f"{known}://" for known in PROTOCOLS)):
+    if not path.startswith(tuple(f"{known}://" for known in PROTOCOLS)):
         raise ValueError(
             f"{where}: {clean(path)!r} is neither a local path nor a url that is read: wanted "
             f"one of {', '.join(f'{known}://' for known in PROTOCOLS)}"

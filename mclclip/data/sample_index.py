@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from mclclip.data.shard_reader import ShardReader
 from mclclip.data.shard_scan import ATTRIBUTE, IMAGE_CRC, PER_FIELD, RANGES, TEXT_CRC
 from mclclip.data.shard_writer import PACKED_FROM
 from mclclip.files import clean, own, parse_json, read_json, write_json
+from mclclip.options import brief
 from mclclip.randomness import mix
 from mclclip.run.artifacts import Manifest, read_manifest, verb_of
 from mclclip.run.runlog import count_of
@@ -44,7 +45,8 @@ log = logging.getLogger("mclclip")
 KIND = "index"
 BAD_SAMPLES = "bad_samples.json"
 # Reasons why one reader cannot use a sample, which say nothing about the sample.
-READERS_OWN = ("unfit", "no_caption", "not_cached", "excluded")
+EXCLUDED = "excluded"
+READERS_OWN = ("unfit", "no_caption", "not_cached", EXCLUDED)
 
 
 class SampleIndex:
@@ -190,7 +192,8 @@ class SampleIndex:
             missing = wanted.filter(place.is_null())
             raise ValueError(
                 f"{len(missing)} of {len(wanted)} keys are not in the index at {self.directory}, "
-                f"such as {missing[:3].to_pylist()}: keys are 'source/key' as in data.sources"
+                f"such as {', '.join(map(brief, missing[:3].to_pylist()))}: keys are 'source/key' "
+                "as in data.sources"
             )
         return np.asarray(rows[place.to_numpy()], np.int64)
 
@@ -356,9 +359,10 @@ class SampleIndex:
         merged = {**found, **self.bad_samples()}
         write_json(self.directory / BAD_SAMPLES, dict(sorted(merged.items())))
 
-    def check_bad_fraction(self, bad: Collection[int], max_bad_fraction: float) -> None:
+    def check_bad_fraction(self, reasons: Mapping[int, object], max_bad_fraction: float) -> None:
         """Raises ValueError, which names some, where more than ``data.max_bad_fraction`` of all
-        samples are ``bad``."""
+        samples are bad: those of ``reasons`` but for the ones that ``data.exclude`` lists."""
+        bad = [sample_id for sample_id, reason in reasons.items() if reason != EXCLUDED]
         if len(bad) > max_bad_fraction * len(self):
             least = math.ceil(1000 * len(bad) / len(self)) / 1000
             raise ValueError(
@@ -385,7 +389,7 @@ class BadSamples:
         self.index = index
         self.max_bad_fraction = max_bad_fraction
         # Asked of one process: where there are some, all keys of the index are read for them.
-        self.known = set(collectives.on_main(index.bad_ids).tolist())
+        self.known: dict[int, str] = dict.fromkeys(collectives.on_main(index.bad_ids).tolist(), "")
 
     def share(self, found: Mapping[int, str]) -> int:
         """Tells all ranks which samples this rank found (sample_id -> reason); returns the number
@@ -401,7 +405,7 @@ class BadSamples:
             i: r for part in collectives.gather_objects(dict(found)) for i, r in part.items()
         }
         new = {i: reason for i, reason in everywhere.items() if i not in self.known}
-        self.known |= new.keys()
+        self.known |= new
         if new and collectives.rank() == 0:
             self.index.add_bad(new)
             keys = self.index.names(sorted(new)[:5])

@@ -34,7 +34,7 @@ from mclclip.data.decode import DecodeError, decode
 from mclclip.data.locations import Locations, Resharded, SampleRanges, TextFeatures, TrunkRows
 from mclclip.data.options import DataConfig, SentencesConfig
 from mclclip.data.remote import ChangedShard
-from mclclip.data.sample_index import SampleIndex
+from mclclip.data.sample_index import EXCLUDED, SampleIndex
 from mclclip.data.shard_reader import Range, ShardReader
 from mclclip.data.shard_scan import parse_captions
 from mclclip.files import clean
@@ -318,7 +318,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
         if self.reads_captions and not self.index.num_captions[sample_id]:
             return BadSample(sample_id, "no_caption")
         if sample_id in self._excluded:
-            return BadSample(sample_id, "excluded")
+            return BadSample(sample_id, EXCLUDED)
         if not ranges.has_row:
             return BadSample(sample_id, "not_cached")
         try:
@@ -377,14 +377,27 @@ class TarDataset(Dataset["Sample | BadSample"]):
 
 def read_excluded(index: SampleIndex, path: str | None) -> frozenset[int]:
     """Ids of the samples whose keys the file of ``data.exclude`` lists, one a line; none without a
-    file. Raises ValueError, one line, for a file that cannot be read and for an unknown key."""
-    if path is None:
-        return frozenset()
+    file. Raises ValueError, one line, for an unknown key, and the errors of ``excluded_keys``."""
+    keys = excluded_keys(path)
     try:
-        lines = Path(path).read_text().splitlines()
-        return frozenset(index.ids_of([key for key in lines if key.strip()]).tolist())
-    except (OSError, ValueError) as error:
+        return frozenset(index.ids_of(keys).tolist())
+    except ValueError as error:
         raise ValueError(f"data.exclude={path}: {error}") from error
+
+
+def excluded_keys(path: str | None) -> list[str]:
+    """The keys that the file of ``data.exclude`` lists; ValueError where it cannot be read."""
+    if path is None:
+        return []
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise ValueError(
+            f"data.exclude={path} cannot be read ({reason}): name a file with a key 'source/key' "
+            "on each line"
+        ) from error
+    return [key for line in lines if (key := line.strip())]
 
 
 def _is_copy(image: bytes | None, text: bytes | None, crc32: tuple[int, int]) -> bool:

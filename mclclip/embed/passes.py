@@ -71,7 +71,7 @@ def image_batches(
         timeout_s=config.peer_timeout_s,
         describe=lambda ids: source.describe(f"the batch of samples {ids[0]} to {ids[-1]}", ids),
         batched=True,
-        spawn=bool(source.reader.urls),
+        fresh=bool(source.reader.urls),
     )
     batches = iter(loader)
     for of_shard in cuts:

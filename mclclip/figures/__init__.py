@@ -47,7 +47,7 @@ def _draw_figures(config: Config, wanted: str | None) -> Path:
     names = [*known] if wanted is None else [name.strip() for name in wanted.split(",")]
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"there is no figure {unknown[0]!r}: take {', '.join(known)}")
-    drawing.library()
+    drawing.library("analyse")
     inputs = Inputs(config)
     directory = inputs.run.directory / "analysis"
     directory.mkdir(exist_ok=True)

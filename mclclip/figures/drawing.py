@@ -18,9 +18,9 @@ Series = Mapping[str, Sequence[float]]
 _NAMED = 20  # more colours than this stand without their names
 
 
-def library() -> Any:
+def library(what: str = "a picture") -> Any:
     """matplotlib's module of figures; ValueError, one line, where it is not installed."""
-    return needed("matplotlib.figure", "a picture", "pip install 'mclclip[analyse]'")
+    return needed("matplotlib.figure", what, "pip install 'mclclip[analyse]'")
 
 
 @contextmanager

@@ -163,6 +163,12 @@ def _check_part(part: Mapping[str, Any], kind: type, where: str) -> None:
     _check_type(kind, given, "", where)
     for name, value in given.items():
         check_numbers(value, name, where)
+    size, patch = given.get("image_size", 224), given.get("patch_size", 1)
+    if "patch_size" in given and min(_items(size)) < max(_items(patch)):
+        raise ValueError(
+            f"image_size in {where} is {brief(size)}, below patch_size {brief(patch)}: wanted "
+            "pictures of one patch at least"
+        )
 
 
 def _check_preprocessing(config: object, kind: type, where: str) -> None:

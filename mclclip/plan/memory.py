@@ -94,9 +94,10 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
         outside = [t for part in objective.outside() for t in part.state_dict().values()]
         saved = moments + size_bytes([*objective.parameters(), *objective.buffers(), *outside])
         notes, counts = _notes(model, name, options, machine, sizes), _counts(model)
+    lasting = share.live + 3 * moments // 2  # and a gradient
     _measure_loss(share, loss, features, batch, options.global_batch, num_classes)
     parts = per_rank(sizes, how, machine.ranks, half=half, caching=micro < local) | {
-        "objective": share.live + 3 * moments // 2,  # and a gradient
+        "objective": lasting,
         "activations": activations,
         "loss": share.added,
         "batch": size_bytes(batch.tensors()),

@@ -104,6 +104,17 @@ def saving_interrupts() -> Iterator[None]:
             raise KeyboardInterrupt("saved: the same call goes on") from None
 
 
+@contextmanager
+def blocked() -> Iterator[None]:
+    """The four signals wait until the block has ended, and do not reach the processes that start in
+    it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*_REQUESTS, signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def ignore() -> None:
     """Answers no request from now on, for a process that is about to end anyway.
 

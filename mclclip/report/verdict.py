@@ -13,7 +13,7 @@ from functools import cached_property
 
 from mclclip import compare
 from mclclip.compare import BASE, TWIN, Comparison, Row
-from mclclip.eval.results import REPORT, short_name
+from mclclip.eval.results import CHOOSE, REPORT, short_name
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,14 @@ class Verdict:
     has_base  whether there are figures of the base where the tuned encoder was chosen
     is_ahead  whether its mean is above the base's there, if there is one
     family    the comparisons that the run is judged by
+    has_share whether the tuned encoder was chosen by a share of the pictures, not by all benchmarks
     """
 
     tuned: str | None
     has_base: bool
     is_ahead: bool
     family: Sequence[Comparison]
+    has_share: bool = False
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Verdict:
@@ -41,7 +43,8 @@ class Verdict:
         has_base = BASE in means
         is_ahead = tuned is not None and (not has_base or means[tuned] > means[BASE])
         family = compare.compare(rows) if compare.family(rows) else []
-        return cls(tuned, has_base, is_ahead, family)
+        has_share = any(row.benchmark == CHOOSE for row, _ in rows)
+        return cls(tuned, has_base, is_ahead, family, has_share)
 
     @cached_property
     def with_base(self) -> list[Comparison]:
@@ -82,10 +85,8 @@ class Verdict:
                 f"{', '.join(better)}, and worse in {', '.join(worse)}."
             )
         if not self.is_ahead:
-            return (
-                "Keep the base: no tuned encoder scored higher than the base on the share `choose` "
-                "(without one: in the mean of all benchmarks)."
-            )
+            where = "on the share `choose`" if self.has_share else "in the mean of all benchmarks"
+            return f"Keep the base: no tuned encoder scored higher than the base {where}."
         if better:
             return f"Take {self.tuned}: it is better than the base beyond chance."
         return "Keep the base: nothing is proven."

@@ -399,7 +399,7 @@ def loader_of(
         timeout_s=job.config.peer_timeout_s,
         describe=lambda step: dataset.describe(f"the batch of step {step + 1}", ids_of(step)),
         pin_memory=choose_memory(job.context.device) == "pinned",
-        spawn=bool(dataset.reader.urls),
+        fresh=bool(dataset.reader.urls),
     )
 
 

@@ -64,7 +64,12 @@ def test_reading_ahead_asks_for_one_batch_more_per_worker(
     def requests(num_workers: int) -> int:
         before = server.seen["GET"]
         loader: Loader[Batch] = Loader(
-            batches, steps, num_workers=num_workers, describe=lambda *_: "a batch", spawn=True
+            batches,
+            steps,
+            num_workers=num_workers,
+            timeout_s=300.0,
+            describe=lambda *_: "a batch",
+            fresh=True,
         )
         assert sum(len(batch.sample_id) for batch in loader) == 16 * len(steps)
         return server.seen["GET"] - before

@@ -180,6 +180,11 @@ def test_commands_of_messages_are_such_that_can_be_typed(
         ),
         ("index --config u", "'mclclip doctor --data CONFIG'", "'mclclip doctor --data u'"),
         ("doctor", "'mclclip doctor --path DIR'", "'mclclip doctor --path DIR'"),
+        (
+            "train --config u --stage 0 data.sources.a.shards=http://h/x.tar?sig=SECRET",
+            "'mclclip index'",
+            "'mclclip index --config u 'data.sources.a.shards=http://h/x.tar?...''",
+        ),
     ],
 )
 def test_an_offered_command_names_the_run_that_was_typed(
@@ -193,6 +198,8 @@ def test_the_typed_command_is_offered_again_with_all_of_its_flags() -> None:
     words = shlex.split("pack 'my photos/' --delimiter=; --out o --path-column a")
     cli.parse_words(words)
     command = advice.words_of("pack")
+    signed = advice.again([*command, "--captions", "https://h/c?sig=SECRET"], "--out", "o")
+    assert "https://h/c?" in signed and "SECRET" not in signed
     asked = shlex.split(advice.again(command, "--path-column", "b c"))
     assert asked == shlex.split(
         "mclclip pack 'my photos/' --delimiter ';' --out o --path-column 'b c'"

@@ -287,6 +287,11 @@ def test_what_a_user_can_mend_or_asked_for_is_one_line(
     assert (shown.code, shown.err) == (code, f"mclclip: {line}\n")
 
 
+def test_a_printed_configuration_shows_no_secret_of_a_url(main: Any) -> None:
+    shown = main("config", "run_dir=x", "data.sources.a.shards=https://h/x.tar?sig=SECRET")
+    assert shown.code == 0 and "https://h/x.tar?" in shown.out and "SECRET" not in shown.out
+
+
 def test_our_runtime_error_is_2(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     namespace: dict[str, Any] = {}
     code = "def fail(*_):\n    raise RuntimeError('labels have 3 rows')"

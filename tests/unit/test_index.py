@@ -206,6 +206,18 @@ def test_a_path_that_exists_is_taken_as_it_is(shards: Path, name: str) -> None:
     assert index.expand_shards(f"{shards}/{{x,y}}/*.tar", "o") == [f"{shards}/{{x,y}}/{name}"]
 
 
+@pytest.mark.parametrize(
+    ("text", "urls"),
+    [
+        ("http://[::1]:9/x.tar?sig=s", ["http://[::1]:9/x.tar?sig=s"]),
+        ("http://h/x.tar?sig=a::b", ["http://h/x.tar?sig=a::b"]),
+        ("http://h/{x,y}.tar::s3://b/z.tar", ["http://h/x.tar", "http://h/y.tar", "s3://b/z.tar"]),
+    ],
+)
+def test_colons_inside_a_url_separate_no_patterns(text: str, urls: list[str]) -> None:
+    assert index.expand_shards(text, "o") == urls
+
+
 def test_a_glob_that_never_ends_is_refused(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -448,7 +448,7 @@ if __name__ == "__main__":
         num_workers=2,
         timeout_s=300,
         describe=lambda step: (f"step {step}", ()),
-        spawn=method == "spawn",
+        fresh=method == "spawn",
     )
     batches = iter(loader)
     print(next(batches).step)

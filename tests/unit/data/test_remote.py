@@ -196,7 +196,6 @@ def test_a_whole_shard_comes_in_blocks(
         "ftp://b/a.tar",
         "file:///etc/passwd",
         "memory://a.tar",
-        "s3://b/a.tar::x",
         "pipe:cat a",
         "hf://ORG/MODEL/a.tar",
         "hf://datasets/ORG/NAME",
@@ -315,6 +314,17 @@ def test_braces_expand_urls_and_http_has_no_globs() -> None:
 # --- credentials ---------------------------------------------------------------------------------
 
 
+def test_a_file_of_logins_that_cannot_be_read_is_named(
+    server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\x00machine")
+    for logins in (tmp_path, binary):
+        monkeypatch.setenv("NETRC", str(logins))
+        with pytest.raises(RuntimeError, match=str(logins)):
+            Remote(FAST).stat([server.url("a.tar")])
+
+
 @pytest.mark.parametrize("url", ["http", "hf"])
 def test_credentials_are_sent_to_the_host_of_the_url_and_not_to_where_it_redirects(
     server: ShardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str
@@ -392,9 +402,9 @@ def assert_equal(local: TarDataset, served: TarDataset, workers: int = 0) -> Non
         batches,
         num_workers=workers,
         describe=lambda *_: "batch",
-        timeout_s=60.0,
         batched=True,
-        spawn=True,
+        fresh=True,
+        timeout_s=300.0,
     )
     for asked, found in zip(batches, loader, strict=True):
         for wanted, sample in zip(local.__getitems__(asked), found, strict=True):

@@ -21,6 +21,7 @@ from mclclip.data.index_tables import (
 )
 from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import BAD_SAMPLES, KIND, SampleIndex
+from mclclip.data.samples import excluded_keys, read_excluded
 from mclclip.data.shard_scan import ROW, TEXT_CRC
 from mclclip.files import digest_keys
 from mclclip.run.artifacts import Artifact
@@ -176,10 +177,24 @@ def test_bad_samples_accumulate_by_key(index: SampleIndex) -> None:
 
 def test_bad_fraction(index: SampleIndex) -> None:
     """The line names the samples, and a bound that would let them pass."""
-    index.check_bad_fraction([], 0.0)
-    index.check_bad_fraction([1], 0.34)
+    index.check_bad_fraction({}, 0.0)
+    index.check_bad_fraction({1: "broken", 0: "excluded", 2: "excluded"}, 0.34)
+    broken = {2: "broken", 0: "bomb"}
     with pytest.raises(ValueError, match="2 of 3 .*s/a, s/ccc.*max_bad_fraction") as caught:
-        index.check_bad_fraction({2, 0}, 0.34)
+        index.check_bad_fraction(broken, 0.34)
     least = float(re.findall(r"max_bad_fraction=([\d.]+)", str(caught.value))[-1])
     assert 2 / 3 <= least < 0.7
-    index.check_bad_fraction({2, 0}, least)
+    index.check_bad_fraction(broken, least)
+
+
+def test_the_file_of_excluded_samples(index: SampleIndex, tmp_path: Path) -> None:
+    """It may begin with a mark and have blanks at the ends of lines; a long wrong key is cut."""
+    listed = tmp_path / "keys.txt"
+    listed.write_bytes(b"\xef\xbb\xbfs/a  \r\n\n s/ccc\t\n")
+    assert read_excluded(index, str(listed)) == {0, 2}
+    listed.write_text("s/" + "x" * 1_000_000)
+    with pytest.raises(ValueError, match="data.exclude") as caught:
+        read_excluded(index, str(listed))
+    assert len(str(caught.value)) < 1000
+    with pytest.raises(ValueError, match="data.exclude"):
+        excluded_keys(str(tmp_path / "nothing.txt"))

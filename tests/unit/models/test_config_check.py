@@ -284,6 +284,7 @@ VIT = {"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
         (backbone("timm:resnet18", options={"blocks": 3}), "cannot be built"),
         (backbone("timm:resnet18") | {"embed_dim": 100}, "embed_dim .* gives 512"),
         (tiny("vision_cfg", layers="3"), "is '3', wanted a number"),
+        (tiny("vision_cfg", image_size=4, patch_size=8), "below patch_size 8"),
         (tiny("vision_cfg", image_size=True), "is True, wanted a number"),
         (tiny("vision_cfg", mlp_ratio=float("nan")), "is nan"),
         (tiny("vision_cfg", act_kwargs=[1]), "valid dictionary"),
