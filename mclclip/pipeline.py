@@ -40,7 +40,7 @@ from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Force, Layout, is_finished
 from mclclip.train import verb as train
-from mclclip.train.parts import check_training
+from mclclip.train.loop import check_training
 
 log = logging.getLogger("mclclip")
 

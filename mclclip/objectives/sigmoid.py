@@ -89,10 +89,10 @@ class Options(ObjectiveOptions):
     def build(self, setting: Setting) -> Objective:
         """The loss, with the scale and bias that the model does not have."""
         if self.between == "views":
-            own = {"own_scale": True, "own_bias": True}
-            return Sigmoid("image_features_1", **own, dtype=setting.dtype)
-        own = {"own_bias": not setting.model.has_logit_bias}
-        return Sigmoid(**own, equal_captions=self.equal_captions, dtype=setting.dtype)
+            other = "image_features_1"
+            return Sigmoid(other, own_scale=True, own_bias=True, dtype=setting.dtype)
+        own_bias = not setting.model.has_logit_bias
+        return Sigmoid(own_bias=own_bias, equal_captions=self.equal_captions, dtype=setting.dtype)
 
 
 class Sigmoid(Objective):

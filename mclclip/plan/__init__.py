@@ -17,7 +17,7 @@ from mclclip.files import clean_lines
 from mclclip.plan import costs, memory, steps, table
 from mclclip.plan.machine import GIB, Machine, Speed
 from mclclip.ranks.process_group import pick_device
-from mclclip.train.parts import check_training
+from mclclip.train.loop import check_training
 
 __all__ = ["Machine", "Speed", "make", "run"]
 

@@ -15,7 +15,7 @@ from mclclip.checkpoint import Checkpoints
 from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data.batches import Batch, Loader, TrainingBatches
 from mclclip.data.decode import Pixels
-from mclclip.data.epoch_plan import EpochPlan, check_ranks
+from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.extras import BaseFeatures, EditedCaptions, EqualityDigests, report_equal
 from mclclip.data.groups import GroupedIndex, Integers
 from mclclip.data.labels import AttributeClasses, ClassLabels, SampleWeights
@@ -23,12 +23,12 @@ from mclclip.data.locations import Resharded, TextFeatures, TrunkRows
 from mclclip.data.row_store import left_out
 from mclclip.data.sample_index import BadSamples, SampleIndex
 from mclclip.data.samples import Extra, TarDataset
-from mclclip.engines import build_engine, check_engine
+from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
 from mclclip.models.clip import clean_caption
 from mclclip.models.loading import load_towers, prepare_model, refuse_folded_norms
 from mclclip.models.model import Model
-from mclclip.models.optimizer import build_optimizer, is_elementwise, learning_rate
+from mclclip.models.optimizer import build_optimizer, learning_rate
 from mclclip.models.tokenizer import fetched
 from mclclip.models.transforms import fast_transform
 from mclclip.objectives.base import Objective, Setting
@@ -365,17 +365,6 @@ def build_model(job: Job) -> Model:
     if options.engine.compile == "model":
         model.compile_blocks()
     return model
-
-
-def check_training(name: str, options: TrainConfig, num_ranks: int) -> None:
-    """Raises ValueError where a training does not run on so many ranks. ``name`` is its option,
-    ``base`` or ``train``."""
-    check_ranks(name, options.global_batch, num_ranks)
-    elementwise = is_elementwise(options.optimizer)
-    try:
-        check_engine(options.engine, num_ranks, options.precision, elementwise)
-    except ValueError as error:
-        raise ValueError(f"{name}.{error}") from None
 
 
 def loader_of(

@@ -33,7 +33,7 @@ from mclclip.run.artifacts import Artifact, Force, Layout
 from mclclip.run.recorder import PeakMemory
 from mclclip.run.runlog import count_of
 from mclclip.train import parts
-from mclclip.train.loop import Evaluate, Judging, Trainee
+from mclclip.train.loop import Evaluate, Judging, Trainee, check_training
 from mclclip.train.parts import Job, Opened
 
 log = logging.getLogger("mclclip")
@@ -68,7 +68,7 @@ def run(
     options = _options(config, layout, stage)
     index = collectives.on_main(lambda: SampleIndex.open(layout.index))
     job = Job.of(config, options, context, layout, stage, index)
-    parts.check_training(job.name, options, context.world_size)
+    check_training(job.name, options, context.world_size)
     peaks = PeakMemory(context.device)
     artifact = collectives.on_main(lambda: _on_disk(job, force))
     if artifact.finished:

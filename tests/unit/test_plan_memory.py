@@ -76,6 +76,7 @@ def test_ranks_share_class_centers_and_save_them_whole() -> None:
     assert alone["operations"]["loss"] == pytest.approx(80 * products, rel=0.05)
 
 
+@in_soak
 def test_every_negative_that_is_drawn_has_a_gradient() -> None:
     few, many = head(80), head(80, "train.objective.sample_rate=1.0")
     assert many["parts"]["loss"] - few["parts"]["loss"] > 0.7 * 12_500 * 512 * 4
