@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import mclclip.torchvision_fix  # noqa: F401
-from mclclip.data.batches import Loader
 from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode
+from mclclip.data.loader import Loader
 from mclclip.data.samples import tokenized
 from mclclip.data.training_images import Readable
 from mclclip.eval.images import Region

@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from mclclip.files import clean
-
 _OFFERED = re.compile(r"'mclclip ([a-z][a-z-]*)((?: [^'\n]*)?)'")
 
 _READ_LABELS = ("train", "reshard")  # of a stage, which 'cluster' makes in the stage before
@@ -102,6 +100,8 @@ def complete(text: str) -> str:
 
 
 def _shown(words: Sequence[str]) -> str:
+    from mclclip.files import clean  # imports numpy
+
     return shlex.join(map(clean, words))
 
 

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mclclip import advice, files, process
+from mclclip import advice, process
 from mclclip.flag_parser import check_paths, print_completion, verbs_of
 from mclclip.flags import build_parser
 from mclclip.ranks import failures, signals
@@ -140,7 +140,9 @@ def _config(args: argparse.Namespace) -> object:
         speed = plan.Speed(args.peak_tflops, args.share, args.samples_per_s, args.images_per_s)
         plan.run(options, machine, samples=args.samples, as_json=args.json, speed=speed)
     else:
-        print(files.clean_lines(config.dump(options)), end="")
+        from mclclip.files import clean_lines
+
+        print(clean_lines(config.dump(options)), end="")
     return None
 
 

@@ -1,6 +1,5 @@
 """Makes this rank's `Batch` of a step: reads, augments and, where needed, replaces the samples.
 
-`Loader` reads a data set in worker processes, for training, embedding and evaluation alike.
 
 Everything here is a pure function of (data, plan, seed, stage, step, columns). A rank, a loader
 worker or a resumed process computes the same sample in the same column as a single process does.
@@ -24,34 +23,25 @@ batches.
 from __future__ import annotations
 
 import logging
-import multiprocessing.util
-import os
-import pickle
 import random
-import tempfile
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from multiprocessing import resource_tracker
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.labels import AttributeClasses, ClassLabels, truncate
 from mclclip.data.options import SentencesConfig
 from mclclip.data.samples import BadSample, RawSample, Sample, TarDataset, draw_sentences
-from mclclip.files import clean
 from mclclip.randomness import mix
-from mclclip.ranks import failures, signals
-from mclclip.ranks.process_group import start_loader_worker
 
 Integers = npt.NDArray[np.int64]
 Ids = Integers | Sequence[int]
@@ -388,138 +378,3 @@ def _stack(rows: list[Tensor | None]) -> Tensor | None:
 
 
 # --- worker processes ------------------------------------------------------------------------
-
-
-class Loader(Generic[T]):
-    """Iterates over ``dataset[item]`` for the ``items``, in order, read by ``num_workers``
-    processes (0: by this one).
-
-    ``describe(item)`` names an item and the keys of its samples, for an error. With ``batched`` an
-    item is a list, of which the data set returns all at once. ``pin_memory`` is DataLoader's. With
-    ``fresh`` workers start as fresh processes, not as forks: urls cannot be read in a fork
-    (`mclclip.stores`). Iterating raises LostWorker where a worker was ended from outside, and where
-    an item does not come within ``timeout_s``; nothing limits the reading of this process itself.
-    """
-
-    def __init__(
-        self,
-        dataset: Dataset[Any],
-        items: Sequence[Any],
-        *,
-        num_workers: int,
-        timeout_s: float,
-        describe: Callable[[Any], tuple[str, Sequence[str]]],
-        batched: bool = False,
-        pin_memory: bool = False,
-        fresh: bool = False,
-    ) -> None:
-        self.items, self.describe, self.timeout_s = items, describe, timeout_s
-        num_workers = min(num_workers, len(items))
-        self._in_file = _InFile(dataset) if fresh and num_workers else None
-        one: dict[str, Any] = {"batch_size": None, "sampler": items}
-        many: dict[str, Any] = {"batch_sampler": items, "collate_fn": list}
-        self._loader: DataLoader[Any] = DataLoader(
-            self._in_file or dataset,
-            num_workers=num_workers,
-            timeout=timeout_s if num_workers else 0,
-            worker_init_fn=start_loader_worker,
-            pin_memory=pin_memory,
-            persistent_workers=False,
-            multiprocessing_context="spawn" if self._in_file else None,
-            **(many if batched else one),
-        )
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __iter__(self) -> Iterator[T]:
-        with self._in_file or nullcontext():
-            source = self._start()
-            workers = getattr(source, "_workers", [])
-            for item in self.items:
-                late: list[object] = []
-                # torch's limit does not hold while it takes the batch of a stopped worker.
-                timer = threading.Timer(2 * self.timeout_s, _give_up, (workers, late))
-                try:
-                    if workers:
-                        timer.start()
-                    batch = next(source)
-                except (RuntimeError, ConnectionError, EOFError) as error:
-                    told = RuntimeError(failures.LATE_WORKER) if late else error
-                    raise self._name(told, item) from error
-                finally:
-                    timer.cancel()
-                yield batch
-            next(source, None)  # the loader's own end, which ends its workers
-
-    def _start(self) -> Iterator[Any]:
-        """The loader's iterator. Its workers start with signals blocked, so that a signal to the
-        whole job ends none before it ignores them."""
-        if self._in_file:
-            resource_tracker.ensure_running()  # starting it would unblock signals
-        before = set(multiprocessing.active_children())
-        try:
-            with signals.blocked():
-                source = iter(self._loader)
-        except BaseException:
-            _kill(set(multiprocessing.active_children()) - before)
-            raise
-        # They ignore the SIGTERM that Python sends at exit, and it would wait for them for ever.
-        workers = getattr(source, "_workers", [])
-        multiprocessing.util.Finalize(source, _kill, [workers], exitpriority=1)
-        for worker in workers:  # torch notices the end of those alone that live here
-            if not worker.is_alive():
-                error = RuntimeError(f"DataLoader worker (pid {worker.pid}) exited unexpectedly")
-                raise self._name(error, self.items[0])
-        return source
-
-    def _name(self, error: Exception, item: Any) -> Exception:
-        """The error with the item that was waited for, where it is of a lost worker."""
-        if isinstance(error, ConnectionError | EOFError):  # killed while it sent a batch
-            error = RuntimeError("DataLoader worker (pid 0) exited unexpectedly")
-        what, keys = self.describe(item)
-        lost = failures.as_lost(error, f"for {what}")
-        if isinstance(lost, failures.LostWorker) and keys:
-            log.error(
-                "samples of %s (data.exclude=FILE leaves those out whose keys it lists): %s",
-                what, clean(" ".join(keys)),
-            )  # fmt: skip
-        return lost
-
-
-class _InFile(Dataset[Any]):
-    """A data set that fresh processes read from a file, which is there within the block.
-
-    Python writes what a process starts from into a pipe, and where that is more than the pipe
-    takes it would wait for ever for a process that was killed.
-    """
-
-    def __init__(self, dataset: Dataset[Any]) -> None:
-        self.dataset, self._path = dataset, ""
-
-    def __enter__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="mclclip-")
-        self._path = os.path.join(self._folder.name, "dataset.pickle")
-        with open(self._path, "wb") as file:
-            pickle.dump(self.dataset, file, protocol=pickle.HIGHEST_PROTOCOL)
-
-    def __exit__(self, *_: object) -> None:
-        self._folder.cleanup()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _read, (self._path,)
-
-
-def _read(path: str) -> Any:
-    with open(path, "rb") as file:
-        return pickle.load(file)
-
-
-def _give_up(workers: Iterable[multiprocessing.process.BaseProcess], late: list[object]) -> None:
-    late.append(True)
-    _kill(workers)
-
-
-def _kill(workers: Iterable[multiprocessing.process.BaseProcess]) -> None:
-    for worker in workers:
-        worker.kill()

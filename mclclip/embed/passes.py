@@ -18,8 +18,8 @@ from torch import Tensor
 
 from mclclip import files
 from mclclip.config import Config
-from mclclip.data.batches import Loader
 from mclclip.data.index_tables import Shard
+from mclclip.data.loader import Loader
 from mclclip.data.row_store import RowBatch, all_notes, shards_done, write_shard
 from mclclip.data.sample_index import BadSamples, SampleIndex
 from mclclip.data.samples import BadSample, Sample, TarDataset, read_excluded

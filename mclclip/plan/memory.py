@@ -78,13 +78,12 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
     num_classes, setting = _setting(model, config, options, machine)
     with torch.device(_META), StepMeter(device="meta") as share:
         loss = Trainee(model, options.objective.build(setting).to(_META), options.precision)
-    cached = name == "train" and config.trunk_cache.enabled
     stored_text = name == "train" and options.reads_text_embeddings
     with faked(model, gpu_autocast=gpu and half):
         setting = replace(setting, model=model, context=SINGLE)
         trainee = Trainee(model, options.objective.build(setting), options.precision)
         batch = _batch(model, options, local, stored_text)
-        if cached:
+        if name == "train" and config.trunk_cache.enabled:
             trunk = _start_from_trunk(trainee, batch)
             encoder["trunk"] = trunk.operations // local
             encoder["trunk_values"] = batch.views[0][0].numel()

@@ -13,12 +13,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from mclclip.caption_rules import HardCaptions
 from mclclip.checkpoint import Checkpoints
 from mclclip.config import Config, TrainConfig, to_tree
-from mclclip.data.batches import Batch, Loader, TrainingBatches
+from mclclip.data.batches import Batch, TrainingBatches
 from mclclip.data.decode import Pixels
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.extras import BaseFeatures, EditedCaptions, EqualityDigests, report_equal
 from mclclip.data.groups import GroupedIndex, Integers
 from mclclip.data.labels import AttributeClasses, ClassLabels, SampleWeights
+from mclclip.data.loader import Loader
 from mclclip.data.locations import Resharded, TextFeatures, TrunkRows
 from mclclip.data.row_store import left_out
 from mclclip.data.sample_index import BadSamples, SampleIndex

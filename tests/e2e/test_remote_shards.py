@@ -14,8 +14,9 @@ from PIL import Image
 from mclclip import config as configuration
 from mclclip import index
 from mclclip.data import remote
-from mclclip.data.batches import Batch, Loader
+from mclclip.data.batches import Batch
 from mclclip.data.groups import LabelBlocks, StageGroups
+from mclclip.data.loader import Loader
 from mclclip.ranks.process_group import SINGLE
 from tests import tiny
 from tests.batches import training_batches

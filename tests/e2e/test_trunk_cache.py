@@ -162,7 +162,7 @@ def test_run_makes_it_and_every_stage_and_control_starts_from_it(
     shell.ok(*run)
     assert not (tmp_path / "rows").exists()
     line = shell.refused("embed", "--stage", "1", "--force", *run[1:])
-    assert "there is no" in line and "--trunk-cache --force'" in line
+    assert "--trunk-cache --force'" in line
 
 
 def test_the_flag_is_the_option(shell: Shell, prepared_run: Path, tmp_path: Path) -> None:

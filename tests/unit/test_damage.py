@@ -240,6 +240,7 @@ def test_doctor_tells_an_odd_manifest_in_one_line(
     config = damage.copied(trained_run, tmp_path)
     path = Layout.of(config).embeddings(0) / MANIFEST
     (path.parent / "rows").mkdir()
+    (path.parent / "rows/00000.npy").touch()
     files.write_json(path, files.read_json(path) | odd)
     code, (line,) = doctor(config, capsys)
     assert code == 2 and "stage_0/embeddings: " in line

@@ -18,7 +18,7 @@ import torch
 
 from mclclip import config, index
 from mclclip.data import remote as remote_module
-from mclclip.data.batches import Loader
+from mclclip.data.loader import Loader
 from mclclip.data.options import DataConfig
 from mclclip.data.remote import (
     GAP_BYTES,
