@@ -27,15 +27,15 @@ from tests.unit.test_architecture import edges
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
-    "files": 228,
-    "lines": 38_132,
-    "functions": 3_057,
-    "functions of two lines or fewer": 788,
-    "classes": 345,
-    "dataclasses": 166,
-    "options": 287,
-    "arrows between rooms": 330,
-    "lines of tests": 52_047,
+    "files": 216,
+    "lines": 34_918,
+    "functions": 2_838,
+    "functions of two lines or fewer": 748,
+    "classes": 328,
+    "dataclasses": 157,
+    "options": 275,
+    "arrows between rooms": 325,
+    "lines of tests": 47_893,
 }
 ROOM = 1.01
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}

@@ -1,6 +1,5 @@
 """Makes this rank's `Batch` of a step: reads, augments and, where needed, replaces the samples.
 
-
 Everything here is a pure function of (data, plan, seed, stage, step, columns). A rank, a loader
 worker or a resumed process computes the same sample in the same column as a single process does.
 

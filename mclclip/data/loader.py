@@ -6,6 +6,7 @@ import logging
 import multiprocessing.util
 import os
 import pickle
+import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -99,7 +100,7 @@ class Loader(Generic[T]):
             raise
         # They ignore the SIGTERM that Python sends at exit, and it would wait for them for ever.
         workers = getattr(source, "_workers", [])
-        multiprocessing.util.Finalize(source, _kill, [workers], exitpriority=1)
+        multiprocessing.util.Finalize(source, _end, [workers], exitpriority=1)
         for worker in workers:  # torch notices the end of those alone that live here
             if not worker.is_alive():
                 error = RuntimeError(f"DataLoader worker (pid {worker.pid}) exited unexpectedly")
@@ -150,6 +151,12 @@ def _read(path: str) -> Any:
 
 def _give_up(workers: Iterable[multiprocessing.process.BaseProcess], late: list[object]) -> None:
     late.append(True)
+    _kill(workers)
+
+
+def _end(workers: Iterable[multiprocessing.process.BaseProcess]) -> None:
+    if multiprocessing.util.is_exiting():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's action would raise an error of each
     _kill(workers)
 
 
