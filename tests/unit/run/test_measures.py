@@ -77,7 +77,8 @@ def test_steps_left_out_are_a_warning_where_they_are_many(
     watch = watch_of([math.nan, 1.0] + [math.nan] * many)
     watch.leaves_out = True
     watch.judge(40, **counts_of(watch))
-    assert [record.name for record in caplog.records].count("mclclip") == warned
+    # A test before this one may have left the capture at two loggers: one record comes twice then.
+    assert len({id(record) for record in caplog.records if record.name == "mclclip"}) == warned
     assert warned == ("the last 16 steps up to step 40 were left out" in caplog.text)
     watch.take(torch.tensor(1.0), torch.tensor(1.0))
     assert counts_of(watch)["max_in_a_row"] == 0
