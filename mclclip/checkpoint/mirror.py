@@ -41,6 +41,11 @@ class Mirror:
                 f"mirror={files.clean(url)!r} cannot be used: give a folder, or a url of s3://, "
                 "gs:// or az://"
             )
+        if protocol_of(url) in ("s3", "gs", "az") and ("?" in url or "@" in url):
+            raise ValueError(
+                f"mirror={files.clean(url.rpartition('@')[2])!r} holds a query or a password: "
+                "leave it out, and put it into the environment, since warnings show this url"
+            )
         self.url, self.directory = url.rstrip("/"), Path(directory)
         self.keep, self.keep_every = keep, keep_every
         self.failures = 0  # rounds that failed

@@ -68,8 +68,7 @@ class Loader(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         with self._in_file or nullcontext():
-            source = self._start()
-            workers = getattr(source, "_workers", [])
+            source, workers = self._start()
             for item in self.items:
                 late: list[object] = []
                 # torch's limit does not hold while it takes the batch of a stopped worker.
@@ -86,9 +85,9 @@ class Loader(Generic[T]):
                 yield batch
             next(source, None)  # the loader's own end, which ends its workers
 
-    def _start(self) -> Iterator[Any]:
-        """The loader's iterator. Its workers start with signals blocked, so that a signal to the
-        whole job ends none before it ignores them."""
+    def _start(self) -> tuple[Iterator[Any], list[multiprocessing.process.BaseProcess]]:
+        """Returns the loader's iterator and its workers, which start with signals blocked, so that
+        a signal to the whole job ends none before it ignores them."""
         if self._in_file:
             resource_tracker.ensure_running()  # starting it would unblock signals
         before = set(multiprocessing.active_children())
@@ -105,7 +104,7 @@ class Loader(Generic[T]):
             if not worker.is_alive():
                 error = RuntimeError(f"DataLoader worker (pid {worker.pid}) exited unexpectedly")
                 raise self._name(error, self.items[0])
-        return source
+        return source, workers
 
     def _name(self, error: Exception, item: Any) -> Exception:
         """The error with the item that was waited for, where it is of a lost worker."""

@@ -658,10 +658,15 @@ def test_files_come_from_the_mirror_in_blocks(
     assert (tmp_path / "b" / name).read_bytes() == (tmp_path / "a" / name).read_bytes()
 
 
-@pytest.mark.parametrize("url", ["http://host/run", "ftp://host/run", "hf://datasets/a/b/run"])
+@pytest.mark.parametrize(
+    "url",
+    ["http://host/run", "ftp://host/run", "hf://datasets/a/b/run", "s3://b/run?sig=SECRET"]
+    + ["s3://user:SECRET@b/run"],
+)
 def test_a_mirror_that_cannot_be_written_to_is_refused(tmp_path: Path, url: str) -> None:
-    with pytest.raises(ValueError, match="mirror"):
+    with pytest.raises(ValueError, match="mirror") as refused:
         Checkpoints(tmp_path / "a", CheckpointConfig(mirror=url))
+    assert "SECRET" not in str(refused.value)
 
 
 def test_a_slow_mirror_holds_up_neither_training_nor_its_own_step(
