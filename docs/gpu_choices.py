@@ -13,9 +13,8 @@ from pathlib import Path
 
 import yaml
 
-from mclclip import choices
-from mclclip.choices import Situation
-from mclclip.plan import memory
+from mclclip.plan import choices, memory
+from mclclip.plan.choices import Situation
 from mclclip.plan.machine import Machine
 
 SIZES = 8, 16, 24, 80

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import mclclip
-from mclclip import config, flags
+from mclclip import config
+from mclclip.cli import flags
 from mclclip.objectives.base import ObjectiveOptions, kinds, options_class
 
 ROOT = Path(__file__).resolve().parents[1]

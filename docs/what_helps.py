@@ -25,8 +25,8 @@ from typing import Any
 
 from tabulate import tabulate
 
-from mclclip import files
-from mclclip.opened_run import Run
+from mclclip.run.opened import Run
+from mclclip.util import files
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "pages" / "evidence" / "what-helps.md"

@@ -21,7 +21,7 @@ from mclclip.data.table_formats import IMAGE_COLUMNS, NamedTexts, captions_of_js
 from mclclip.data.tables import open_table
 from mclclip.eval.images import read_lines, read_range, read_rows, read_shards
 from mclclip.eval.metrics import IntArray
-from mclclip.files import below
+from mclclip.util.files import below
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-import mclclip.torchvision_fix  # noqa: F401
+import mclclip.util.torchvision_fix  # noqa: F401
 from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode
 from mclclip.data.loader import Loader
 from mclclip.data.samples import tokenized
@@ -24,10 +24,10 @@ from mclclip.data.training_images import Readable
 from mclclip.eval.images import Region
 from mclclip.eval.metrics import BoolArray, IntArray, ranks_with_ties
 from mclclip.models.encoder import Encoder
-from mclclip.pair_products import pair_products
 from mclclip.ranks.collectives import gather_objects, together
 from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.run.runlog import progress
+from mclclip.util.pair_products import pair_products
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ from mclclip.data.options import DataConfig
 from mclclip.data.remote import StoredFile
 from mclclip.data.shard_scan import group_members, read_member, read_text_file, scan_shard
 from mclclip.data.text_tables import csv_format
-from mclclip.files import MAX_JSON_BYTES, Roots, below, parse_json, read_bounded
+from mclclip.util.files import MAX_JSON_BYTES, Roots, below, parse_json, read_bounded
 
 log = logging.getLogger("mclclip")
 SUFFIXES = tuple(f".{extension}" for extension in IMAGE_EXTENSIONS)

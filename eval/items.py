@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, get_args
 
-from mclclip.caption_rules import RULES
 from mclclip.data.training_images import path_of
 from mclclip.eval.images import SUFFIXES, Region, check_inside, read_lines
-from mclclip.files import below, read_bounded, read_json
 from mclclip.run.artifacts import INTENT
+from mclclip.util.caption_rules import RULES
+from mclclip.util.files import below, read_bounded, read_json
 
 LayoutName = Literal[
     "sugarcrepe",

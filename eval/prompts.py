@@ -17,7 +17,7 @@ from typing import Any
 
 from mclclip.eval.images import CLASS_NAMES, class_names, class_shards, labels_of, readable
 from mclclip.eval.protocols import BenchmarkConfig
-from mclclip.files import needed, parse_json, read_json
+from mclclip.util.files import needed, parse_json, read_json
 
 IMAGENET = "imagenet1k"
 CLIP_BENCHMARK = "clip_benchmark:"
@@ -149,7 +149,7 @@ def _words(text: str) -> str:
 @cache
 def _imagenet_ids() -> tuple[str, ...]:
     """The WordNet ids of ImageNet-1k's classes, sorted, which is the order of its class numbers."""
-    import mclclip.torchvision_fix  # noqa: F401
+    import mclclip.util.torchvision_fix  # noqa: F401
 
     # isort: split
     from timm.data import ImageNetInfo

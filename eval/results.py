@@ -16,7 +16,7 @@ from tabulate import tabulate
 from mclclip.eval import outcomes
 from mclclip.eval.metrics import Z_95, design_effect, stratified_interval
 from mclclip.eval.outcomes import NATS, PERCENT, Outcomes, Unit
-from mclclip.files import clean, parse_json, write_bytes
+from mclclip.util.files import clean, parse_json, write_bytes
 
 WIDTH = 80
 """Columns of a terminal that a table fits into."""

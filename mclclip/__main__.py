@@ -5,6 +5,6 @@ from mclclip.ranks import signals, streams
 if __name__ == "__main__":
     streams.outlive_readers()  # before anything is opened
     signals.install_handlers()  # before the imports below, which take a moment
-    from mclclip.cli import command
+    from mclclip.cli.entry import command
 
     command()

@@ -24,31 +24,24 @@ from typing import Any
 
 import torch
 
-from mclclip import (
-    advice,
-    choices,
-    compare,
-    files,
-    make_pairs,
-    opened_run,
-    pack,
-    pipeline,
-    process,
-    report,
-)
 from mclclip import config as configuration
-from mclclip.choices import Situation
+from mclclip import method
+from mclclip.cli import process
 from mclclip.config import Config
 from mclclip.data.findings import Findings
 from mclclip.data.tables import Table, open_table
 from mclclip.eval import results
 from mclclip.models.encoder import Encoder, load_model
+from mclclip.plan import choices
+from mclclip.plan.choices import Situation
 from mclclip.plan.machine import GIB, Machine
 from mclclip.ranks import collectives, failures, process_group, signals
 from mclclip.ranks.process_group import Context
 from mclclip.report.verdict import Verdict
-from mclclip.run import runlog
+from mclclip.run import opened, runlog
 from mclclip.run.artifacts import MANIFEST, Artifact, Force, Manifest
+from mclclip.util import advice, files
+from mclclip.verbs import compare, make_pairs, pack, report
 
 __all__ = ["Encoder", "Run", "finetune", "load_model"]
 
@@ -60,12 +53,12 @@ _MANY = 1_000_000  # pictures for which options are checked before it is known h
 _OF_TABLES = ("path_column", "caption_column", "delimiter", "allow_roots")
 
 
-class Run(opened_run.Run):
+class Run(opened.Run):
     """A run directory: what ``finetune`` or ``mclclip run`` left there, opened by name.
 
         run = mclclip.Run.open("runs/mine")
 
-    Beside what ``opened_run.Run`` has: ``encoder``, ``recommended``, ``tuned``, ``verdict`` and
+    Beside what ``opened.Run`` has: ``encoder``, ``recommended``, ``tuned``, ``verdict`` and
     ``report``.
     """
 
@@ -205,7 +198,7 @@ def run(
         if anew:
             count = _count(pictures) or _MANY
             likely, _ = choices.choose(situation(round(count * (1 - 2 * held_out))), overrides)
-            pipeline.check(likely, context, reads_benchmarks=False)
+            method.check(likely, context, reads_benchmarks=False)
             choices.check_base(base, fetch=True)
         packed = pack.pack(
             images, out / "data", captions=table, command=command, force=anew,
@@ -229,7 +222,7 @@ def run(
     settings, anew = collectives.on_main(settle)
     settled = configuration.load(settings)
     with process_group.num_threads(settled.num_threads):
-        pipeline.run(settled, context, force=bool(anew))
+        method.run(settled, context, force=bool(anew))
     return Run.open(out)
 
 

@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from mclclip import cluster, embed, export, files, index, reshard
 from mclclip import config as configuration
 from mclclip.config import Config, TrainConfig
 from mclclip.data import extras
@@ -25,7 +24,6 @@ from mclclip.data.labels import SampleWeights
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import excluded_keys, read_excluded
 from mclclip.eval import results
-from mclclip.eval import run as evaluation
 from mclclip.eval.protocols import BenchmarkConfig, evaluator
 from mclclip.models.loading import (
     check_tokenizer,
@@ -39,8 +37,10 @@ from mclclip.models.options import ModelConfig
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Force, Layout, is_finished
-from mclclip.train import verb as train
 from mclclip.train.loop import check_training
+from mclclip.util import files
+from mclclip.verbs import cluster, embed, export, index, reshard, train
+from mclclip.verbs import eval as evaluation
 
 log = logging.getLogger("mclclip")
 

@@ -14,7 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 from hypothesis import HealthCheck, settings
 
-from mclclip import advice
+from mclclip.util import advice
 
 # Under nohup and in the background of a shell these are ignored, which processes would inherit. A
 # handler is not inherited.

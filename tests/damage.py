@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from mclclip import cluster, embed, export, index
 from mclclip.config import Config
 from mclclip.ranks.process_group import SINGLE
+from mclclip.verbs import cluster, embed, export, index
 from tests import tiny
 
 NUM_SAMPLES = 96

@@ -7,9 +7,9 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 _PRELOADED = [
-    "mclclip.cli",
+    "mclclip.cli.entry",
     "mclclip.config",
-    "mclclip.pipeline",
+    "mclclip.method",
     "mclclip.ranks.process_group",
     "mclclip.run.lock",
     "torch.distributed.checkpoint",

@@ -14,17 +14,17 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from mclclip import cluster, config, index
+from mclclip import config
 from mclclip.config import Config
-from mclclip.curate import blindspots
-from mclclip.curate import filter as filtering
 from mclclip.data.row_store import rows_path, write_shard
 from mclclip.data.sample_index import SampleIndex
 from mclclip.eval import results
 from mclclip.eval.outcomes import Outcomes
-from mclclip.files import record_of
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, Layout
+from mclclip.util.files import record_of
+from mclclip.verbs import blindspots, cluster, index
+from mclclip.verbs import filter as filtering
 from tests.tars import write_tar
 
 SCRIPT = "<script>alert(1)</script>"

@@ -21,7 +21,7 @@ from mclclip.objectives.base import Objective
 from mclclip.objectives.class_centers import Margin
 from mclclip.objectives.contrast import DIGESTS
 from mclclip.objectives.gated_pairs import draw_partners, gate_penalty
-from mclclip.randomness import mix
+from mclclip.util.randomness import mix
 
 SEED, NUM_CLASSES = 3, 5
 

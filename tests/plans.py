@@ -7,7 +7,8 @@ from typing import Any
 
 from mclclip import config
 from mclclip.config import Config, TrainConfig
-from mclclip.plan import Machine, memory
+from mclclip.plan import memory
+from mclclip.verbs.plan import Machine
 from tests import tiny
 
 CC12M = 10_968_539

@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mclclip import config, make_dataset
+from mclclip import config
 from mclclip.config import Config
+from mclclip.verbs import make_dataset
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL: dict[str, Any] = {

@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BaseModel, create_model
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import PositiveInt
 
-from mclclip.options import STRICT
+from mclclip.util.options import STRICT
 
 if TYPE_CHECKING:
     from mclclip.eval.results import Measurement

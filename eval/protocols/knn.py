@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic.types import PositiveFloat, PositiveInt
 
-from mclclip import search
 from mclclip.eval.classification import Feature, LabelledFeatures, accuracy_figures, extract
 from mclclip.eval.features import Extractor, over_ranks
 from mclclip.eval.images import read_parts
@@ -23,6 +22,7 @@ from mclclip.eval.protocols import Evaluator
 from mclclip.eval.results import Measurement
 from mclclip.ranks.collectives import together
 from mclclip.ranks.process_group import Context
+from mclclip.util import search
 
 Weights = Literal["majority", "similarity"]
 TEMPERATURE = 0.07

@@ -22,8 +22,8 @@ from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.protocols import Evaluator
 from mclclip.eval.protocols.compositional import Side, chance_of, item_margins
 from mclclip.eval.results import Level, Measurement, figure
-from mclclip.files import below
 from mclclip.ranks.collectives import together
+from mclclip.util.files import below
 
 MMVP_COLUMNS = ("Question ID", "Type", "Statement")
 MMVP_FOLDERS = ("MLLM_VLM Images", "MLLM_VLM_Images")

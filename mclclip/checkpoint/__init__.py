@@ -30,7 +30,6 @@ from pydantic.types import PositiveInt
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mclclip import files
 from mclclip.checkpoint import step_files
 from mclclip.checkpoint.mirror import Mirror
 from mclclip.checkpoint.step_files import (
@@ -45,9 +44,10 @@ from mclclip.checkpoint.step_files import (
     temporary_of,
     trained_state,
 )
-from mclclip.options import STRICT
 from mclclip.ranks import collectives
 from mclclip.run.recorder import NotFinite, not_finite
+from mclclip.util import files
+from mclclip.util.options import STRICT
 
 __all__ = [
     "CheckpointConfig",

@@ -12,11 +12,11 @@ from typing import Any
 
 import obstore
 
-from mclclip import files
 from mclclip.checkpoint import step_files
 from mclclip.checkpoint.step_files import STATE, Damaged, parse_steps, path_of, temporary_of
-from mclclip.options import protocol_of
-from mclclip.stores import open_folder, reason_of
+from mclclip.util import files
+from mclclip.util.options import protocol_of
+from mclclip.util.stores import open_folder, reason_of
 
 log = logging.getLogger("mclclip")
 

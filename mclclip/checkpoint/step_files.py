@@ -24,9 +24,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from mclclip import __version__, files
+from mclclip import __version__
 from mclclip.ranks.sharded_rows import deal
 from mclclip.run import artifacts
+from mclclip.util import files
 
 log = logging.getLogger("mclclip")
 

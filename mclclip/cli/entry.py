@@ -12,10 +12,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mclclip import advice, process
-from mclclip.flag_parser import check_paths, print_completion, verbs_of
-from mclclip.flags import build_parser
+from mclclip.cli import process
+from mclclip.cli.flag_parser import check_paths, print_completion, verbs_of
+from mclclip.cli.flags import build_parser
 from mclclip.ranks import failures, signals
+from mclclip.util import advice
 
 if TYPE_CHECKING:
     from mclclip.config import Config
@@ -62,7 +63,7 @@ def _function(path: str) -> Callable[..., object]:
 
 
 def _export(config: Config, context: Context, args: argparse.Namespace) -> object:
-    from mclclip import export
+    from mclclip.verbs import export
 
     if args.stage is None:
         return export.join(config, context, variant=args.variant, force=args.force)
@@ -70,10 +71,10 @@ def _export(config: Config, context: Context, args: argparse.Namespace) -> objec
 
 
 def _run(config: Config, context: Context, args: argparse.Namespace) -> object:
-    from mclclip import pipeline
+    from mclclip import method
     from mclclip.eval import results
 
-    run_dir = pipeline.run(config, context, force=args.force)
+    run_dir = method.run(config, context, force=args.force)
     if context.is_main and (rows := results.read(run_dir / "results.jsonl")):
         print(results.table(rows))
     return run_dir
@@ -87,18 +88,18 @@ def _convert(args: argparse.Namespace) -> object:
 
 
 def _soup(args: argparse.Namespace) -> object:
-    from mclclip.eval import run as evaluation
-    from mclclip.export import soups
+    from mclclip.verbs import eval as evaluation
+    from mclclip.verbs import soup
 
     given = _flags(args)
     judged = {name: given.pop(name) for name in _JUDGED}
-    choice = soups.chosen(given["method"], given["alpha"])
+    choice = soup.chosen(given["method"], given["alpha"])
     judge = evaluation.judge(**judged, models=given["models"], choice=choice)
-    return soups.run(**given, judge=judge)
+    return soup.run(**given, judge=judge)
 
 
 def _demo(args: argparse.Namespace) -> object:
-    from mclclip import demo
+    from mclclip.verbs import demo
 
     return demo.run(
         Path(args.out or ("runs/demo_short" if args.short else "runs/demo")),
@@ -109,7 +110,7 @@ def _demo(args: argparse.Namespace) -> object:
 
 
 def _race(args: argparse.Namespace) -> object:
-    from mclclip import race
+    from mclclip.verbs import race
 
     given = args.config, args.remedies, args.seeds, args.only, args.overrides
     entered = race.Race(*given, force=args.force)
@@ -117,7 +118,7 @@ def _race(args: argparse.Namespace) -> object:
 
 
 def _report(args: argparse.Namespace) -> object:
-    from mclclip import report
+    from mclclip.verbs import report
 
     folder = args.run_dir and str(args.run_dir).removeprefix("run_dir=")  # as other verbs name it
     return report.run(folder, config=args.config, out=args.out)
@@ -134,13 +135,13 @@ def _config(args: argparse.Namespace) -> object:
     options = config.load(args.config, args.overrides)
     prompts.check_suite(options.eval.suite)
     if args.plan:
-        from mclclip import plan
+        from mclclip.verbs import plan
 
         machine = plan.Machine.described(args.nodes, args.gpus_per_node, args.gpu_memory_gib)
         speed = plan.Speed(args.peak_tflops, args.share, args.samples_per_s, args.images_per_s)
         plan.run(options, machine, samples=args.samples, as_json=args.json, speed=speed)
     else:
-        from mclclip.files import clean_lines
+        from mclclip.util.files import clean_lines
 
         print(clean_lines(config.dump(options)), end="")
     return None
@@ -148,7 +149,7 @@ def _config(args: argparse.Namespace) -> object:
 
 def _doctor(args: argparse.Namespace) -> object:
     if args.versions:
-        from mclclip import shipped
+        from mclclip.util import shipped
 
         print(shipped.constraints(), end="")
         return None
@@ -156,13 +157,14 @@ def _doctor(args: argparse.Namespace) -> object:
         if (words := args.overrides) and (len(words) > 1 or "=" in words[0]):
             raise ValueError(f"{words[-1]} is for --data CONFIG: add that, or leave it out")
         if words:
-            from mclclip import run_check
+            from mclclip.verbs import run_check
 
             return run_check.run(Path(words[0]))
-        from mclclip import doctor
+        from mclclip.verbs import doctor
 
         return doctor.run(args.path)
-    from mclclip import config, data_check
+    from mclclip import config
+    from mclclip.verbs import data_check
 
     return data_check.run(config.load(args.data, args.overrides))
 
@@ -176,27 +178,27 @@ def _finetune(args: argparse.Namespace) -> object:
 
 _FUNCTIONS: dict[str, Callable[..., object]] = {
     "finetune": _finetune,
-    "pack": _function("pack.pack"),
-    "make-dataset": _function("make_dataset.run"),
-    "make-pairs": _function("make_pairs.run"),
+    "pack": _function("verbs.pack.pack"),
+    "make-dataset": _function("verbs.make_dataset.run"),
+    "make-pairs": _function("verbs.make_pairs.run"),
     "soup": _soup,
-    "compare": _function("compare.run"),
+    "compare": _function("verbs.compare.run"),
     "report": _report,
     "demo": _demo,
-    "recipes": _function("shipped.run"),
+    "recipes": _function("util.shipped.run"),
     "completion": lambda args: print_completion(build_parser(), args.shell),
     "doctor": _doctor,
     "config": _config,
-    "index": _function("index.run"),
-    "embed": _function("embed.run"),
-    "cluster": _function("cluster.run"),
-    "reshard": _function("reshard.run"),
-    "train": _function("pipeline.train_stage"),
+    "index": _function("verbs.index.run"),
+    "embed": _function("verbs.embed.run"),
+    "cluster": _function("verbs.cluster.run"),
+    "reshard": _function("verbs.reshard.run"),
+    "train": _function("method.train_stage"),
     "export": _export,
-    "eval": _function("eval.run.run"),
-    "analyse": _function("figures.run"),
-    "blindspots": _function("curate.blindspots.run"),
-    "filter": _function("curate.filter.run"),
+    "eval": _function("verbs.eval.run"),
+    "analyse": _function("verbs.analyse.run"),
+    "blindspots": _function("verbs.blindspots.run"),
+    "filter": _function("verbs.filter.run"),
     "run": _run,
     "race": _race,
 }
@@ -233,7 +235,7 @@ def parse_words(argv: Sequence[str]) -> argparse.Namespace:
         how = how if hasattr(args, "overrides") else ""
         see = f"'mclclip {args.verb} --help' lists the flags"
         if wrong.startswith("-"):
-            from mclclip.options import nearest
+            from mclclip.util.options import nearest
 
             flags = [flag for action in args.parser._actions for flag in action.option_strings]
             see = f"nearest: {', '.join(nearest(wrong.split()[0].partition('=')[0], flags))}; {see}"
@@ -286,11 +288,11 @@ def run_verb(args: argparse.Namespace) -> int:
     check_paths(args)
     given = getattr(args, "config", None) or getattr(args, "data", None)
     if given is not None:
-        from mclclip import shipped
+        from mclclip.util import shipped
 
         shipped.find_recipe(given)
     if args.verb == "race":
-        from mclclip import remedies
+        from mclclip.config import remedies
 
         if given is None or not args.remedies:
             raise ValueError(

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mclclip import process
+from mclclip.cli import process
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            from mclclip.options import nearest
+            from mclclip.util.options import nearest
 
             near = nearest(str(value), map(str, action.choices or ()))
             error.message += f", nearest: {', '.join(near)}"
@@ -85,7 +85,7 @@ _SOURCES = ("source", "images")  # flags that take patterns too
 def check_paths(args: argparse.Namespace) -> None:
     """Raises ValueError for a flag's path that is a url, and FileNotFoundError for one that must
     exist and does not; takes no time."""
-    from mclclip.options import refuse_url  # imports pydantic
+    from mclclip.util.options import refuse_url  # imports pydantic  # imports pydantic
 
     for action in args.parser._actions:
         if action.type not in _PATHS or not (given := getattr(args, action.dest)):
@@ -110,7 +110,7 @@ def print_completion(parser: argparse.ArgumentParser, shell: str) -> None:
     """Prints the script by which a shell completes verbs, flags, files and names of recipes."""
     import shtab
 
-    from mclclip import shipped
+    from mclclip.util import shipped
 
     for action in parser._actions:
         if action.dest == "verb":

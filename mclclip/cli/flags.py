@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mclclip import __version__
+from mclclip.cli.flag_parser import Parser, character, existing, named_existing
 from mclclip.data import datasets
-from mclclip.flag_parser import Parser, character, existing, named_existing
 
 _VARIANTS = ["mcl", "ungrouped", "random_groups"]
 _VARIANT = f"the method itself, or a control of it: {', '.join(_VARIANTS)}"
@@ -367,7 +367,7 @@ def _add_stages(verbs: Any) -> None:
 def _add_conversion(export: argparse.ArgumentParser) -> None:
     title = "another library's layout; needs no configuration"
     add = export.add_argument_group(title).add_argument
-    targets = sorted(p.stem for p in Path(__file__).parent.glob("export/targets/[a-z]*.py"))
+    targets = sorted(p.stem for p in Path(__file__).parents[1].glob("export/targets/[a-z]*.py"))
     to = f"one of {', '.join(targets)}: models, but for clip_retrieval, which takes embeddings"
     add("--to", choices=targets, metavar="LAYOUT", help=to)
     source = "an exported stage, soup or concat; for clip_retrieval a stage's embeddings, or a "

@@ -114,10 +114,10 @@ def run(
 
     The first rank calls ``check`` before anything is written, and all ranks raise its error.
     """
-    from mclclip import files
     from mclclip.ranks import collectives, process_group
     from mclclip.run.artifacts import Layout
     from mclclip.run.lock import RunLock, write_state
+    from mclclip.util import files
 
     def take_lock() -> None:
         try:

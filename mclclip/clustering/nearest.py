@@ -30,7 +30,7 @@ from mclclip.clustering.arithmetic import (
 )
 from mclclip.clustering.options import Algorithm
 from mclclip.clustering.rows import tiles
-from mclclip.pair_products import pair_products
+from mclclip.util.pair_products import pair_products
 
 NOTHING = -(2**63)  # packed: no candidate
 ROWS_PER_PASS = 1024  # centroids that are handled in one operation

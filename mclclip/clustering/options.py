@@ -8,7 +8,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeFloat, PositiveInt
 
 from mclclip.data.options import LabelMode
-from mclclip.options import STRICT
+from mclclip.util.options import STRICT
 
 Algorithm = Literal["spherical", "euclidean"]
 Init = Literal["auto", "plus_plus", "random"]

@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 from mclclip.config.options import Config
 from mclclip.eval import protocols
 from mclclip.objectives.base import ObjectiveOptions, kinds, options_class
-from mclclip.options import nearest
+from mclclip.util.options import nearest
 
 # Options that are those of another one again; they are printed where they are asked for.
 _AGAIN = ("base.", "trained_model.")

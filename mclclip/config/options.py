@@ -9,7 +9,6 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import PositiveFloat, PositiveInt
 
-from mclclip.caption_rules import HardCaptions
 from mclclip.clustering.options import ClusterConfig
 from mclclip.data.decode import Pixels
 from mclclip.data.options import DataConfig, EmbedConfig, ReshardConfig, TrunkCacheConfig
@@ -24,8 +23,9 @@ from mclclip.models.options import (
     num_blocks,
 )
 from mclclip.objectives.base import Facts
-from mclclip.options import STRICT, Seed
 from mclclip.train.options import TrainConfig
+from mclclip.util.caption_rules import HardCaptions
+from mclclip.util.options import STRICT, Seed
 
 
 @checked_dataclass(frozen=True, config=STRICT)

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from mclclip.files import MAX_DEPTH, Refused, read_bounded
+from mclclip.util.files import MAX_DEPTH, Refused, read_bounded
 
 MAX_YAML_BYTES = 1 << 20  # some seconds of parsing
 MAX_YAML_VALUES = 100_000

@@ -18,9 +18,9 @@ from pydantic import TypeAdapter, ValidationError
 from mclclip.config.options import Config
 from mclclip.config.plain_yaml import parse_value, read_yaml
 from mclclip.objectives.base import ObjectiveOptions, options_class
-from mclclip.options import dotted, farthest, nearest, refuse_url
 from mclclip.run.lock import RUN_STATE
-from mclclip.shipped import find_recipe
+from mclclip.util.options import dotted, farthest, nearest, refuse_url
+from mclclip.util.shipped import find_recipe
 
 
 def load(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:

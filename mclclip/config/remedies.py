@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mclclip.options import nearest
+from mclclip.util.options import nearest
 
 REMEDIES = """
 mcl             # groups of pseudo labels, stage by stage

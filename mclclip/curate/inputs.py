@@ -18,17 +18,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mclclip import files
 from mclclip.config import Config
 from mclclip.curate.near import cuts
 from mclclip.data.arrays import open_given_npy
 from mclclip.data.row_store import RowStore
 from mclclip.data.sample_index import SampleIndex
-from mclclip.opened_run import Run
-from mclclip.options import named_path
 from mclclip.run import runlog
 from mclclip.run.artifacts import Layout, Manifest, is_finished, read_manifest, run_above
-from mclclip.search import Floats, Rows, cosines
+from mclclip.run.opened import Run
+from mclclip.util import files
+from mclclip.util.options import named_path
+from mclclip.util.search import Floats, Rows, cosines
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from mclclip import search
 from mclclip.data.row_store import RowStore
 from mclclip.run import runlog
-from mclclip.search import Floats, Integers, NearPairs
+from mclclip.util import search
+from mclclip.util.search import Floats, Integers, NearPairs
 
 Embeddings = RowStore | Floats
 """Rows [N, D], on disk or in memory, which are read by slices and by sorted numbers."""

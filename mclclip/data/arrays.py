@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mclclip.files import message_of, whole_file
+from mclclip.util.files import message_of, whole_file
 
 Floats = npt.NDArray[np.floating[Any]]
 BlockLayout = tuple[tuple[int, ...], np.dtype[Any]]

@@ -40,7 +40,7 @@ from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.labels import AttributeClasses, ClassLabels, truncate
 from mclclip.data.options import SentencesConfig
 from mclclip.data.samples import BadSample, RawSample, Sample, TarDataset, draw_sentences
-from mclclip.randomness import mix
+from mclclip.util.randomness import mix
 
 Integers = npt.NDArray[np.int64]
 Ids = Integers | Sequence[int]

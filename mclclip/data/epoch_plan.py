@@ -29,7 +29,7 @@ import numpy.typing as npt
 from mclclip.data.groups import GroupedIndex, GroupSizes, Integers
 from mclclip.data.labels import truncate
 from mclclip.data.options import Order, Policy
-from mclclip.randomness import mix, permute
+from mclclip.util.randomness import mix, permute
 
 ALONE = ("drop", "carry")  # policies that never put leftovers of two groups into one batch
 # Purposes of the randomness, part of its key.

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mclclip.caption_rules import HardCaptions, draw, false_edits, spoken
 from mclclip.data.batches import TrainingBatches
 from mclclip.data.locations import TextFeatures
 from mclclip.data.options import DataConfig
@@ -30,8 +29,9 @@ from mclclip.data.row_store import RowStore
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import RawSample, TarDataset, Tokenizer, cut_text, tokenized
 from mclclip.data.shard_scan import caption_fields, parse_captions
-from mclclip.files import clean
 from mclclip.run.artifacts import Layout, read_manifest
+from mclclip.util.caption_rules import HardCaptions, draw, false_edits, spoken
+from mclclip.util.files import clean
 
 log = logging.getLogger("mclclip")
 SURVEYED = 512

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from mclclip.data.arrays import open_npy, save_npy, write_npy_parts
 from mclclip.data.labels import SampleWeights, check_labels, drawn_rows, label_space
-from mclclip.files import Record, naming, read_json, records_of, write_json
+from mclclip.util.files import Record, naming, read_json, records_of, write_json
 
 Integers = npt.NDArray[np.int64]
 ROWS_PER_BLOCK = 2**19  # larger blocks do not fit the processor's cache, and sort slower

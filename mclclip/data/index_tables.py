@@ -35,7 +35,9 @@ from mclclip.data.remote import Remote, RemoteOptions, StoredFile
 from mclclip.data.shard_filter import ShardFilter, metadata_path
 from mclclip.data.shard_reader import ShardReader
 from mclclip.data.shard_scan import ATTRIBUTE, ROW, TEXT, TEXT_CRC, ShardScan, scan_shard
-from mclclip.files import (
+from mclclip.ranks.workers import map_in_pool
+from mclclip.run.runlog import count_of, progress
+from mclclip.util.files import (
     clean,
     digest_array,
     digest_json,
@@ -45,9 +47,7 @@ from mclclip.files import (
     whole_file,
     write_json,
 )
-from mclclip.options import protocol_of
-from mclclip.ranks.workers import map_in_pool
-from mclclip.run.runlog import count_of, progress
+from mclclip.util.options import protocol_of
 
 log = logging.getLogger("mclclip")
 

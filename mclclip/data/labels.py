@@ -40,9 +40,9 @@ import numpy.typing as npt
 from mclclip.data.arrays import open_given_npy, open_npy
 from mclclip.data.options import MOST_DRAWS, DataConfig, LabelMode, PlanConfig
 from mclclip.data.sample_index import SampleIndex
-from mclclip.files import digest_array, digest_json
-from mclclip.randomness import mix
 from mclclip.run import artifacts
+from mclclip.util.files import digest_array, digest_json
+from mclclip.util.randomness import mix
 
 Integers = npt.NDArray[np.int64]
 _AT_ONCE = 2**20  # samples that are hashed, or whose weights are read, at once

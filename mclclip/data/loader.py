@@ -16,9 +16,9 @@ from typing import Any, Generic, TypeVar
 
 from torch.utils.data import DataLoader, Dataset
 
-from mclclip.files import clean
 from mclclip.ranks import failures, signals
 from mclclip.ranks.process_group import start_loader_worker
+from mclclip.util.files import clean
 
 T = TypeVar("T")
 log = logging.getLogger("mclclip")
@@ -31,8 +31,9 @@ class Loader(Generic[T]):
     ``describe(item)`` names an item and the keys of its samples, for an error. With ``batched`` an
     item is a list, of which the data set returns all at once. ``pin_memory`` is DataLoader's. With
     ``fresh`` workers start as fresh processes, not as forks: urls cannot be read in a fork
-    (`mclclip.stores`). Iterating raises LostWorker where a worker was ended from outside, and where
-    an item does not come within ``timeout_s``; nothing limits the reading of this process itself.
+    (`mclclip.util.stores`). Iterating raises LostWorker where a worker was ended from outside, and
+    where an item does not come within ``timeout_s``; nothing limits the reading of this process
+    itself.
     """
 
     def __init__(

@@ -36,9 +36,9 @@ from mclclip.data.remote import Remote, RemoteOptions, StoredFile
 from mclclip.data.row_store import rows_path
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_reader import Range
-from mclclip.files import check_size, clean
 from mclclip.ranks import collectives
 from mclclip.run.artifacts import Artifact, Layout, Manifest, is_finished, read_manifest
+from mclclip.util.files import check_size, clean
 
 Integers = npt.NDArray[np.int64]
 KIND = "resharded"

@@ -11,7 +11,7 @@ from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, Posi
 
 from mclclip.data.decode import MAX_IMAGE_PIXELS, Pixels
 from mclclip.data.remote import RemoteOptions, check_protocol
-from mclclip.options import STRICT, Share, protocol_of
+from mclclip.util.options import STRICT, Share, protocol_of
 
 Policy = Literal["drop", "backoff", "mask", "wrap", "carry"]
 """Use of the samples that fill no batch of their own group (see ``data.epoch_plan``)."""

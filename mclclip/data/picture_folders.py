@@ -14,7 +14,7 @@ from mclclip.data.decode import PICTURE_SUFFIXES
 from mclclip.data.findings import Findings
 from mclclip.data.shard_scan import MAX_TEXT_BYTES, TextFault, form_of_texts, parse_captions
 from mclclip.data.table_formats import Format, Rows, suffix_of
-from mclclip.files import Roots, read_bounded
+from mclclip.util.files import Roots, read_bounded
 
 
 def walk(folder: Path, roots: Roots, findings: Findings) -> Iterator[Path]:

@@ -24,9 +24,9 @@ from obstore import exceptions
 from pydantic import Field, PositiveFloat
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from mclclip.files import clean
-from mclclip.options import PROTOCOLS, STRICT, protocol_of
-from mclclip.stores import HUB_URL, open_store, reason_of
+from mclclip.util.files import clean
+from mclclip.util.options import PROTOCOLS, STRICT, protocol_of
+from mclclip.util.stores import HUB_URL, open_store, reason_of
 
 T = TypeVar("T")
 

@@ -20,7 +20,6 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from mclclip import files
 from mclclip.data.arrays import (
     ROWS_PER_BLOCK,
     BlockLayout,
@@ -30,9 +29,10 @@ from mclclip.data.arrays import (
     write_npy_parts,
 )
 from mclclip.data.sample_index import SampleIndex
-from mclclip.files import Record
 from mclclip.run.artifacts import Manifest, verb_of
-from mclclip.search import unit
+from mclclip.util import files
+from mclclip.util.files import Record
+from mclclip.util.search import unit
 
 Integers = npt.NDArray[np.int64]
 RowBatch = tuple[np.ndarray, Mapping[int, str]]

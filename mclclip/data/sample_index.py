@@ -35,11 +35,11 @@ from mclclip.data.index_tables import (
 from mclclip.data.shard_reader import ShardReader
 from mclclip.data.shard_scan import ATTRIBUTE, IMAGE_CRC, PER_FIELD, RANGES, TEXT_CRC
 from mclclip.data.shard_writer import PACKED_FROM
-from mclclip.files import clean, own, parse_json, read_json, write_json
-from mclclip.options import brief
-from mclclip.randomness import mix
 from mclclip.run.artifacts import Manifest, read_manifest, verb_of
 from mclclip.run.runlog import count_of
+from mclclip.util.files import clean, own, parse_json, read_json, write_json
+from mclclip.util.options import brief
+from mclclip.util.randomness import mix
 
 log = logging.getLogger("mclclip")
 KIND = "index"

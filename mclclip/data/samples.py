@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-import mclclip.torchvision_fix  # noqa: F401
+import mclclip.util.torchvision_fix  # noqa: F401
 from mclclip.data.decode import DecodeError, decode
 from mclclip.data.locations import Locations, Resharded, SampleRanges, TextFeatures, TrunkRows
 from mclclip.data.options import DataConfig, SentencesConfig
@@ -37,8 +37,8 @@ from mclclip.data.remote import ChangedShard
 from mclclip.data.sample_index import EXCLUDED, SampleIndex
 from mclclip.data.shard_reader import Range, ShardReader
 from mclclip.data.shard_scan import parse_captions
-from mclclip.files import clean
-from mclclip.randomness import mix
+from mclclip.util.files import clean
+from mclclip.util.randomness import mix
 
 Integers = npt.NDArray[np.int64]
 Transform = Callable[[Any], Tensor]

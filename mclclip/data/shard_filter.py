@@ -26,8 +26,8 @@ import pyarrow.parquet as pq
 
 from mclclip.data.arrays import open_given_npy
 from mclclip.data.remote import Remote, RemoteOptions, StoredFile, open_whole
-from mclclip.files import clean, digest_parts, message_of, parse_json
-from mclclip.options import protocol_of
+from mclclip.util.files import clean, digest_parts, message_of, parse_json
+from mclclip.util.options import protocol_of
 
 log = logging.getLogger("mclclip")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from mclclip.data.options import DataConfig
 from mclclip.data.remote import Remote, StoredFile, UrlRange
-from mclclip.options import protocol_of
+from mclclip.util.options import protocol_of
 
 Range = tuple[int, int, int]
 """Number of the shard, offset, size."""

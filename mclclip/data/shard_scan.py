@@ -31,7 +31,7 @@ from mclclip.data.findings import LFS_POINTER, NO_TEXTS, REASONS, Findings, near
 from mclclip.data.remote import Remote, RemoteOptions, StoredFile, open_whole
 from mclclip.data.shard_filter import ShardFilter
 from mclclip.data.tar_members import Member, TarFault, read_members
-from mclclip.files import clean, digest_array, digest_json, parse_json, read_bounded
+from mclclip.util.files import clean, digest_array, digest_json, parse_json, read_bounded
 
 log = logging.getLogger("mclclip")
 ARRAY_EXTENSION = "npy"

@@ -20,8 +20,8 @@ from typing import Any
 
 from mclclip.data.decode import IMAGE_EXTENSIONS
 from mclclip.data.shard_scan import ARRAY_EXTENSION, split_member_name
-from mclclip.files import Record, record_of, remove_leftovers, whole_file
 from mclclip.run.artifacts import made_of
+from mclclip.util.files import Record, record_of, remove_leftovers, whole_file
 
 PACKED_FROM = "packed_from"
 """Field of a sample's ``.json`` with the file, or the row of a table, that ``pack`` read."""

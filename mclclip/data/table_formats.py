@@ -35,7 +35,7 @@ from mclclip.data.shard_scan import (
     parse_captions,
     read_member,
 )
-from mclclip.files import message_of, parse_json, read_json
+from mclclip.util.files import message_of, parse_json, read_json
 
 IMAGE_COLUMNS = (
     "filepath", "image", "image_path", "path", "file_name", "filename", "image_name", "url"

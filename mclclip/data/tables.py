@@ -22,7 +22,6 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-from mclclip import advice
 from mclclip.data.decode import PICTURE_SUFFIXES
 from mclclip.data.findings import LFS_POINTER, Findings
 from mclclip.data.picture_folders import folder_format, walk
@@ -42,8 +41,9 @@ from mclclip.data.table_formats import (
     suffix_of,
 )
 from mclclip.data.text_tables import csv_format, delimiter_of
-from mclclip.files import Roots, digest_file, digest_json
-from mclclip.options import protocol_of, refuse_url
+from mclclip.util import advice
+from mclclip.util.files import Roots, digest_file, digest_json
+from mclclip.util.options import protocol_of, refuse_url
 
 log = logging.getLogger("mclclip")
 

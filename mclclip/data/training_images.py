@@ -25,8 +25,8 @@ from mclclip.data.labels import SampleWeights
 from mclclip.data.options import DataConfig, PlanConfig
 from mclclip.data.sample_index import KIND, SampleIndex
 from mclclip.data.shard_reader import ShardReader
-from mclclip.files import digest_keys
 from mclclip.run.artifacts import HasRunDir, Layout, is_finished, read_manifest
+from mclclip.util.files import digest_keys
 
 log = logging.getLogger("mclclip")
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from mclclip.engines.engine import Engine, FsdpEngine, MakeOptimizer
 from mclclip.engines.zero import BUCKET, DeepspeedEngine
-from mclclip.options import STRICT
 from mclclip.ranks.process_group import Context
+from mclclip.util.options import STRICT
 
 # deepspeed's default of stage3_max_live_parameters, in elements: below it, gathered parameters are
 # not released.

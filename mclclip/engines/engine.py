@@ -32,10 +32,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from mclclip.engines import gradient_cache
-from mclclip.options import with_prefix
 from mclclip.ranks import collectives
 from mclclip.ranks.collectives import OutsideParameters
 from mclclip.ranks.process_group import Context, make_mesh
+from mclclip.util.options import with_prefix
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}  # formats of ``precision``

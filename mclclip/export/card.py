@@ -15,7 +15,7 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
-from mclclip import __version__, config, files
+from mclclip import __version__, config
 from mclclip.config import Config
 from mclclip.eval import results
 from mclclip.eval.results import Result
@@ -25,6 +25,7 @@ from mclclip.export.targets import Source
 from mclclip.models.clip import is_without_weights
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Layout
+from mclclip.util import files
 
 log = logging.getLogger("mclclip")
 

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 
-from mclclip import files
 from mclclip.export import card, certificate, targets
 from mclclip.export.certificate import Certificate, Probes
 from mclclip.export.targets import Precision, Source
@@ -24,6 +23,7 @@ from mclclip.models import weights
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact, Force
 from mclclip.run.lock import start_of_process
+from mclclip.util import files
 
 log = logging.getLogger("mclclip")
 

@@ -13,9 +13,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mclclip import files
 from mclclip.models import config_check, tokenizer, transformers_folder, weights
 from mclclip.models.model import Model
+from mclclip.util import files
 
 _PROCESSOR = "image_processing_open_clip"  # module of the own image processor, here and in exports
 EXACT = "exact_processor"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mclclip.files import needed, whole_file
+from mclclip.util.files import needed, whole_file
 
 Series = Mapping[str, Sequence[float]]
 _NAMED = 20  # more colours than this stand without their names

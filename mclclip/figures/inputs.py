@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mclclip.config import Config
-from mclclip.opened_run import Clusters, Run, Stage
+from mclclip.run.opened import Clusters, Run, Stage
 
 log = logging.getLogger("mclclip")
 

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from mclclip.figures import drawing
 from mclclip.figures.inputs import EMBEDDINGS, Figure, Inputs, unit_rows
-from mclclip.search import nearest_to_few
+from mclclip.util.search import nearest_to_few
 
 ANCHORS, NEIGHBOURS = 8, 8
 

@@ -27,7 +27,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
-import mclclip.torchvision_fix  # noqa: F401
+import mclclip.util.torchvision_fix  # noqa: F401
 
 # isort: split
 import timm
@@ -37,7 +37,6 @@ from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 from torchvision import models as torchvision_models
 
-from mclclip import files
 from mclclip.models import config_check, transforms
 from mclclip.models.towers import (
     ImageLayout,
@@ -48,7 +47,8 @@ from mclclip.models.towers import (
     numbered,
     present,
 )
-from mclclip.options import STRICT, brief, first_problem, nearest
+from mclclip.util import files
+from mclclip.util.options import STRICT, brief, first_problem, nearest
 
 _EMBEDDING_OF_TIMM = (
     *("patch_embed", "cls_token", "reg_token", "dist_token", "pos_embed", "pos_drop"),

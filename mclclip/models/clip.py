@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-import mclclip.torchvision_fix  # noqa: F401
+import mclclip.util.torchvision_fix  # noqa: F401
 
 # isort: split
 import open_clip
@@ -37,7 +37,6 @@ from open_clip.tokenizer import (
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from open_clip.transformer import VisionTransformer
 
-from mclclip import files
 from mclclip.models import (
     backbones,
     config_check,
@@ -49,7 +48,8 @@ from mclclip.models import (
     weights,
 )
 from mclclip.models.weights import fetched, one_line, quiet
-from mclclip.options import nearest
+from mclclip.util import files
+from mclclip.util.options import nearest
 
 _KINDS = (CLIPVisionCfg, CLIPTextCfg, PreprocessCfg)
 _BIG_VISION = (".npz", ".npy")  # weights of SigLIP's authors, which open_clip reads

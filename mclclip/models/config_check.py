@@ -29,13 +29,13 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-import mclclip.torchvision_fix  # noqa: F401
+import mclclip.util.torchvision_fix  # noqa: F401
 
 # isort: split
 import timm
 
-from mclclip import files
-from mclclip.options import brief, first_problem, nearest
+from mclclip.util import files
+from mclclip.util.options import brief, first_problem, nearest
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 FAST = "PreTrainedTokenizerFast"

@@ -21,14 +21,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from mclclip import files
 from mclclip.models import clip, transformers_folder, weights
 from mclclip.models.inputs import Picture, pictures_of, texts_of, transformed
 from mclclip.models.loading import common_config, load_towers, refuse_without_weights
 from mclclip.models.model import Model, unit
 from mclclip.models.options import Variant
-from mclclip.options import brief, with_prefix
-from mclclip.shipped import RECIPES
+from mclclip.util import files
+from mclclip.util.options import brief, with_prefix
+from mclclip.util.shipped import RECIPES
 
 RANDOM = "random"
 """Stands for random weights in the place of open_clip's tag."""

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode_image, upright_rgb
-from mclclip.options import brief, protocol_of
+from mclclip.util.options import brief, protocol_of
 
 Picture = str | Path | Image.Image | NDArray[np.uint8] | bytes | BinaryIO
 """A picture: its path, Pillow's image, an array uint8 [H, W, 3], or the bytes or the open file of

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mclclip import files
 from mclclip.models import backbones, clip, config_check, towers, transformers_folder, weights
 from mclclip.models.lora import add_lora
 from mclclip.models.model import Model
 from mclclip.models.tokenizer import fetched
 from mclclip.models.weights import one_line
-from mclclip.options import brief
+from mclclip.util import files
+from mclclip.util.options import brief
 
 Name = str | Path | Mapping[str, Any]
 _SMALLEST_TEXT = {"context_length": 1, "vocab_size": 1, "width": 8, "heads": 1, "layers": 1}

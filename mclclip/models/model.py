@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mclclip import files
 from mclclip.models import towers, weights
 from mclclip.models.transforms import Transform
+from mclclip.util import files
 
 MAX_LOGIT_SCALE = 100.0
 NO_TEXT = (

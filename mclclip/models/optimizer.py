@@ -16,12 +16,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-import mclclip.torchvision_fix  # noqa: F401
+import mclclip.util.torchvision_fix  # noqa: F401
 
 # isort: split
 import timm.optim
 
-from mclclip.options import nearest
+from mclclip.util.options import nearest
 
 Schedule = Literal["cosine", "constant"]
 

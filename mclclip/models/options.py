@@ -18,8 +18,8 @@ from typing import Any, Literal
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeInt, PositiveFloat, PositiveInt
 
-from mclclip import files
-from mclclip.options import STRICT, BelowOne
+from mclclip.util import files
+from mclclip.util.options import STRICT, BelowOne
 
 Variant = Literal["raw", "stage_norm"]
 """How a concat joins the features of its stages (see ``encoder.join_image_features``)."""

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mclclip import files
 from mclclip.models import weights
+from mclclip.util import files
 
 log = logging.getLogger("mclclip")
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mclclip import files
+from mclclip.util import files
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,9 +20,9 @@ import timm
 import torch
 from torch import Tensor
 
-from mclclip import files
 from mclclip.models import config_check, transformers_layout, weights
-from mclclip.options import brief
+from mclclip.util import files
+from mclclip.util.options import brief
 
 log = logging.getLogger("mclclip")
 

@@ -30,13 +30,13 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 from torch.nn import functional
 
-import mclclip.torchvision_fix  # noqa: F401
+import mclclip.util.torchvision_fix  # noqa: F401
 
 # isort: split
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as ops
 
-from mclclip.options import STRICT, Share, first_problem
+from mclclip.util.options import STRICT, Share, first_problem
 
 # The steps of open_clip's training transform, where no further augmentation is asked for.
 _FAST_STEPS = ("RandomResizedCrop", "MaybeConvertMode", "MaybeToTensor", "Normalize")

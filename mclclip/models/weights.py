@@ -29,8 +29,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from mclclip import files
 from mclclip.run import artifacts
+from mclclip.util import files
 
 CONFIG = "open_clip_config.json"
 WEIGHTS = "open_clip_model.safetensors"

@@ -25,9 +25,9 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic_core import PydanticCustomError
 from torch import Tensor, nn
 
-from mclclip.options import STRICT, nearest
 from mclclip.ranks.collectives import OutsideParameters
 from mclclip.ranks.process_group import Context
+from mclclip.util.options import STRICT, nearest
 
 ENTRY_POINTS = "mclclip.objectives"
 # Kinds whose options are not the class ``Options`` of the module of their own name.

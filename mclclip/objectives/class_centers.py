@@ -34,10 +34,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from mclclip.objectives.row_losses import choose_no_autocast, refuse_second_derivative
-from mclclip.pair_products import pair_products
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import SINGLE, Context, not_compiled, to_device
 from mclclip.ranks.sharded_rows import ShardedRows
+from mclclip.util.pair_products import pair_products
 
 Rule = Literal["two_path", "exclude_positives", "partial_fc"]
 InitialRows = Callable[[int, int], Tensor]

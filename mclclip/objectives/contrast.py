@@ -38,9 +38,9 @@ from mclclip.objectives.base import (
     Stepping,
 )
 from mclclip.objectives.row_losses import TILE, Pairs, count_kept, wide
-from mclclip.options import STRICT
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import not_compiled, to_device
+from mclclip.util.options import STRICT
 
 Between = Literal["captions", "views"]
 Direction = Literal["both", "images", "texts"]

@@ -40,11 +40,11 @@ from mclclip.objectives.contrast import (
     Temperature,
 )
 from mclclip.objectives.info_nce import InfoNCE
-from mclclip.options import STRICT
-from mclclip.randomness import mix_tensors
 from mclclip.ranks import collectives
 from mclclip.ranks.collectives import OutsideParameters
 from mclclip.ranks.process_group import not_compiled
+from mclclip.util.options import STRICT
+from mclclip.util.randomness import mix_tensors
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SMALLEST_SIDE = 5  # of an image, in pixels: the first layer mirrors four at each border

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mclclip.objectives.row_losses import blocks, refuse_second_derivative
-from mclclip.randomness import Integers, mix
 from mclclip.ranks.process_group import not_compiled
+from mclclip.util.randomness import Integers, mix
 
 _TINY = 1e-24  # of a squared length
 Penalty = Literal["paper", "neg_glog", "bernoulli"]

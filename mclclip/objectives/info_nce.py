@@ -30,7 +30,6 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeFloat
 from torch import Tensor, nn
 
-from mclclip.caption_rules import HardCaptions
 from mclclip.objectives.base import BatchFields, Reads
 from mclclip.objectives.contrast import (
     AnyTemperature,
@@ -49,8 +48,9 @@ from mclclip.objectives.row_losses import (
     row_losses,
     sum_kept,
 )
-from mclclip.options import STRICT, BelowOne
 from mclclip.ranks import collectives
+from mclclip.util.caption_rules import HardCaptions
+from mclclip.util.options import STRICT, BelowOne
 
 Average = Literal["paper", "mean"]
 Term = Literal["both", "modified"]

@@ -28,9 +28,9 @@ from mclclip.objectives.class_centers import (
     normal_rows,
 )
 from mclclip.objectives.row_losses import excess, wide
-from mclclip.options import STRICT, Cosine, Share
-from mclclip.randomness import mix, permute
 from mclclip.ranks.collectives import OutsideParameters
+from mclclip.util.options import STRICT, Cosine, Share
+from mclclip.util.randomness import mix, permute
 
 Kind = Literal["mlcd", "mlc", "single_label"]
 _SATURATED = 0.01  # of the largest pull

@@ -49,8 +49,8 @@ from mclclip.objectives.base import (
 )
 from mclclip.objectives.info_nce import Term, modified_losses, weights_of
 from mclclip.objectives.row_losses import TILE, Pairs, log_sums, row_losses
-from mclclip.options import STRICT, Share
 from mclclip.ranks import collectives
+from mclclip.util.options import STRICT, Share
 
 _QUEUE_SIZE = 65_536
 Schedule = Literal["constant", "cosine"]

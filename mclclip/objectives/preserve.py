@@ -37,9 +37,9 @@ from mclclip.objectives.base import (
     Setting,
 )
 from mclclip.objectives.row_losses import TILE, Pairs, divergences, wide
-from mclclip.options import STRICT
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import not_compiled
+from mclclip.util.options import STRICT
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)

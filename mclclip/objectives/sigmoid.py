@@ -39,9 +39,9 @@ from mclclip.objectives.row_losses import (
     count_kept,
     refuse_second_derivative,
 )
-from mclclip.options import STRICT
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import not_compiled
+from mclclip.util.options import STRICT
 
 _START_SCALE, _START_BIAS = 10.0, -10.0
 

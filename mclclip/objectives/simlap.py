@@ -58,10 +58,10 @@ from mclclip.objectives.gated_pairs import (
 )
 from mclclip.objectives.moco import MomentumCopy, check_engine
 from mclclip.objectives.row_losses import wide
-from mclclip.options import STRICT, Share
-from mclclip.randomness import Integers, mix
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import to_device
+from mclclip.util.options import STRICT, Share
+from mclclip.util.randomness import Integers, mix
 
 _TILE = 1024
 Gates = Literal["labels", "open"]

@@ -20,8 +20,8 @@ from mclclip.objectives.base import (
     Reads,
     Setting,
 )
-from mclclip.options import STRICT, with_prefix
 from mclclip.ranks.collectives import OutsideParameters
+from mclclip.util.options import STRICT, with_prefix
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -24,9 +24,9 @@ from mclclip.models.encoder import RANDOM, split_name
 from mclclip.models.loading import load_towers, model_config, refuse_without_weights
 from mclclip.models.memory import load_shapes
 from mclclip.models.options import ModelConfig, num_blocks
-from mclclip.options import all_shards
 from mclclip.plan import memory
 from mclclip.plan.machine import GIB, Machine
+from mclclip.util.options import all_shards
 
 PAIRS = "pairs"
 """The benchmark of minimal pairs, and its folder in a run."""

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from mclclip.config import Config, TrainConfig
-from mclclip.files import existing
 from mclclip.plan.machine import DECODED_PER_S, GIB, SHARE, SHARES, Machine, Speed
 from mclclip.plan.memory import operations_of_named
 from mclclip.plan.steps import Range
+from mclclip.util.files import existing
 
 # --- hours -------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 
-from mclclip import advice
+from mclclip.util import advice
 
 LATER_RANKS_WAIT_S = 5.0
 LONGEST_LINE = 4000  # characters of an error's line; the middle of a longer one is left out
@@ -133,7 +133,7 @@ def complain(error: Exception, with_traceback: bool) -> None:
         # All ranks fail together: rank 0 prints, and the launcher ends the others meanwhile.
         time.sleep(LATER_RANKS_WAIT_S)
     if with_traceback:
-        from mclclip.files import clean_lines  # as in `line_of`
+        from mclclip.util.files import clean_lines  # as in `line_of`
 
         print(clean_lines("".join(traceback.format_exception(error))), file=sys.stderr)
     print(f"mclclip: {line_of(error)}", file=sys.stderr)
@@ -141,7 +141,7 @@ def complain(error: Exception, with_traceback: bool) -> None:
 
 def line_of(error: BaseException) -> str:
     """The message of an error on one line; for a loader worker's error without its traceback."""
-    from mclclip.files import FULL, clean  # imports numpy, which the command line does without
+    from mclclip.util.files import FULL, clean  # imports numpy, which the command line does without
 
     line = str(error)
     if isinstance(error, OSError) and error.errno in FULL:

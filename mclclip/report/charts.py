@@ -14,7 +14,7 @@ import numpy as np
 from markupsafe import Markup, escape
 from numpy.typing import ArrayLike
 
-from mclclip.files import clean
+from mclclip.util.files import clean
 
 WIDTH, HEIGHT = 340, 180
 MOST_SIZES = 200

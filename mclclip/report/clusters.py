@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mclclip.data.labels import ami
-from mclclip.opened_run import Run, spread
 from mclclip.report import charts
 from mclclip.report.pictures import Thumbnails
+from mclclip.run.opened import Run, spread
 
 Integers = NDArray[np.int64]
 

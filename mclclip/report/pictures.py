@@ -17,8 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from mclclip import compare, files
-from mclclip.compare import BASE, TWIN
 from mclclip.data.decode import DecodeError, as_picture, decode
 from mclclip.data.options import DataConfig
 from mclclip.data.samples import BadSample
@@ -30,10 +28,13 @@ from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.protocols.mmvp import read_pairs
 from mclclip.eval.results import REPORT, Result, short_name
 from mclclip.figures.nearest import nearest_samples
-from mclclip.opened_run import Run
 from mclclip.report import charts
 from mclclip.report.scores import MINIMAL_PAIRS
 from mclclip.run.artifacts import MANIFEST
+from mclclip.run.opened import Run
+from mclclip.util import files
+from mclclip.verbs import compare
+from mclclip.verbs.compare import BASE, TWIN
 
 SIDE = 96
 """Pixels of the longer side."""

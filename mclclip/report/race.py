@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from tabulate import tabulate
 
-from mclclip import __version__, compare
-from mclclip.compare import LEVEL, Comparison
+from mclclip import __version__
 from mclclip.eval import outcomes, results, seeds
-from mclclip.files import clean
-from mclclip.opened_run import Run
 from mclclip.report import charts, environment
 from mclclip.report.story import duration
+from mclclip.run.opened import Run
 from mclclip.run.runlog import count_of
+from mclclip.util.files import clean
+from mclclip.verbs import compare
+from mclclip.verbs.compare import LEVEL, Comparison
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mclclip import compare
-from mclclip.compare import BASE, TWIN, Comparison
 from mclclip.config.plain_yaml import read_yaml
 from mclclip.eval import results
 from mclclip.eval.outcomes import PERCENT
 from mclclip.eval.results import Reference, Result
-from mclclip.opened_run import Run
 from mclclip.report import charts
 from mclclip.report.verdict import Verdict
+from mclclip.run.opened import Run
+from mclclip.verbs import compare
+from mclclip.verbs.compare import BASE, TWIN, Comparison
 
 MINIMAL_PAIRS = "mmvp_vlm"
 """The protocol whose metrics are Types of minimal pairs."""

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from markupsafe import Markup
 
-from mclclip.compare import Comparison
 from mclclip.eval import results
 from mclclip.eval.outcomes import PERCENT
-from mclclip.opened_run import JOINED, Run, Stage
 from mclclip.report import charts
 from mclclip.report.scores import Comparisons
 from mclclip.run.artifacts import read_manifest
+from mclclip.run.opened import JOINED, Run, Stage
+from mclclip.verbs.compare import Comparison
 
 if TYPE_CHECKING:
     from pandas import DataFrame

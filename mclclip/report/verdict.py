@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from mclclip import compare
-from mclclip.compare import BASE, TWIN, Comparison, Row
 from mclclip.eval.results import CHOOSE, REPORT, short_name
+from mclclip.verbs import compare
+from mclclip.verbs.compare import BASE, TWIN, Comparison, Row
 
 
 @dataclass(frozen=True)

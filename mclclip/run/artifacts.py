@@ -39,8 +39,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from mclclip import __version__, files
-from mclclip.options import brief
+from mclclip import __version__
+from mclclip.util import files
+from mclclip.util.options import brief
 
 MANIFEST = "manifest.json"
 INTENT = "in_progress.json"

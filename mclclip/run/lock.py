@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mclclip.files import naming, now, open_own, parse_json, write_bytes
+from mclclip.util.files import naming, now, open_own, parse_json, write_bytes
 
 log = logging.getLogger("mclclip")
 _LONGEST = 10_000  # characters of a record

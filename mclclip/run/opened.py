@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from mclclip import files
 from mclclip.data.arrays import open_npy
 from mclclip.data.labels import read_pseudo_labels
 from mclclip.data.row_store import RowStore, left_out
@@ -36,6 +35,7 @@ from mclclip.eval import results
 from mclclip.eval.results import Result
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Layout, Manifest
+from mclclip.util import files
 
 if TYPE_CHECKING:
     import torch

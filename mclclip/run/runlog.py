@@ -21,9 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from mclclip import advice
-from mclclip.files import clean, clean_lines, write_bytes
 from mclclip.ranks.failures import line_of
+from mclclip.util import advice
+from mclclip.util.files import clean, clean_lines, write_bytes
 
 T = TypeVar("T")
 log = logging.getLogger("mclclip")

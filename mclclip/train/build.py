@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mclclip.caption_rules import HardCaptions
 from mclclip.checkpoint import Checkpoints
 from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data.batches import Batch, TrainingBatches
@@ -33,7 +32,6 @@ from mclclip.models.optimizer import build_optimizer, learning_rate
 from mclclip.models.tokenizer import fetched
 from mclclip.models.transforms import fast_transform
 from mclclip.objectives.base import Objective, Setting
-from mclclip.randomness import mix
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import STARTED, Context, choose_memory
 from mclclip.ranks.step_boundary import StepBoundary
@@ -41,6 +39,8 @@ from mclclip.run.artifacts import Layout, made_of
 from mclclip.run.recorder import PeakMemory, Recorder, StepProfiler
 from mclclip.train.loop import Judging, Trainee, Trainer
 from mclclip.train.symptoms import Symptoms
+from mclclip.util.caption_rules import HardCaptions
+from mclclip.util.randomness import mix
 
 _WEIGHTS = 5  # purpose of a random number: initial weights of a stage with train.start=random
 

@@ -8,13 +8,13 @@ from typing import Any, Literal
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from mclclip.caption_rules import HardCaptions
 from mclclip.checkpoint import CheckpointConfig
 from mclclip.data.options import PlanConfig, SentencesConfig
 from mclclip.engines import EngineConfig
 from mclclip.models.options import LockConfig, LoraConfig
 from mclclip.objectives.base import AnyObjective, parse
-from mclclip.options import STRICT, BelowOne, Decay, PositiveShare, Share
+from mclclip.util.caption_rules import HardCaptions
+from mclclip.util.options import STRICT, BelowOne, Decay, PositiveShare, Share
 
 
 @checked_dataclass(frozen=True, config=STRICT)

@@ -100,7 +100,7 @@ def complete(text: str) -> str:
 
 
 def _shown(words: Sequence[str]) -> str:
-    from mclclip.files import clean  # imports numpy
+    from mclclip.util.files import clean  # imports numpy
 
     return shlex.join(map(clean, words))
 

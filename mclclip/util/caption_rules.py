@@ -31,9 +31,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from mclclip.files import read_json
-from mclclip.options import STRICT, nearest
-from mclclip.randomness import mix
+from mclclip.util.files import read_json
+from mclclip.util.options import STRICT, nearest
+from mclclip.util.randomness import mix
 
 _WORD = re.compile(r"[A-Za-z]+(?:['-][A-Za-z]+)*|\d+")
 _MOST_WORDS = 256  # of a text that edits are looked for in

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, Field, ValidationError
 
-from mclclip.files import clean
+from mclclip.util.files import clean
 
 Value = TypeVar("Value")
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)

@@ -12,7 +12,7 @@ import textwrap
 from importlib import resources
 from pathlib import Path
 
-from mclclip.options import nearest
+from mclclip.util.options import nearest
 
 _PACKAGE = Path(str(resources.files("mclclip")))
 RECIPES = _PACKAGE / "launch" / "recipes"

@@ -24,8 +24,8 @@ from urllib.parse import unquote, urlsplit
 
 import obstore.store
 
-from mclclip.files import clean
-from mclclip.options import protocol_of
+from mclclip.util.files import clean
+from mclclip.util.options import protocol_of
 
 _MOST_STORES = 4096  # that stay open: one for each bucket or host, and for each signature
 HUB_URL = re.compile(r"hf://datasets/([^/@?]+/[^/@?]+)(?:@([^/?]+))?/([^?]+)")

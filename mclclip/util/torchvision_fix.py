@@ -8,7 +8,7 @@ operators that torchvision's import refers to is enough for transforms, models a
 
 Import this module before torchvision, open_clip or timm, in every process:
 
-    import mclclip.torchvision_fix  # noqa: F401
+    import mclclip.util.torchvision_fix  # noqa: F401
 
 It does nothing where the operators exist once torchvision's own loader has run, and nothing a
 second time. An operator that was declared here and is loaded for real afterwards would end the

@@ -1,6 +1,6 @@
 """Verb ``analyse``: what a run left on disk -> figures, as data and as pictures, in ``analysis/``.
 
-A figure is a module of this folder that has a ``FIGURE``, and is called as the module is. It
+A figure is a module of ``figures/`` that has a ``FIGURE``, and is called as the module is. It
 becomes a JSON file and a PNG of that name. Figures are made of embeddings, clusters, pseudo labels
 and results.jsonl; no encoder runs. A stage that lacks what a figure needs is named in the log and
 left out of it.
@@ -9,26 +9,18 @@ left out of it.
 from __future__ import annotations
 
 import logging
-import pkgutil
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 
-from mclclip import files
+from mclclip import figures as drawn
 from mclclip.config import Config
 from mclclip.figures import drawing
-from mclclip.figures.inputs import Figure, Inputs, MissingInput
+from mclclip.figures.inputs import Inputs, MissingInput
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
+from mclclip.util import files
 
 log = logging.getLogger("mclclip")
-
-
-def figures() -> dict[str, Figure]:
-    """Every figure by its name, in alphabetical order."""
-    names = sorted(module.name for module in pkgutil.iter_modules(__path__))
-    modules = {name: import_module(f"{__name__}.{name}") for name in names}
-    return {name: module.FIGURE for name, module in modules.items() if hasattr(module, "FIGURE")}
 
 
 def run(config: Config, context: Context, *, figures: str | None = None) -> Path:
@@ -43,7 +35,7 @@ def run(config: Config, context: Context, *, figures: str | None = None) -> Path
 
 
 def _draw_figures(config: Config, wanted: str | None) -> Path:
-    known = figures()
+    known = drawn.figures()
     names = [*known] if wanted is None else [name.strip() for name in wanted.split(",")]
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"there is no figure {unknown[0]!r}: take {', '.join(known)}")

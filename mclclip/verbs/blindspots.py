@@ -34,7 +34,6 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from mclclip import files
 from mclclip.config import Config
 from mclclip.curate import near
 from mclclip.data.arrays import save_npy
@@ -42,12 +41,13 @@ from mclclip.data.row_store import RowStore
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_writer import image_extension
 from mclclip.eval.protocols.mmvp import MMVP_COLUMNS, MMVP_FOLDERS
-from mclclip.opened_run import Run
-from mclclip.options import named_path
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Artifact, Force, read_manifest
-from mclclip.search import Integers, NearPairs
+from mclclip.run.opened import Run
+from mclclip.util import files
+from mclclip.util.options import named_path
+from mclclip.util.search import Integers, NearPairs
 
 log = logging.getLogger("mclclip")
 

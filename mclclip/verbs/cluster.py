@@ -24,11 +24,11 @@ from mclclip.data.arrays import open_npy, save_npy, write_npy_parts
 from mclclip.data.labels import ami, combine_stages, group_statistics, size_statistics
 from mclclip.data.row_store import MeanBlocks, RowBlocks, RowStore
 from mclclip.data.sample_index import SampleIndex
-from mclclip.files import digest_array, records_of
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Artifact, Force, Layout, Manifest
 from mclclip.run.runlog import count_of
+from mclclip.util.files import digest_array, records_of
 
 log = logging.getLogger("mclclip")
 

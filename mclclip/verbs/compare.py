@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Literal
 from mclclip.eval import outcomes, results
 from mclclip.eval.outcomes import Difference, Outcomes
 from mclclip.eval.results import Result, short_name
-from mclclip.files import clean, write_bytes
-from mclclip.opened_run import Run
+from mclclip.run.opened import Run
+from mclclip.util.files import clean, write_bytes
 
 if TYPE_CHECKING:
     from pandas import DataFrame

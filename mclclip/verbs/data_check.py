@@ -19,19 +19,19 @@ import numpy.typing as npt
 from PIL import Image
 from scipy.stats import hypergeom
 
-from mclclip import doctor, index
 from mclclip.config import Config
 from mclclip.data import sample_index
 from mclclip.data.decode import DecodeError, as_picture, decode, peculiarity
 from mclclip.data.findings import REASONS, Findings
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSample, TarDataset
-from mclclip.doctor import Finding, finding
 from mclclip.models.loading import model_config, model_tokenizer
-from mclclip.options import brief
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Layout, is_finished, read_manifest
 from mclclip.run.runlog import count_of
+from mclclip.util.options import brief
+from mclclip.verbs import doctor, index
+from mclclip.verbs.doctor import Finding, finding
 
 SHARDS = 4
 """Shards of all sources together that are looked at where there is no index; one of each at least.

@@ -9,16 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from mclclip import config, files, make_dataset, pipeline, report, shipped
+from mclclip import config, method
 from mclclip.config import Config
 from mclclip.data.patterns import ATTRIBUTES, RARELY_NAMED
 from mclclip.eval import results
 from mclclip.eval.results import Result
-from mclclip.options import all_shards
 from mclclip.ranks import process_group
 from mclclip.ranks.process_group import Context
 from mclclip.run.lock import RunLock
 from mclclip.run.runlog import count_of
+from mclclip.util import files, shipped
+from mclclip.util.options import all_shards
+from mclclip.verbs import make_dataset, report
 
 log = logging.getLogger("mclclip")
 
@@ -94,7 +96,7 @@ def _run(
     with RunLock(Path(settled.run_dir)), process_group.num_threads(settled.num_threads):
         log.info("=== demo, seed %d", seed)
         render(out / f"data_{seed}", seed=seed)
-        run_dir = pipeline.run(settled, Context(device=device))
+        run_dir = method.run(settled, Context(device=device))
     return results.read(run_dir / "results.jsonl")
 
 

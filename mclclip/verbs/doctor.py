@@ -23,9 +23,10 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from mclclip import __version__, advice, search
-from mclclip.files import clean, existing, fsync_directory, message_of
+from mclclip import __version__
 from mclclip.ranks.failures import MORE_SHARED_MEMORY
+from mclclip.util import advice, search
+from mclclip.util.files import clean, existing, fsync_directory, message_of
 
 FREE_GB, SHM_GB, OPEN_FILES = 10, 1, 1024
 SLOW_FSYNC_S = 1.0
@@ -107,7 +108,7 @@ def _packages() -> Iterator[Finding]:
 def _libraries() -> Iterator[Finding]:
     """Whether torchvision, with what is built on it, and faiss can be imported."""
     try:
-        status = import_module("mclclip.torchvision_fix").status()
+        status = import_module("mclclip.util.torchvision_fix").status()
         import_module("open_clip")
         yield finding("torchvision", f"it and open_clip were imported, fix {status}")
     except Exception as error:  # a broken installation may raise anything

@@ -22,8 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mclclip import files
-from mclclip.caption_rules import HardCaptions
 from mclclip.config import Config
 from mclclip.data import locations
 from mclclip.data.arrays import open_npy, save_npy
@@ -33,14 +31,16 @@ from mclclip.data.locations import WITHOUT, TrunkRows
 from mclclip.data.row_store import RowBatch, left_out, num_restored, shards_done
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TarDataset, read_excluded, tokenized
-from mclclip.embed.passes import Passes, finish_shards, forward, image_batches, write_missing
 from mclclip.models import memory
 from mclclip.models.loading import load_towers, prepare_model
 from mclclip.models.model import Model, unit
-from mclclip.randomness import mix
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Artifact, Force, Layout, is_finished, made_of, read_manifest
+from mclclip.util import files
+from mclclip.util.caption_rules import HardCaptions
+from mclclip.util.randomness import mix
+from mclclip.verbs.embed_passes import Passes, finish_shards, forward, image_batches, write_missing
 
 log = logging.getLogger("mclclip")
 

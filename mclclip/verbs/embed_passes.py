@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mclclip import files
 from mclclip.config import Config
 from mclclip.data.index_tables import Shard
 from mclclip.data.loader import Loader
@@ -28,6 +27,7 @@ from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import runlog
 from mclclip.run.artifacts import Artifact
+from mclclip.util import files
 
 Passes = Generator[Iterator[RowBatch], None, None]
 """For each of some shards its batches, which must be taken before the next shard is asked for."""

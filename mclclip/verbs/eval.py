@@ -26,19 +26,19 @@ from mclclip.eval.items import STRUCK
 from mclclip.eval.prompts import naming_benchmark
 from mclclip.eval.protocols import BenchmarkConfig, evaluator
 from mclclip.eval.results import Reference, Result
-from mclclip.files import digest_file, digest_json
 from mclclip.models import transformers_folder
 from mclclip.models.encoder import RANDOM, Encoder, load_model, split_name
 from mclclip.models.loading import refuse_without_weights
-from mclclip.opened_run import Run
-from mclclip.options import first_problem, refuse_url
 from mclclip.ranks.collectives import on_main, together
 from mclclip.ranks.process_group import SINGLE, Context, pick_device
 from mclclip.run.artifacts import MANIFEST, Layout, is_finished, run_above
+from mclclip.run.opened import Run
+from mclclip.util.files import digest_file, digest_json
+from mclclip.util.options import first_problem, refuse_url
 
 log = logging.getLogger("mclclip")
 
-SUITES = Path(__file__).resolve().parent / "suites"
+SUITES = Path(results.__file__).resolve().parent / "suites"
 
 
 Suite = tuple[dict[str, BenchmarkConfig], list[Reference]]

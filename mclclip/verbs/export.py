@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mclclip import checkpoint, files
+from mclclip import checkpoint
 from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
+from mclclip.export import write_export
 from mclclip.models import soup, transformers_folder, weights
 from mclclip.models.clip import is_without_weights
 from mclclip.models.encoder import save_concat
@@ -29,13 +30,13 @@ from mclclip.models.loading import load_towers
 from mclclip.models.lora import add_lora, merge_lora
 from mclclip.models.model import Model
 from mclclip.models.options import Variant
-from mclclip.options import with_prefix
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import artifacts
-from mclclip.run.artifacts import Artifact, Force, Layout
-from mclclip.run.recorder import not_finite
+from mclclip.run.artifacts import Force, Layout
 from mclclip.train.loop import MODEL
+from mclclip.util import files
+from mclclip.util.options import with_prefix
 
 log = logging.getLogger("mclclip")
 _SHORT = ("a photo of a dog", "two red cups on a table, seen from above")
@@ -97,7 +98,7 @@ def _stage(config: Config, stage: int, variant: str, force: Force) -> Path:
         model.save(directory, None if own else weights.base_digest(layout.export(0)))
         return {"parameters": sum(p.numel() for p in model.parameters())}
 
-    return written(layout.export(stage), "export", fields, inputs, force, write)
+    return write_export(layout.export(stage), "export", fields, inputs, force, write)
 
 
 def write_step(config: Config, stage: int, variant: str, *, step: int, directory: Path) -> None:
@@ -219,7 +220,7 @@ def _join(config: Config, variant: str, force: Force) -> dict[str, Path]:
     for name, write in writers.items():
         kind = name.partition("_")[0]
         path = layout.joined(name)
-        joined[name] = written(path, kind, {"name": name}, inputs, force, write)
+        joined[name] = write_export(path, kind, {"name": name}, inputs, force, write)
     return joined
 
 
@@ -253,44 +254,3 @@ def _images(config: Config, index: SampleIndex, model: Model) -> Iterator[Tensor
         good = [sample.views[0] for sample in samples if isinstance(sample, Sample)]
         if good:
             yield torch.stack(good)
-
-
-def written(
-    directory: Path,
-    kind: str,
-    fields: dict[str, Any],
-    inputs: dict[str, str],
-    force: Force,
-    write: Callable[[Path], dict[str, Any]],
-) -> Path:
-    """Writes an exported model unless it is finished, and returns its directory.
-
-    ``write`` fills the directory and returns counts for the manifest. Raises RuntimeError, and
-    removes the directory, where the weights are not finite.
-    """
-    artifact = Artifact.open(directory, kind=kind, config=fields, inputs=inputs, force=force)
-    if artifact.finished:
-        log.info("%s is finished: skipped", directory)
-        return directory
-    files.remove_leftovers(directory)
-    counts = write(directory)
-    written = sorted(directory.glob("*.safetensors"))
-    tensors = {name: t for path in written for name, t in weights.read_tensors(path).items()}
-    if wrong := not_finite(tensors):
-        shutil.rmtree(directory)
-        raise RuntimeError(
-            f"{directory} is not exported: {len(wrong)} of {len(tensors)} tensors of its weights "
-            f"are not finite, such as {wrong[0]}. The encoder or training it comes from has "
-            "diverged: train it again with a lower lr, in another run directory or with --force"
-        )
-    digests = {path.name: files.digest_file(path) for path in written}
-    if (joined := directory / weights.CONCAT).is_file():  # how stages are joined, and their weights
-        digests[joined.name] = files.digest_file(joined)
-    config = weights.read_config(directory)
-    artifact.finish(
-        counts,
-        content_digest=files.digest_json([config, digests]),
-        records=files.records_of(directory, *weights.files_of(directory)),
-    )
-    log.info("wrote %s", directory)
-    return directory

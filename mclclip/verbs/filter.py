@@ -20,15 +20,15 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from mclclip import files, search
 from mclclip.config import Config
 from mclclip.curate import near
 from mclclip.curate.inputs import CurateInputs, open_inputs
 from mclclip.data.arrays import save_npy
-from mclclip.options import named_path
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Artifact, Force, refuse_foreign
+from mclclip.util import files, search
+from mclclip.util.options import named_path
 
 log = logging.getLogger("mclclip")
 

@@ -45,8 +45,6 @@ from mclclip.data.remote import Remote, RemoteOptions, check_protocol
 from mclclip.data.sample_index import KIND, SampleIndex
 from mclclip.data.shard_filter import ShardFilter
 from mclclip.data.shard_scan import IMAGE_CRC, PER_FIELD, caption_fields, captions_text, check_names
-from mclclip.files import clean, move_aside, records_of, remove_leftovers
-from mclclip.options import protocol_of
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import (
@@ -60,6 +58,8 @@ from mclclip.run.artifacts import (
     read_manifest,
 )
 from mclclip.run.runlog import count_of, progress
+from mclclip.util.files import clean, move_aside, records_of, remove_leftovers
+from mclclip.util.options import protocol_of
 
 log = logging.getLogger("mclclip")
 MAX_PATHS = 1_000_000  # that one pattern of shards may stand for

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mclclip import files
 from mclclip.data import datasets, patterns
 from mclclip.data.datasets.sources import Sources
 from mclclip.data.shard_writer import PackedSample, check_foreign, write_shards
 from mclclip.run import runlog
 from mclclip.run.artifacts import Artifact
+from mclclip.util import files
 
 log = logging.getLogger("mclclip")
 

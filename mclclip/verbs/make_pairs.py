@@ -27,16 +27,16 @@ import numpy as np
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from mclclip import files
-from mclclip.caption_rules import RULES, check_rules, false_edits, spoken
 from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode_image
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_writer import image_extension
 from mclclip.eval.captions import read_captions_of_shards
 from mclclip.eval.items import CONFUSED
-from mclclip.randomness import mix, permute
 from mclclip.run.artifacts import Artifact, Force, Layout, Manifest, run_above
 from mclclip.run.runlog import progress
+from mclclip.util import files
+from mclclip.util.caption_rules import RULES, check_rules, false_edits, spoken
+from mclclip.util.randomness import mix, permute
 
 log = logging.getLogger("mclclip")
 KIND = "pairs"

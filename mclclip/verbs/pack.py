@@ -20,7 +20,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mclclip import advice
 from mclclip.data.decode import (
     IMAGE_EXTENSIONS,
     MAX_IMAGE_PIXELS,
@@ -41,10 +40,11 @@ from mclclip.data.shard_writer import (
 from mclclip.data.spellings import explain_missing
 from mclclip.data.table_formats import CAPTION_COLUMNS, suffix_of
 from mclclip.data.tables import Row, Table, open_table
-from mclclip.files import Record, Roots
-from mclclip.options import refuse_url
 from mclclip.run.artifacts import Artifact, Force, Manifest
 from mclclip.run.runlog import count_of, progress
+from mclclip.util import advice
+from mclclip.util.files import Record, Roots
+from mclclip.util.options import refuse_url
 
 log = logging.getLogger("mclclip")
 KIND = "shards"

@@ -13,11 +13,11 @@ import logging
 from typing import Any
 
 from mclclip.config import Config
-from mclclip.files import clean_lines
 from mclclip.plan import costs, memory, steps, table
 from mclclip.plan.machine import GIB, Machine, Speed
 from mclclip.ranks.process_group import pick_device
 from mclclip.train.loop import check_training
+from mclclip.util.files import clean_lines
 
 __all__ = ["Machine", "Speed", "make", "run"]
 

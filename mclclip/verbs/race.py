@@ -28,22 +28,24 @@ from pathlib import Path
 from typing import Any
 
 from mclclip import config as configuration
-from mclclip import files, pipeline, plan
+from mclclip import method
 from mclclip.config import Config, to_tree
+from mclclip.config.remedies import BASE, CONTROL, Remedy
 from mclclip.data.epoch_plan import total_steps
 from mclclip.eval import results
-from mclclip.opened_run import JOINED, Run
 from mclclip.plan import steps as planned
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
-from mclclip.remedies import BASE, CONTROL, Remedy
 from mclclip.report import race as page
 from mclclip.report import story
 from mclclip.report.race import Entrant
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Layout
 from mclclip.run.lock import RunLock
-from mclclip.train.verb import RECORDS
+from mclclip.run.opened import JOINED, Run
+from mclclip.util import files
+from mclclip.verbs import plan
+from mclclip.verbs.train import RECORDS
 
 log = logging.getLogger("mclclip")
 
@@ -186,7 +188,7 @@ class Race:
         for remedy in self.remedies:
             config = self.settings(remedy, self.all_seeds[0])
             try:
-                pipeline.check(config, context)
+                method.check(config, context)
             except ValueError as error:
                 raise ValueError(f"{remedy.label}: {error}") from None
         holds_run = artifacts.is_finished(Layout.of(self.base).index)
@@ -236,7 +238,7 @@ class Race:
                 log.info("=== race, seed %d: base", seed)
                 path, text = Path(shared.run_dir) / "config.yaml", configuration.dump(shared)
                 collectives.on_main(partial(files.write_bytes, path, text.encode()))
-                pipeline.prepare(shared, context, readers=readers, force=self.force)
+                method.prepare(shared, context, readers=readers, force=self.force)
                 collectives.on_main(self._write_record)
             steps = collectives.on_main(partial(steps_of_base, shared))
             for remedy in self.trained:
@@ -257,7 +259,7 @@ class Race:
             control = config.controls[0] if config.controls else None
             # A run of a control names it in its configuration, for those who open the run.
             config = config if control else replace(config, controls=[])
-            pipeline.run(config, context, force=self.force, only=control)
+            method.run(config, context, force=self.force, only=control)
 
     def _share(self, config: Config, seed: int) -> None:
         """Links what a run shares with the base, and of mcl the labels that its control permutes;

@@ -13,21 +13,18 @@ be made of a run that is training.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
-
-from mclclip import __version__, files
+from mclclip import __version__
 from mclclip import config as configuration
-from mclclip.opened_run import Run
-from mclclip.report import clusters, pictures, scores, story
+from mclclip.report import clusters, environment, pictures, scores, story
 from mclclip.report.pictures import Thumbnails
 from mclclip.report.scores import Comparisons
 from mclclip.report.verdict import Verdict
+from mclclip.run.opened import Run
+from mclclip.util import files
 
 log = logging.getLogger("mclclip")
 
@@ -64,29 +61,6 @@ def run(run_dir: str | None = None, *, config: str | None = None, out: Path | No
 def render(run: Run) -> str:
     """The page as text; the same bytes for the same run."""
     return environment().get_template("page.html").render(_content(run))
-
-
-def _printable(value: Any) -> Any:
-    return files.clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-
-def environment() -> Environment:
-    """The renderer of the pages of this folder: all text is escaped, without characters that do not
-    print, and what is missing is an error."""
-    made = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=_printable,
-    )
-    made.filters["duration"] = story.duration
-    # A line may break behind an underscore or a slash of a name.
-    made.filters["breakable"] = lambda name: Markup("<wbr>").join(
-        re.split(r"(?<=[_/])", files.clean(name))
-    )
-    return made
 
 
 def _content(run: Run) -> dict[str, Any]:

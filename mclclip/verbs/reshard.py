@@ -37,7 +37,6 @@ import numpy as np
 import numpy.typing as npt
 from webdataset.writer import TarWriter
 
-from mclclip import files
 from mclclip.config import Config
 from mclclip.data.arrays import write_npy_parts
 from mclclip.data.groups import GroupedIndex, LabelBlocks, StageGroups
@@ -51,12 +50,13 @@ from mclclip.data.shard_reader import ShardReader
 from mclclip.data.shard_scan import caption_fields
 from mclclip.data.shard_writer import image_extension
 from mclclip.data.tar_members import read_members
-from mclclip.options import protocol_of
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.ranks.workers import map_in_pool
 from mclclip.run import runlog
 from mclclip.run.artifacts import Artifact, Force, Layout, is_finished, refuse_foreign
+from mclclip.util import files
+from mclclip.util.options import protocol_of
 
 log = logging.getLogger("mclclip")
 

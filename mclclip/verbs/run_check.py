@@ -16,13 +16,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from mclclip import doctor, files
 from mclclip.checkpoint import step_files
 from mclclip.data.locations import KIND, TRUNK_CACHE
 from mclclip.data.row_store import all_notes
-from mclclip.doctor import Finding
 from mclclip.run.artifacts import INTENT, MANIFEST, is_finished, parse_manifest, verb_of
 from mclclip.run.runlog import count_of
+from mclclip.util import files
+from mclclip.verbs import doctor
+from mclclip.verbs.doctor import Finding
 
 MAY_LIE_ELSEWHERE = (KIND, TRUNK_CACHE)
 """Kinds of artifacts whose files a user may move to a store, or remove after the training."""

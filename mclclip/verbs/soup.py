@@ -26,13 +26,12 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from mclclip import files
 from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode
 from mclclip.eval.images import SUFFIXES, StoredImage, read_shards
 from mclclip.eval.outcomes import Unit
 from mclclip.eval.protocols import BenchmarkConfig
 from mclclip.eval.results import Result
-from mclclip.export import written
+from mclclip.export import write_export
 from mclclip.figures import drawing
 from mclclip.models import soup, weights
 from mclclip.models.encoder import Encoder
@@ -40,6 +39,7 @@ from mclclip.models.loading import has_texts, load_towers
 from mclclip.models.model import Model
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Force, refuse_foreign
+from mclclip.util import files
 
 log = logging.getLogger("mclclip")
 
@@ -121,7 +121,7 @@ def run(
         "greedy": partial(_greedy, search),
         "wise": partial(_wise, search, alpha, alphas),
     }
-    return written(out, "soup", fields, inputs, force, partial(_write, search, choose[method]))
+    return write_export(out, "soup", fields, inputs, force, partial(_write, search, choose[method]))
 
 
 def _write(search: _Search, choose: Callable[[], Choice], directory: Path) -> dict[str, Any]:

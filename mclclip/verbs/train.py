@@ -24,7 +24,6 @@ from mclclip.data.index_tables import check_shards
 from mclclip.data.labels import permute_labels, read_pseudo_labels
 from mclclip.data.locations import TrunkRows
 from mclclip.data.sample_index import SampleIndex
-from mclclip.files import digest_file, move_aside
 from mclclip.models import weights
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
@@ -32,9 +31,10 @@ from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact, Force, Layout
 from mclclip.run.recorder import PeakMemory
 from mclclip.run.runlog import count_of
-from mclclip.train import parts
+from mclclip.train import build
+from mclclip.train.build import Job, Opened
 from mclclip.train.loop import Evaluate, Judging, Trainee, check_training
-from mclclip.train.parts import Job, Opened
+from mclclip.util.files import digest_file, move_aside
 
 log = logging.getLogger("mclclip")
 
@@ -76,11 +76,11 @@ def run(
         collectives.on_main(lambda: _keep_finished(job))
         return job.directory
     opened = _opened(job)
-    model = parts.build_model(job)
-    collectives.together(lambda: parts.start_from_trunk(model, opened.trunk))
-    objective = parts.objective_of(job, model, opened.classes)
+    model = build.build_model(job)
+    collectives.together(lambda: build.start_from_trunk(model, opened.trunk))
+    objective = build.objective_of(job, model, opened.classes)
     artifact = collectives.on_main(lambda: _begin(job, opened, artifact, force))
-    trainee = parts.trainee_of(job, opened, model, objective)
+    trainee = build.trainee_of(job, opened, model, objective)
     steps, exported = _train(job, opened, trainee, artifact, evaluate, peaks)
     if context.is_main:
         counts = {"steps": steps, "samples_seen": steps * options.global_batch}
@@ -130,7 +130,7 @@ def _opened(job: Job) -> Opened:
     def checked() -> tuple[Any, Any]:
         if edits := job.options.objective.reads.edits:
             survey(edits, index, config.data, job.name)
-        classes, copies = job.classes, parts.resharded_of(job)
+        classes, copies = job.classes, build.resharded_of(job)
         check_shards(index.directory, index.shards, config.data)
         return classes, copies
 
@@ -293,12 +293,12 @@ def _train(
     options = job.options
     groups = StageGroups(job.directory / _GROUPS)
     grouped, known_bad = collectives.on_main(groups.read)
-    engine = parts.engine_of(job, trainee, peaks)
+    engine = build.engine_of(job, trainee, peaks)
     plan = job.plan(grouped)
     total = artifact.config.get("steps") or total_steps(
         options.steps, options.epochs, plan.steps_per_epoch
     )
-    checkpoints, judging = parts.checkpoints_of(job, artifact.identity), None
+    checkpoints, judging = build.checkpoints_of(job, artifact.identity), None
     if (when := options.evaluate).every is not None:
         assert evaluate is not None, "whoever asks for evaluations passes what makes them"
         every = when.every * (plan.steps_per_epoch if when.unit == "epochs" else 1)
@@ -314,10 +314,10 @@ def _train(
         options.global_batch, count_of(job.context.world_size, "rank"),
     )  # fmt: skip
     if start < total or judging:  # a resumed training evaluates its first step again
-        trainer = parts.trainer_of(
+        trainer = build.trainer_of(
             job, trainee, engine, checkpoints, plan, start, total, judging, peaks
         )
         steps = range(start, total)
-        loader = parts.loader_of(job, opened, plan, known_bad, trainee.model, steps)
+        loader = build.loader_of(job, opened, plan, known_bad, trainee.model, steps)
         total = trainer.run(loader, start, total, f"stage {job.stage}")
     return total, judging.kept_step if judging else None

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from mclclip import search
-from mclclip.curate.blindspots import ABOVE, BELOW, BlindSpots, find
 from mclclip.data.row_store import RowStore, rows_path
 from mclclip.run.artifacts import Manifest
+from mclclip.util import search
+from mclclip.verbs.blindspots import ABOVE, BELOW, BlindSpots, find
 from tests.benchmarks import memory, timing
 
 ROWS_PER_FILE = 10_000  # as in a shard of ``mclclip pack``

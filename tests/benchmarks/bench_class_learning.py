@@ -39,9 +39,9 @@ import torch
 
 from mclclip.config import Config
 from mclclip.eval import results
-from mclclip.eval import run as evaluation
-from mclclip.files import digest_json
 from mclclip.run.artifacts import Layout
+from mclclip.util.files import digest_json
+from mclclip.verbs import eval as evaluation
 from tests.benchmarks.class_learning import (
     CONTEXT,
     MAKERS,

@@ -21,15 +21,15 @@ import numpy as np
 import torch
 import webdataset
 
-import mclclip.torchvision_fix  # noqa: F401
+import mclclip.util.torchvision_fix  # noqa: F401
 
 # isort: split
-from mclclip import embed, export, index
 from mclclip.config import Config, from_tree
 from mclclip.models.loading import load_towers
 from mclclip.ranks import process_group
 from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.run.artifacts import Layout
+from mclclip.verbs import embed, export, index
 from tests.benchmarks import memory, timing
 from tests.benchmarks.bench_reading import photographs, rendered
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-import mclclip.torchvision_fix  # noqa: F401
+import mclclip.util.torchvision_fix  # noqa: F401
 
 # isort: split
 import open_clip
@@ -34,7 +34,6 @@ import torch
 import webdataset
 from open_clip.transform import PreprocessCfg, image_transform_v2
 
-from mclclip import index, make_dataset, pack
 from mclclip.config import from_tree
 from mclclip.data.batches import TrainingBatches
 from mclclip.data.options import DataConfig
@@ -42,6 +41,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.ranks.process_group import SINGLE
+from mclclip.verbs import index, make_dataset, pack
 from tests.batches import grouped_index, training_batches
 from tests.benchmarks import peers, pixels, timing
 

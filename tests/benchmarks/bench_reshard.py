@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 
-from mclclip import index, reshard
 from mclclip.config import Config, from_tree
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.labels import read_pseudo_labels
@@ -36,6 +35,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TarDataset
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, Layout
+from mclclip.verbs import index, reshard
 from tests.batches import grouped_index
 from tests.benchmarks import memory, timing
 

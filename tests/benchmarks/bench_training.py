@@ -34,7 +34,7 @@ from tests.benchmarks import memory, peers, synthetic, timing
 WARM_UP = 2  # steps that are not counted
 THEIRS = """
 import sys
-import mclclip.torchvision_fix
+import mclclip.util.torchvision_fix
 import torch
 from open_clip_train.main import main
 torch.set_num_threads(int(sys.argv[1]))

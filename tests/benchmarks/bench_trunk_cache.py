@@ -23,13 +23,13 @@ import numpy as np
 import torch
 
 from mclclip import config as configuration
-from mclclip import embed, export, index, plan
 from mclclip.config import Config
 from mclclip.data.locations import TrunkRows
 from mclclip.data.sample_index import SampleIndex
 from mclclip.models.model import unit
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, Layout
+from mclclip.verbs import embed, export, index, plan
 from tests.benchmarks import peers, timing
 from tests.benchmarks.bench_reading import rendered, repeated
 

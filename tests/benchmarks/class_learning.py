@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-from mclclip import cluster, config, embed, export, index, pack
+from mclclip import config
 from mclclip.config import Config
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Layout
-from mclclip.train import verb as train
+from mclclip.verbs import cluster, embed, export, index, pack, train
 
 UNTRAINED, TEACHER, REFERENCE = "untrained", "teacher", "single_label"
 VARIANTS: Mapping[str, Mapping[str, Any]] = {

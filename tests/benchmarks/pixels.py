@@ -19,7 +19,7 @@ import torch
 import webdataset
 from PIL import Image
 
-import mclclip.torchvision_fix  # noqa: F401
+import mclclip.util.torchvision_fix  # noqa: F401
 
 # isort: split
 from open_clip.transform import PreprocessCfg, image_transform_v2

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from mclclip.eval import outcomes, results
-from mclclip.eval import run as evaluation
 from mclclip.eval.features import Extractor
 from mclclip.eval.protocols import KINDS, BenchmarkConfig, evaluator
 from mclclip.eval.results import Measurement
+from mclclip.verbs import eval as evaluation
 from tests.contracts.evaluator_cases import CASES, NUM_CLASSES, Case
 from tests.distributed.conftest import here
 from tests.matrix import kept

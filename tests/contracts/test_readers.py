@@ -21,13 +21,14 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from mclclip import config, index
+from mclclip import config
 from mclclip.data.findings import LFS_POINTER, REASONS, Findings
 from mclclip.data.sample_index import KIND
 from mclclip.eval.images import read_labelled
-from mclclip.pack import pack
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
+from mclclip.verbs import index
+from mclclip.verbs.pack import pack
 from tests.tars import write_tar
 
 PART_READ = {

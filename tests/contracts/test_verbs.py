@@ -15,12 +15,22 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from mclclip import cluster, embed, export, index, make_dataset, make_pairs, pack, process, reshard
-from mclclip.curate import filter as filtering
+from mclclip.cli import process
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import INTENT, MANIFEST, Force, is_finished
-from mclclip.train import verb as train
+from mclclip.verbs import (
+    cluster,
+    embed,
+    export,
+    index,
+    make_dataset,
+    make_pairs,
+    pack,
+    reshard,
+    train,
+)
+from mclclip.verbs import filter as filtering
 from tests import damage, tiny
 
 Call = Callable[..., object]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import mclclip.torchvision_fix  # noqa: F401
+import mclclip.util.torchvision_fix  # noqa: F401
 
 # isort: split
 from timm.layers import BatchNormAct2d

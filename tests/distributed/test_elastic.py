@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 
-from mclclip import config, index
+from mclclip import config
 from mclclip.data.batches import Batch
 from mclclip.engines.engine import Engine
 from mclclip.ranks.signals import Preempted
-from mclclip.train import verb as train
+from mclclip.verbs import index, train
 from tests import tiny
 from tests.distributed.conftest import here
 from tests.distributed.test_deepspeed import zero

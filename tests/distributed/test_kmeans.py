@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from mclclip import cluster as verb
 from mclclip.clustering import centroids, kmeans
 from mclclip.clustering.arithmetic import CHOSEN, Arithmetic
 from mclclip.clustering.centroids import Tally, assign_blocks
@@ -20,6 +19,7 @@ from mclclip.config import from_tree
 from mclclip.data import arrays
 from mclclip.data.row_store import RowBlocks, RowStore
 from mclclip.ranks import collectives
+from mclclip.verbs import cluster as verb
 from tests.distributed.conftest import RankPool, here
 from tests.matrix import SOAK, fuller_in_soak, in_soak, kept
 from tests.nearest_checks import assign, fit

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from mclclip import checkpoint, config, index
+from mclclip import checkpoint, config
 from mclclip.objectives import base
 from mclclip.ranks.process_group import SINGLE
-from mclclip.train import verb as train
+from mclclip.verbs import index, train
 from tests import tiny, toys
 
 STEPS = 4

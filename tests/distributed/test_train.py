@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from mclclip import checkpoint, config, index, make_dataset
+from mclclip import checkpoint, config
 from mclclip.config import Config
 from mclclip.data import patterns
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.models.model import PatchDropout
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import seed_everything
-from mclclip.train import verb as train
+from mclclip.verbs import index, make_dataset, train
 from tests import tiny
 from tests.distributed.conftest import here
 from tests.matrix import kept

@@ -1,7 +1,7 @@
 """``shell``: the command line in processes of its own, without the seconds that imports take.
 
 A server process imports everything once and forks a process per command (and per rank), which
-calls ``cli.command`` as ``python -m mclclip`` does. Ranks find each other
+calls ``entry.command`` as ``python -m mclclip`` does. Ranks find each other
 as under torchrun, by environment variables.
 """
 
@@ -207,10 +207,10 @@ def _child(
     multiprocessing.set_start_method(None, force=True)  # the default
     if inside is not None:
         inside()
-    from mclclip import cli
+    from mclclip.cli import entry
 
     sys.argv[1:] = arguments
-    cli.command()
+    entry.command()
 
 
 LABELLED = ("index", "train --stage 0", "export --stage 0", "embed --stage 0", "cluster --stage 0")

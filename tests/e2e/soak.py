@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mclclip import files
+from mclclip.util import files
 from tests import tiny
 from tests.e2e.conftest import Started
 from tests.matrix import SOAK

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from mclclip import checkpoint, files, make_dataset
+from mclclip import checkpoint
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.run import artifacts
+from mclclip.util import files
+from mclclip.verbs import make_dataset
 from tests import tiny
 from tests.e2e.conftest import Finished, KillAfter, RecordBatches, Shell
 from tests.matrix import in_soak

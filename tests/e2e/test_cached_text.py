@@ -11,7 +11,7 @@ import pytest
 
 from mclclip.data import patterns
 from mclclip.data.shard_writer import PackedSample, write_shards
-from mclclip.make_dataset import encode_jpeg
+from mclclip.verbs.make_dataset import encode_jpeg
 from tests import tiny
 from tests.e2e.conftest import Shell
 from tests.matrix import in_soak

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import mclclip
-from mclclip import checkpoint, config, pipeline
+from mclclip import checkpoint, config, method
 from mclclip.eval import results
 from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import SINGLE
@@ -181,7 +181,7 @@ def test_mistakes_are_one_line(
 ) -> None:
     untrained(done, tmp_path / "run")
     with pytest.raises(ValueError, match=re.escape(words)) as refused:
-        pipeline.run(config.load(done[0], [f"run_dir={tmp_path / 'run'}", *options]), SINGLE)
+        method.run(config.load(done[0], [f"run_dir={tmp_path / 'run'}", *options]), SINGLE)
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "run/stage_1").exists()
 

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from mclclip import cluster, config, embed, export, index, plan
+from mclclip import config
 from mclclip.config import Config
 from mclclip.data.coverage import coverage_report
 from mclclip.data.groups import StageGroups
 from mclclip.data.sample_index import SampleIndex
-from mclclip.plan import Machine
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Layout
-from mclclip.train import parts
-from mclclip.train import verb as train
-from mclclip.train.parts import Job, Opened
+from mclclip.train import build
+from mclclip.train.build import Job, Opened
+from mclclip.verbs import cluster, embed, export, index, plan, train
+from mclclip.verbs.plan import Machine
 from tests import tiny
 from tests.matrix import in_soak
 
@@ -103,10 +103,10 @@ def first_epoch(options: Config, variant: str) -> dict[int, tuple[Tensor, Tensor
     layout = Layout.of(options, variant)
     job = Job.of(options, options.train, SINGLE, layout, 1, SampleIndex.open(layout.index))
     grouped, bad = StageGroups(layout.train(1) / "grouped_index").read()
-    model = parts.build_model(job)
+    model = build.build_model(job)
     num_steps = grouped.num_samples // options.train.global_batch
     opened, plan = Opened(job.classes, None, None), job.plan(grouped)
-    loader = parts.loader_of(job, opened, plan, bad, model, range(num_steps))
+    loader = build.loader_of(job, opened, plan, bad, model, range(num_steps))
     found = {}
     for batch in loader:
         assert batch.text is not None

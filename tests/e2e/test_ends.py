@@ -104,15 +104,15 @@ class Slow:
     """The first rank's part of opening a training takes three times the limit."""
 
     def __call__(self) -> None:
-        from mclclip.train import verb
+        from mclclip.verbs import train
 
-        begin = getattr(verb, "_begin")  # noqa: B009
+        begin = getattr(train, "_begin")  # noqa: B009
 
         def slowly(*arguments: Any) -> Any:
             time.sleep(3 * LIMIT_S)
             return begin(*arguments)
 
-        setattr(verb, "_begin", slowly)  # noqa: B010
+        setattr(train, "_begin", slowly)  # noqa: B010
 
 
 def test_the_work_of_one_rank_is_waited_for_without_a_limit(

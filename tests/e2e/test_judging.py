@@ -39,9 +39,9 @@ class KillAround:
     count: int
 
     def __call__(self) -> None:
-        from mclclip import export
-        from mclclip.eval import run as evaluation
         from mclclip.run.recorder import Recorder
+        from mclclip.verbs import eval as evaluation
+        from mclclip.verbs import export
 
         owners: dict[str, tuple[Any, str]] = {
             "before": (export, "write_step"),

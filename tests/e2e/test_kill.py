@@ -25,8 +25,9 @@ from typing import Any
 
 import pytest
 
-from mclclip import checkpoint, files
+from mclclip import checkpoint
 from mclclip.run import artifacts
+from mclclip.util import files
 from tests import tiny
 from tests.e2e.conftest import Started
 from tests.e2e.soak import SEED, TARGETS, Record, hit

@@ -12,12 +12,12 @@ import torch
 from PIL import Image
 
 from mclclip import config as configuration
-from mclclip import index
 from mclclip.data import remote
 from mclclip.data.batches import Batch
 from mclclip.data.groups import LabelBlocks, StageGroups
 from mclclip.data.loader import Loader
 from mclclip.ranks.process_group import SINGLE
+from mclclip.verbs import index
 from tests import tiny
 from tests.batches import training_batches
 from tests.e2e.conftest import Shell

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from mclclip import config, index
+from mclclip import config
 from mclclip.eval import results
 from mclclip.models import weights
 from mclclip.models.encoder import load_model
 from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import SINGLE
+from mclclip.verbs import index
 from tests import tiny
 from tests.e2e.conftest import Shell
 from tests.unit.models.stages import save_stages

@@ -21,18 +21,19 @@ import numpy as np
 import pytest
 import yaml
 
-import mclclip.torchvision_fix  # noqa: F401
+import mclclip.util.torchvision_fix  # noqa: F401
 
 # isort: split
 import timm
 from safetensors.torch import save_file
 
-from mclclip import checkpoint, config, shipped
+from mclclip import checkpoint, config
 from mclclip.config import Config
 from mclclip.data import patterns
 from mclclip.data.datasets.sources import array_sample, png_sample
 from mclclip.data.shard_writer import write_shards
 from mclclip.eval import results
+from mclclip.util import shipped
 from tests import tiny
 from tests.e2e.conftest import Shell
 from tests.matrix import kept

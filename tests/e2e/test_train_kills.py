@@ -26,8 +26,8 @@ from typing import Any
 
 import pytest
 
-from mclclip import files
 from mclclip.checkpoint import path_of, step_files
+from mclclip.util import files
 from tests import tiny
 from tests.e2e.conftest import Shell, Started
 from tests.e2e.soak import SEED, TARGETS, Record, hit

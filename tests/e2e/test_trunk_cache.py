@@ -30,7 +30,7 @@ class KillAtWrite:
     count: int
 
     def __call__(self) -> None:
-        from mclclip import embed
+        from mclclip.verbs import embed
 
         original, calls = embed._stored, []
 

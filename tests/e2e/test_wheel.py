@@ -104,7 +104,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_needed_files_are_counted() -> None:
     """The other tests compare with this list: it would be empty if the tree had moved."""
     files = needed()
-    assert {"mclclip/cli.py", "mclclip/eval/run.py", "mclclip/eval/suites/mcl.yaml"} <= files
+    assert {"mclclip/cli/entry.py", "mclclip/eval/run.py", "mclclip/eval/suites/mcl.yaml"} <= files
     assert {"mclclip/launch/recipes/demo.yaml", "mclclip/launch/recipes/mlcd_table6.sweep"} <= files
 
 
@@ -208,7 +208,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installe
 
 @pytest.mark.slow
 def test_it_is_the_wheel_that_is_imported(installed: Installed) -> None:
-    code = "import mclclip, mclclip.eval.run as run; print(mclclip.__file__); print(run.__file__)"
+    code = "import mclclip, mclclip.verbs.eval as run; print(mclclip.__file__); print(run.__file__)"
     done = installed("-c", code, command="python")
     assert done.returncode == 0, done.stderr
     for path in done.stdout.splitlines():

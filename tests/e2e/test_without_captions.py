@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mclclip import make_dataset
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.run import artifacts
+from mclclip.verbs import make_dataset
 from tests import tiny
 from tests.e2e.conftest import RecordBatches, Shell
 

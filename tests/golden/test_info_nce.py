@@ -1,6 +1,6 @@
 """InfoNCE without a mask is open_clip's ClipLoss, in value and gradient."""
 
-import mclclip.torchvision_fix  # noqa: F401
+import mclclip.util.torchvision_fix  # noqa: F401
 
 # isort: split
 import open_clip

@@ -1,6 +1,6 @@
 """The sigmoid loss without a mask is open_clip's SigLipLoss, in value and gradient."""
 
-import mclclip.torchvision_fix  # noqa: F401
+import mclclip.util.torchvision_fix  # noqa: F401
 
 # isort: split
 import pytest

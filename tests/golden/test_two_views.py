@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import mclclip.torchvision_fix  # noqa: F401  lightly imports torchvision
+import mclclip.util.torchvision_fix  # noqa: F401  lightly imports torchvision
 from mclclip.objectives.base import Objective
 from mclclip.objectives.contrast import Temperature
 from mclclip.objectives.info_nce import InfoNCE, SupervisedContrast

@@ -19,7 +19,7 @@ from mclclip.clustering.options import Algorithm
 from mclclip.data.arrays import cut_blocks
 from mclclip.eval import features
 from mclclip.ranks.process_group import Context
-from mclclip.search import NearPairs, choose_index, near_rows, nearest, nearest_to_few
+from mclclip.util.search import NearPairs, choose_index, near_rows, nearest, nearest_to_few
 from tests.gpu import Skip
 from tests.gpu.checks import Where, check, close, no_faiss, random, same_bits, unit
 from tests.nearest_checks import assign, check_nearest, every_arithmetic, fit

@@ -18,8 +18,8 @@ from mclclip.objectives.class_centers import (
 )
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.objectives.mlcd import ClassCenterLoss, Kind, negative_draw
-from mclclip.pair_products import pair_products
 from mclclip.ranks.process_group import Context
+from mclclip.util.pair_products import pair_products
 from tests.gpu.checks import Where, check, close, random, same_bits, unit
 
 CPU = torch.device("cpu")

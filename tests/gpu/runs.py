@@ -14,15 +14,16 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from mclclip import checkpoint, cluster, demo, doctor, embed, export, index, pipeline
+from mclclip import checkpoint, method
 from mclclip.config import Config, dump
 from mclclip.data.batches import Batch, TrainingBatches
 from mclclip.data.sample_index import SampleIndex
 from mclclip.eval import results
-from mclclip.eval import run as evaluation
 from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import Context, start_loader_worker
 from mclclip.run.artifacts import Layout
+from mclclip.verbs import cluster, demo, doctor, embed, export, index
+from mclclip.verbs import eval as evaluation
 from tests import tiny
 from tests.batches import grouped_index, training_batches
 from tests.gpu import Skip
@@ -256,7 +257,7 @@ def class_centers_run(where: Where) -> str:
         "cluster.labels_per_sample=2",
         "cluster.num_clusters=20",
     )
-    run_dir = pipeline.run(config, Context(device=where.device))
+    run_dir = method.run(config, Context(device=where.device))
     directory = Layout.of(config).train(1)
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert all(np.isfinite(row["loss"]) for row in rows)

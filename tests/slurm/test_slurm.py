@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mclclip import checkpoint, demo
+from mclclip import checkpoint
+from mclclip.verbs import demo
 from tests import tiny
 from tests.matrix import in_soak
 from tests.slurm.conftest import Cluster, wait_until

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from mclclip.objectives.base import BatchFields, Objective, ObjectiveOptions, Reads, Setting
 from mclclip.objectives.info_nce import InfoNCE
-from mclclip.options import STRICT
 from mclclip.ranks import collectives
 from mclclip.ranks.collectives import OutsideParameters
+from mclclip.util.options import STRICT
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)

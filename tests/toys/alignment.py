@@ -8,7 +8,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
 from mclclip.objectives.base import Objective, ObjectiveOptions, Reads, Setting
-from mclclip.options import STRICT
+from mclclip.util.options import STRICT
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)

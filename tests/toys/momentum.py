@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mclclip.objectives.base import BatchFields, Objective, ObjectiveOptions, Setting
-from mclclip.options import STRICT
 from mclclip.ranks import collectives
+from mclclip.util.options import STRICT
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)

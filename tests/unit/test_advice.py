@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from mclclip import advice, cli, config, flag_parser, flags
+from mclclip import config
+from mclclip.cli import entry, flag_parser, flags
+from mclclip.util import advice
 
 ROOT = Path(__file__).resolve().parents[2]
 # Of these at least one has to take an advice: some options belong to class centers, frozen blocks
@@ -190,13 +192,13 @@ def test_commands_of_messages_are_such_that_can_be_typed(
 def test_an_offered_command_names_the_run_that_was_typed(
     capsys: pytest.CaptureFixture[str], typed: str, message: str, completed: str
 ) -> None:
-    cli.parse_words(shlex.split(typed))
+    entry.parse_words(shlex.split(typed))
     assert advice.complete(message) == completed
 
 
 def test_the_typed_command_is_offered_again_with_all_of_its_flags() -> None:
     words = shlex.split("pack 'my photos/' --delimiter=; --out o --path-column a")
-    cli.parse_words(words)
+    entry.parse_words(words)
     command = advice.words_of("pack")
     signed = advice.again([*command, "--captions", "https://h/c?sig=SECRET"], "--out", "o")
     assert "https://h/c?" in signed and "SECRET" not in signed

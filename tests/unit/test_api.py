@@ -250,7 +250,7 @@ def stop_at_the_method(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         came.append(config)
         raise ValueError("stopped here")
 
-    monkeypatch.setattr("mclclip.pipeline.run", run)
+    monkeypatch.setattr("mclclip.method.run", run)
     return came
 
 

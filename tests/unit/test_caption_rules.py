@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from mclclip.caption_rules import RULES, all_edits, draw, false_edits, spoken
+from mclclip.util.caption_rules import RULES, all_edits, draw, false_edits, spoken
 
 # Rule, caption, some of its edits.
 RIGHT: list[tuple[str, str, Sequence[str]]] = [

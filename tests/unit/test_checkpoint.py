@@ -24,7 +24,7 @@ from mclclip import checkpoint
 from mclclip.checkpoint import CheckpointConfig, Checkpoints, step_files
 from mclclip.run.artifacts import Artifact
 from mclclip.run.recorder import NotFinite
-from mclclip.stores import open_folder
+from mclclip.util.stores import open_folder
 from tests.matrix import kept
 from tests.shard_server import s3_bucket
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from mclclip import choices, config
-from mclclip.choices import Situation
+from mclclip import config
 from mclclip.config import Config
 from mclclip.models.loading import load_towers
-from mclclip.plan import memory
+from mclclip.plan import choices, memory
+from mclclip.plan.choices import Situation
 from mclclip.plan.machine import GIB, Machine
 from tests import tiny
 from tests.matrix import kept

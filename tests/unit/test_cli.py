@@ -19,16 +19,19 @@ from typing import Any, NoReturn
 
 import pytest
 
-from mclclip import __version__, advice, cli, config, demo, flag_parser, process, shipped
+from mclclip import __version__, config
+from mclclip.cli import entry, flag_parser, process
 from mclclip.ranks import failures, signals
 from mclclip.run.lock import RunLock
+from mclclip.util import advice, shipped
+from mclclip.verbs import demo
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def verbs() -> list[str]:
-    for action in cli.build_parser()._actions:
+    for action in entry.build_parser()._actions:
         if isinstance(action, argparse._SubParsersAction):
             return sorted(action.choices)
     raise AssertionError("no sub-commands")
@@ -54,7 +57,7 @@ def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     monkeypatch.setattr(signals, "set_action", lambda _: None)
 
     def call(*words: str) -> SimpleNamespace:
-        code = cli.main(words)
+        code = entry.main(words)
         out, err = capsys.readouterr()
         return SimpleNamespace(code=code, out=out, err=err)
 
@@ -73,29 +76,29 @@ def test_every_verb_has_help(main: Any, verb: str) -> None:
 @pytest.mark.parametrize(
     ("words", "function"),
     [
-        ("index", "index.run"),
-        ("embed --stage 1", "embed.run"),
-        ("cluster --stage 1", "cluster.run"),
-        ("train --stage 1", "train.verb.run"),
-        ("export --stage 1", "export.stage"),
-        ("eval", "eval.run.run"),
-        ("analyse --figures tsne,recall", "figures.run"),
-        ("make-dataset patterns --out x", "make_dataset.run"),
-        ("pack a --captions b --out c", "pack.pack"),
-        ("report runs/mine --out page.html", "report.run"),
+        ("index", "verbs.index.run"),
+        ("embed --stage 1", "verbs.embed.run"),
+        ("cluster --stage 1", "verbs.cluster.run"),
+        ("train --stage 1", "verbs.train.run"),
+        ("export --stage 1", "verbs.export.stage"),
+        ("eval", "verbs.eval.run"),
+        ("analyse --figures tsne,recall", "verbs.analyse.run"),
+        ("make-dataset patterns --out x", "verbs.make_dataset.run"),
+        ("pack a --captions b --out c", "verbs.pack.pack"),
+        ("report runs/mine --out page.html", "verbs.report.run"),
     ],
 )
 def test_flags_are_the_arguments_of_the_function(words: str, function: str) -> None:
     """Nothing else checks them: they are passed on by name."""
-    args = cli.parse_words(words.split())
+    args = entry.parse_words(words.split())
     module, _, name = f"mclclip.{function}".rpartition(".")
     called = inspect.signature(getattr(importlib.import_module(module), name))
-    called.bind(*(() if args.standalone else (None, None)), **cli._flags(args))
+    called.bind(*(() if args.standalone else (None, None)), **entry._flags(args))
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
     """The parser of each verb of the command line."""
-    (action,) = cli.build_parser()._subparsers._group_actions  # type: ignore[union-attr]
+    (action,) = entry.build_parser()._subparsers._group_actions  # type: ignore[union-attr]
     return dict(action.choices)  # type: ignore[call-overload]
 
 
@@ -115,12 +118,12 @@ def test_every_flag_is_explained_with_its_default(
 
 @pytest.mark.parametrize("verb", parsers())
 def test_every_verb_is_in_the_help_with_an_example_that_is_parsed(verb: str) -> None:
-    lines = cli.build_parser().format_help().splitlines()
+    lines = entry.build_parser().format_help().splitlines()
     assert max(map(len, lines)) <= 80
     (at,) = (number for number, line in enumerate(lines) if line.startswith(f"  {verb:14}"))
     example = next(line for line in lines[at:] if line.strip().startswith("$ "))
     words = example.split(">")[0].split()
-    assert words[:3] == ["$", "mclclip", verb] and cli.parse_words(words[2:]).verb == verb
+    assert words[:3] == ["$", "mclclip", verb] and entry.parse_words(words[2:]).verb == verb
 
 
 def test_wrong_paths_and_names_are_refused_before_torch_is_loaded(tmp_path: Path) -> None:
@@ -144,7 +147,7 @@ def test_wrong_paths_and_names_are_refused_before_torch_is_loaded(tmp_path: Path
     ]
     code = (
         "import sys; from mclclip import cli\n"
-        "for words in sys.argv[1:]: print(cli.main(words.split()), 'torch' not in sys.modules)"
+        "for words in sys.argv[1:]: print(entry.main(words.split()), 'torch' not in sys.modules)"
     )
     command = [sys.executable, "-c", code, *(words.format(*[tmp_path] * 2) for words, _ in wrong)]
     shown = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -155,11 +158,11 @@ def test_wrong_paths_and_names_are_refused_before_torch_is_loaded(tmp_path: Path
 
 def test_names_that_are_no_paths_are_left_to_the_verb(tmp_path: Path) -> None:
     for model in ("ViT-B-32@openai", "ViT-B-32", "hf:openai/clip", f"a={tmp_path}", str(tmp_path)):
-        flag_parser.check_paths(cli.parse_words(["eval", "--model", model]))
-    flag_parser.check_paths(cli.parse_words(["blindspots", "--other", "2"]))
-    flag_parser.check_paths(cli.parse_words(["pack", "a/train-*.parquet", "--out", "x"]))
+        flag_parser.check_paths(entry.parse_words(["eval", "--model", model]))
+    flag_parser.check_paths(entry.parse_words(["blindspots", "--other", "2"]))
+    flag_parser.check_paths(entry.parse_words(["pack", "a/train-*.parquet", "--out", "x"]))
     bare = ["finetune", "photos", "--base", "ViT-B-32@openai", "--out", "x"]
-    flag_parser.check_paths(cli.parse_words([*bare, "--dry-run", "--samples", "9"]))
+    flag_parser.check_paths(entry.parse_words([*bare, "--dry-run", "--samples", "9"]))
 
 
 def test_report_takes_a_run_directory_as_other_verbs_name_it(main: Any, tmp_path: Path) -> None:
@@ -211,7 +214,7 @@ def test_bash_completes_verbs_flags_values_and_recipes(main: Any, tmp_path: Path
 
 def test_help_needs_nothing_heavy() -> None:
     code = (
-        "import sys; from mclclip.cli import build_parser; build_parser().format_help()\n"
+        "import sys; from mclclip.cli.entry import build_parser; build_parser().format_help()\n"
         "heavy = {'torch', 'numpy', 'pandas', 'pydantic', 'open_clip', 'pyarrow', 'yaml'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
@@ -223,7 +226,7 @@ def test_checking_a_configuration_needs_no_models() -> None:
     code = (
         "import sys; from mclclip import cli\n"
         "heavy = {'open_clip', 'timm', 'torchvision', 'transformers'}\n"
-        "print(cli.main(['config', 'run_dir=x']), heavy.isdisjoint(sys.modules))"
+        "print(entry.main(['config', 'run_dir=x']), heavy.isdisjoint(sys.modules))"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.splitlines()[-1] == "0 True"
@@ -295,7 +298,7 @@ def test_a_printed_configuration_shows_no_secret_of_a_url(main: Any) -> None:
 def test_our_runtime_error_is_2(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     namespace: dict[str, Any] = {}
     code = "def fail(*_):\n    raise RuntimeError('labels have 3 rows')"
-    exec(compile(code, cli.__file__, "exec"), namespace)
+    exec(compile(code, entry.__file__, "exec"), namespace)
     monkeypatch.setattr(config, "load", namespace["fail"])
     shown = main("config", "run_dir=x")
     assert (shown.code, shown.err) == (2, "mclclip: labels have 3 rows\n")
@@ -324,7 +327,7 @@ def test_our_own_error_is_1_with_its_traceback(
 
 
 def test_a_verb_may_give_its_own_code(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mclclip import doctor
+    from mclclip.verbs import doctor
 
     for code in (0, 2):
         monkeypatch.setattr(doctor, "run", lambda path, code=code: code)
@@ -359,7 +362,7 @@ def test_a_failed_run_frees_its_directory_and_leaves_nothing_half_written(
 def test_overrides_reach_the_verb(
     main: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from mclclip import embed
+    from mclclip.verbs import embed
 
     seen: dict[str, Any] = {}
 
@@ -431,7 +434,7 @@ import torch.distributed as dist
 from mclclip import cli
 atexit.register(lambda: print(dist.is_initialized()))
 for _ in range(2):
-    print(cli.main(sys.argv[1:]), dist.is_initialized())
+    print(entry.main(sys.argv[1:]), dist.is_initialized())
 """
     store = socket.create_server(("127.0.0.1", 0))
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.getsockname()[1])}

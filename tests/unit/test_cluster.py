@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from sklearn.metrics import adjusted_mutual_info_score
 
-from mclclip import cluster, index
 from mclclip.clustering import centroids
 from mclclip.config import Config, from_tree
 from mclclip.data import arrays
 from mclclip.data.labels import read_pseudo_labels
 from mclclip.data.sample_index import SampleIndex
-from mclclip.files import digest_array
 from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact, Layout, read_manifest
+from mclclip.util.files import digest_array
+from mclclip.verbs import cluster, index
 from tests.tars import write_tar
 
 SIZES = (40, 25, 35)  # samples per shard

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mclclip import compare
 from mclclip.eval import results
 from mclclip.eval.outcomes import Outcomes
 from mclclip.report.verdict import Verdict
+from mclclip.verbs import compare
 
 NUM_PAIRS = 135
 ITEMS = [f"{2 * n + 1}-{2 * n + 2}" for n in range(NUM_PAIRS)]

@@ -17,7 +17,7 @@ import mclclip
 from mclclip import config
 from mclclip.config import Config, explaining, load
 from mclclip.models.options import LockConfig
-from mclclip.shipped import RECIPES, recipe_names
+from mclclip.util.shipped import RECIPES, recipe_names
 
 
 def write(tmp_path: Path, text: str) -> Path:

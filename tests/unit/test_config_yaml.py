@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mclclip import config, shipped
+from mclclip import config
 from mclclip.config import plain_yaml
 from mclclip.config.plain_yaml import parse_yaml, read_yaml
-from mclclip.files import MAX_DEPTH
+from mclclip.util import shipped
+from mclclip.util.files import MAX_DEPTH
 
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n"

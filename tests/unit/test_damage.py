@@ -13,17 +13,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from mclclip import (
-    cli,
-    cluster,
-    embed,
-    export,
-    files,
-    index,
-    make_dataset,
-    make_pairs,
-    pack,
-)
+from mclclip.cli import entry
 from mclclip.config import Config, dump
 from mclclip.data.groups import StageGroups
 from mclclip.data.labels import ClassLabels
@@ -34,7 +24,8 @@ from mclclip.data.shard_writer import PackedSample
 from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import INTENT, MANIFEST, Layout, made_of, parse_manifest
-from mclclip.train import verb as train
+from mclclip.util import files
+from mclclip.verbs import cluster, embed, export, index, make_dataset, make_pairs, pack, train
 from tests import damage
 
 
@@ -56,7 +47,7 @@ def cut(path: Path) -> None:
 
 def doctor(config: Config, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
     """What ``mclclip doctor RUN`` answers: its exit code, and its lines of what differs."""
-    code = cli.main(["doctor", config.run_dir])
+    code = entry.main(["doctor", config.run_dir])
     return code, [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL")]
 
 
@@ -254,7 +245,7 @@ def test_doctor_warns_of_files_without_their_list(
 ) -> None:
     config = damage.copied(trained_run, tmp_path)
     (Path(config.run_dir) / name).unlink()
-    assert cli.main(["doctor", config.run_dir]) == 0
+    assert entry.main(["doctor", config.run_dir]) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("warn"))
     assert os.path.dirname(name) in line
 
@@ -276,7 +267,7 @@ def test_the_command_that_doctor_offers_makes_the_artifact_again(
     code, (line,) = doctor(config, capsys)
     offered = words.format(recorded)
     assert code == 2 and f"'mclclip {offered}'" in line
-    assert cli.main(shlex.split(offered)) == 0
+    assert entry.main(shlex.split(offered)) == 0
     assert doctor(config, capsys) == (0, [])
 
 
@@ -294,14 +285,14 @@ def test_packing_verbs_list_every_file_for_doctor(
         samples_per_shard=2,
     )  # fmt: skip
     (run / "pairs" / "struck.txt").write_text("written by a user")
-    assert cli.main(["doctor", str(run)]) == 0
+    assert entry.main(["doctor", str(run)]) == 0
     capsys.readouterr()
     for place in ("patterns", "pairs", "data", "splits"):
         listed = parse_manifest(run / place / MANIFEST).records
         there = {str(p.relative_to(run / place)) for p in (run / place).rglob("*") if p.is_file()}
         assert {*listed} == there - {MANIFEST, "struck.txt"} and len(listed) > 1
         flip(run / place / max(listed))
-    assert cli.main(["doctor", str(run)]) == 2
+    assert entry.main(["doctor", str(run)]) == 2
     assert capsys.readouterr().out.count("FAIL") == 4
 
 
@@ -309,7 +300,7 @@ def test_packing_verbs_list_every_file_for_doctor(
 def test_doctor_refuses_what_is_no_run(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["doctor", *words]) == 2
+    assert entry.main(["doctor", *words]) == 2
     assert words[-1] in capsys.readouterr().err
 
 

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mclclip import config, data_check
+from mclclip import config
 from mclclip.config import Config
-from mclclip.doctor import Finding
+from mclclip.verbs import data_check
+from mclclip.verbs.doctor import Finding
 from tests import tiny
 from tests.tars import write_tar
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from mclclip import demo
 from mclclip.config import Config
 from mclclip.eval.results import Result
+from mclclip.verbs import demo
 
 
 def test_settings_keep_seeds_apart_and_overrides_win() -> None:

@@ -13,11 +13,11 @@ import pyarrow as pa
 import pytest
 import torch
 
-from mclclip import files
 from mclclip.data.arrays import save_npy
 from mclclip.models import weights
 from mclclip.ranks import failures
 from mclclip.run.lock import write_state
+from mclclip.util import files
 
 
 @contextmanager

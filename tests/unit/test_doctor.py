@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from mclclip import cli, doctor
-from mclclip.doctor import Finding
+from mclclip.cli import entry
+from mclclip.verbs import doctor
+from mclclip.verbs.doctor import Finding
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -38,7 +39,7 @@ def state(path: Path, what: str) -> str:
 
 
 def test_the_report_of_a_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--path", str(tmp_path / "new" / "runs")]) == 0
+    assert entry.main(["doctor", "--path", str(tmp_path / "new" / "runs")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert all(line[:4].strip() in ("ok", "warn") for line in lines[:-1])
     assert list(tmp_path.iterdir()) == []  # the folders are not made
@@ -121,7 +122,7 @@ def test_gpus_with_their_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_gpu_that_torch_does_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = importlib.import_module("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("mclclip.doctor.shutil.which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr("mclclip.verbs.doctor.shutil.which", lambda name: f"/usr/bin/{name}")
     assert state(tmp_path, "gpu") == "warn"
 
 
@@ -144,12 +145,13 @@ def test_weights(
 def test_open_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, soft: int, wanted: str
 ) -> None:
-    monkeypatch.setattr("mclclip.doctor.resource.getrlimit", lambda _: (soft, 4096))
+    monkeypatch.setattr("mclclip.verbs.doctor.resource.getrlimit", lambda _: (soft, 4096))
     assert state(tmp_path, "open files") == wanted
 
 
 def test_small_shared_memory_and_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mclclip.doctor.shutil.disk_usage", lambda _: Usage(10**9, 0, 64 * 10**6))
+    usage = Usage(10**9, 0, 64 * 10**6)
+    monkeypatch.setattr("mclclip.verbs.doctor.shutil.disk_usage", lambda _: usage)
     assert state(tmp_path, "shared memory") == state(tmp_path, "disk") == "warn"
 
 
@@ -181,7 +183,7 @@ def test_what_a_file_system_lacks(
 ) -> None:
     if what != "write":
         assert state(tmp_path, what) == "ok"
-    monkeypatch.setattr(f"mclclip.doctor.{function}", instead)
+    monkeypatch.setattr(f"mclclip.verbs.doctor.{function}", instead)
     assert state(tmp_path, what) == "FAIL"
 
 

@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import mclclip.torchvision_fix  # noqa: F401
+import mclclip.util.torchvision_fix  # noqa: F401
 
 # isort: split
 import open_clip
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from mclclip import config, export, files
+from mclclip import config
 from mclclip.checkpoint import CheckpointConfig, Checkpoints, load_model_state
 from mclclip.config import Config
 from mclclip.engines.engine import Engine
@@ -24,6 +24,8 @@ from mclclip.models.optimizer import build_optimizer
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact, Layout
+from mclclip.util import files
+from mclclip.verbs import export
 from tests.matrix import in_soak, kept
 from tests.unit.models.stages import vary
 

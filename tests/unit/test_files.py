@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from mclclip import files
-from mclclip.files import MAX_DEPTH, Roots, below, clean, parse_json
+from mclclip.util import files
+from mclclip.util.files import MAX_DEPTH, Roots, below, clean, parse_json
 
 BAD_JSON = {
     "deep_lists": ("[" * 5000 + "]" * 5000, "nested deeper than 64 levels"),

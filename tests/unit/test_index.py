@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from mclclip import config, index
+from mclclip import config
 from mclclip.data.sample_index import KIND, SampleIndex
 from mclclip.eval.images import read_shards
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
+from mclclip.verbs import index
 from tests import hostile_tars
 from tests.tars import write_tar
 

@@ -14,13 +14,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mclclip import config, embed, export, index
+from mclclip import config
 from mclclip.data.index_tables import check_shards
 from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import KIND, SampleIndex
 from mclclip.data.shard_filter import UID
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
+from mclclip.verbs import embed, export, index
 from tests import tiny
 from tests.shard_server import serving
 from tests.unit.test_index import all_keys, files, make_shard

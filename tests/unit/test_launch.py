@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from mclclip import config
-from mclclip.cli import build_parser
+from mclclip.cli.entry import build_parser
 from tests import tiny
 from tests.forks import is_running
 from tests.matrix import in_soak, kept

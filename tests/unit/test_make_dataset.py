@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from mclclip import make_dataset
 from mclclip.data.patterns import ATTRIBUTES
 from mclclip.data.remote import StoredFile
 from mclclip.data.shard_scan import scan_shard
 from mclclip.eval.protocols.attributes import read_split
 from mclclip.eval.protocols.mmvp import read_pairs
+from mclclip.verbs import make_dataset
 from tests import tiny
 
 

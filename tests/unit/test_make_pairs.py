@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from mclclip import index, make_pairs
-from mclclip.caption_rules import RULES
 from mclclip.config import from_tree
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.eval.features import Extractor
 from mclclip.eval.items import read_items
 from mclclip.eval.protocols import compositional
-from mclclip.eval.run import evaluation_digest, load_suite
-from mclclip.files import records_of
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import INTENT, Artifact
+from mclclip.util.caption_rules import RULES
+from mclclip.util.files import records_of
+from mclclip.verbs import index, make_pairs
+from mclclip.verbs.eval import evaluation_digest, load_suite
 from tests.planted import planted
 
 CAPTIONS = [

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mclclip import config, files, opened_run
+from mclclip import config
 from mclclip.config import Config
-from mclclip.opened_run import PIECES, POINTS, Run, read_records, spread
+from mclclip.run import opened
+from mclclip.run.opened import PIECES, POINTS, Run, read_records, spread
+from mclclip.util import files
 from tests import made_run
 from tests.tiny import digests
 
@@ -35,7 +37,7 @@ def copied(made: Path, tmp_path: Path) -> Iterator[Path]:
 def test_a_run_is_opened_without_torch(made: Path) -> None:
     """A table of results should not take seconds."""
     code = (
-        "import sys; from mclclip.opened_run import Run; from pathlib import Path\n"
+        "import sys; from mclclip.run.opened import Run; from pathlib import Path\n"
         f"run = Run(Path({str(made)!r})); print(len(run.index), len(run.results))\n"
         "assert 'torch' not in sys.modules"
     )
@@ -200,7 +202,7 @@ def test_of_a_long_file_of_records_some_lines_are_read(
     path.write_text("".join(json.dumps({"step": n, "pad": "x" * 90}) + "\n" for n in range(9000)))
     whole, is_whole = read_records(path)
     assert is_whole and [row["step"] for row in whole] == [*range(9000)]
-    monkeypatch.setattr(opened_run, "MAX_BYTES", 100_000)
+    monkeypatch.setattr(opened, "MAX_BYTES", 100_000)
     rows, is_whole = read_records(path)
     steps = [row["step"] for row in rows]
     assert not is_whole and steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] == 8999

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mclclip.options import protocol_of, refuse_url
+from mclclip.util.options import protocol_of, refuse_url
 
 
 @pytest.mark.parametrize(

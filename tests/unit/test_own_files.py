@@ -12,9 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from mclclip import index as verb
 from mclclip.ranks.process_group import Context
 from mclclip.ranks.step_boundary import StepBoundary
+from mclclip.verbs import index as verb
 from tests import tiny
 
 DEEP = "[" * 100_000 + "]" * 100_000

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from mclclip import config, index
-from mclclip.pack import KIND, pack
+from mclclip import config
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Manifest, read_manifest
+from mclclip.verbs import index
+from mclclip.verbs.pack import KIND, pack
 from tests.tars import read_tar
 
 Rows = list[list[str]]

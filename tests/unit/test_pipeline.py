@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mclclip import config, pipeline
+from mclclip import config, method
 from mclclip.eval import results
 from mclclip.ranks.process_group import SINGLE
 from tests import tiny
@@ -52,7 +52,7 @@ def test_a_model_without_texts_is_asked_for_none(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        pipeline.run(config.from_tree(tree(tmp_path / "run", **changes)), SINGLE)
+        method.run(config.from_tree(tree(tmp_path / "run", **changes)), SINGLE)
     assert not list(tmp_path.iterdir())
 
 
@@ -62,7 +62,7 @@ def test_a_benchmark_that_needs_faiss_says_so_before_stage_0(
     monkeypatch.setitem(sys.modules, "faiss", None)  # as if it were not installed
     suite = {"near": {"kind": "knn", "path": "."}}
     with pytest.raises(ValueError, match=r"benchmark 'near': .* needs .*'mclclip\[search\]'"):
-        pipeline.run(config.from_tree(tree(tmp_path / "run", eval={"suite": suite})), SINGLE)
+        method.run(config.from_tree(tree(tmp_path / "run", eval={"suite": suite})), SINGLE)
     assert not list(tmp_path.iterdir())
 
 
@@ -86,14 +86,14 @@ def test_a_tokenizer_that_cannot_be_had_is_told_before_anything_is_done(
     named = json.loads(json.dumps(changes).replace("{folder}", str(made / "shards")))
     whole = tree(tmp_path / "run", model={"name": model}) | named
     with pytest.raises(FileNotFoundError, match="tokenizer files of 'timm/ViT-B-16-SigLIP' are ne"):
-        pipeline.run(config.from_tree(whole), SINGLE)
+        method.run(config.from_tree(whole), SINGLE)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_model_of_transformers_is_looked_for_before_anything_is_written(tmp_path: Path) -> None:
     whole = tree(tmp_path / "run", model={"name": "hf:me/clip"}, train={"objective": CLIP})
     with pytest.raises(FileNotFoundError, match="'me/clip'"):
-        pipeline.run(config.from_tree(whole), SINGLE)
+        method.run(config.from_tree(whole), SINGLE)
     assert not (tmp_path / "run").exists()
 
 
@@ -108,10 +108,10 @@ def test_an_image_encoder_is_trained_on_clusters_of_a_clip(tmp_path: Path) -> No
         "export": {"concat": [], "soup": False},
     }
     with pytest.raises(ValueError, match="centroids of 8 dimensions .* whose features have 6:"):
-        pipeline.run(config.from_tree(tree(tmp_path / "run", **changes)), SINGLE)
+        method.run(config.from_tree(tree(tmp_path / "run", **changes)), SINGLE)
     changes["trained_model"].pop("projector")
     with pytest.raises(ValueError, match="whose features have 192:"):
-        pipeline.run(config.from_tree(tree(tmp_path / "run", **changes)), SINGLE)
+        method.run(config.from_tree(tree(tmp_path / "run", **changes)), SINGLE)
 
 
 def test_a_checkpoint_is_not_chosen_by_training_images(tmp_path: Path) -> None:
@@ -125,5 +125,5 @@ def test_a_checkpoint_is_not_chosen_by_training_images(tmp_path: Path) -> None:
     row = results.Result("stage_0", "near", "accuracy", 25.0, 4, 5.0, 70.0, protocol)
     results.write(tmp_path / "run" / "results.jsonl", [row])
     with pytest.raises(ValueError, match=r"'near': .* 3 of its 8 images, and the checkpoint"):
-        pipeline.train_stage(config.from_tree(tree(tmp_path / "run", **changes)), SINGLE, stage=1)
+        method.train_stage(config.from_tree(tree(tmp_path / "run", **changes)), SINGLE, stage=1)
     assert not (tmp_path / "run" / "stage_1").exists()

@@ -15,15 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mclclip import cluster, config, embed, export, index, plan
+from mclclip import config
 from mclclip.config import Config
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.objectives.feature_dropout import Viewmaker
-from mclclip.plan import Machine, costs, memory
+from mclclip.plan import costs, memory
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact, Layout
-from mclclip.train import verb as train
+from mclclip.verbs import cluster, embed, export, index, plan, train
+from mclclip.verbs.plan import Machine
 from tests import tiny
 from tests.contracts.objective_cases import CASES
 from tests.matrix import in_soak, kept

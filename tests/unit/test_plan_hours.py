@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
-from mclclip import cli, config, plan
+from mclclip import config
+from mclclip.cli import entry
 from mclclip.config import Config
-from mclclip.plan import Machine, Speed, costs, memory, steps, table
+from mclclip.plan import costs, memory, steps, table
 from mclclip.plan.machine import PEAK_TFLOPS, SHARE
+from mclclip.verbs import plan
+from mclclip.verbs.plan import Machine, Speed
 from tests import tiny
 from tests.matrix import in_soak
 from tests.plans import CC12M, measure, recipe
@@ -315,6 +318,6 @@ def test_the_page_shows_what_its_commands_print(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    cli._config(cli.parse_words(shlex.split(command)))
+    entry._config(entry.parse_words(shlex.split(command)))
     printed = capsys.readouterr().out.splitlines()
     assert [line for line in shown.splitlines() if line not in printed] == []

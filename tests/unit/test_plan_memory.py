@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from mclclip import config, plan
-from mclclip.plan import Machine, memory
+from mclclip import config
+from mclclip.plan import memory
+from mclclip.verbs import plan
+from mclclip.verbs.plan import Machine
 from tests import tiny
 from tests.matrix import in_soak, kept
 from tests.plans import recipe

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mclclip import files, race
-from mclclip.caption_rules import HardCaptions
-from mclclip.race import Race
+from mclclip.config.remedies import REMEDIES, named, read_remedies
 from mclclip.ranks.process_group import SINGLE
-from mclclip.remedies import REMEDIES, named, read_remedies
+from mclclip.util import files
+from mclclip.util.caption_rules import HardCaptions
+from mclclip.verbs import race
+from mclclip.verbs.race import Race
 from tests import damage, tiny
 
 KNOWN = read_remedies(REMEDIES)

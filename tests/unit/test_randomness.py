@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mclclip.randomness import mix, mix_tensors, permute
+from mclclip.util.randomness import mix, mix_tensors, permute
 
 stable = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 words = st.integers(min_value=-(2**63), max_value=2**63 - 1)
@@ -136,7 +136,7 @@ def test_values_are_fixed_for_ever() -> None:
 
 def test_another_process_draws_the_same() -> None:
     code = (
-        "import numpy as np; from mclclip.randomness import mix, permute;"
+        "import numpy as np; from mclclip.util.randomness import mix, permute;"
         "print(int(mix(4, -2)), permute(np.arange(9), 9, 5).tolist())"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

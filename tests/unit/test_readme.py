@@ -16,12 +16,14 @@ from typing import Any
 
 import pytest
 
-from mclclip import cli, config, demo, figures, process
+from mclclip import config
+from mclclip.cli import entry, process
 from mclclip.config.explaining import explain
 from mclclip.eval.protocols import KINDS, evaluator
 from mclclip.export import targets
 from mclclip.objectives.base import kinds
 from mclclip.train import symptoms
+from mclclip.verbs import analyse, demo
 from tests.unit.test_cli import parsers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -154,7 +156,7 @@ def complaint(option: str) -> str:
     ("page", "title", "known"),
     [
         (OBJECTIVES, "kind", kinds()),
-        (f"{SITE}/how-to/look-inside.md", "figure", figures.figures()),
+        (f"{SITE}/how-to/look-inside.md", "figure", analyse.figures()),
         (f"{SITE}/how-to/transformers-and-llava.md", "`--to`", targets.names()),
     ],
 )
@@ -218,7 +220,7 @@ def test_every_command_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         Path(path).write_text(config.dump(config.load("cc12m_vitb32", ["run_dir=runs/mine"])))
     seen = []
     for given, out in (command for page in PAGES for command in commands(page)):
-        args = cli.parse_words(given)
+        args = entry.parse_words(given)
         seen.append(args.verb)
         if args.verb == "demo":
             demo.settings(Path(args.out or "runs/demo"), 3, args.overrides)

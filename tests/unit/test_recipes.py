@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
-from mclclip import cli, config
-from mclclip.eval import run as evaluation
+from mclclip import config
+from mclclip.cli import entry
 from mclclip.plan import steps as planned
+from mclclip.verbs import eval as evaluation
 from tests import tiny
 
 FOLDER = tiny.ROOT / "launch" / "recipes"
@@ -76,7 +77,7 @@ def test_its_commands_are_valid(recipe: Path, monkeypatch: pytest.MonkeyPatch) -
     """The command line takes every word of them, and the options are those of the recipe."""
     monkeypatch.chdir(tiny.ROOT)
     for words in _commands(recipe):
-        arguments = cli.parse_words(words)
+        arguments = entry.parse_words(words)
         if words[0] in ("run", "config"):
             assert arguments.config == f"launch/recipes/{recipe.name}"
             config.load(arguments.config, arguments.overrides)

@@ -16,7 +16,6 @@ import pytest
 import webdataset
 from PIL import Image
 
-from mclclip import index, reshard
 from mclclip.config import Config, from_tree
 from mclclip.data.locations import Locations, Resharded
 from mclclip.data.options import DataConfig
@@ -24,6 +23,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSample, TarDataset
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, Layout, read_manifest
+from mclclip.verbs import index, reshard
 from tests.shard_server import serving
 from tests.tars import write_tar
 from tests.unit.test_disk_errors import at_most

@@ -14,7 +14,7 @@ import pytest
 import torch
 from sklearn.neighbors import KNeighborsClassifier
 
-from mclclip import search
+from mclclip.util import search
 
 BLOCKS = [(7, 11), (64, 3), (1, 100), (1000, 1000)]  # queries, bank: none divides 100
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mclclip.torchvision_fix import status
+from mclclip.util.torchvision_fix import status
 
 # A package of torchvision's name, whose loader finds its extension by a rule of its own.
 # The loader runs twice; as a shared library does, it declares its operators once.
@@ -19,7 +19,7 @@ if not hasattr(torch.ops.torchvision, "nms"):
         torch.library_of_test.define(name + "(Tensor dets) -> Tensor")
 """
 ASK = (
-    "from mclclip.torchvision_fix import status\n"
+    "from mclclip.util.torchvision_fix import status\n"
     "import sys, torch\n"
     "ahead = [name for name in sys.modules if name.startswith('torchvision')]\n"
     "import torchvision\n"
@@ -72,7 +72,7 @@ def test_nothing_is_declared_where_the_loader_is_not_found(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_leaves_operators_that_exist() -> None:
-    code = "from mclclip.torchvision_fix import status; print(status())"
+    code = "from mclclip.util.torchvision_fix import status; print(status())"
     done = subprocess.run(
         [sys.executable, "-c", LOADS + code], capture_output=True, text=True, timeout=600,
         check=False,

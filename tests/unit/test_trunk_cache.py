@@ -14,17 +14,16 @@ import numpy as np
 import pytest
 import torch
 
-from mclclip import cluster, embed, export, index, pipeline, run_check
+from mclclip import method
 from mclclip.config import Config
 from mclclip.data.locations import TrunkRows
 from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import BadSample, Sample, TarDataset
-from mclclip.embed import passes
 from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Layout, read_manifest
-from mclclip.train import verb as train
+from mclclip.verbs import cluster, embed, embed_passes, export, index, run_check, train
 from tests import tiny
 from tests.matrix import kept
 
@@ -275,7 +274,7 @@ def test_two_runs_of_one_name_may_write_the_same_rows(data: Path, tmp_path: Path
 def test_a_folder_that_cannot_be_written_is_told_before_stage_0(data: Path, tmp_path: Path) -> None:
     config = options(tmp_path / "run", data, ON, "trunk_cache.folder=/proc/rows")
     with pytest.raises(ValueError, match=r"^trunk_cache.folder=/proc/rows cannot be written") as of:
-        pipeline.run(config, SINGLE)
+        method.run(config, SINGLE)
     assert "\n" not in str(of.value) and not (tmp_path / "run").exists()
     start(config)
     with pytest.raises(ValueError, match=r"^trunk_cache.folder=/proc/rows cannot be written"):
@@ -378,7 +377,7 @@ def test_a_full_disk_is_told_with_the_option(
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     path = Layout.of(config).trunk_rows(str(tmp_path / "rows"), "") / "00000.npy"
-    monkeypatch.setattr(passes, "write_shard", full)
+    monkeypatch.setattr(embed_passes, "write_shard", full)
     monkeypatch.setattr(Layout, "trunk_rows", lambda *_: path.parent)
     with pytest.raises(ValueError, match="name another disk in trunk_cache.folder"):
         embed.run(config, SINGLE, stage=0)

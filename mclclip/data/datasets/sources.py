@@ -61,7 +61,7 @@ def _download(name: str, folder: Path) -> None:
             f"{name} cannot be downloaded: leave --download out; it fetches "
             f"{', '.join(sorted(_DOWNLOADERS))}"
         )
-    import mclclip.torchvision_fix  # noqa: F401
+    import mclclip.util.torchvision_fix  # noqa: F401
     from torchvision import datasets  # isort: skip
 
     folder.mkdir(parents=True, exist_ok=True)

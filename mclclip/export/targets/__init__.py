@@ -14,12 +14,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Literal, Protocol, cast
 
-from mclclip import files
 from mclclip.export.certificate import Certificate, Probes
 from mclclip.models import weights
 from mclclip.models.encoder import Encoder, load_model
 from mclclip.models.model import Model
 from mclclip.run import artifacts
+from mclclip.util import files
 
 Precision = Literal["fp32", "fp16"]
 

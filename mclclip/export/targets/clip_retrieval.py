@@ -23,14 +23,14 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from mclclip import files
 from mclclip.data.arrays import Floats, save_npy
 from mclclip.data.row_store import RowStore
 from mclclip.export.certificate import Certificate, Probes
 from mclclip.export.targets import Source
 from mclclip.models import weights
-from mclclip.opened_run import Run
 from mclclip.run import artifacts
+from mclclip.run.opened import Run
+from mclclip.util import files
 
 CARD: dict[str, str] = {}
 IS_MODEL = False

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mclclip import files
 from mclclip.export import certificate, processors
 from mclclip.export.certificate import Certificate, Probes
 from mclclip.export.targets import Source
@@ -36,7 +35,8 @@ from mclclip.models.transformers_layout import (
     state,
     transposed,
 )
-from mclclip.options import with_prefix
+from mclclip.util import files
+from mclclip.util.options import with_prefix
 
 CARD = {"library_name": "transformers", "pipeline_tag": "zero-shot-image-classification"}
 IS_MODEL = True

@@ -25,13 +25,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mclclip import files
 from mclclip.export import certificate, processors
 from mclclip.export.certificate import Certificate, Probes
 from mclclip.export.targets import Precision, Source
 from mclclip.models.encoder import Encoder, join_image_features, join_text_features
 from mclclip.models.model import unit
 from mclclip.models.towers import pair
+from mclclip.util import files
 
 CARD = {"library_name": "onnx", "pipeline_tag": "zero-shot-image-classification"}
 IS_MODEL = True

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mclclip import index, process
+from mclclip.cli import process
 from mclclip.config import Config, from_tree
 from mclclip.data.sample_index import SampleIndex
 from mclclip.ranks.process_group import SINGLE
+from mclclip.verbs import index
 from tests.tars import write_tar
 
 

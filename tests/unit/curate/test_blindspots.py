@@ -15,14 +15,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mclclip import index
 from mclclip.config import Config
-from mclclip.curate import blindspots
 from mclclip.data.row_store import rows_path
 from mclclip.data.sample_index import SampleIndex
 from mclclip.eval.protocols.mmvp import read_pairs
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Layout, read_manifest
+from mclclip.verbs import blindspots, index
 from tests import tiny
 from tests.made_run import write_embeddings
 from tests.unit.curate.made import cosine, failing, indexed, options, picture

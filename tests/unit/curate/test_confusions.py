@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mclclip import search
 from mclclip.curate import near
-from mclclip.curate.blindspots import BlindSpots, find
+from mclclip.util import search
+from mclclip.verbs.blindspots import BlindSpots, find
 from tests.unit.curate.made import unit
 
 N, DIM = 230, 64

@@ -12,19 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mclclip import cluster, search
 from mclclip.config import Config
-from mclclip.curate import filter as filtering
 from mclclip.curate import near
-from mclclip.curate.filter import CODES
 from mclclip.data.groups import LabelBlocks
 from mclclip.data.labels import SampleWeights
 from mclclip.data.options import DataConfig, PlanConfig
 from mclclip.data.row_store import rows_path
 from mclclip.data.sample_index import SampleIndex
-from mclclip.files import record_of
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, Layout, read_manifest
+from mclclip.util import search
+from mclclip.util.files import record_of
+from mclclip.verbs import cluster
+from mclclip.verbs import filter as filtering
+from mclclip.verbs.filter import CODES
 from tests import tiny
 from tests.batches import grouped_index
 from tests.made_run import write_embeddings

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mclclip import search
 from mclclip.curate import inputs, near
-from mclclip.curate.filter import top_share
 from mclclip.curate.near import Components, Groups, Subset
+from mclclip.util import search
+from mclclip.verbs.filter import top_share
 from tests.unit.curate.made import cosine
 
 RNG = np.random.default_rng(5)

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from mclclip import config, index
+from mclclip import config
 from mclclip.data import index_tables
 from mclclip.data.labels import AttributeClasses
 from mclclip.data.remote import StoredFile
@@ -19,6 +19,7 @@ from mclclip.data.sample_index import KIND, SampleIndex
 from mclclip.data.shard_scan import ATTRIBUTE, parse_attributes, scan_shard
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
+from mclclip.verbs import index
 from tests.matrix import in_soak
 from tests.tars import write_tar
 

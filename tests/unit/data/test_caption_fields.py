@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mclclip import index
 from mclclip.config import Config
 from mclclip.data.batches import TrainingBatches
 from mclclip.data.locations import TextFeatures
@@ -24,6 +23,7 @@ from mclclip.data.shard_scan import (
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Layout, read_manifest
+from mclclip.verbs import index
 from tests import tiny
 from tests.batches import grouped_index, training_batches
 from tests.unit.data.test_batches import png, text_of, tokenize

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import mclclip.torchvision_fix  # noqa: F401
+import mclclip.util.torchvision_fix  # noqa: F401
 
 # isort: split
 import open_clip

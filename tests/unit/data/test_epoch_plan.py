@@ -19,7 +19,7 @@ from mclclip.data.coverage import coverage_report
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.groups import GroupedIndex
 from mclclip.data.labels import truncate
-from mclclip.randomness import mix, permute
+from mclclip.util.randomness import mix, permute
 from tests.batches import grouped_index
 from tests.matrix import kept
 

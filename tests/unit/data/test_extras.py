@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mclclip.caption_rules import HardCaptions, all_edits
 from mclclip.data.extras import EditedCaptions, survey
 from mclclip.data.options import DataConfig
 from mclclip.data.samples import RawSample, Sample, TarDataset, cut_sentences
 from mclclip.data.shard_writer import PackedSample, write_shards
+from mclclip.util.caption_rules import HardCaptions, all_edits
 from tests.unit.data.test_samples import build_index, png, to_tensor
 
 CAPTIONS = ["Two dogs run .", "A red hat", "nothing"]

@@ -16,7 +16,7 @@ import obstore
 import pytest
 import torch
 
-from mclclip import config, index
+from mclclip import config
 from mclclip.data import remote as remote_module
 from mclclip.data.loader import Loader
 from mclclip.data.options import DataConfig
@@ -33,8 +33,9 @@ from mclclip.data.remote import (
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
 from mclclip.data.shard_reader import ShardReader
-from mclclip.index import expand_shards
 from mclclip.ranks.process_group import SINGLE
+from mclclip.verbs import index
+from mclclip.verbs.index import expand_shards
 from tests.shard_server import Handler, ShardServer, s3_bucket, serving
 from tests.tars import write_tar
 from tests.unit.data.test_samples import make_index, to_tensor, tokenize

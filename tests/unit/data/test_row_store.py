@@ -22,8 +22,8 @@ from mclclip.data.row_store import (
     shards_done,
     write_shard,
 )
-from mclclip.files import record_of, records_of
 from mclclip.run.artifacts import Manifest
+from mclclip.util.files import record_of, records_of
 from tests.unit.data.test_samples import PER_SHARD, make_index
 
 SIZES = (4, 0, 1, 7, 3)

@@ -23,8 +23,8 @@ from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import BAD_SAMPLES, KIND, SampleIndex
 from mclclip.data.samples import excluded_keys, read_excluded
 from mclclip.data.shard_scan import ROW, TEXT_CRC
-from mclclip.files import digest_keys
 from mclclip.run.artifacts import Artifact
+from mclclip.util.files import digest_keys
 
 
 def rows(*keys: str, captions: int = 1) -> pa.RecordBatch:

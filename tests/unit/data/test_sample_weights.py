@@ -16,8 +16,8 @@ from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.groups import GroupedIndex, LabelBlocks, StageGroups
 from mclclip.data.labels import WEIGHT_UNIT, SampleWeights, drawn_rows
 from mclclip.data.options import DataConfig, PlanConfig, Policy, SourceConfig
-from mclclip.files import write_json
 from mclclip.run.artifacts import INTENT
+from mclclip.util.files import write_json
 from tests.batches import grouped_index
 from tests.matrix import kept
 

@@ -237,7 +237,7 @@ def test_a_missing_shard_is_an_error_not_a_bad_sample(tmp_path: Path) -> None:
 
 
 def test_pixels_equal_open_clips_own_transform(tmp_path: Path) -> None:
-    import mclclip.torchvision_fix  # noqa: F401
+    import mclclip.util.torchvision_fix  # noqa: F401
 
     transform = pytest.importorskip("open_clip.transform").image_transform(24, is_train=False)
     noise = np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8)

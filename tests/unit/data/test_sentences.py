@@ -14,7 +14,7 @@ from mclclip.data.batches import TrainingBatches
 from mclclip.data.options import SentencesConfig
 from mclclip.data.samples import cut_sentences, draw_sentences
 from mclclip.data.shard_writer import PackedSample, write_shards
-from mclclip.randomness import mix
+from mclclip.util.randomness import mix
 from tests import tiny
 from tests.batches import grouped_index, training_batches
 from tests.unit.data.test_batches import png, text_of, tokenize

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from mclclip.pack import pack
+from mclclip.verbs.pack import pack
 from tests.tars import read_tar, write_tar
 
 TEXTS = {

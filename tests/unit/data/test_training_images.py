@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from mclclip import config as configuration
-from mclclip import index
 from mclclip.config import Config
 from mclclip.data import training_images
 from mclclip.data.shard_reader import ShardReader
@@ -18,6 +17,7 @@ from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.data.training_images import TrainingImages
 from mclclip.eval.images import read_shards
 from mclclip.ranks.process_group import SINGLE
+from mclclip.verbs import index
 
 NUM = 40
 

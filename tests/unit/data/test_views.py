@@ -15,7 +15,7 @@ from mclclip.data.decode import decode_image
 from mclclip.data.locations import TextFeatures
 from mclclip.data.sample_index import SampleIndex
 from mclclip.models.transforms import PixelFormat, SimCLROptions, SimCLRTransform
-from mclclip.randomness import mix
+from mclclip.util.randomness import mix
 from tests.batches import grouped_index
 from tests.unit.data.test_batches import (
     LABELS,

@@ -14,12 +14,12 @@ import torch
 from PIL import Image
 
 from mclclip.eval import outcomes
-from mclclip.eval import run as evaluation
 from mclclip.eval.features import Extractor
 from mclclip.eval.images import Region
 from mclclip.eval.items import LAYOUTS, read_items
 from mclclip.eval.protocols import compositional
 from mclclip.eval.results import Measurement
+from mclclip.verbs import eval as evaluation
 from tests import fuzzing
 from tests.compositional_folders import SUGARCREPE, write
 from tests.matrix import fuller_in_soak

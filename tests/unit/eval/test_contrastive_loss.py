@@ -15,7 +15,7 @@ from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.eval.features import Extractor
 from mclclip.eval.protocols import BenchmarkConfig
 from mclclip.eval.protocols.contrastive_loss import evaluate, row_losses
-from mclclip.eval.run import check
+from mclclip.verbs.eval import check
 
 NUM = 13
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from sklearn.neighbors import KNeighborsClassifier
 
-from mclclip import search
 from mclclip.eval.classification import LabelledFeatures, accuracy_figures
 from mclclip.eval.features import Extractor
 from mclclip.eval.protocols import knn
+from mclclip.util import search
 from tests.unit.test_search import spare, unit_rows  # noqa: F401
 
 

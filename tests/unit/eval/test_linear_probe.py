@@ -13,13 +13,13 @@ import torch
 from PIL import Image
 from sklearn.linear_model import LogisticRegression
 
-from mclclip.eval import run as evaluation
 from mclclip.eval.classification import extract
 from mclclip.eval.features import Extractor
 from mclclip.eval.images import read_parts
 from mclclip.eval.protocols import BenchmarkConfig, knn, linear_probe
 from mclclip.models.encoder import Encoder
 from mclclip.models.loading import load_towers
+from mclclip.verbs import eval as evaluation
 from tests import tiny
 from tests.benchmarks import class_folders
 

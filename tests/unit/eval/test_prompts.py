@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import mclclip.torchvision_fix  # noqa: F401
+import mclclip.util.torchvision_fix  # noqa: F401
 
 # isort: split
 from timm.data import ImageNetInfo

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import mclclip.torchvision_fix  # noqa: F401
+import mclclip.util.torchvision_fix  # noqa: F401
 
 # isort: split
 import csv

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from mclclip import config as configuration
-from mclclip import index
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.eval import prompts, results
-from mclclip.eval import run as evaluation
 from mclclip.eval.protocols import BenchmarkConfig
 from mclclip.ranks.process_group import SINGLE
+from mclclip.verbs import eval as evaluation
+from mclclip.verbs import index
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-import mclclip.torchvision_fix  # noqa: F401
+import mclclip.util.torchvision_fix  # noqa: F401
 
 # isort: split
 import open_clip.timm_model

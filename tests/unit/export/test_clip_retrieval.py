@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from mclclip import config, embed, export, index
+from mclclip import config
 from mclclip.data import row_store
 from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import SampleIndex
@@ -27,6 +27,7 @@ from mclclip.models.loading import load_towers
 from mclclip.models.options import Variant
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Layout
+from mclclip.verbs import embed, export, index
 from tests import tiny
 from tests.unit.export.models import the_certificate
 from tests.unit.models.stages import vary

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mclclip import cli
+from mclclip.cli import entry
 from mclclip.export import convert
 from mclclip.export.targets import Source
 from mclclip.models import weights
@@ -137,5 +137,5 @@ def test_the_working_folder_may_be_written_to(
 
 def test_the_command_line_wants_all_three(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.parse_words(["export", "--to", "hf", "--model", "x"])
+        entry.parse_words(["export", "--to", "hf", "--model", "x"])
     assert "export got --to --model: wanted --to, --model and --out" in capsys.readouterr().err

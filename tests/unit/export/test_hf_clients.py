@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-import mclclip.torchvision_fix
+import mclclip.util.torchvision_fix
 from mclclip.export import convert
 from tests.unit.export.models import exported, joined, siglip
 
@@ -70,7 +70,7 @@ def test_every_client_loads_an_export_without_a_question(
         source = joined(tmp_path) if kind == "concat" else exported(tmp_path / "own")
     out = convert.run("hf", source, tmp_path / "hf")
     paths = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    fix = str(Path(str(mclclip.torchvision_fix.__file__)))
+    fix = str(Path(str(mclclip.util.torchvision_fix.__file__)))
     ended = subprocess.run(
         [python, "-c", CLIENT, str(out), kind, fix],
         env={**paths, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")},

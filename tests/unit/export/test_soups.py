@@ -14,15 +14,15 @@ from PIL import Image
 from torch import Tensor
 
 from mclclip.eval import results
-from mclclip.eval import run as evaluation
 from mclclip.eval.protocols import BenchmarkConfig
 from mclclip.eval.results import Result
-from mclclip.export import soups
 from mclclip.models import weights
 from mclclip.models.encoder import Encoder, load_model, save_concat
 from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.run import artifacts
+from mclclip.verbs import eval as evaluation
+from mclclip.verbs import soup
 from tests.matrix import kept
 from tests.tiny import ROOT
 from tests.unit.models.conftest import tiny_config
@@ -84,7 +84,7 @@ def make(stages: list[Path], tmp_path: Path) -> Make:
 
     def run(method: Any, *models: int | Path, judge: Any = None, to: str = "soup", **options: Any):
         paths = [str(stages[each] if isinstance(each, int) else each) for each in models]
-        return soups.run(method, paths, tmp_path / to, judge=judge or NOTHING, **options)
+        return soup.run(method, paths, tmp_path / to, judge=judge or NOTHING, **options)
 
     return run
 
@@ -117,7 +117,7 @@ def same_file(first: Path, second: Path) -> bool:
 
 def test_a_uniform_soup_is_that_of_the_run(stages: list[Path], tmp_path: Path, make: Make) -> None:
     out = make("uniform", 0, 1, 2)
-    soups.soup.save_uniform_soup(stages[:3], tmp_path / "other")
+    soup.soup.save_uniform_soup(stages[:3], tmp_path / "other")
     assert same(out, tmp_path / "other")
     assert weights.read_config(out) == weights.read_config(tmp_path / "other")
     assert counts(out)["shares"] == {"stage_0": 1.0, "stage_1": 1.0, "stage_2": 1.0}
@@ -153,7 +153,7 @@ def test_greedy_keeps_what_does_not_lower_the_score(
     assert kept == ["stage_3", "stage_1"]
     assert record["shares"] == {"stage_0": 0.0, "stage_1": 1.0, "stage_2": 0.0, "stage_3": 1.0}
     assert record["score"] == best > max(alone)
-    soups.soup.save_uniform_soup([stages[1], stages[3]], tmp_path / "other")
+    soup.soup.save_uniform_soup([stages[1], stages[3]], tmp_path / "other")
     assert same(out, tmp_path / "other")
     printed = capsys.readouterr().out
     assert "score: mean of held_out/R@1" in printed
@@ -205,7 +205,7 @@ def test_the_best_alpha_is_written_with_its_price(
     assert judge.seen == [f"alpha_{number / 10:g}" for number in range(11)]
     curve = json.loads((out / "scores" / "curve.json").read_text())
     assert (curve["alpha"], curve["decided_by"]) == (0.4, ["held_out/R@1"])
-    assert curve["alphas"] == list(soups.ALPHAS)
+    assert curve["alphas"] == list(soup.ALPHAS)
     assert curve["models"] == ["stage_0", "stage_3"]
     ends = {"held_out/R@1": [], "imagenet/R@1": []}
     for path in (stages[0], stages[3]):
@@ -340,7 +340,7 @@ def test_batch_norms_are_estimated_on_the_given_images(tmp_path: Path, make: Mak
     (pictures / "broken.png").write_bytes(b"no picture")
     again = make("uniform", *paths, images=pictures)
     assert counts(again)["statistics_samples"] == 5
-    averaged, _ = soups.soup.combine(paths)
+    averaged, _ = soup.soup.combine(paths)
     written = tensors(again)
     changed = {name for name in written if not weights.same_bits(written[name], averaged[name])}
     assert changed and all("running" in n or n.endswith("batches_tracked") for n in changed)

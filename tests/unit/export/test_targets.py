@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import mclclip
-import mclclip.torchvision_fix  # noqa: F401
-from mclclip import cli
+import mclclip.util.torchvision_fix  # noqa: F401
+from mclclip.cli import entry
 from mclclip.export import certificate, convert, targets
 from mclclip.models import weights
 from mclclip.models.encoder import save_concat
@@ -125,7 +125,7 @@ def test_every_module_of_the_folder_is_a_target() -> None:
             "pipeline_tag",
         }
         words = ["export", "--to", name, "--model", "model", "--out", "out"]
-        assert cli.parse_words(words).to == name
+        assert entry.parse_words(words).to == name
     assert {"hf", "onnx", "llava", "open_clip", "clip_retrieval"} <= {*targets.names()}
 
 

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mclclip import embed, figures, pipeline
+from mclclip import figures, method
 from mclclip.config import Config, from_tree
 from mclclip.data.sample_index import SampleIndex
 from mclclip.figures import nearest, nearest_labels, tsne
 from mclclip.figures.inputs import Inputs
 from mclclip.ranks.process_group import SINGLE
+from mclclip.verbs import analyse, embed
 from tests import views
 
 STEPS = 4
@@ -44,7 +45,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     tree["cluster"] |= {"num_clusters": 3, "labels_per_sample": 2}
     tree["export"] |= {"concat": []}
     made = from_tree(tree)
-    pipeline.run(made, SINGLE)
+    method.run(made, SINGLE)
     embed.run(made, SINGLE, stage=1)
     return made
 
@@ -56,7 +57,7 @@ def drawn(config: Config) -> Iterator[Path]:
         for module, numbers in FEWER.items():
             for name, number in numbers.items():
                 patch.setattr(module, name, number)
-        yield figures.run(config, SINGLE)
+        yield analyse.run(config, SINGLE)
 
 
 def data(folder: Path, name: str) -> Any:
@@ -99,7 +100,7 @@ def test_tsne_is_seeded_and_of_every_stage(config: Config, drawn: Path) -> None:
         "stage_1": (LAID_OUT, 2),
     }
     assert set(found["attributes"]["shape"]["codes"]) == {0, 1, 2}
-    figures.run(config, SINGLE, figures="tsne")
+    analyse.run(config, SINGLE, figures="tsne")
     assert data(drawn, "tsne") == found
 
 
@@ -127,7 +128,7 @@ def test_a_figure_is_found_by_its_module(
         "FIGURE = Figure(draw, 'nothing')\n"
     )
     monkeypatch.setattr(figures, "__path__", [*figures.__path__, str(tmp_path)])
-    folder = figures.run(config, SINGLE, figures="toy_figure")
+    folder = analyse.run(config, SINGLE, figures="toy_figure")
     assert data(folder, "toy_figure") == {"samples": 64}
     for suffix in (".json", ".png"):
         (folder / f"toy_figure{suffix}").unlink()
@@ -136,7 +137,7 @@ def test_a_figure_is_found_by_its_module(
 @pytest.mark.parametrize("name", ["gate", "", "gates;tsne"])
 def test_an_unknown_figure_is_one_line(config: Config, name: str) -> None:
     with pytest.raises(ValueError, match=f"no figure {name!r}: take accuracy, .*tsne") as error:
-        figures.run(config, SINGLE, figures=f"tsne,{name}")
+        analyse.run(config, SINGLE, figures=f"tsne,{name}")
     assert "\n" not in str(error.value)
 
 
@@ -153,10 +154,10 @@ def test_what_a_run_lacks_is_one_line_where_it_is_named(
         ("nearest_labels", "run 'mclclip cluster --stage 0'"),
     ):
         with pytest.raises(ValueError, match=f"{run} has nothing for .* {name} needs") as error:
-            figures.run(bare, SINGLE, figures=name)
+            analyse.run(bare, SINGLE, figures=name)
         assert needs in str(error.value) and "\n" not in str(error.value)
     with caplog.at_level(logging.INFO, "mclclip"):
-        folder = figures.run(bare, SINGLE)
+        folder = analyse.run(bare, SINGLE)
     assert not [*folder.glob("*.png")]
     assert "nothing for tsne" in caplog.text
 
@@ -197,7 +198,7 @@ def test_what_cannot_be_drawn_is_one_line(
 ) -> None:
     """Figures of another index than the run's are never drawn."""
     with pytest.raises((ValueError, RuntimeError), match=line) as error:
-        figures.run(changed(copied), SINGLE, figures=figure)
+        analyse.run(changed(copied), SINGLE, figures=figure)
     assert "\n" not in str(error.value)
 
 
@@ -206,7 +207,7 @@ def test_too_few_samples_are_said_to_be_too_few(
 ) -> None:
     monkeypatch.setattr(nearest, "NEIGHBOURS", 10_000)
     with pytest.raises(ValueError, match=r"nearest needs 10001 samples or more: \d+ can be used"):
-        figures.run(config, SINGLE, figures="nearest")
+        analyse.run(config, SINGLE, figures="nearest")
 
 
 def test_an_attribute_without_pairs_leaves_the_other_figures(
@@ -216,4 +217,4 @@ def test_an_attribute_without_pairs_leaves_the_other_figures(
     for codes, figure in ((one, "overlap"), (one - 1, "recall")):
         monkeypatch.setattr(SampleIndex, "attribute", lambda self, name, own=codes: (own, ["0"]))
         with pytest.raises(ValueError, match=f"nothing for {figure}"):
-            figures.run(config, SINGLE, figures=figure)
+            analyse.run(config, SINGLE, figures=figure)

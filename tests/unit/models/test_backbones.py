@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import mclclip
-import mclclip.torchvision_fix  # noqa: F401
+import mclclip.util.torchvision_fix  # noqa: F401
 
 # isort: split
 import timm

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import mclclip.torchvision_fix  # noqa: F401
+import mclclip.util.torchvision_fix  # noqa: F401
 
 # isort: split
 import open_clip
@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from mclclip import config as configuration
-from mclclip.eval import run as evaluation
 from mclclip.eval.protocols import BenchmarkConfig
 from mclclip.models import weights
 from mclclip.models.encoder import load_model, save_concat
 from mclclip.models.loading import load_towers, model_config
 from mclclip.models.model import Model
 from mclclip.ranks.process_group import SINGLE
+from mclclip.verbs import eval as evaluation
 from tests.unit.models.conftest import CONFIGS, RunsWhenOpened, tiny_config
 
 pytest.importorskip("transformers")

@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import nn
 
-from mclclip import files
 from mclclip.models import weights
 from mclclip.models.encoder import load_model, save_concat
 from mclclip.models.loading import load_towers
 from mclclip.models.weights import CONCAT_WEIGHTS, digest_tensors
 from mclclip.run.artifacts import Artifact
+from mclclip.util import files
 from tests import fuzzing, tiny
 from tests.matrix import fuller_in_soak, kept
 from tests.unit.models.stages import save_stages

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from mclclip import export, pipeline
+from mclclip import method
 from mclclip.config import Config
 from mclclip.models.loading import load_towers, refuse_folded_norms
 from mclclip.models.options import ModelConfig
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
-from mclclip.train import verb as train
+from mclclip.verbs import export, train
 from tests import tiny
 from tests.unit.models.conftest import CONFIGS, tiny_config
 
@@ -228,7 +228,7 @@ def lit(run_dir: Path, data: Path, file: str, *options: str) -> Config:
 
 def test_stage_0_trains_the_text_tower_alone(data: Path, file: str, tmp_path: Path) -> None:
     config = lit(tmp_path / "run", data, file)
-    pipeline.run(config, SINGLE)
+    method.run(config, SINGLE)
     base = load_towers(tmp_path / "run/stage_0/export")
     given = load_towers(TOWER, image_weights=file)
     for name, tensor in given.clip.state_dict().items():
@@ -274,7 +274,7 @@ def test_folded_norms_are_refused_before_anything_is_written(
         f"{option}.lock.image_norm=true", f"{option}.lock.image_blocks=all",
     )  # fmt: skip
     with pytest.raises(ValueError, match="lock.image_norm is true"):
-        pipeline.run(config, SINGLE)
+        method.run(config, SINGLE)
     assert not (tmp_path / "run").exists()
 
 
@@ -283,5 +283,5 @@ def test_a_tower_that_does_not_fit_is_refused_before_anything_is_written(
 ) -> None:
     other = json.dumps(tiny_config("tiny_resnet"))
     with pytest.raises(ValueError, match="does not fit the image tower"):
-        pipeline.run(lit(tmp_path / "run", data, file, f"model.name={other}"), SINGLE)
+        method.run(lit(tmp_path / "run", data, file, f"model.name={other}"), SINGLE)
     assert not (tmp_path / "run").exists()

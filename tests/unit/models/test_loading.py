@@ -5,7 +5,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import mclclip.torchvision_fix  # noqa: F401
+import mclclip.util.torchvision_fix  # noqa: F401
 
 # isort: split
 import numpy as np

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import mclclip.torchvision_fix  # noqa: F401
+import mclclip.util.torchvision_fix  # noqa: F401
 
 # isort: split
 import open_clip
@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from mclclip import cluster, embed, export, index
 from mclclip.config import Config
 from mclclip.models import memory
 from mclclip.models.loading import load_towers
@@ -22,7 +21,7 @@ from mclclip.models.model import Model
 from mclclip.models.towers import stretched
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Layout, made_of, read_manifest
-from mclclip.train import verb as train
+from mclclip.verbs import cluster, embed, export, index, train
 from tests import tiny
 
 SHORT = ["a photo of a dog", "", "two red cups on a table, seen from above, with a spoon"]

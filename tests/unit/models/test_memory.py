@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mclclip.models import memory
 from mclclip.models.loading import load_towers
 from mclclip.models.model import Model
-from mclclip.pair_products import pair_products
+from mclclip.util.pair_products import pair_products
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

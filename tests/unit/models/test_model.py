@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch import _dynamo as dynamo
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import mclclip.torchvision_fix  # noqa: F401
+import mclclip.util.torchvision_fix  # noqa: F401
 
 # isort: split
 from open_clip.hf_model import HFTextEncoder

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-import mclclip.torchvision_fix  # noqa: F401
+import mclclip.util.torchvision_fix  # noqa: F401
 
 # isort: split
 import pytest

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import mclclip
-import mclclip.torchvision_fix  # noqa: F401
+import mclclip.util.torchvision_fix  # noqa: F401
 from mclclip.models import transformers_layout
 from mclclip.models.loading import load_towers
 

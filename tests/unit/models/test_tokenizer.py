@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import mclclip.torchvision_fix  # noqa: F401
+import mclclip.util.torchvision_fix  # noqa: F401
 
 # isort: split
 import open_clip

@@ -23,7 +23,7 @@ from mclclip.objectives.gated_pairs import (
     gated_queries,
     pair_losses,
 )
-from mclclip.randomness import mix
+from mclclip.util.randomness import mix
 
 SCALE = 6.0
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mclclip.caption_rules import HardCaptions
 from mclclip.objectives.base import parse
 from mclclip.objectives.info_nce import InfoNCE
+from mclclip.util.caption_rules import HardCaptions
 
 SCOPES = ("own", "global")
 

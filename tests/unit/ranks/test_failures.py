@@ -7,9 +7,9 @@ import resource
 
 import pytest
 
-from mclclip.files import clean, clean_lines
 from mclclip.ranks import failures
 from mclclip.ranks.failures import line_of
+from mclclip.util.files import clean, clean_lines
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mclclip import api, cluster, config, index, report
+from mclclip import api, config
 from mclclip.eval import results
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.results import Reference, Result
-from mclclip.opened_run import Run
 from mclclip.ranks.process_group import SINGLE
 from mclclip.report import clusters, pictures, scores, story
 from mclclip.report.pictures import Thumbnails, one_of_each
 from mclclip.run.artifacts import Layout, read_manifest
+from mclclip.run.opened import Run
+from mclclip.verbs import cluster, index, report
 from tests import made_run
 from tests.shard_server import serving
 from tests.tiny import digests

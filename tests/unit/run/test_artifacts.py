@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mclclip import __version__, files
+from mclclip import __version__
 from mclclip.run.artifacts import INTENT, MANIFEST, Artifact, read_manifest
+from mclclip.util import files
 
 CONFIG: dict[str, Any] = {"dtype": "float16", "model": {"name": "tiny", "train_scale": [0.9, 1.0]}}
 

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from mclclip import cluster, embed, export, index
-from mclclip.caption_rules import all_edits
 from mclclip.config import Config
 from mclclip.data.extras import BaseFeatures
 from mclclip.data.sample_index import SampleIndex
@@ -20,7 +18,8 @@ from mclclip.engines.engine import Engine
 from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Layout, read_manifest
-from mclclip.train import verb as train
+from mclclip.util.caption_rules import all_edits
+from mclclip.verbs import cluster, embed, export, index, train
 from tests import tiny
 
 TERM = "{objective: {kind: preserve%s}, weight: 0.5}"

@@ -10,7 +10,7 @@ import pytest
 from mclclip import config
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Layout
-from mclclip.train.parts import Job
+from mclclip.train.build import Job
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from mclclip import index
 from mclclip.config import Config
 from mclclip.data import decode
 from mclclip.data.batches import Batch
@@ -19,9 +18,9 @@ from mclclip.models.loading import load_towers
 from mclclip.models.transforms import fast_transform
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, Layout, read_manifest
-from mclclip.train import verb as train
+from mclclip.train.build import Job
 from mclclip.train.loop import Trainee
-from mclclip.train.parts import Job
+from mclclip.verbs import index, train
 from tests import tiny
 from tests.batches import grouped_index, training_batches
 

@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from mclclip import config, export, index
+from mclclip import config
 from mclclip.config import Config
 from mclclip.objectives.contrast import Temperature
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.objectives.sigmoid import Sigmoid
 from mclclip.ranks.process_group import Context
-from mclclip.train import verb as train
 from mclclip.train.symptoms import FAILURES, ROWS, Course, Failure, Symptoms
+from mclclip.verbs import export, index, train
 from tests import tiny
 from tests.distributed.conftest import here
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-import mclclip.torchvision_fix  # noqa: F401
-from mclclip import config, index, make_dataset
+import mclclip.util.torchvision_fix  # noqa: F401
+from mclclip import config
 from mclclip.data.datasets.celeba import balanced
 from mclclip.data.datasets.cifar10 import CLASSES as CIFAR10_CLASSES
 from mclclip.data.datasets.imagenet_subset import SUBSETS
@@ -22,6 +22,7 @@ from mclclip.data.groups import LabelBlocks, StageGroups
 from mclclip.data.labels import AttributeClasses
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
+from mclclip.verbs import index, make_dataset
 from tests.batches import training_batches
 from tests.matrix import in_soak
 from tests.unit.data.datasets import fakes

@@ -1,0 +1,36 @@
+"""Parts of the pages that ``mclclip report`` and ``mclclip race`` write, and their renderer."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from mclclip.report import story
+from mclclip.util import files
+
+
+def _printable(value: Any) -> Any:
+    return files.clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def environment() -> Environment:
+    """The renderer of the pages of this folder: all text is escaped, without characters that do not
+    print, and what is missing is an error."""
+    made = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_printable,
+    )
+    made.filters["duration"] = story.duration
+    # A line may break behind an underscore or a slash of a name.
+    made.filters["breakable"] = lambda name: Markup("<wbr>").join(
+        re.split(r"(?<=[_/])", files.clean(name))
+    )
+    return made
