@@ -27,14 +27,14 @@ from tests.unit.test_architecture import edges
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
-    "files": 216,
+    "files": 223,
     "lines": 34_918,
     "functions": 2_838,
     "functions of two lines or fewer": 748,
     "classes": 328,
     "dataclasses": 157,
     "options": 275,
-    "arrows between rooms": 325,
+    "arrows between rooms": 305,
     "lines of tests": 47_893,
 }
 ROOM = 1.01

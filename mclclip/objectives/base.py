@@ -1,6 +1,6 @@
 """Objectives: options that declare what one reads, and a module that computes the loss.
 
-Data, model, engine, plan, pipeline and export ask these two; nobody asks for an objective's type. A
+Data, model, engine, plan, method and export ask these two; nobody asks for an objective's type. A
 new method is one module with two classes: ``Options(ObjectiveOptions)``, whose ``build`` makes the
 ``Objective``. ``kind`` names the module: one of this folder, or an entry point of the group
 ``mclclip.objectives`` in another package. Only that module is imported.

@@ -137,7 +137,7 @@ def test_every_file_has_a_room() -> None:
 
 
 def test_direction() -> None:
-    """cli -> pipeline -> verbs -> rooms -> ground, by the table."""
+    """cli -> method -> verbs -> rooms -> util, by the table."""
     wrong = {
         edge: sorted(files)
         for edge, files in edges().items()

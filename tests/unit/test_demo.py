@@ -30,7 +30,7 @@ def test_the_short_form_is_one_small_stage_and_overrides_win(
         seen["settled"] = settled
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo.pipeline, "run", note)
+    monkeypatch.setattr(demo.method, "run", note)
     monkeypatch.setattr(demo.make_dataset, "run", lambda *_, **sizes: seen.update(sizes))
     with pytest.raises(KeyboardInterrupt):
         demo.run(tmp_path, seeds=[2], overrides=["train.steps=3"], short=True)

@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from mclclip import config
+from mclclip import config, figures
 from mclclip.cli import entry, process
 from mclclip.config.explaining import explain
 from mclclip.eval.protocols import KINDS, evaluator
 from mclclip.export import targets
 from mclclip.objectives.base import kinds
 from mclclip.train import symptoms
-from mclclip.verbs import analyse, demo
+from mclclip.verbs import demo
 from tests.unit.test_cli import parsers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,7 +156,7 @@ def complaint(option: str) -> str:
     ("page", "title", "known"),
     [
         (OBJECTIVES, "kind", kinds()),
-        (f"{SITE}/how-to/look-inside.md", "figure", analyse.figures()),
+        (f"{SITE}/how-to/look-inside.md", "figure", figures.figures()),
         (f"{SITE}/how-to/transformers-and-llava.md", "`--to`", targets.names()),
     ],
 )
