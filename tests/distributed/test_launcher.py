@@ -35,7 +35,7 @@ if moment == "importing":
     time.sleep(1)
 
 import torch
-from mclclip import process
+from mclclip.cli import process
 from mclclip.ranks import collectives, process_group
 
 if moment == "joining":

@@ -171,12 +171,12 @@ def verbs(where: Where) -> str:
 
 _KILLED = """
 import sys
-from mclclip import cli
+from mclclip.cli import entry
 from tests.e2e.conftest import KillAfter
 if int(sys.argv[1]):
     KillAfter("update", int(sys.argv[1]))()
 del sys.argv[1]
-cli.command()
+entry.command()
 """
 
 

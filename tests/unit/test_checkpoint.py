@@ -302,7 +302,7 @@ def test_steps_are_numbers_and_other_names_are_not_steps(tmp_path: Path) -> None
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from mclclip import files
+from mclclip.util import files
 from mclclip.checkpoint import CheckpointConfig, Checkpoints, step_files
 from tests.unit.test_checkpoint import Source
 

@@ -146,7 +146,7 @@ def test_wrong_paths_and_names_are_refused_before_torch_is_loaded(tmp_path: Path
         ("race --config ucm --remedies mcl d.e=f --seeds 1 x g.h=i", "--seeds got 1 x: wanted"),
     ]
     code = (
-        "import sys; from mclclip import cli\n"
+        "import sys; from mclclip.cli import entry\n"
         "for words in sys.argv[1:]: print(entry.main(words.split()), 'torch' not in sys.modules)"
     )
     command = [sys.executable, "-c", code, *(words.format(*[tmp_path] * 2) for words, _ in wrong)]
@@ -224,7 +224,7 @@ def test_help_needs_nothing_heavy() -> None:
 
 def test_checking_a_configuration_needs_no_models() -> None:
     code = (
-        "import sys; from mclclip import cli\n"
+        "import sys; from mclclip.cli import entry\n"
         "heavy = {'open_clip', 'timm', 'torchvision', 'transformers'}\n"
         "print(entry.main(['config', 'run_dir=x']), heavy.isdisjoint(sys.modules))"
     )
@@ -431,7 +431,7 @@ def test_a_group_stays_open_for_the_next_call_and_is_closed_at_the_end(tmp_path:
     code = """
 import atexit, sys
 import torch.distributed as dist
-from mclclip import cli
+from mclclip.cli import entry
 atexit.register(lambda: print(dist.is_initialized()))
 for _ in range(2):
     print(entry.main(sys.argv[1:]), dist.is_initialized())

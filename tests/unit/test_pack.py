@@ -408,7 +408,7 @@ def test_what_is_refused_does_not_wait_for_torch(tmp_path: Path) -> None:
     lines = f"""
         import sys
         from pathlib import Path
-        from mclclip.pack import pack
+        from mclclip.verbs.pack import pack
         try:
             pack(Path({str(tmp_path)!r}, "none"), Path("out"))
         except FileNotFoundError:

@@ -48,11 +48,11 @@ def test_what_is_printed_is_whole() -> None:
 def test_main_returns_its_code_and_leaves_signals_as_they_were() -> None:
     code = """
 import signal
-from mclclip import cli
+from mclclip.cli import entry
 heard = []
 signal.signal(signal.SIGTERM, lambda *_: heard.append("SIGTERM"))
 before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
-codes = [cli.main(words.split()) for words in ("recipes", "recipes --no", "--help", "config")]
+codes = [entry.main(words.split()) for words in ("recipes", "recipes --no", "--help", "config")]
 assert before == [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
 signal.raise_signal(signal.SIGTERM)
 print(codes, heard)
@@ -67,12 +67,13 @@ def test_a_program_goes_on_after_a_verb_that_was_asked_to_leave() -> None:
     """The clock that ends a process which does not leave must not end this one."""
     code = """
 import os, signal, time
-from mclclip import cli, shipped
+from mclclip.cli import entry
+from mclclip.util import shipped
 def leave(copy):
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(30)
 shipped.run = leave
-code = cli.main(["recipes"])
+code = entry.main(["recipes"])
 time.sleep(6)
 print(code)
 """

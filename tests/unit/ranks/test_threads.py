@@ -94,7 +94,8 @@ def test_finetune_computes_with_the_users_number_of_threads(
     photos.write(tmp_path)
     base = f"{tiny.ROOT / 'mclclip/launch/recipes/tiny_clip.json'}@random"
     code = """
-from mclclip import api, cli, config
+from mclclip import api, config
+from mclclip.cli import entry
 chosen, counted = [], []
 def note(settled, *_, **__):
     chosen.append(settled.num_threads)
@@ -103,7 +104,7 @@ api.method.run = note
 api.opened.Run.open = classmethod(lambda *_: sys.exit(0))
 images, captions, base, out, *options = sys.argv[1:]
 words = ["finetune", images, "--captions", captions, "--base", base, "--out", out, *options]
-assert cli.main(words) == 0
+assert entry.main(words) == 0
 try:
     api.finetune(images, captions=captions, base=base, out=out, options=options)
 except SystemExit:

@@ -39,7 +39,7 @@ def test_a_kill_before_the_rename_leaves_the_old_file(tmp_path: Path, call: str)
     path = tmp_path / "state.json"
     files.write_json(path, {"step": 1})
     code = (
-        "import os, signal, sys; from pathlib import Path; from mclclip import files\n"
+        "import os, signal, sys; from pathlib import Path; from mclclip.util import files\n"
         f"os.{call} = lambda *args: os.kill(os.getpid(), signal.SIGKILL)\n"
         "files.write_json(Path(sys.argv[1]), {'step': 2})"
     )
