@@ -19,10 +19,10 @@ from pathlib import Path
 from mclclip import config as configuration
 from mclclip.config import Config, TrainConfig
 from mclclip.data import extras
+from mclclip.data.bytes import excluded_keys, read_excluded
 from mclclip.data.epoch_plan import check_samples
 from mclclip.data.labels import SampleWeights
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import excluded_keys, read_excluded
 from mclclip.eval import results
 from mclclip.eval.protocols import BenchmarkConfig, evaluator
 from mclclip.models.loading import (
@@ -136,8 +136,6 @@ def check(config: Config, context: Context, *, reads_benchmarks: bool = True) ->
                 "'reshard' and 'train', and 'run' would train before that: leave it out, or call "
                 "the verbs"
             )
-    if config.trunk_cache.enabled:
-        embed.check_trunk_folder(config)
     (evaluation.check if reads_benchmarks else evaluation.check_options)(config.eval.suite)
     _check_tokenizers(config)
 

@@ -167,6 +167,12 @@ class Config:
             "reshard.enabled copies images, which are not read then: leave one out": (
                 self.reshard.enabled
             ),
+            "train.lock freezes the whole image tower, whose embeddings are read, and "
+            f"embed.feature={self.embed.feature} with model.projector={self.model.projector} makes "
+            "others than are trained on: leave both out": (
+                not self.writes_trunk
+                and (self.embed.feature == "pooled" or bool(self.model.projector))
+            ),
         }
         for problem, is_there in problems.items():
             if is_there:
@@ -285,6 +291,11 @@ class Config:
     def needs_text_embeddings(self) -> bool:
         """Whether ``embed`` writes embeddings of the captions at stage 0."""
         return bool(self.stored_texts)
+
+    @property
+    def writes_trunk(self) -> bool:
+        """Whether `embed` writes rows that stand for images, beside its embeddings."""
+        return self.trunk_cache.enabled and not self.train.lock.freezes_images
 
     @property
     def stored_texts(self) -> tuple[HardCaptions | None, ...]:

@@ -11,7 +11,7 @@ from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, Posi
 
 from mclclip.data.decode import MAX_IMAGE_PIXELS, Pixels
 from mclclip.data.remote import RemoteOptions, check_protocol
-from mclclip.util.options import STRICT, Share, protocol_of
+from mclclip.util.options import STRICT, Share
 
 Policy = Literal["drop", "backoff", "mask", "wrap", "carry"]
 """Use of the samples that fill no batch of their own group (see ``data.epoch_plan``)."""
@@ -76,7 +76,8 @@ class DataConfig:
     verify: Literal["captions", "full"] = "captions"
     """Parts of a shard that are compared with the index. ``captions``: its size, and the caption of
     every sample that is read; a shard with another time of change is scanned again first. ``full``:
-    every image that is read too; indexing then reads all images once, for their checksums."""
+    every image that is read too; indexing then reads all images once, for their checksums, and
+    whoever reads from such an index compares them."""
     remote: RemoteOptions = field(default_factory=RemoteOptions)
     """How shards behind urls are read."""
 
@@ -157,17 +158,12 @@ class ReshardConfig:
 
 @checked_dataclass(frozen=True, config=STRICT)
 class TrunkCacheConfig:
-    """The output of the image tower's frozen blocks for every sample, on disk."""
+    """What the frozen part of the image tower makes of every sample, on disk."""
 
     enabled: bool = False
-    """Write it at stage 0, and start every training after that and every embedding pass from it.
-    Every epoch then sees the same crop of an image, that of validation."""
-    folder: str | None = None
-    """Where the rows lie, on a disk that all ranks share (null: in the run directory);
-    ``mclclip config --plan`` says how much room they take."""
+    """Write the output of the frozen blocks at stage 0, and start every training after that and
+    every embedding pass from it. Where ``train.lock`` freezes the whole tower, stage 0's embeddings
+    are read, and nothing else is written. Every epoch then sees the same crop of an image, that of
+    validation."""
     dtype: Literal["float16", "float32"] = "float16"
-    """Number format of the rows."""
-
-    def __post_init__(self) -> None:
-        if self.folder is not None and protocol_of(self.folder) is not None:
-            raise ValueError(f"trunk_cache.folder={self.folder} is a url: give a folder of a disk")
+    """Number format of the rows that are written."""

@@ -45,8 +45,8 @@ log = logging.getLogger("mclclip")
 KIND = "index"
 BAD_SAMPLES = "bad_samples.json"
 # Reasons why one reader cannot use a sample, which say nothing about the sample.
-EXCLUDED = "excluded"
-READERS_OWN = ("unfit", "no_caption", "not_cached", EXCLUDED)
+EXCLUDED, DAMAGED_COPY = "excluded", "damaged_copy"
+READERS_OWN = ("unfit", "no_caption", "not_cached", EXCLUDED, DAMAGED_COPY)
 
 
 class SampleIndex:

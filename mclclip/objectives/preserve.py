@@ -140,7 +140,6 @@ class Preserve(Objective):
         (copied,) = self._copy
         if copied is None:
             return {}
-        copied.first_block = model.first_block  # rows of the trunk's cache may stand for images
         with torch.no_grad():
             found = self.features(copied, batch)
         return {f"copied_{name}": found[name] for names in self.names for name in names}

@@ -186,10 +186,7 @@ def disk(config: Config, counted: dict[str, Any], measured: dict[str, Any]) -> d
         (sizes if folder is None else elsewhere)[name] = copies
     if config.trunk_cache.enabled:
         row = last["operations"]["trunk_values"] * np.dtype(config.trunk_cache.dtype).itemsize
-        folder = config.trunk_cache.folder
-        name = "trunk cache" if folder is None else "trunk cache, in trunk_cache.folder"
-        rows = None if samples["number"] is None else samples["number"] * row
-        (sizes if folder is None else elsewhere)[name] = rows
+        sizes["trunk cache"] = None if samples["number"] is None else samples["number"] * row
     run_dir = Path(config.run_dir)
     return {
         "trainings": trainings,

@@ -81,12 +81,10 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
     stored_text = name == "train" and options.reads_text_embeddings
     with faked(model, gpu_autocast=gpu and half):
         setting = replace(setting, model=model, context=SINGLE)
-        trainee = Trainee(model, options.objective.build(setting), options.precision)
         batch = _batch(model, options, local, stored_text)
         if name == "train" and config.trunk_cache.enabled:
-            trunk = _start_from_trunk(trainee, batch)
-            encoder["trunk"] = trunk.operations // local
-            encoder["trunk_values"] = batch.views[0][0].numel()
+            encoder |= _start_from_rows(model, batch, whole=not config.writes_trunk)
+        trainee = Trainee(model, options.objective.build(setting), options.precision)
         features, activations, encoder["sample"] = _measure_step(trainee, batch, local, micro)
         sizes, objective = _sizes(model, options), trainee.objective
         moments = 2 * size_bytes(p for p in objective.parameters() if p.requires_grad)
@@ -239,16 +237,18 @@ def _allocate_gradients(module: nn.Module) -> list[Tensor]:
     return [p.grad for p in trained if p.grad is not None]
 
 
-def _start_from_trunk(trainee: Trainee, batch: Batch) -> StepMeter:
-    """Puts the trunk's output into the place of the views, and returns what making it took."""
-    model: Any = trainee.model
+def _start_from_rows(model: Model, batch: Batch, whole: bool) -> dict[str, int]:
+    """Puts what the frozen part of the image tower makes of the views into their place; returns the
+    operations that an image took, and the values that are stored of it, beside embeddings."""
     blocks = model.num_frozen_blocks
-    with torch.no_grad(), StepMeter() as trunk:
-        batch.views = [model.encode_trunk(view, blocks) for view in batch.views]
-    for encoder in trainee.modules():  # copies of the model too
-        if isinstance(encoder, Model):
-            encoder.first_block = blocks
-    return trunk
+    with torch.no_grad(), StepMeter() as frozen:
+        batch.views = [
+            model.encode_image(view) if whole else model.encode_trunk(view, blocks)
+            for view in batch.views
+        ]
+    model.first_block = blocks + whole
+    values = 0 if whole else batch.views[0][0].numel()
+    return {"trunk": frozen.operations // len(batch), "trunk_values": values}
 
 
 def _measure_step(

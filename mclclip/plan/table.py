@@ -174,7 +174,7 @@ def _disk(plan: dict[str, Any]) -> Iterator[str]:
         rows.append([f"checkpoints, {_name(of)}", _gib(of["each"]), number, _gib(of["kept"])])
     rows.append(["checkpoints, at most", "", "", _gib(disk["checkpoints"])])
     kinds = ("exports", "embeddings", "clusters", "copies", "copies, in reshard.folder",
-             "trunk cache", "trunk cache, in trunk_cache.folder", "sum", "present",
+             "trunk cache", "sum", "present",
              "free")  # fmt: skip
     for key in filter(disk.__contains__, kinds):
         rows.append([key, "", "", "unknown" if disk[key] is None else _gib(disk[key])])

@@ -12,7 +12,7 @@ what it opens, and ``mclclip doctor RUN`` compares the bytes. ``bad_samples.json
                                 manifest.json
       stage_0/  embeddings/     00000.npy  00000.json ...   two files per shard of the index
                 text_embeddings/  edited_texts/8c1d.../
-                trunk_cache/    without_rows.npy  rows/00000.npy ...
+                trunk_cache/    00000.npy ... 00000.json ...
                 clusters/       centroids.npy  cluster_labels.npy  similarities.npy
                 train/          checkpoints/step_00000400/  metrics.jsonl  epochs.jsonl  profile/
                 export/         open_clip_config.json  open_clip_model.safetensors
@@ -396,14 +396,6 @@ class Layout:
     def embeddings(self, stage: int) -> Path:
         """Image embeddings of a stage."""
         return self.stage(stage) / "embeddings"
-
-    def trunk_rows(self, folder: str | None, identity: str) -> Path:
-        """Where its rows lie; in a folder elsewhere below the run's name and a part of the cache's
-        ``identity``, since it may hold several."""
-        if folder is None:
-            return self.trunk_cache / "rows"
-        name = f"trunk_{identity[:12]}"
-        return Path(folder).expanduser() / self.run_dir.resolve().name / name
 
     def edited_texts(self, drawn_by: Sequence[object]) -> Path:
         """Text embeddings of edited captions by the frozen text tower; ``drawn_by`` decides which

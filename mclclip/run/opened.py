@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from mclclip.config import Config
-    from mclclip.data.samples import TarDataset
+    from mclclip.data.bytes import Bytes
     from mclclip.models.encoder import Encoder
     from mclclip.models.model import Model
 
@@ -220,35 +220,33 @@ class Run:
         return np.sort(np.random.default_rng([self.seed, purpose]).permutation(usable)[:count])
 
     @cached_property
-    def dataset(self) -> TarDataset:
-        """Reads images and captions as the run's options of data say (``read_many``, ``captions``).
-
-        Images are compared with the index where it has their checksums.
-        """
+    def samples(self) -> Bytes:
+        """Reads images and captions as the run's options of data say."""
+        from mclclip.data.bytes import Bytes
         from mclclip.data.options import DataConfig
-        from mclclip.data.samples import TarDataset
 
         data = DataConfig() if self.config is None else self.config.data
         if self.index.image_crc32 is None:
             data = replace(data, verify="captions")
-        return TarDataset(self.index, data)
+        return Bytes(self.index, data)
 
     def captions(self, ids: Ids) -> list[list[str]]:
         """All captions of each sample, none for one without captions.
 
         Raises RuntimeError where a shard does not hold what was indexed.
         """
-        return self.dataset.captions_of([int(sample_id) for sample_id in ids])
+        return self.samples.captions_of([int(sample_id) for sample_id in ids])
 
     def stored_images(self, ids: Ids) -> list[bytes]:
         """The bytes of the images of samples, in whatever format they are stored.
 
         Raises RuntimeError, one line, for the first that cannot be read.
         """
-        from mclclip.data.samples import BadSample
+        from mclclip.data.bytes import BadSample
+        from mclclip.data.locations import PICTURE
 
         stored = []
-        for raw in self.dataset.read_many(ids):
+        for raw in self.samples.read(ids, [PICTURE]):
             if isinstance(raw, BadSample):
                 raise RuntimeError(
                     f"sample {self.index.names([raw.sample_id])[0]} cannot be read ({raw.reason}): "
@@ -264,7 +262,7 @@ class Run:
         """
         from mclclip.data.decode import DecodeError, decode
 
-        images, max_pixels = [], self.dataset.options.max_image_pixels
+        images, max_pixels = [], self.samples.options.max_image_pixels
         for sample_id, stored in zip(ids, self.stored_images(ids), strict=True):
             try:
                 images.append(decode(stored, max_pixels, reads_arrays=True))

@@ -19,8 +19,8 @@ from mclclip.data.extras import BaseFeatures, EditedCaptions, EqualityDigests, r
 from mclclip.data.groups import GroupedIndex, Integers
 from mclclip.data.labels import AttributeClasses, ClassLabels, SampleWeights
 from mclclip.data.loader import Loader
-from mclclip.data.locations import Resharded, TextFeatures, TrunkRows
-from mclclip.data.row_store import left_out
+from mclclip.data.locations import Locations
+from mclclip.data.row_store import StoredRows, left_out
 from mclclip.data.sample_index import BadSamples, SampleIndex
 from mclclip.data.samples import Extra, TarDataset
 from mclclip.engines import build_engine
@@ -178,43 +178,24 @@ class Opened:
     """Files that a training reads beside its index, checked by rank 0 for all ranks."""
 
     classes: ClassLabels | AttributeClasses | None
-    resharded: Resharded | None
-    trunk: TrunkRows | None
+    locations: Locations
+    image_rows: StoredRows | None = None
 
 
-def resharded_of(job: Job) -> Resharded | None:
-    """Copies of the samples in the order of this training's groups; None where it reads them from
-    the shards of the index. Raises the errors of ``Resharded.open``."""
+def locations_of(job: Job) -> Locations:
+    """Where this training reads the samples: in copies that ``reshard`` made for its groups, or in
+    the shards of the index. Raises the errors of ``Locations.open``."""
     how, layout = job.config.reshard, job.layout
     if not how.enabled or not job.reads_groups or layout.variant != "mcl":
-        return None
+        return Locations(job.index)
     directory = layout.resharded(job.stage, how.folder)
     url = how.url and f"{how.url.rstrip('/')}/stage_{job.stage}"
-    labels, remote = layout.pseudo_labels(job.stage), job.config.data.remote
-    return Resharded.open(directory, labels, job.index, url, remote)
+    return Locations.open(directory, job.index, url, job.config.data.remote)
 
 
-def start_from_trunk(model: Model, trunk: TrunkRows | None) -> None:
-    """Has the model start from the rows that stand for images, where they do.
-
-    Raises RuntimeError where they are of other weights, and ValueError where blocks would be left
-    out that are trained.
-    """
-    if trunk is None:
-        return
-    if trunk.num_blocks > model.num_frozen_blocks:
-        raise ValueError(
-            f"the trunk's cache has passed {trunk.num_blocks} blocks, and train.lock freezes "
-            f"{model.num_frozen_blocks}: lower train.lock.image_blocks, or run 'mclclip embed "
-            "--stage 0 --trunk-cache --force'"
-        )
-    trunk.start(model)
-
-
-def trainee_of(job: Job, opened: Opened, model: Model, objective: Objective) -> Trainee:
+def trainee_of(job: Job, model: Model, objective: Objective) -> Trainee:
     """Model and objective as one module, on the device."""
-    blocks = 0 if opened.trunk is None else opened.trunk.num_blocks
-    trainee = Trainee(model, objective, job.options.precision, blocks).to(job.context.device)
+    trainee = Trainee(model, objective, job.options.precision).to(job.context.device)
     if job.options.engine.compile == "step":
         trainee.compile()
     return trainee
@@ -387,9 +368,9 @@ def loader_of(
         steps,
         num_workers=job.config.data.num_workers,
         timeout_s=job.config.peer_timeout_s,
-        describe=lambda step: dataset.describe(f"the batch of step {step + 1}", ids_of(step)),
+        describe=lambda step: dataset.bytes.describe(f"the batch of step {step + 1}", ids_of(step)),
         pin_memory=choose_memory(job.context.device) == "pinned",
-        fresh=bool(dataset.reader.urls),
+        fresh=bool(dataset.bytes.reader.urls),
     )
 
 
@@ -404,7 +385,7 @@ def _batches_of(
     """This rank's batches, of which the first samples have been tried; ``say_equal``: says how many
     rows have an equal caption or picture."""
     objective = job.options.objective
-    text = TextFeatures(job.layout.text_embeddings, job.index) if job.cached_text else None
+    text = StoredRows(job.layout.text_embeddings, job.index) if job.cached_text else None
     edits: list[Extra] = []
     if objective.reads.edits and text is None:
         edits.append(EditedCaptions(objective.reads.edits, fetched(model.tokenizer)))
@@ -414,9 +395,9 @@ def _batches_of(
         job.config.data,
         fast_transform(train) if job.pixels == "fast" else train,
         tokenizer=fetched(model.tokenizer) if objective.reads.captions and text is None else None,
+        image_rows=opened.image_rows,
         text_features=text,
-        resharded=opened.resharded,
-        trunk=opened.trunk,
+        locations=opened.locations,
         extras=job.extras + edits,
     )
     batches = TrainingBatches(
@@ -430,6 +411,7 @@ def _batches_of(
         bad_ids=known_bad,
     )
     dataset.check()
-    if say_equal and dataset.reads_text and (objective.reads.digests or not dataset.reader.urls):
+    is_far = bool(dataset.bytes.reader.urls)
+    if say_equal and dataset.reads_text and (objective.reads.digests or not is_far):
         report_equal(batches, clean_caption)
     return batches

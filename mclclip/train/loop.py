@@ -51,26 +51,24 @@ Evaluate = Callable[[int], Mapping[str, float]]
 class Trainee(nn.Module):
     """Model and objective as one module, so that engine and optimizer see both's parameters.
 
-    precision     ``bf16`` and ``fp16`` are autocast around the model
-    trunk_blocks  number of the model's first blocks whose output stands for images; 0: none
+    ``precision``: ``bf16`` and ``fp16`` are autocast around the model.
     """
 
-    def __init__(
-        self, model: Model, objective: Objective, precision: str = "fp32", trunk_blocks: int = 0
-    ) -> None:
+    def __init__(self, model: Model, objective: Objective, precision: str = "fp32") -> None:
         super().__init__()
         self.model = model
         self.objective = objective
         self.precision = precision
         self.seen: dict[str, Any] = {}  # what the objective was given last, without gradients
-        # Number format of the output of the first blocks in this precision.
-        self.trunk_dtype: torch.dtype | None = None
         self._normalization: tuple[Tensor, Tensor] | None = None  # on the device
-        if trunk_blocks:
+        # Number format of the rows that stand for images, as the model makes them.
+        self._rows_dtype: torch.dtype | None = None
+        if model.first_block:
             weight = next(model.parameters())
             image = torch.zeros(1, *model.image_shape, dtype=weight.dtype, device=weight.device)
             with torch.no_grad(), self._autocast(weight.device):
-                self.trunk_dtype = model.encode_trunk(image, trunk_blocks).dtype
+                blocks = min(model.first_block, model.num_blocks)
+                self._rows_dtype = model.encode_trunk(image, blocks).dtype
 
     def forward(
         self,
@@ -101,8 +99,8 @@ class Trainee(nn.Module):
         batch = batch.to(device)
         views = []
         for view in batch.views:
-            if self.trunk_dtype is not None:  # it is a row of the trunk's cache
-                view = view.to(self.trunk_dtype)
+            if self._rows_dtype is not None:
+                view = view.to(self._rows_dtype)
             if view.dtype == torch.uint8:
                 view = normalized(view, *self._normalization)
             views.append(view.double() if self.precision == "float64" else view)

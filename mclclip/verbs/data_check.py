@@ -21,10 +21,11 @@ from scipy.stats import hypergeom
 
 from mclclip.config import Config
 from mclclip.data import sample_index
+from mclclip.data.bytes import BadSample, Bytes, read_excluded
 from mclclip.data.decode import DecodeError, as_picture, decode, peculiarity
 from mclclip.data.findings import REASONS, Findings
+from mclclip.data.locations import PICTURE
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import BadSample, TarDataset
 from mclclip.models.loading import model_config, model_tokenizer
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Layout, is_finished, read_manifest
@@ -62,7 +63,7 @@ def findings(config: Config, folder: Path) -> Iterator[Finding]:
     for line in Findings(found).lines():
         yield finding("index", line, "see that these may be missing")
     random = np.random.default_rng([config.seed, 0])
-    read = TarDataset(samples, replace(config.data, verify="captions"))
+    read = Bytes(samples, replace(config.data, verify="captions"))
     yield from _pictures(config, read, random)
     yield from _captions(config, read, random)
 
@@ -91,13 +92,14 @@ def _index(config: Config, folder: Path) -> tuple[SampleIndex, int, str]:
 # --- pictures ------------------------------------------------------------------------------------
 
 
-def _pictures(config: Config, read: TarDataset, random: np.random.Generator) -> Iterator[Finding]:
-    ids = random.permutation(len(read))[:NUM_PICTURES]
+def _pictures(config: Config, read: Bytes, random: np.random.Generator) -> Iterator[Finding]:
+    ids = random.permutation(len(read.index))
+    ids = ids[~np.isin(ids, [*read_excluded(read.index, config.data.exclude)])][:NUM_PICTURES]
     fitting = int(np.searchsorted(np.cumsum(read.index.image_size[ids]), PICTURE_BYTES)) + 1
     ids = np.sort(ids[:fitting])
     keys, sizes, hashes, contents, bad = [], [], [], [], dict[int, str]()
     odd: dict[str, list[str]] = {}
-    for sample_id, raw in zip(ids.tolist(), read.read_many(ids), strict=True):
+    for sample_id, raw in zip(ids.tolist(), read.read(ids, [PICTURE]), strict=True):
         try:
             if isinstance(raw, BadSample):
                 raise DecodeError(raw.reason)
@@ -172,7 +174,7 @@ def _copies(keys: Sequence[str], hashes: npt.NDArray[np.uint64], contents: list[
 # --- captions ------------------------------------------------------------------------------------
 
 
-def _captions(config: Config, read: TarDataset, random: np.random.Generator) -> Iterator[Finding]:
+def _captions(config: Config, read: Bytes, random: np.random.Generator) -> Iterator[Finding]:
     numbers = read.index.num_captions
     bare = float((numbers == 0).mean())
     text = f"{int(numbers.sum()):,}, {bare:.1%} of the samples have none"

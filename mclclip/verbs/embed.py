@@ -6,13 +6,12 @@ listed beside it and in the index's ``bad_samples.json``, and get the label -1.
 
 With ``trunk_cache.enabled`` stage 0 first writes what its frozen blocks make of every image, in the
 same way. Stages, controls and later embedding passes have the same frozen blocks, so they start
-from these rows (``data.locations``) instead of images.
+from these rows instead of images (``models.image_rows``).
 """
 
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -23,16 +22,14 @@ import torch
 from torch import Tensor
 
 from mclclip.config import Config
-from mclclip.data import locations
-from mclclip.data.arrays import open_npy, save_npy
+from mclclip.data.bytes import read_excluded
 from mclclip.data.extras import directory_of, drawn
 from mclclip.data.index_tables import Shard, check_shards
-from mclclip.data.locations import WITHOUT, TrunkRows
-from mclclip.data.row_store import RowBatch, left_out, num_restored, shards_done
+from mclclip.data.row_store import TRUNK_CACHE, RowBatch, StoredRows, num_restored
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import TarDataset, read_excluded, tokenized
-from mclclip.models import memory
-from mclclip.models.loading import load_towers, prepare_model
+from mclclip.data.samples import TarDataset, tokenized
+from mclclip.models.image_rows import start_from_rows
+from mclclip.models.loading import load_towers
 from mclclip.models.model import Model, unit
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
@@ -74,13 +71,14 @@ def run(
         )
     layout = Layout.of(config)
     index = SampleIndex.open(layout.index)
-    if config.trunk_cache.enabled and stage == 0:
-        write_trunk(config, context, layout, index, force)
     every = (config, *readers) if stage == 0 else ()
     texts = [edits for reader in every for edits in reader.stored_texts]
     if text is not None:
         texts = [None, *texts] if text else []
-    wanted: dict[Path, HardCaptions | None] = {layout.embeddings(stage): None}
+    wanted: dict[Path, HardCaptions | None] = {}
+    if config.writes_trunk and stage == 0:
+        wanted[layout.trunk_cache] = None
+    wanted[layout.embeddings(stage)] = None
     wanted |= {directory_of(layout, edits): edits for edits in texts}
     if texts:
         if without := len(index.without_caption("embed with text")):
@@ -92,14 +90,14 @@ def run(
         if artifact.finished:
             log.info("%s is finished: skipped", artifact.directory)
             continue
-        model = load_towers(layout.export(stage)).eval()
-        rows = None
-        if artifact.kind == "embeddings" and config.trunk_cache.enabled:
-            rows = TrunkRows.open_together(layout, config.trunk_cache.folder, index)
-            collectives.together(partial(rows.start, model), "embed")
+        model, rows = load_towers(layout.export(stage)).eval(), None
+        if artifact.kind == "embeddings" and "image_rows" in artifact.inputs:
+            make = partial(StoredRows.of_images, layout, index, whole=not config.writes_trunk)
+            rows = collectives.on_main(make)
+            collectives.together(partial(start_from_rows, model, rows), "embed")
         model.to(context.device)
         collectives.on_main(partial(check_shards, index.directory, index.shards, config.data))
-        source = TarDataset(index, config.data, model.preprocess_val, trunk=rows)
+        source = TarDataset(index, config.data, model.preprocess_val, image_rows=rows)
         collectives.together(source.check, "embed")
         _embed(config, context, source, model, artifact, edits)
     return layout.embeddings(stage)
@@ -114,16 +112,29 @@ def _open(
     edits: HardCaptions | None,
     force: Force,
 ) -> Artifact:
-    of_images = directory == layout.embeddings(stage)
-    kind = "embeddings" if of_images else "text_embeddings"
+    kinds = {layout.embeddings(stage): "embeddings", layout.trunk_cache: TRUNK_CACHE}
+    kind = kinds.get(directory, "text_embeddings")
     # The batch size is left out, since it changes results by rounding only.
     fields: dict[str, Any] = {"dtype": config.embed.dtype, "precision": config.embed.precision}
     encoder = read_manifest(layout.export(stage), "export")
     inputs = {"index": index.digest, "encoder": encoder.digest}
-    if of_images:
+    if kind == "embeddings":
         fields["feature"] = config.embed.feature
-        if config.trunk_cache.enabled:
-            inputs["trunk_cache"] = read_manifest(layout.trunk_cache, locations.TRUNK_CACHE).digest
+        if config.writes_trunk:
+            inputs["image_rows"] = read_manifest(layout.trunk_cache, TRUNK_CACHE).digest
+        elif config.trunk_cache.enabled and stage:
+            inputs["image_rows"] = read_manifest(layout.embeddings(0), kind).digest
+    elif kind == TRUNK_CACHE:
+        blocks, trunk = _frozen_part(config, layout)
+        fields |= {"dtype": config.trunk_cache.dtype, "blocks": blocks}
+        inputs = {"index": index.digest, "trunk": trunk}
+        embeddings = made_of(layout.embeddings(0))
+        if embeddings and "image_rows" not in embeddings["inputs"] and not force:
+            raise ValueError(
+                f"{layout.embeddings(0)} was made from images, and trunk_cache.enabled starts from "
+                "the trunk's output: use another run_dir, leave trunk_cache out, or --force to "
+                "make it again"
+            )
     if edits is not None:
         fields["drawn_by"] = [*edits.drawn_by]
     excluded = read_excluded(index, config.data.exclude)
@@ -137,6 +148,21 @@ def _open(
     return Artifact.open(directory, kind=kind, config=fields, inputs=inputs, force=force)
 
 
+def _frozen_part(config: Config, layout: Layout) -> tuple[int, str]:
+    """Number of first blocks that no stage trains, and the digest of what their output depends on;
+    ValueError where there are none."""
+    model = load_towers(layout.export(0))
+    model.lock(**config.train.model_arguments()["lock"])
+    if not model.num_frozen_blocks:
+        stem = f" (the stem and {model.num_blocks - 1} residual blocks)"
+        raise ValueError(
+            f"trunk_cache.enabled, but train.lock.image_blocks={config.train.lock.image_blocks} "
+            f"trains all of the image tower's {model.num_blocks} blocks"
+            f"{'' if model.layout.embedding else stem}: lower it, or leave trunk_cache out"
+        )
+    return model.num_frozen_blocks, model.trunk_digest(model.num_frozen_blocks)
+
+
 def _embed(
     config: Config,
     context: Context,
@@ -147,9 +173,14 @@ def _embed(
 ) -> None:
     """Embeds the missing shards of images, of captions, or of their edits, then finishes the
     artifact together."""
-    index, per_row = source.index, 1 if edits is None else edits.per_caption
+    index, kind, dtype = source.index, artifact.kind, artifact.config["dtype"]
+    row, counts = [model.embed_dim * (1 if edits is None else edits.per_caption)], dict[str, Any]()
+    blocks = artifact.config.get("blocks", 0)
 
     def features(pixels: Tensor) -> np.ndarray:
+        if kind == TRUNK_CACHE:
+            encode = partial(model.encode_trunk, pixels, blocks)
+            return _checked(forward(config, context, encode).cpu().numpy(), dtype)
         if config.embed.feature == "pooled":
             encode = partial(model.encode_tail, pixels, model.first_block, project=False)
         else:
@@ -157,8 +188,15 @@ def _embed(
         return unit(forward(config, context, encode)).cpu().numpy()
 
     passes = partial(image_batches, config, context, source, model, encode=features)
-    counts = {}
-    if artifact.kind == "text_embeddings":
+    if kind == TRUNK_CACHE:
+        image = torch.zeros(1, *model.image_shape, device=context.device)
+        row = list(forward(config, context, lambda: model.encode_trunk(image, blocks)).shape[1:])
+        counts = {"shape": row}
+        size = len(index) * int(np.prod(row)) * np.dtype(dtype).itemsize
+        begun, advice = artifact.directory.glob("*.npy"), "free some, or take another run_dir"
+        room = partial(files.check_room, artifact.directory, size, begun)
+        collectives.on_main(lambda: room("the trunk's cache", advice))
+    elif kind == "text_embeddings":
         passes = partial(_caption_batches, config, context, source, model, edits)
         counts = {
             "captions": int(index.num_captions.sum()),
@@ -166,10 +204,20 @@ def _embed(
         }
     num_bad = write_missing(
         config, context, index, artifact.directory, passes,
-        kind=artifact.kind, dtype=config.embed.dtype, empty=(per_row * model.embed_dim,),
+        kind=kind, dtype=dtype, empty=tuple(row),
     )  # fmt: skip
-    written = artifact.directory, num_bad, counts, config.embed.dtype
-    collectives.on_main(lambda: finish_shards(artifact, index, *written))
+    collectives.on_main(lambda: finish_shards(artifact, index, num_bad, counts, dtype))
+
+
+def _checked(rows: np.ndarray, dtype: str) -> np.ndarray:
+    """The rows; ValueError where ``dtype`` does not hold one of their values."""
+    largest = float(np.abs(rows).max())
+    if not largest <= float(np.finfo(dtype).max):
+        raise ValueError(
+            f"the trunk's output has values (up to {largest:.3g}) that {dtype} does not hold: set "
+            "trunk_cache.dtype=float32, or look at the encoder if they are not numbers"
+        )
+    return rows
 
 
 def _caption_batches(
@@ -185,12 +233,11 @@ def _caption_batches(
     num = 1 if edits is None else edits.per_caption
     size = max(config.embed.batch_size // num, 1)
     for shard in shards:
-        ids = range(shard.start, shard.stop)
         texts = [
             [caption]
             if edits is None
-            else drawn(edits, member, captions, n, int(mix(sample_id, n)))
-            for sample_id, (member, captions) in zip(ids, source.texts_of(ids), strict=True)
+            else drawn(edits, raw.text, captions, n, int(mix(raw.sample_id, n)))
+            for raw, captions in source.bytes.texts_of(range(shard.start, shard.stop))
             for n, caption in enumerate(captions)
         ]
 
@@ -205,163 +252,3 @@ def _caption_batches(
             return rows.reshape(len(some), -1), {}
 
         yield map(encoded, range(0, len(texts), size))
-
-
-# --- the cache of the trunk ------------------------------------------------------------------
-
-
-def write_trunk(
-    config: Config, context: Context, layout: Layout, index: SampleIndex, force: Force
-) -> None:
-    """Writes the cache of stage 0's encoder, unless it is finished. All ranks call it.
-
-    A killed call goes on at the first shard that is missing. Raises ValueError where the training
-    freezes no block, embeddings were made without the cache, the disk has too little room, or
-    ``trunk_cache.dtype`` does not hold a value.
-    """
-    read_manifest(layout.export(0), "export")  # says which verb makes it
-    model = load_towers(layout.export(0)).eval()
-    blocks = collectives.on_main(lambda: _frozen_blocks(config, layout))
-    trunk = model.trunk_digest(blocks)
-    artifact = collectives.on_main(lambda: _open_trunk(config, layout, index, blocks, trunk, force))
-    if artifact.finished:
-        log.info("%s is finished: skipped", artifact.directory)
-        return
-    collectives.on_main(lambda: check_shards(index.directory, index.shards, config.data))
-    source = TarDataset(index, config.data, model.preprocess_val)
-    collectives.together(source.check, "embed")
-    with torch.inference_mode():
-        of_one = model.encode_trunk(torch.zeros(1, *model.image_shape), blocks)
-    shape, dtype = tuple(of_one.shape[1:]), config.trunk_cache.dtype
-    folder = layout.trunk_rows(config.trunk_cache.folder, artifact.identity)
-    size = len(index) * int(np.prod(shape)) * np.dtype(dtype).itemsize
-    advice = "name another disk in trunk_cache.folder, or remove older rows (.old-1 and so on)"
-    rows = folder.glob("*.npy")
-    collectives.on_main(lambda: files.check_room(folder, size, rows, "the trunk's cache", advice))
-    model.to(context.device)
-
-    def encode(pixels: Tensor) -> np.ndarray:
-        run = partial(model.encode_trunk, pixels, blocks)
-        return forward(config, context, run).cpu().numpy()
-
-    def passes(shards: Sequence[Shard]) -> Passes:
-        # Stored after the rows of bad samples are zeros: what the trunk makes of them is not kept.
-        for batches in image_batches(config, context, source, model, shards, encode):
-            yield ((_stored(rows, dtype), bad) for rows, bad in batches)
-
-    num_bad = write_missing(
-        config, context, index, folder, passes,
-        kind=locations.TRUNK_CACHE, full_disk=files.full_disk_names(folder, "trunk_cache.folder"),
-        dtype=dtype, empty=shape,
-    )  # fmt: skip
-
-    def finish() -> None:
-        directory = artifact.directory
-        save_npy(directory / WITHOUT, left_out(folder, len(index.shards)))
-        counts = {"shape": list(shape), "rows": locations.recorded_folder(directory, folder)}
-        records = files.records_of(directory, WITHOUT)
-        without = finish_shards(artifact, index, folder, num_bad, counts, dtype, records)
-        log.info(
-            "embed: what %d blocks make of %d images is in %s (%.3g GiB); %d have no row",
-            blocks, len(index), folder, size / 2**30, without,
-        )  # fmt: skip
-
-    collectives.on_main(finish)
-
-
-def _stored(rows: np.ndarray, dtype: str) -> np.ndarray:
-    """The rows in ``dtype``; ValueError where it does not hold one of their values."""
-    with np.errstate(over="ignore"):  # it is refused below
-        stored = rows.astype(dtype)
-    if not np.isfinite(stored).all():
-        largest = float(np.abs(rows).max())
-        raise ValueError(
-            f"the trunk's output has values (up to {largest:.3g}) that {dtype} does not hold: set "
-            "trunk_cache.dtype=float32, or look at the encoder if they are not numbers"
-        )
-    return stored
-
-
-def _frozen_blocks(config: Config, layout: Layout) -> int:
-    """Number of first blocks that no stage trains; ValueError for none."""
-    model = memory.load_shapes(str(layout.export(0)), text=config.model.text)
-    with memory.faked(model):
-        arguments = config.train.model_arguments() | {"precision": "fp32"}
-        prepare_model(model, **arguments, seed=config.seed)
-    if not model.num_frozen_blocks:
-        stem = f" (the stem and {model.num_blocks - 1} residual blocks)"
-        raise ValueError(
-            f"trunk_cache.enabled, but train.lock.image_blocks={config.train.lock.image_blocks} "
-            f"trains all of the image tower's {model.num_blocks} blocks"
-            f"{'' if model.layout.embedding else stem}: lower it, or leave trunk_cache out"
-        )
-    return model.num_frozen_blocks
-
-
-def _open_trunk(
-    config: Config, layout: Layout, index: SampleIndex, blocks: int, trunk: str, force: Force
-) -> Artifact:
-    check_trunk_folder(config)
-    given = config.trunk_cache.folder
-    directory, embeddings = layout.trunk_cache, layout.embeddings(0)
-    made_by = made_of(embeddings)
-    if made_by and "trunk_cache" not in made_by["inputs"] and not force:
-        raise ValueError(
-            f"{embeddings} was made from images, and trunk_cache.enabled starts from the trunk's "
-            "output: use another run_dir, leave trunk_cache out, or --force to make it again"
-        )
-    was_finished, was_begun = is_finished(directory), directory.exists()
-    artifact = Artifact.open(
-        directory,
-        kind=locations.TRUNK_CACHE,
-        config={
-            "blocks": blocks,
-            "dtype": config.trunk_cache.dtype,
-            "precision": config.embed.precision,
-        },
-        inputs={"index": index.digest, "trunk": trunk},
-        force=force,
-    )
-    folder = layout.trunk_rows(given, artifact.identity)
-    excluded = read_excluded(index, config.data.exclude)
-    if artifact.manifest is not None and force:
-        # Rows that are all gone were deleted on purpose, as one may once all is trained.
-        if folder.exists() and shards_done(folder, index, range(len(index.shards)), excluded)[1]:
-            artifact.reopen()
-    elif artifact.manifest is not None:
-        without = open_npy(directory / WITHOUT, locations.VERB)
-        if restored := len(np.setdiff1d(without, [*index.bad_ids(), *excluded])):
-            log.warning(
-                "%s has no rows of %d samples that have changed since, or were in data.exclude "
-                "then: trainings replace them; --force makes all rows again", directory, restored,
-            )  # fmt: skip
-        if written := locations.written_elsewhere(artifact.manifest, directory, folder):
-            log.warning(
-                "the rows of the trunk's cache were written to %s, and are looked for in %s: move "
-                "them, or name trunk_cache.folder as it was", written, folder,
-            )  # fmt: skip
-    elif was_finished and folder.exists():  # it is made again
-        files.move_aside(folder)
-    elif was_begun:  # another run of this name may be writing the same rows otherwise
-        files.remove_leftovers(folder)
-    return artifact
-
-
-def check_trunk_folder(config: Config) -> None:
-    """Raises ValueError where ``trunk_cache.folder`` is none or, while rows are still to be
-    written, cannot be written."""
-    given = config.trunk_cache.folder
-    if given is None:
-        return
-    above = files.existing(Path(given).expanduser())
-    if not above.is_dir():
-        raise ValueError(f"trunk_cache.folder={given} is a file, or below one: give a folder")
-    if is_finished(Layout.of(config).trunk_cache):
-        return
-    try:
-        tempfile.TemporaryFile(dir=above).close()
-    except OSError as error:
-        raise ValueError(
-            f"trunk_cache.folder={given} cannot be written ({above}: {error.strerror}): give "
-            "another folder, or have its permissions changed"
-        ) from None

@@ -144,7 +144,7 @@ def _section(
     part: dict[str, Any] = {"content": None, "missing": "", "empty": ""}
     try:
         if samples_of is not None:
-            _ = samples_of.dataset
+            _ = samples_of.samples
         content = make()
     except (FileNotFoundError, RuntimeError, ValueError) as error:
         log.warning("report: a part is left out: %s", error)

@@ -1,29 +1,29 @@
-"""Verb: samples and pseudo labels -> copies of the samples, in shards in the order of the groups.
+"""Verb: samples and pseudo labels -> the same samples in shards in the order of the groups.
 
 A training reads the samples of a batch at random places. In these shards a group lies in one piece,
 and neighbours in it that ``train.plan.block`` keeps together are read at once. The plan is the same
-for both forms, and so are batches, weights and results.
+for both, and so are batches, weights and results: ``locations.npy`` says where each sample is now.
 
 The order is that of a grouped index: by pseudo label, and by sample_id within a group. Which sample
 stands in which shard follows from it alone, so that processes write shards side by side, and a
-killed one leaves nothing but whole shards behind. A shard is read again before it gets its name:
-its members must have the names, sizes and checksums of what was copied.
+killed one leaves nothing but whole shards behind.
 
-    00007.tar  SOURCE/KEY.jpg SOURCE/KEY.txt ...   as any WebDataset reader takes them
-    00007.npy  int64 [n, 4]: where image and captions of each sample begin, and the CRC-32 of each;
-               written last
+    00007.tar   SOURCE/KEY.jpg SOURCE/KEY.txt ...   as any WebDataset reader takes them
+    00007.json  where image and captions of each sample are in it; written last, gone at the end
 
 A sample has its image and the member with its captions there; its other members stay behind. Where
 its key is an absolute path or has ``..``, which would lead out of the folder that somebody unpacks
-the tar in, its sample_id names its members; a training does not read their names. A sample
-whose bytes are not those of the index, or are cut short, is not copied, and read where it was.
+the tar in, its sample_id names its members; a training does not read their names. A sample whose
+bytes are not those of the index, or are cut short, is not copied, and keeps its place in the table.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import shutil
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -38,15 +38,15 @@ import numpy.typing as npt
 from webdataset.writer import TarWriter
 
 from mclclip.config import Config
-from mclclip.data.arrays import write_npy_parts
+from mclclip.data.arrays import npy_header
+from mclclip.data.bytes import BadSample, Bytes, RawSample
 from mclclip.data.groups import GroupedIndex, LabelBlocks, StageGroups
 from mclclip.data.index_tables import check_shards
 from mclclip.data.labels import read_pseudo_labels
-from mclclip.data.locations import GROUPS, KIND, MEMBERS, Locations, SampleRanges, shard_name
+from mclclip.data.locations import KIND, TABLE, Locations, shard_name
 from mclclip.data.options import DataConfig
 from mclclip.data.remote import RemoteOptions
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.shard_reader import ShardReader
 from mclclip.data.shard_scan import caption_fields
 from mclclip.data.shard_writer import image_extension
 from mclclip.data.tar_members import read_members
@@ -61,17 +61,12 @@ from mclclip.util.options import protocol_of
 log = logging.getLogger("mclclip")
 
 Integers = npt.NDArray[np.int64]
-TRUNCATED, CHANGED = -1, -2
-REASONS = {TRUNCATED: "truncated", CHANGED: "changed"}
-"""Negative offset of an image -> reason why its sample was not copied."""
-
-Left = dict[int, int]
-"""Sample id -> its negative offset, of samples that were not copied."""
-
+_GROUPS = "grouped_index"  # folder, gone at the end
 _HEADERS_BYTES = 2048  # of a sample in a tar at most, for names of usual length
 _TAR_BYTES = 10_240  # of a tar's end
 _SHOWN = 3  # samples that are not copied, in a log line
 _WINDOW_BYTES = 1 << 26  # of samples that are read before they are written
+_AT_ONCE = 1 << 16  # rows of the table that are written at once
 
 
 def run(config: Config, context: Context, *, stage: int, force: Force = False) -> Path:
@@ -79,7 +74,7 @@ def run(config: Config, context: Context, *, stage: int, force: Force = False) -
 
     Shards are dealt out to ranks, and of a rank to ``data.index_workers`` processes. A killed run
     goes on at the first shard that is missing. Samples that are cut short or have changed since
-    they were indexed are not copied, but counted: a training finds them where they were. Raises
+    they were indexed are not copied, but counted: they keep their place in the table. Raises
     ValueError where the stage has no groups, the disk has too little room, or more samples than
     ``data.max_bad_fraction`` cannot be copied.
     """
@@ -95,8 +90,8 @@ def run(config: Config, context: Context, *, stage: int, force: Force = False) -
     artifact, of, num_shards = begun
     mine = range(context.rank, num_shards, context.world_size)
 
-    def copy() -> Left:
-        left: Left = {}
+    def copy() -> None:
+        left: dict[int, str] = {}
         calls = [(of, number) for number in mine]
         try:
             with closing(map_in_pool(write_shard, calls, config.data.index_workers)) as written:
@@ -106,10 +101,9 @@ def run(config: Config, context: Context, *, stage: int, force: Force = False) -
                     index.check_bad_fraction(left, config.data.max_bad_fraction)
         finally:
             _opened.cache_clear()
-        return left
 
-    left = collectives.gather_objects(collectives.together(named(copy), "reshard"))
-    collectives.on_main(named(partial(_finish, artifact, of, num_shards, index, left)))
+    collectives.together(named(copy), "reshard")
+    collectives.on_main(named(partial(_finish, artifact, of, num_shards, index)))
     return directory
 
 
@@ -145,6 +139,7 @@ def _begin(
     check_shards(index.directory, index.shards, config.data)
     needed = int(index.image_size.sum()) + int(index.text_size.sum()) + _HEADERS_BYTES * len(index)
     needed += _TAR_BYTES * -(-len(index) // config.reshard.samples_per_shard)
+    needed += 64 * len(index)  # of the table
     begun = [] if is_finished(directory) else directory.glob("*.tar")  # a finished one is moved
     files.check_room(directory, needed, begun, "the copy", "name another disk in reshard.folder")
     blocks = LabelBlocks(labels, radices)
@@ -152,7 +147,7 @@ def _begin(
     if not sizes.num_samples:
         raise ValueError(f"no sample has a pseudo label of stage {stage}: there is nothing to copy")
     artifact = open_artifact(write=True)
-    groups = StageGroups(directory / GROUPS)
+    groups = StageGroups(directory / _GROUPS)
     if not groups.written:
         groups.write(blocks, sizes, np.zeros(0, np.int64))
     of = Copies(
@@ -163,44 +158,55 @@ def _begin(
     return artifact, of, -(-sizes.num_samples // of.samples_per_shard)
 
 
-def _finish(
-    artifact: Artifact, of: Copies, num_shards: int, index: SampleIndex, left: list[Left]
-) -> None:
-    """Joins the notes of all shards, and removes them once the artifact is finished."""
+def _finish(artifact: Artifact, of: Copies, num_shards: int, index: SampleIndex) -> None:
+    """Writes the table, and removes what it was made from once the artifact is finished."""
     directory = artifact.directory
-    grouped = GroupedIndex.open(of.grouped)
-    records: dict[str, files.Record] = {}
-    with write_npy_parts(directory / MEMBERS, (grouped.num_samples, 4), np.int64) as append:
+    num_labelled, num_groups = (g := GroupedIndex.open(of.grouped)).num_samples, g.num_groups
+    records, left = dict[str, files.Record](), dict[int, str]()
+    with files.whole_file(directory / TABLE) as file:
+        shape = (len(index), 2, 4)
+        header = npy_header(shape, np.int64)
+        # A full disk would be a signal (SIGBUS) later, where a row is written.
+        os.posix_fallocate(file.fileno(), 0, len(header) + 64 * len(index))
+        file.write(header)
+        file.flush()
+        table = np.memmap(file.name, np.int64, "r+", len(header), shape)
+        for start in range(0, len(index), _AT_ONCE):
+            ids = np.arange(start, min(start + _AT_ONCE, len(index)))
+            table[ids] = Locations(index).of(ids)
         for number in range(num_shards):
             if (note := of.read_note(number)) is None:
                 raise RuntimeError(f"{of.tar(number)} is gone: run 'mclclip reshard' again")
-            append(note.members)
-            records[shard_name(number)] = note.record
+            records[shard_name(number)], left = note.record, left | note.left
+            if note.places:
+                places = np.array([*note.places.values()], np.int64)
+                file_number = np.full((len(places), 2, 1), len(index.shards) + number)
+                table[[*note.places]] = np.concatenate([file_number, places], axis=2)
+        table.flush()
     total_bytes = sum(record.size_bytes for record in records.values())
-    not_copied = {sample_id: why for part in left for sample_id, why in part.items()}
-    reasons = Counter(REASONS[why] for why in not_copied.values())
+    reasons = Counter(left.values())
     counts = {
-        "samples": grouped.num_samples - len(not_copied),
+        "samples": num_labelled - len(left),
         "shards": num_shards,
         "size_bytes": total_bytes,
-        "without_label": len(index) - grouped.num_samples,
+        "without_label": len(index) - num_labelled,
         "not_copied": dict(reasons),
     }
-    records |= files.records_of(directory, MEMBERS) | StageGroups(directory / GROUPS).records()
-    artifact.finish(counts, records=records)
+    artifact.finish(counts, records=records | files.records_of(directory, TABLE))
     for number in range(num_shards):
         of.note(number).unlink(missing_ok=True)
+    shutil.rmtree(of.grouped)
     log.info(
         "reshard: %d samples in %d groups are in %d shards (%.2f GiB) at %s; %d have no pseudo "
         "label and are not copied",
-        counts["samples"], grouped.num_groups, num_shards, total_bytes / 2**30, directory,
+        counts["samples"], num_groups, num_shards, total_bytes / 2**30, directory,
         counts["without_label"],
     )  # fmt: skip
-    if not_copied:
-        some = index.names(sorted(not_copied)[:_SHOWN])
+    if left:
+        some = index.names(sorted(left)[:_SHOWN])
         log.warning(
             "reshard: %d samples cannot be copied (%s) and are read where they were, such as %s",
-            len(not_copied), ", ".join(f"{n} {why}" for why, n in reasons.items()),
+            len(left), ", ".join(f"{n} {why}" for why, n in reasons.items()),
             files.clean(", ".join(some)),
         )  # fmt: skip
 
@@ -208,12 +214,18 @@ def _finish(
 # --- one shard after the other, in any process ----------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class WrittenShard:
-    """Where the samples of a shard are in it (``Resharded.members``), and its record."""
+@dataclass(frozen=True)
+class CopiedShard:
+    """What a shard holds, by sample id.
 
-    members: Integers
+    record  of its file
+    places  [[offset, size, CRC-32] of the image, the same of the captions] of each sample in it
+    left    why samples were not copied: ``truncated`` or ``changed``
+    """
+
     record: files.Record
+    places: dict[int, list[list[int]]]
+    left: dict[int, str]
 
 
 @dataclass(frozen=True)
@@ -236,17 +248,18 @@ class Copies:
         return self.directory / shard_name(number)
 
     def note(self, number: int) -> Path:
-        """Where the samples of a shard are in it; marks it as done."""
+        """What a shard holds; marks it as done."""
         return self.tar(number).with_suffix(".json")
 
-    def read_note(self, number: int) -> WrittenShard | None:
+    def read_note(self, number: int) -> CopiedShard | None:
         """The note of a shard that is done; None for another."""
         try:
             fields = files.read_json(self.note(number))
             record = files.Record(**fields["record"])
             files.check_size(self.tar(number), record.size_bytes, "it is made again")
-            return WrittenShard(np.array(fields["members"], np.int64).reshape(-1, 4), record)
-        except (OSError, RuntimeError, ValueError, TypeError, KeyError):
+            places = {int(i): place for i, place in fields["places"].items()}
+            return CopiedShard(record, places, {int(i): why for i, why in fields["left"].items()})
+        except (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError):
             return None  # it was not written, or lost in a crash
 
 
@@ -256,32 +269,15 @@ class _Source:
     def __init__(self, of: Copies) -> None:
         self.index = SampleIndex(of.index, of.index_digest)
         self.sample_ids = GroupedIndex.open(of.grouped).sample_ids
-        self.locations = Locations(self.index)
         data = DataConfig(max_open_files=of.max_open_files, remote=of.remote)
-        self.reader = ShardReader(self.locations.files, data)
+        self.bytes = Bytes(self.index, data)
 
-    def read(self, ids: Integers) -> Iterator[tuple[int, list[bytes]]]:
-        """Yields for each sample 0 and its image and captions (empty: there are none), or a number
-        of ``REASONS`` and nothing. Some are read at once, in the order in which they lie."""
+    def read(self, ids: Integers) -> Iterator[RawSample | BadSample]:
+        """Yields the samples. Some are read at once, in the order in which they lie."""
         sizes = self.index.image_size[ids] + self.index.text_size[ids]
         windows = np.cumsum(sizes) // _WINDOW_BYTES
         for window in np.split(ids, np.flatnonzero(np.diff(windows)) + 1):
-            located = self.locations.of(window)
-            self.reader.prefetch(r for own in located for r in (own.image, own.text) if r[2])
-            order = sorted(range(len(window)), key=lambda k: located[k])
-            samples = {k: self._sample(int(window[k]), located[k]) for k in order}
-            yield from (samples[k] for k in range(len(window)))
-
-    def _sample(self, sample_id: int, located: SampleRanges) -> tuple[int, list[bytes]]:
-        ranges = (located.image, located.text)
-        members = [self.reader.read(*r) if r[2] else b"" for r in ranges]
-        if [len(data) for data in members] != [size for _, _, size in ranges]:
-            return TRUNCATED, []
-        crc32s = (self.index.image_crc32, self.index.text_crc32)
-        for data, known in zip(members, crc32s, strict=True):
-            if data and known is not None and zlib.crc32(data) != known[sample_id]:
-                return CHANGED, []
-        return 0, members
+            yield from self.bytes.read(window)
 
     def names(self, ids: Integers) -> list[tuple[str, str]]:
         """The names of samples in a tar, and the extensions of their captions.
@@ -302,48 +298,46 @@ class _Source:
 _opened = lru_cache(maxsize=1)(_Source)  # once in a process
 
 
-def write_shard(of: Copies, number: int) -> Left:
-    """Writes a shard and the note on it, unless they are there; returns the samples that were not
-    copied, and why.
+def write_shard(of: Copies, number: int) -> dict[int, str]:
+    """Writes a shard and the note on it, unless they are there; returns why samples were not
+    copied, by sample id.
 
-    Raises RuntimeError where a shard does not hold what was written, and the errors of the reader.
+    Raises the errors of the reader.
     """
     source = _opened(of)
     start = number * of.samples_per_shard
     ids = np.asarray(source.sample_ids[start : start + of.samples_per_shard])
     note = of.read_note(number)
-    if note is None or len(note.members) != len(ids):
-        members = _write(of.tar(number), source, ids)
-        note = WrittenShard(members, files.record_of(of.tar(number)))
-        fields = {"record": asdict(note.record), "members": members.tolist()}
-        files.write_bytes(of.note(number), json.dumps(fields).encode())
-    left = np.flatnonzero(note.members[:, 0] < 0)
-    return {int(ids[row]): int(note.members[row, 0]) for row in left}
+    if note is None or len(note.places) + len(note.left) != len(ids):
+        note = _write(of.tar(number), source, ids)
+        files.write_bytes(of.note(number), json.dumps(asdict(note)).encode())
+    return note.left
 
 
-def _write(path: Path, source: _Source, ids: Integers) -> Integers:
-    """Writes the samples to a tar; returns where they are in it, int64 [n, 4]."""
-    members = np.zeros((len(ids), 4), dtype=np.int64)
-    places: dict[str, tuple[int, int]] = {}  # row and column of each member
+def _write(path: Path, source: _Source, ids: Integers) -> CopiedShard:
+    """Writes the samples to a tar, and reads from its headers where they are."""
+    places: dict[int, list[list[int]]] = {}
+    left: dict[int, str] = {}
+    members: dict[str, list[int]] = {}  # entries of ``places`` by the name of the member
     options: dict[str, Any] = {"user": "mclclip", "group": "mclclip", "mtime": 0, "encoder": False}
     with files.whole_file(path) as file:
         # Names of any length, which the default (ustar) does not take.
         with TarWriter(file, format="PAX_FORMAT", **options) as writer:
-            samples = zip(source.names(ids), source.read(ids), strict=True)
-            for row, ((name, extension), (reason, data)) in enumerate(samples):
-                members[row, 0] = reason
-                if not data:
+            for (name, extension), raw in zip(source.names(ids), source.read(ids), strict=True):
+                if isinstance(raw, BadSample):
+                    left[raw.sample_id] = raw.reason
                     continue
                 # An image that no reader will decode is named as a JPEG.
-                kind = image_extension(data[0]) or "jpg"
-                contents = {kind: data[0], extension: data[1]} if data[1] else {kind: data[0]}
+                contents = {image_extension(raw.image) or "jpg": raw.image}
+                contents |= {extension: raw.text} if raw.text else {}
                 writer.write({"__key__": name, **contents})
-                for column, (suffix, content) in enumerate(contents.items()):
-                    places[f"{name}.{suffix}"] = row, column
-                    members[row, 2 + column] = zlib.crc32(content)
+                places[raw.sample_id] = place = [[0, 0, 0], [0, 0, 0]]
+                for member, (suffix, data) in enumerate(contents.items()):  # PICTURE, CAPTION
+                    place[member][1:] = len(data), zlib.crc32(data)
+                    members[f"{name}.{suffix}"] = place[member]
         file.flush()
-        if places:
+        if members:
             with open(file.name, "rb") as written:
-                for member in read_members(written):
-                    members[places[member.name]] = member.offset
-    return members
+                for found in read_members(written):
+                    members[found.name][0] = found.offset
+    return CopiedShard(files.record_of(path), places, left)

@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 
 from mclclip.checkpoint import step_files
-from mclclip.data.locations import KIND, TRUNK_CACHE
-from mclclip.data.row_store import all_notes
+from mclclip.data.locations import KIND
+from mclclip.data.row_store import TRUNK_CACHE
 from mclclip.run.artifacts import INTENT, MANIFEST, is_finished, parse_manifest, verb_of
 from mclclip.run.runlog import count_of
 from mclclip.util import files
@@ -150,11 +150,6 @@ def _read_listing(path: Path) -> tuple[dict[Path, files.Record], str, bool]:
         return {folder / name: record for name, record in entries.items()}, _again(path), False
     manifest = parse_manifest(path)
     records = {folder / name: record for name, record in manifest.records.items()}
-    if manifest.kind == TRUNK_CACHE:
-        rows = Path(manifest.counts["rows"] or folder / "rows")
-        if any(rows.glob("*")):  # they may be removed, also from a folder that stays
-            notes = all_notes(rows, int(manifest.counts["shards"]))
-            records |= {rows / name: note.record for name, note in notes.items()}
     return records, _repeated(manifest.kind), manifest.kind in MAY_LIE_ELSEWHERE
 
 

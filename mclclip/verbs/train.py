@@ -7,6 +7,7 @@ from the options, and ``loop`` runs the steps.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,16 @@ import numpy as np
 
 from mclclip.checkpoint import keep_finished, path_of
 from mclclip.config import Config, TrainConfig, to_tree
-from mclclip.data import locations
 from mclclip.data.coverage import check_coverage, coverage_report
 from mclclip.data.epoch_plan import total_steps
 from mclclip.data.extras import directory_of, survey
 from mclclip.data.groups import GroupSizes, LabelBlocks, StageGroups
 from mclclip.data.index_tables import check_shards
 from mclclip.data.labels import permute_labels, read_pseudo_labels
-from mclclip.data.locations import TrunkRows
+from mclclip.data.row_store import TRUNK_CACHE, StoredRows
 from mclclip.data.sample_index import SampleIndex
 from mclclip.models import weights
+from mclclip.models.image_rows import start_from_rows
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import artifacts
@@ -77,10 +78,11 @@ def run(
         return job.directory
     opened = _opened(job)
     model = build.build_model(job)
-    collectives.together(lambda: build.start_from_trunk(model, opened.trunk))
+    if (rows := opened.image_rows) is not None:
+        collectives.together(lambda: start_from_rows(model, rows))
     objective = build.objective_of(job, model, opened.classes)
     artifact = collectives.on_main(lambda: _begin(job, opened, artifact, force))
-    trainee = build.trainee_of(job, opened, model, objective)
+    trainee = build.trainee_of(job, model, objective)
     steps, exported = _train(job, opened, trainee, artifact, evaluate, peaks)
     if context.is_main:
         counts = {"steps": steps, "samples_seen": steps * options.global_batch}
@@ -127,21 +129,20 @@ def _opened(job: Job) -> Opened:
     all ranks map those that they read from (together)."""
     config, index = job.config, job.index
 
-    def checked() -> tuple[Any, Any]:
+    def checked() -> Opened:
         if edits := job.options.objective.reads.edits:
             survey(edits, index, config.data, job.name)
-        classes, copies = job.classes, build.resharded_of(job)
+        opened = Opened(job.classes, build.locations_of(job))
+        if job.reads_trunk:
+            whole = not config.writes_trunk
+            opened = replace(opened, image_rows=StoredRows.of_images(job.layout, index, whole))
         check_shards(index.directory, index.shards, config.data)
-        return classes, copies
+        return opened
 
     collectives.together(lambda: job.extras)
-    classes, copies = collectives.on_main(checked)
-    if copies is not None:
-        collectives.together(lambda: (copies.grouped, copies.labels, copies.members))
-    trunk = None
-    if job.reads_trunk:
-        trunk = TrunkRows.open_together(job.layout, config.trunk_cache.folder, index)
-    return Opened(classes, copies, trunk)
+    opened = collectives.on_main(checked)
+    collectives.together(lambda: opened.locations.table)
+    return opened
 
 
 def _settings(job: Job) -> dict[str, Any]:
@@ -201,13 +202,13 @@ def _report_samples(job: Job, opened: Opened) -> None:
         shares = job.weights.by_source(job.index)
         drawn = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items())
         log.info("stage %d: samples are drawn by weight, of all draws: %s", job.stage, drawn)
-    if opened.trunk is not None:
+    if (rows := opened.image_rows) is not None:
         log.info(
-            "stage %d: starts from what the first %d blocks made of every image, at %s",
-            job.stage, opened.trunk.num_blocks, opened.trunk.folder,
+            "stage %d: starts from what the frozen part of the image tower made of every image, "
+            "at %s", job.stage, rows.directory,
         )  # fmt: skip
-    if opened.resharded is not None:
-        log.info("stage %d: samples are read from copies at %s", job.stage, opened.resharded.source)
+    if opened.locations.directory is not None:
+        log.info("stage %d: samples are read from copies at %s", job.stage, opened.locations.source)
 
 
 def _controlled_steps(job: Job) -> int:
@@ -263,8 +264,10 @@ def _inputs(job: Job) -> dict[str, str]:
         return inputs
     inputs["base"] = artifacts.read_manifest(layout.export(0), "export").digest
     if job.reads_trunk:
-        cache = artifacts.read_manifest(layout.trunk_cache, locations.TRUNK_CACHE)
-        inputs["trunk_cache"] = cache.digest
+        rows = layout.trunk_cache, TRUNK_CACHE
+        if not job.config.writes_trunk:
+            rows = layout.embeddings(0), "embeddings"
+        inputs["image_rows"] = artifacts.read_manifest(*rows).digest
     if "images" in reads.base:
         embedded = artifacts.read_manifest(layout.embeddings(0), "embeddings")
         inputs["embeddings"] = embedded.digest

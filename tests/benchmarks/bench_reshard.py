@@ -26,13 +26,13 @@ from typing import Any
 import numpy as np
 
 from mclclip.config import Config, from_tree
+from mclclip.data.bytes import Bytes
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.labels import read_pseudo_labels
-from mclclip.data.locations import Resharded
+from mclclip.data.locations import Locations
 from mclclip.data.options import DataConfig
 from mclclip.data.remote import RemoteOptions
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import TarDataset
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, Layout
 from mclclip.verbs import index, reshard
@@ -154,18 +154,14 @@ def reader(
     plan = EpochPlan(
         grouped_index(labels, radices), batch, "backoff", "proportional", 0, 1, 0, block
     )  # fmt: skip
-    found = None
-    if copies is not None:
-        found = Resharded.open(copies, layout.pseudo_labels(1), samples, url, remote)
-    dataset = TarDataset(
-        samples, DataConfig(remote=remote), tokenizer=lambda texts: texts, resharded=found,  # type: ignore[arg-type,return-value]
-    )  # fmt: skip
-    return lambda: _read(dataset, plan, steps)
+    found = None if copies is None else Locations.open(copies, samples, url, remote)
+    samples_read = Bytes(samples, DataConfig(remote=remote), found)
+    return lambda: _read(samples_read, plan, steps)
 
 
-def _read(dataset: TarDataset, plan: EpochPlan, steps: int) -> None:
+def _read(samples: Bytes, plan: EpochPlan, steps: int) -> None:
     for step in range(min(steps, plan.steps_per_epoch)):
-        raws = dataset.read_many(plan.batch(step).ids)
+        raws = samples.read(plan.batch(step).ids)
         assert all(len(raw.image) for raw in raws)  # type: ignore[union-attr]
 
 

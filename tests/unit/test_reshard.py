@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import pickle
 import re
 import shutil
 import tarfile
@@ -17,10 +18,10 @@ import webdataset
 from PIL import Image
 
 from mclclip.config import Config, from_tree
-from mclclip.data.locations import Locations, Resharded
+from mclclip.data.bytes import BadSample, Bytes
+from mclclip.data.locations import Locations
 from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import BadSample, TarDataset
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, Layout, read_manifest
 from mclclip.verbs import index, reshard
@@ -93,19 +94,15 @@ def config(tmp_path: Path) -> Config:
     return config
 
 
-def opened(config: Config, url: str | None = None) -> tuple[SampleIndex, Resharded]:
+def opened(config: Config, url: str | None = None) -> tuple[SampleIndex, Locations]:
     layout = Layout.of(config)
     samples = SampleIndex.open(layout.index)
-    folder = layout.resharded(1, config.reshard.folder)
-    return samples, Resharded.open(folder, layout.pseudo_labels(1), samples, url)
+    return samples, Locations.open(layout.resharded(1, config.reshard.folder), samples, url)
 
 
-def raw_samples(config: Config, resharded: Resharded | None = None) -> list[Any]:
+def raw_samples(config: Config, locations: Locations | None = None) -> list[Any]:
     samples = SampleIndex.open(Layout.of(config).index)
-    dataset = TarDataset(
-        samples, DataConfig(), tokenizer=lambda texts: texts, resharded=resharded,  # type: ignore[arg-type,return-value]
-    )  # fmt: skip
-    return dataset.read_many(range(len(samples)))
+    return Bytes(samples, DataConfig(), locations).read(range(len(samples)))
 
 
 # --- what is written ---------------------------------------------------------------------------
@@ -132,36 +129,33 @@ def test_every_labelled_sample_is_once_in_the_order_of_its_group(
     manifest = read_manifest(folder, "resharded")
     assert manifest.counts["without_label"] == (LABELS < 0).sum()
     assert manifest.counts["size_bytes"] == sum(tar.stat().st_size for tar in tars)
-    assert not list(folder.glob("*.npy.*")) and {*folder.glob("*.npy")} == {folder / "members.npy"}
+    left = {path.name for path in folder.iterdir()} - {tar.name for tar in tars}
+    assert left == {"locations.npy", "manifest.json"}
 
 
 def test_samples_are_the_same_in_either_form(config: Config) -> None:
     before = raw_samples(config)
     reshard.run(config, SINGLE, stage=1)
     samples, resharded = opened(config)
-    assert raw_samples(config, resharded) == before
-    places = Locations(samples, resharded).of(np.arange(len(samples)))
-    copied = [place.image[0] >= len(samples.shards) for place in places]
-    assert copied == (LABELS >= 0).tolist()
+    assert raw_samples(config, pickle.loads(pickle.dumps(resharded))) == before
+    places = resharded.of(np.arange(len(samples)))
+    copied = (places[..., 0] >= len(samples.shards)).all(axis=1)
+    assert copied.tolist() == (LABELS >= 0).tolist()
+    assert (places[~copied] == Locations(samples).of(np.flatnonzero(~copied))).all()
     # Those that were not copied come from the index's own shards; the others need none of these.
     for shard in samples.shards:
         Path(shard.path).rename(f"{shard.path}.away")
-    dataset = TarDataset(samples, DataConfig(), resharded=resharded)
-    inside = np.flatnonzero(LABELS >= 0)
-    for found, number in zip(dataset.read_many(inside), inside, strict=True):
-        wanted = before[number]
-        assert isinstance(wanted, BadSample) or found.image == wanted.image
+    read, inside = Bytes(samples, DataConfig(), resharded), np.flatnonzero(LABELS >= 0)
+    assert read.read(inside) == [before[number] for number in inside]
     with pytest.raises(FileNotFoundError, match="is not on disk any more"):
-        dataset.read_many(np.flatnonzero(LABELS < 0)[:1])
+        read.read(np.flatnonzero(LABELS < 0)[:1])
 
 
 def test_a_group_is_read_in_one_piece(config: Config) -> None:
     """Ranges of a group follow each other, but for the tar's headers and its shards' ends."""
     reshard.run(config, SINGLE, stage=1)
-    samples, resharded = opened(config)
-    ids = np.flatnonzero(LABELS == 2)
-    found = Locations(samples, resharded).of(ids)
-    ranges = [r for place in found for r in sorted((place.image, place.text)) if r[2]]
+    places = opened(config)[1].of(np.flatnonzero(LABELS == 2))[..., :3].tolist()
+    ranges = [member for sample in places for member in sorted(sample) if member[2]]
     assert ranges == sorted(ranges)
     for (shard, start, size), (next_shard, next_start, _) in itertools.pairwise(ranges):
         if next_shard == shard:
@@ -205,7 +199,7 @@ def test_only_missing_shards_are_written_by_the_next_call(config: Config, monkey
 
     write_shard = reshard.write_shard
 
-    def interrupted(of: reshard.Copies, number: int) -> dict[int, int]:
+    def interrupted(of: reshard.Copies, number: int) -> dict[int, str]:
         if len(written) == 4:
             raise KeyboardInterrupt
         written.append(number)
@@ -254,19 +248,20 @@ def test_samples_that_changed_or_are_cut_short_are_counted_and_read_where_they_w
     }  # fmt: skip
     assert f"{1 + lost} samples cannot be copied (" in caplog.text
     resharded = opened(config)[1]
-    numbers, _ = resharded.find(np.array([changed, cut]))
-    assert numbers.tolist() == [-1, -1]
+    lost_ids = np.array([changed, cut])
+    assert (resharded.of(lost_ids) == Locations(samples).of(lost_ids)).all()
     assert raw_samples(config, resharded) == before
     assert before[changed] == BadSample(changed, "changed")
 
 
-def test_copies_by_other_labels_are_refused(config: Config) -> None:
+def test_copies_by_other_labels_hold_the_same_samples_and_are_not_gone_on_with(
+    config: Config,
+) -> None:
     reshard.run(config, SINGLE, stage=1)
     write_labels(config, (LABELS + 1) % 4)
     with pytest.raises(ValueError, match=r"\(pseudo_labels\).*--force"):
         reshard.run(config, SINGLE, stage=1)
-    with pytest.raises(RuntimeError, match=r"copies by other pseudo labels.*reshard --force"):
-        opened(config)
+    assert raw_samples(config, opened(config)[1]) == raw_samples(config)
     reshard.run(config, SINGLE, stage=1, force=True)
     assert raw_samples(config, opened(config)[1]) == raw_samples(config)
 
@@ -283,33 +278,41 @@ def test_missing_and_damaged_copies_are_one_line(config: Config) -> None:
         opened(config)
     tar.write_bytes(whole)
     opened(config)
-    for name in ("members.npy", "grouped_index/sample_ids.npy"):
-        before = (folder / name).read_bytes()
-        (folder / name).write_bytes(before[:-8])
-        with pytest.raises(RuntimeError, match=rf"{name}.*reshard --force"):
-            opened(config)
-        (folder / name).write_bytes(before)
+    table = folder / "locations.npy"
+    before = table.read_bytes()
+    table.write_bytes(before[:-8])
+    with pytest.raises(RuntimeError, match=r"locations.npy.*reshard --force"):
+        opened(config)
+    table.write_bytes(before[:-64] + b"\xff" * 64)
+    with pytest.raises(RuntimeError, match=r"locations.npy is damaged.*reshard --force"):
+        opened(config)[1].of(np.array([NUM_SAMPLES - 1]))
 
 
 @pytest.mark.parametrize("behind_url", [False, True])
 @pytest.mark.parametrize("damage", ["bit", "cut", "other", "gone"])
-def test_damaged_copies_are_told_once_and_the_shards_of_the_index_are_read(
-    config: Config,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    damage: str,
-    behind_url: bool,
+def test_damaged_copies_are_bad_samples_and_the_index_does_not_list_them(
+    config: Config, monkeypatch: pytest.MonkeyPatch, damage: str, behind_url: bool
 ) -> None:
-    """Also shards of the same size with other samples, such as an upload from before."""
+    """Also shards of the same size with other samples, such as an upload from before. A shard that
+    is gone, or that its store says has changed, is one line."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     before = raw_samples(config)
     folder = reshard.run(config, SINGLE, stage=1)
     with serving(folder) as server:
-        resharded = opened(config, server.url("") if behind_url else None)[1]
+        samples, copies = opened(config, server.url("") if behind_url else None)
         damage_shards(folder, damage)
-        assert raw_samples(config, resharded) == before
-    (warned,) = [r for r in caplog.records if "is not what 'mclclip reshard' wrote" in r.message]
-    assert warned.levelname == "WARNING"
+        if behind_url or damage == "gone":
+            with pytest.raises(OSError, match="shard .*00000.tar"):
+                raw_samples(config, copies)
+            return
+        read = raw_samples(config, copies)
+    bad = {s.sample_id: s.reason for s in read if isinstance(s, BadSample)}
+    assert {*bad.values()} == {"damaged_copy"}
+    assert [s for s in read if s.sample_id not in bad] == [
+        s for s in before if s.sample_id not in bad
+    ]
+    samples.add_bad(bad)
+    assert not len(samples.bad_ids())
 
 
 def damage_shards(folder: Path, damage: str) -> None:
