@@ -39,7 +39,7 @@ from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Force, Layout, is_finished
 from mclclip.train.loop import check_training
 from mclclip.util import files
-from mclclip.verbs import cluster, embed, export, index, reshard, train
+from mclclip.verbs import cluster, embed, export, index, relocate, train
 from mclclip.verbs import eval as evaluation
 
 log = logging.getLogger("mclclip")
@@ -110,8 +110,8 @@ def _method(config: Config, context: Context, force: Force) -> None:
         cluster.run(config, context, stage=stage - 1, force=force)
         # Copies that a finished training has read may be deleted.
         trained = partial(is_finished, Layout.of(config).train(stage))
-        if config.reshard.enabled and (force or not collectives.on_main(trained)):
-            reshard.run(config, context, stage=stage, force=force)
+        if config.relocate.enabled and (force or not collectives.on_main(trained)):
+            relocate.run(config, context, stage=stage, force=force)
         _stage(config, context, stage, "mcl", force)
     _join(config, context, "mcl", force)
 
@@ -128,13 +128,13 @@ def check(config: Config, context: Context, *, reads_benchmarks: bool = True) ->
         config.cluster.clusters_of(stage)
     _check_image_weights(config)
     _check_objectives(config)
-    if config.reshard.enabled and config.has_stages:
-        reshard.check(config)
-        if config.reshard.url is not None:
+    if config.relocate.enabled and config.has_stages:
+        relocate.check(config)
+        if config.relocate.url is not None:
             raise ValueError(
-                f"reshard.url={config.reshard.url} is where copies are uploaded between the verbs "
-                "'reshard' and 'train', and 'run' would train before that: leave it out, or call "
-                "the verbs"
+                f"relocate.url={config.relocate.url} is where copies are uploaded between the "
+                "verbs 'relocate' and 'train', and 'run' would train before that: leave it out, or "
+                "call the verbs"
             )
     (evaluation.check if reads_benchmarks else evaluation.check_options)(config.eval.suite)
     _check_tokenizers(config)
@@ -232,7 +232,7 @@ def _check_data(config: Config, samples: SampleIndex) -> None:
         draws = None if weights is None else weights.num_draws
         batch, policy = options.global_batch, options.plan.policy
         check_samples(name, batch, policy, most, len(samples), len(lacking), draws)
-        if reads.digests and config.trunk_cache.enabled and name == "train":
+        if reads.digests and config.image_rows.enabled and name == "train":
             extras.check_checksums(samples)
         if reads.edits and not begun:  # each training surveys them too
             survey = partial(extras.survey, reads.edits, samples, config.data, name)

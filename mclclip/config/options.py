@@ -11,7 +11,7 @@ from pydantic.types import PositiveFloat, PositiveInt
 
 from mclclip.clustering.options import ClusterConfig
 from mclclip.data.decode import Pixels
-from mclclip.data.options import DataConfig, EmbedConfig, ReshardConfig, TrunkCacheConfig
+from mclclip.data.options import DataConfig, EmbedConfig, ImageRowsConfig, RelocateConfig
 from mclclip.eval.protocols import EvalConfig
 from mclclip.models.options import (
     ExportConfig,
@@ -65,8 +65,8 @@ class Config:
     """Training of stage 0 from scratch; null: stage 0 is the given encoder."""
     embed: EmbedConfig = EmbedConfig()
     cluster: ClusterConfig = ClusterConfig()
-    reshard: ReshardConfig = ReshardConfig()
-    trunk_cache: TrunkCacheConfig = TrunkCacheConfig()
+    relocate: RelocateConfig = RelocateConfig()
+    image_rows: ImageRowsConfig = ImageRowsConfig()
     train: TrainConfig = TrainConfig()
     """Training of every stage s >= 1 (and of the controls)."""
     controls: list[Literal["ungrouped", "random_groups"]] = field(default_factory=list)
@@ -102,8 +102,8 @@ class Config:
         self._check_start()
         self._check_pooled()
         self._check_encoders()
-        if self.trunk_cache.enabled:
-            self._check_trunk_cache()
+        if self.image_rows.enabled:
+            self._check_image_rows()
         self._check_held()
         for options in filter(None, (self.base, self.train)):
             options.objective.check(self.facts(options))
@@ -145,8 +145,8 @@ class Config:
                 "models of one base only: set export.soup=false"
             )
 
-    def _check_trunk_cache(self) -> None:
-        """Raises ValueError where the stages cannot start from the trunk's cache."""
+    def _check_image_rows(self) -> None:
+        """Raises ValueError where the stages cannot start from rows that stand for images."""
         objective, start = self.train.objective, self.train.start
         blocks, augmentation = self.train.lock.image_blocks, self.model.augmentation
         problems = {
@@ -164,19 +164,19 @@ class Config:
             ),
             f"model.augmentation={dict(augmentation)} would have no effect, since every epoch has "
             "the same crops: leave it out": augmentation not in ({}, {"kind": "none"}),
-            "reshard.enabled copies images, which are not read then: leave one out": (
-                self.reshard.enabled
+            "relocate.enabled copies images, which are not read then: leave one out": (
+                self.relocate.enabled
             ),
             "train.lock freezes the whole image tower, whose embeddings are read, and "
             f"embed.feature={self.embed.feature} with model.projector={self.model.projector} makes "
             "others than are trained on: leave both out": (
-                not self.writes_trunk
+                not self.writes_image_rows
                 and (self.embed.feature == "pooled" or bool(self.model.projector))
             ),
         }
         for problem, is_there in problems.items():
             if is_there:
-                raise ValueError(f"trunk_cache.enabled, but {problem}")
+                raise ValueError(f"image_rows.enabled, but {problem}")
 
     def _check_held(self) -> None:
         """Raises ValueError where a training cannot be held near stage 0."""
@@ -293,9 +293,9 @@ class Config:
         return bool(self.stored_texts)
 
     @property
-    def writes_trunk(self) -> bool:
+    def writes_image_rows(self) -> bool:
         """Whether `embed` writes rows that stand for images, beside its embeddings."""
-        return self.trunk_cache.enabled and not self.train.lock.freezes_images
+        return self.image_rows.enabled and not self.train.lock.freezes_images
 
     @property
     def stored_texts(self) -> tuple[HardCaptions | None, ...]:

@@ -31,8 +31,8 @@ _AT_ONCE = 4096  # captions that are asked for together
 class BadSample:
     """A sample that cannot be used, with one short word why: a reason of `decode.DecodeError`;
     ``no_caption``; ``truncated`` or ``changed``, where its bytes are not those that were indexed;
-    ``damaged_copy``, where they are not those that ``reshard`` copied; ``unfit``, where the model
-    does not take such an image; ``not_cached``, where the trunk's cache has no row; or
+    ``damaged_copy``, where they are not those that ``relocate`` copied; ``unfit``, where the model
+    does not take such an image; ``no_row``, where rows stand for images and it has none; or
     ``excluded``, where ``data.exclude`` lists it. ``detail`` says how it is unfit."""
 
     sample_id: int

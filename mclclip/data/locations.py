@@ -1,6 +1,6 @@
 """Where the bytes of samples lie: in the shards of their index, or where ``relocate`` copied them.
 
-``mclclip reshard`` copies samples into shards in the order of a stage's groups, so that those of a
+``mclclip relocate`` copies samples into shards in the order of a stage's groups, so that those of a
 batch lie close together, and writes a table that says where each sample is now. Ids, keys, labels
 and batches are those of the index in either case; only the places of bytes differ.
 """
@@ -24,19 +24,19 @@ from mclclip.util.files import clean
 Integers = npt.NDArray[np.int64]
 PICTURE, CAPTION = 0, 1
 """Members of a sample, which are rows of its entry in the table."""
-KIND, TABLE = "resharded", "locations.npy"
+KIND, TABLE = "relocated", "locations.npy"
 
 
 def shard_name(number: int) -> str:
-    """The file of a shard that ``reshard`` writes."""
+    """The file of a shard that ``relocate`` writes."""
     return f"{number:05d}.tar"
 
 
 class Locations:
     """The place of every sample's picture, and of the member with its captions.
 
-    files      the shards of the index, and behind them those of ``reshard``
-    directory  holds the table that ``reshard`` wrote; None: samples lie where they were indexed
+    files      the shards of the index, and behind them those of ``relocate``
+    directory  holds the table that ``relocate`` wrote; None: samples lie where they were indexed
 
     It pickles without the table, which each process maps.
     """
@@ -55,7 +55,7 @@ class Locations:
         url: str | None = None,
         remote: RemoteOptions | None = None,
     ) -> Locations:
-        """Opens what ``reshard`` wrote to ``directory``. Its shards are read there, or at the
+        """Opens what ``relocate`` wrote to ``directory``. Its shards are read there, or at the
         ``url`` that they were uploaded to.
 
         Raises FileNotFoundError where the copies are not there, or a shard is missing, RuntimeError
@@ -73,7 +73,7 @@ class Locations:
                 kind = FileNotFoundError if stored is None else RuntimeError
                 raise kind(
                     f"{clean(path)} is missing or has another size than the {size:,} bytes that "
-                    "'mclclip reshard' wrote: put it there, or run that again with --force"
+                    "'mclclip relocate' wrote: put it there, or run that again with --force"
                 )
             copies.append(stored)
         return cls(index, copies, directory)
@@ -81,7 +81,7 @@ class Locations:
     @cached_property
     def table(self) -> Integers | None:
         """int64 [N, 2, 4], memory-mapped: what ``of`` returns for all samples."""
-        return None if self.directory is None else open_npy(self.directory / TABLE, "reshard")
+        return None if self.directory is None else open_npy(self.directory / TABLE, "relocate")
 
     @property
     def source(self) -> str:
@@ -106,7 +106,7 @@ class Locations:
                 INDEX_AGAIN,
             )
             if self.directory is not None:
-                path, again = self.directory / TABLE, "run 'mclclip reshard --force'"
+                path, again = self.directory / TABLE, "run 'mclclip relocate --force'"
             raise RuntimeError(
                 f"{path} is damaged: row {sample_ids[row]} says file, offset, size and checksum "
                 f"{places[row].tolist()}; {again}"

@@ -99,7 +99,7 @@ class PlanConfig:
     the number of samples where none is set)."""
     block: Annotated[int, Field(ge=1, le=2**20)] = 1
     """Samples of a group, neighbours in the index, that stay together in every epoch, so that they
-    can be read in one piece from the shards of ``mclclip reshard`` (1: none do; small groups have
+    can be read in one piece from the shards of ``mclclip relocate`` (1: none do; small groups have
     smaller blocks). Trainings without groups have none."""
 
 
@@ -136,8 +136,8 @@ class EmbedConfig:
 
 
 @checked_dataclass(frozen=True, config=STRICT)
-class ReshardConfig:
-    """Copies of the samples in the order of a stage's groups (``mclclip reshard``)."""
+class RelocateConfig:
+    """Copies of the samples in the order of a stage's groups (``mclclip relocate``)."""
 
     enabled: bool = False
     """Make them before each stage is trained on groups, and let its training read them: the same
@@ -147,17 +147,17 @@ class ReshardConfig:
     (null: in the run directory). They take as much room as the data, for each stage."""
     url: str | None = None
     """Where trainings read these shards instead, such as ``s3://bucket/copies``: upload those of
-    each stage to ``stage_1`` and so on below it, after ``reshard`` and before ``train``."""
+    each stage to ``stage_1`` and so on below it, after ``relocate`` and before ``train``."""
     samples_per_shard: PositiveInt = 10_000
     """Samples of a shard."""
 
     def __post_init__(self) -> None:
         if self.url is not None:
-            check_protocol(self.url, "reshard.url")
+            check_protocol(self.url, "relocate.url")
 
 
 @checked_dataclass(frozen=True, config=STRICT)
-class TrunkCacheConfig:
+class ImageRowsConfig:
     """What the frozen part of the image tower makes of every sample, on disk."""
 
     enabled: bool = False

@@ -1,4 +1,4 @@
-"""Rows of numbers on disk, in one file per shard of the index: embeddings and the trunk's output.
+"""Rows of numbers on disk, in one file per shard of the index: embeddings, and image rows.
 
     00007.npy   rows [n, ...] in index order; those of samples that could not be used are zeros
     00007.json  the note: the record of the rows, and the samples that could not be used
@@ -37,7 +37,7 @@ from mclclip.util.files import Record
 from mclclip.util.search import unit
 
 Integers = npt.NDArray[np.int64]
-TRUNK_CACHE = "trunk_cache"
+IMAGE_ROWS = "image_rows"
 RowBatch = tuple[np.ndarray, Mapping[int, str]]
 """Rows [b, ...] in index order, and why samples among them have none, by sample id."""
 
@@ -315,7 +315,7 @@ class StoredRows:
         embeddings of stage 0, where no part of the image tower is trained."""
         if whole:
             return cls(layout.embeddings(0), index, "embeddings")
-        return cls(layout.trunk_cache, index, TRUNK_CACHE)
+        return cls(layout.image_rows, index, IMAGE_ROWS)
 
     def get(self, sample_id: int, caption_number: int = 0) -> np.ndarray:
         """The row of a sample, or of one of its captions, as it is stored.

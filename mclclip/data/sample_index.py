@@ -46,7 +46,7 @@ KIND = "index"
 BAD_SAMPLES = "bad_samples.json"
 # Reasons why one reader cannot use a sample, which say nothing about the sample.
 EXCLUDED, DAMAGED_COPY = "excluded", "damaged_copy"
-READERS_OWN = ("unfit", "no_caption", "not_cached", EXCLUDED, DAMAGED_COPY)
+READERS_OWN = ("unfit", "no_caption", "no_row", EXCLUDED, DAMAGED_COPY)
 
 
 class SampleIndex:

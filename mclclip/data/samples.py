@@ -146,7 +146,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
         if sample_id in self._excluded:
             return EXCLUDED
         without = self.image_rows is not None and sample_id in self.image_rows.without
-        return "not_cached" if without else None
+        return "no_row" if without else None
 
     def decoded(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mclclip.data.row_store import TRUNK_CACHE, StoredRows
+from mclclip.data.row_store import IMAGE_ROWS, StoredRows
 from mclclip.models.model import Model
 from mclclip.run.artifacts import read_manifest, verb_of
 
@@ -14,10 +14,10 @@ def start_from_rows(model: Model, rows: StoredRows) -> None:
     trained trains blocks that made them.
     """
     manifest = read_manifest(rows.directory, rows.kind)
-    if rows.kind != TRUNK_CACHE:
+    if rows.kind != IMAGE_ROWS:
         model.first_block = model.num_blocks + 1
         return
-    blocks, again = manifest.config["blocks"], f"run 'mclclip {verb_of(TRUNK_CACHE)} --force'"
+    blocks, again = manifest.config["blocks"], f"run 'mclclip {verb_of(IMAGE_ROWS)} --force'"
     if model.trunk_digest(blocks) != manifest.inputs["trunk"]:
         raise RuntimeError(
             f"{rows.directory} was made by other weights than the first {blocks} blocks of this "
@@ -25,7 +25,7 @@ def start_from_rows(model: Model, rows: StoredRows) -> None:
         )
     if model.training and blocks > model.num_frozen_blocks:
         raise ValueError(
-            f"the trunk's cache has passed {blocks} blocks, and train.lock freezes "
+            f"the image rows have passed {blocks} blocks, and train.lock freezes "
             f"{model.num_frozen_blocks}: lower train.lock.image_blocks, or {again}"
         )
     model.first_block = blocks

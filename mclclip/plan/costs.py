@@ -74,7 +74,7 @@ def decoding(config: Config, passes: list[dict[str, Any]], machine: Machine) -> 
         of["samples_per_s"]
         for of in passes
         if of["name"] == "training" and not of["given"] and of["samples_per_s"] is not None
-        if of["option"] != "train" or not config.trunk_cache.enabled
+        if of["option"] != "train" or not config.image_rows.enabled
     ]
     cores = round(max(rates) * machine.ranks / DECODED_PER_S) if rates else None
     return {"cores": cores, "there": machine.cores_per_gpu * machine.ranks}
@@ -113,7 +113,7 @@ def _embeddings(
         encoder = operations_of_named(config.model)
     precision, image = config.embed.precision, encoder["image"]
     images = {"images": image}
-    if config.trunk_cache.enabled:  # the rate that was given is that of the whole encoder
+    if config.image_rows.enabled:  # the rate that was given is that of the whole encoder
         trunk = measured["train"]["operations"]["trunk"]
         images = {"trunk": trunk} if stage == 0 else {}
         images["images"] = image - trunk
@@ -179,14 +179,14 @@ def disk(config: Config, counted: dict[str, Any], measured: dict[str, Any]) -> d
         "clusters": clusters,
     }
     elsewhere: dict[str, int | None] = {}  # on other disks than the run directory's
-    if config.reshard.enabled:
-        shards, folder = samples["size_bytes"], config.reshard.folder
-        name = "copies" if folder is None else "copies, in reshard.folder"
+    if config.relocate.enabled:
+        shards, folder = samples["size_bytes"], config.relocate.folder
+        name = "copies" if folder is None else "copies, in relocate.folder"
         copies = None if shards is None else shards * config.num_stages
         (sizes if folder is None else elsewhere)[name] = copies
-    if config.trunk_cache.enabled:
-        row = last["operations"]["trunk_values"] * np.dtype(config.trunk_cache.dtype).itemsize
-        sizes["trunk cache"] = None if samples["number"] is None else samples["number"] * row
+    if config.image_rows.enabled:
+        row = last["operations"]["row_values"] * np.dtype(config.image_rows.dtype).itemsize
+        sizes["image rows"] = None if samples["number"] is None else samples["number"] * row
     run_dir = Path(config.run_dir)
     return {
         "trainings": trainings,

@@ -82,8 +82,8 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
     with faked(model, gpu_autocast=gpu and half):
         setting = replace(setting, model=model, context=SINGLE)
         batch = _batch(model, options, local, stored_text)
-        if name == "train" and config.trunk_cache.enabled:
-            encoder |= _start_from_rows(model, batch, whole=not config.writes_trunk)
+        if name == "train" and config.image_rows.enabled:
+            encoder |= _start_from_rows(model, batch, whole=not config.writes_image_rows)
         trainee = Trainee(model, options.objective.build(setting), options.precision)
         features, activations, encoder["sample"] = _measure_step(trainee, batch, local, micro)
         sizes, objective = _sizes(model, options), trainee.objective
@@ -248,7 +248,7 @@ def _start_from_rows(model: Model, batch: Batch, whole: bool) -> dict[str, int]:
         ]
     model.first_block = blocks + whole
     values = 0 if whole else batch.views[0][0].numel()
-    return {"trunk": frozen.operations // len(batch), "trunk_values": values}
+    return {"trunk": frozen.operations // len(batch), "row_values": values}
 
 
 def _measure_step(

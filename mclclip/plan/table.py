@@ -173,8 +173,8 @@ def _disk(plan: dict[str, Any]) -> Iterator[str]:
         number = f"{of['number']:,}"
         rows.append([f"checkpoints, {_name(of)}", _gib(of["each"]), number, _gib(of["kept"])])
     rows.append(["checkpoints, at most", "", "", _gib(disk["checkpoints"])])
-    kinds = ("exports", "embeddings", "clusters", "copies", "copies, in reshard.folder",
-             "trunk cache", "sum", "present",
+    kinds = ("exports", "embeddings", "clusters", "copies", "copies, in relocate.folder",
+             "image rows", "sum", "present",
              "free")  # fmt: skip
     for key in filter(disk.__contains__, kinds):
         rows.append([key, "", "", "unknown" if disk[key] is None else _gib(disk[key])])

@@ -54,7 +54,7 @@ class Job:
     title         name in log lines: the variant if it has groups or is their control, else the kind
                   of the objective
     reads_groups  whether batches are made of groups of pseudo labels
-    reads_trunk   whether views are what the frozen blocks made of images once, not images
+    reads_image_rows   whether views are what the frozen blocks made of images once, not images
     cached_text   whether captions come as embeddings from disk
     """
 
@@ -68,7 +68,7 @@ class Job:
     directory: Path
     title: str
     reads_groups: bool
-    reads_trunk: bool
+    reads_image_rows: bool
     cached_text: bool
 
     @classmethod
@@ -90,7 +90,7 @@ class Job:
             directory=layout.train(stage),
             title=layout.variant if groups else objective.kind,
             reads_groups=groups and layout.variant != "ungrouped",
-            reads_trunk=stage > 0 and config.trunk_cache.enabled,
+            reads_image_rows=stage > 0 and config.image_rows.enabled,
             cached_text=stage > 0 and options.reads_text_embeddings,
         )  # fmt: skip
 
@@ -142,7 +142,7 @@ class Job:
         index cannot tell equal pictures, and the errors of ``BaseFeatures``."""
         reads, made = self.options.objective.reads, list[Extra]()
         if reads.digests:
-            pictures = self.index if self.reads_trunk else None
+            pictures = self.index if self.reads_image_rows else None
             made.append(EqualityDigests(clean_caption, pictures))
         edits = next(filter(None, self.stored_texts), None)
         if reads.base - {"model"} or edits:
@@ -183,12 +183,12 @@ class Opened:
 
 
 def locations_of(job: Job) -> Locations:
-    """Where this training reads the samples: in copies that ``reshard`` made for its groups, or in
+    """Where this training reads the samples: in copies that ``relocate`` made for its groups, or in
     the shards of the index. Raises the errors of ``Locations.open``."""
-    how, layout = job.config.reshard, job.layout
+    how, layout = job.config.relocate, job.layout
     if not how.enabled or not job.reads_groups or layout.variant != "mcl":
         return Locations(job.index)
-    directory = layout.resharded(job.stage, how.folder)
+    directory = layout.relocated(job.stage, how.folder)
     url = how.url and f"{how.url.rstrip('/')}/stage_{job.stage}"
     return Locations.open(directory, job.index, url, job.config.data.remote)
 

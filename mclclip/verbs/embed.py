@@ -4,7 +4,7 @@ Batches are cut within a shard, so a file's content does not depend on the numbe
 killed run resumes at the first missing file. Undecodable samples keep their row (zeros), are
 listed beside it and in the index's ``bad_samples.json``, and get the label -1.
 
-With ``trunk_cache.enabled`` stage 0 first writes what its frozen blocks make of every image, in the
+With ``image_rows.enabled`` stage 0 first writes what its frozen blocks make of every image, in the
 same way. Stages, controls and later embedding passes have the same frozen blocks, so they start
 from these rows instead of images (``models.image_rows``).
 """
@@ -25,7 +25,7 @@ from mclclip.config import Config
 from mclclip.data.bytes import read_excluded
 from mclclip.data.extras import directory_of, drawn
 from mclclip.data.index_tables import Shard, check_shards
-from mclclip.data.row_store import TRUNK_CACHE, RowBatch, StoredRows, num_restored
+from mclclip.data.row_store import IMAGE_ROWS, RowBatch, StoredRows, num_restored
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TarDataset, tokenized
 from mclclip.models.image_rows import start_from_rows
@@ -76,8 +76,8 @@ def run(
     if text is not None:
         texts = [None, *texts] if text else []
     wanted: dict[Path, HardCaptions | None] = {}
-    if config.writes_trunk and stage == 0:
-        wanted[layout.trunk_cache] = None
+    if config.writes_image_rows and stage == 0:
+        wanted[layout.image_rows] = None
     wanted[layout.embeddings(stage)] = None
     wanted |= {directory_of(layout, edits): edits for edits in texts}
     if texts:
@@ -92,7 +92,7 @@ def run(
             continue
         model, rows = load_towers(layout.export(stage)).eval(), None
         if artifact.kind == "embeddings" and "image_rows" in artifact.inputs:
-            make = partial(StoredRows.of_images, layout, index, whole=not config.writes_trunk)
+            make = partial(StoredRows.of_images, layout, index, whole=not config.writes_image_rows)
             rows = collectives.on_main(make)
             collectives.together(partial(start_from_rows, model, rows), "embed")
         model.to(context.device)
@@ -112,7 +112,7 @@ def _open(
     edits: HardCaptions | None,
     force: Force,
 ) -> Artifact:
-    kinds = {layout.embeddings(stage): "embeddings", layout.trunk_cache: TRUNK_CACHE}
+    kinds = {layout.embeddings(stage): "embeddings", layout.image_rows: IMAGE_ROWS}
     kind = kinds.get(directory, "text_embeddings")
     # The batch size is left out, since it changes results by rounding only.
     fields: dict[str, Any] = {"dtype": config.embed.dtype, "precision": config.embed.precision}
@@ -120,19 +120,19 @@ def _open(
     inputs = {"index": index.digest, "encoder": encoder.digest}
     if kind == "embeddings":
         fields["feature"] = config.embed.feature
-        if config.writes_trunk:
-            inputs["image_rows"] = read_manifest(layout.trunk_cache, TRUNK_CACHE).digest
-        elif config.trunk_cache.enabled and stage:
+        if config.writes_image_rows:
+            inputs["image_rows"] = read_manifest(layout.image_rows, IMAGE_ROWS).digest
+        elif config.image_rows.enabled and stage:
             inputs["image_rows"] = read_manifest(layout.embeddings(0), kind).digest
-    elif kind == TRUNK_CACHE:
+    elif kind == IMAGE_ROWS:
         blocks, trunk = _frozen_part(config, layout)
-        fields |= {"dtype": config.trunk_cache.dtype, "blocks": blocks}
+        fields |= {"dtype": config.image_rows.dtype, "blocks": blocks}
         inputs = {"index": index.digest, "trunk": trunk}
         embeddings = made_of(layout.embeddings(0))
         if embeddings and "image_rows" not in embeddings["inputs"] and not force:
             raise ValueError(
-                f"{layout.embeddings(0)} was made from images, and trunk_cache.enabled starts from "
-                "the trunk's output: use another run_dir, leave trunk_cache out, or --force to "
+                f"{layout.embeddings(0)} was made from images, and image_rows.enabled starts from "
+                "rows: use another run_dir, leave image_rows out, or --force to "
                 "make it again"
             )
     if edits is not None:
@@ -156,9 +156,9 @@ def _frozen_part(config: Config, layout: Layout) -> tuple[int, str]:
     if not model.num_frozen_blocks:
         stem = f" (the stem and {model.num_blocks - 1} residual blocks)"
         raise ValueError(
-            f"trunk_cache.enabled, but train.lock.image_blocks={config.train.lock.image_blocks} "
+            f"image_rows.enabled, but train.lock.image_blocks={config.train.lock.image_blocks} "
             f"trains all of the image tower's {model.num_blocks} blocks"
-            f"{'' if model.layout.embedding else stem}: lower it, or leave trunk_cache out"
+            f"{'' if model.layout.embedding else stem}: lower it, or leave image_rows out"
         )
     return model.num_frozen_blocks, model.trunk_digest(model.num_frozen_blocks)
 
@@ -178,7 +178,7 @@ def _embed(
     blocks = artifact.config.get("blocks", 0)
 
     def features(pixels: Tensor) -> np.ndarray:
-        if kind == TRUNK_CACHE:
+        if kind == IMAGE_ROWS:
             encode = partial(model.encode_trunk, pixels, blocks)
             return _checked(forward(config, context, encode).cpu().numpy(), dtype)
         if config.embed.feature == "pooled":
@@ -188,14 +188,14 @@ def _embed(
         return unit(forward(config, context, encode)).cpu().numpy()
 
     passes = partial(image_batches, config, context, source, model, encode=features)
-    if kind == TRUNK_CACHE:
+    if kind == IMAGE_ROWS:
         image = torch.zeros(1, *model.image_shape, device=context.device)
         row = list(forward(config, context, lambda: model.encode_trunk(image, blocks)).shape[1:])
         counts = {"shape": row}
         size = len(index) * int(np.prod(row)) * np.dtype(dtype).itemsize
         begun, advice = artifact.directory.glob("*.npy"), "free some, or take another run_dir"
         room = partial(files.check_room, artifact.directory, size, begun)
-        collectives.on_main(lambda: room("the trunk's cache", advice))
+        collectives.on_main(lambda: room("writing image rows", advice))
     elif kind == "text_embeddings":
         passes = partial(_caption_batches, config, context, source, model, edits)
         counts = {
@@ -214,8 +214,8 @@ def _checked(rows: np.ndarray, dtype: str) -> np.ndarray:
     largest = float(np.abs(rows).max())
     if not largest <= float(np.finfo(dtype).max):
         raise ValueError(
-            f"the trunk's output has values (up to {largest:.3g}) that {dtype} does not hold: set "
-            "trunk_cache.dtype=float32, or look at the encoder if they are not numbers"
+            f"the image rows have values (up to {largest:.3g}) that {dtype} does not hold: set "
+            "image_rows.dtype=float32, or look at the encoder if they are not numbers"
         )
     return rows
 

@@ -18,17 +18,17 @@ from pathlib import Path
 
 from mclclip.checkpoint import step_files
 from mclclip.data.locations import KIND
-from mclclip.data.row_store import TRUNK_CACHE
+from mclclip.data.row_store import IMAGE_ROWS
 from mclclip.run.artifacts import INTENT, MANIFEST, is_finished, parse_manifest, verb_of
 from mclclip.run.runlog import count_of
 from mclclip.util import files
 from mclclip.verbs import doctor
 from mclclip.verbs.doctor import Finding
 
-MAY_LIE_ELSEWHERE = (KIND, TRUNK_CACHE)
+MAY_LIE_ELSEWHERE = (KIND, IMAGE_ROWS)
 """Kinds of artifacts whose files a user may move to a store, or remove after the training."""
 _OF_STAGES = (
-    "embeddings|text_embeddings|edited_texts/[^/]+|trunk_cache|clusters|pseudo_labels|resharded|"
+    "embeddings|text_embeddings|edited_texts/[^/]+|image_rows|clusters|pseudo_labels|relocated|"
     "train|export"
 )
 _PLACES = re.compile(rf"index|finetune|(controls/[^/]+/)?(stage_\d+/({_OF_STAGES})|exports/[^/]+)")

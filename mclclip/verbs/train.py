@@ -22,7 +22,7 @@ from mclclip.data.extras import directory_of, survey
 from mclclip.data.groups import GroupSizes, LabelBlocks, StageGroups
 from mclclip.data.index_tables import check_shards
 from mclclip.data.labels import permute_labels, read_pseudo_labels
-from mclclip.data.row_store import TRUNK_CACHE, StoredRows
+from mclclip.data.row_store import IMAGE_ROWS, StoredRows
 from mclclip.data.sample_index import SampleIndex
 from mclclip.models import weights
 from mclclip.models.image_rows import start_from_rows
@@ -133,8 +133,8 @@ def _opened(job: Job) -> Opened:
         if edits := job.options.objective.reads.edits:
             survey(edits, index, config.data, job.name)
         opened = Opened(job.classes, build.locations_of(job))
-        if job.reads_trunk:
-            whole = not config.writes_trunk
+        if job.reads_image_rows:
+            whole = not config.writes_image_rows
             opened = replace(opened, image_rows=StoredRows.of_images(job.layout, index, whole))
         check_shards(index.directory, index.shards, config.data)
         return opened
@@ -162,7 +162,7 @@ def _settings(job: Job) -> dict[str, Any]:
         "model": model,
         "train": options,
     }
-    if not job.reads_trunk:
+    if not job.reads_image_rows:
         settings["data"] = {"pixels": job.pixels}
     if job.layout.variant != "mcl" and job.options.steps is None:
         settings["steps"] = _controlled_steps(job)
@@ -263,9 +263,9 @@ def _inputs(job: Job) -> dict[str, str]:
     if job.stage == 0:
         return inputs
     inputs["base"] = artifacts.read_manifest(layout.export(0), "export").digest
-    if job.reads_trunk:
-        rows = layout.trunk_cache, TRUNK_CACHE
-        if not job.config.writes_trunk:
+    if job.reads_image_rows:
+        rows = layout.image_rows, IMAGE_ROWS
+        if not job.config.writes_image_rows:
             rows = layout.embeddings(0), "embeddings"
         inputs["image_rows"] = artifacts.read_manifest(*rows).digest
     if "images" in reads.base:

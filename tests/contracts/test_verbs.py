@@ -27,7 +27,7 @@ from mclclip.verbs import (
     make_dataset,
     make_pairs,
     pack,
-    reshard,
+    relocate,
     train,
 )
 from mclclip.verbs import filter as filtering
@@ -117,8 +117,8 @@ VERBS = {  # in the order in which a run needs them
         of_run(export.join, "export.soup=true"), "exports/soup_uniform", "", "",
         "stage_1/export/manifest.json", "run 'mclclip export",
     ),
-    "reshard": Verb(
-        of_run(reshard.run, stage=1), "stage_1/resharded", "reshard.samples_per_shard=40",
+    "relocate": Verb(
+        of_run(relocate.run, stage=1), "stage_1/relocated", "relocate.samples_per_shard=40",
         "samples_per_shard was [0-9_]+, now 40",
         "stage_1/pseudo_labels/manifest.json", "run 'mclclip cluster' first",
     ),

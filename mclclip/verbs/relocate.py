@@ -80,8 +80,8 @@ def run(config: Config, context: Context, *, stage: int, force: Force = False) -
     """
     layout = Layout.of(config)
     check(config, stage)
-    directory = layout.resharded(stage, config.reshard.folder)
-    named = files.full_disk_names(directory, "reshard.folder")
+    directory = layout.relocated(stage, config.relocate.folder)
+    named = files.full_disk_names(directory, "relocate.folder")
     index = collectives.on_main(lambda: SampleIndex.open(layout.index))
     begun = collectives.on_main(named(partial(_begin, config, layout, stage, index, force)))
     if begun is None:
@@ -95,30 +95,30 @@ def run(config: Config, context: Context, *, stage: int, force: Force = False) -
         calls = [(of, number) for number in mine]
         try:
             with closing(map_in_pool(write_shard, calls, config.data.index_workers)) as written:
-                what = "reshard, shards"
+                what = "relocate, shards"
                 for of_shard in runlog.progress(written, total=len(mine), description=what):
                     left |= of_shard
                     index.check_bad_fraction(left, config.data.max_bad_fraction)
         finally:
             _opened.cache_clear()
 
-    collectives.together(named(copy), "reshard")
+    collectives.together(named(copy), "relocate")
     collectives.on_main(named(partial(_finish, artifact, of, num_shards, index)))
     return directory
 
 
 def check(config: Config, stage: int = 1) -> None:
     """Raises ValueError where a stage is not trained on groups, or the folder is none."""
-    objective, folder = config.train.objective, config.reshard.folder
+    objective, folder = config.train.objective, config.relocate.folder
     if stage < 1 or not objective.reads.groups:
         raise ValueError(
-            f"reshard: stage {stage} under train.objective.kind={objective.kind} is not trained on "
-            "groups of samples: name a stage from 1 on, of a method that reads groups"
+            f"relocate: stage {stage} under train.objective.kind={objective.kind} is not trained "
+            "on groups of samples: name a stage from 1 on, of a method that reads groups"
         )
     if folder is not None and protocol_of(folder) is not None:
-        raise ValueError(f"reshard.folder={folder} is a url: give a folder of a disk")
+        raise ValueError(f"relocate.folder={folder} is a url: give a folder of a disk")
     if folder is not None and Path(folder).expanduser().is_file():
-        raise ValueError(f"reshard.folder={folder} is a file: give a folder")
+        raise ValueError(f"relocate.folder={folder} is a file: give a folder")
 
 
 def _begin(
@@ -126,22 +126,22 @@ def _begin(
 ) -> tuple[Artifact, Copies, int] | None:
     """Checks the inputs, and sorts the samples by group on disk, unless they are; returns what is
     to be written and the number of shards, None where all is finished."""
-    directory = layout.resharded(stage, config.reshard.folder)
-    refuse_foreign(directory, "reshard.folder")
+    directory = layout.relocated(stage, config.relocate.folder)
+    refuse_foreign(directory, "relocate.folder")
     labels, radices, digest = read_pseudo_labels(layout.pseudo_labels(stage), index)
     open_artifact = partial(
         Artifact.open, directory, kind=KIND,
-        config={"stage": stage, "samples_per_shard": config.reshard.samples_per_shard},
+        config={"stage": stage, "samples_per_shard": config.relocate.samples_per_shard},
         inputs={"index": index.digest, "pseudo_labels": digest}, force=force,
     )  # fmt: skip
     if open_artifact(write=False).finished:
         return None
     check_shards(index.directory, index.shards, config.data)
     needed = int(index.image_size.sum()) + int(index.text_size.sum()) + _HEADERS_BYTES * len(index)
-    needed += _TAR_BYTES * -(-len(index) // config.reshard.samples_per_shard)
+    needed += _TAR_BYTES * -(-len(index) // config.relocate.samples_per_shard)
     needed += 64 * len(index)  # of the table
     begun = [] if is_finished(directory) else directory.glob("*.tar")  # a finished one is moved
-    files.check_room(directory, needed, begun, "the copy", "name another disk in reshard.folder")
+    files.check_room(directory, needed, begun, "the copy", "name another disk in relocate.folder")
     blocks = LabelBlocks(labels, radices)
     sizes = blocks.sizes()
     if not sizes.num_samples:
@@ -152,9 +152,9 @@ def _begin(
         groups.write(blocks, sizes, np.zeros(0, np.int64))
     of = Copies(
         index.directory, index.digest, groups.directory, directory,
-        config.reshard.samples_per_shard, config.data.max_open_files, config.data.remote,
+        config.relocate.samples_per_shard, config.data.max_open_files, config.data.remote,
     )  # fmt: skip
-    GroupedIndex.open(groups.directory, "reshard")  # a call that was killed may have written it
+    GroupedIndex.open(groups.directory, "relocate")  # a call that was killed may have written it
     return artifact, of, -(-sizes.num_samples // of.samples_per_shard)
 
 
@@ -176,7 +176,7 @@ def _finish(artifact: Artifact, of: Copies, num_shards: int, index: SampleIndex)
             table[ids] = Locations(index).of(ids)
         for number in range(num_shards):
             if (note := of.read_note(number)) is None:
-                raise RuntimeError(f"{of.tar(number)} is gone: run 'mclclip reshard' again")
+                raise RuntimeError(f"{of.tar(number)} is gone: run 'mclclip relocate' again")
             records[shard_name(number)], left = note.record, left | note.left
             if note.places:
                 places = np.array([*note.places.values()], np.int64)
@@ -197,7 +197,7 @@ def _finish(artifact: Artifact, of: Copies, num_shards: int, index: SampleIndex)
         of.note(number).unlink(missing_ok=True)
     shutil.rmtree(of.grouped)
     log.info(
-        "reshard: %d samples in %d groups are in %d shards (%.2f GiB) at %s; %d have no pseudo "
+        "relocate: %d samples in %d groups are in %d shards (%.2f GiB) at %s; %d have no pseudo "
         "label and are not copied",
         counts["samples"], num_groups, num_shards, total_bytes / 2**30, directory,
         counts["without_label"],
@@ -205,7 +205,7 @@ def _finish(artifact: Artifact, of: Copies, num_shards: int, index: SampleIndex)
     if left:
         some = index.names(sorted(left)[:_SHOWN])
         log.warning(
-            "reshard: %d samples cannot be copied (%s) and are read where they were, such as %s",
+            "relocate: %d samples cannot be copied (%s) and are read where they were, such as %s",
             len(left), ", ".join(f"{n} {why}" for why, n in reasons.items()),
             files.clean(", ".join(some)),
         )  # fmt: skip

@@ -20,7 +20,7 @@ from tests.matrix import in_soak, kept
 STEPS = 6
 LABELS = ("embed --stage 0", "cluster --stage 0")
 STAGE = (*LABELS, "train --stage 1", "export --stage 1", "embed --stage 1")
-ON = "trunk_cache={enabled: true, dtype: float32}"
+ON = "image_rows={enabled: true, dtype: float32}"
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def prepared(prepared_run: Path, root: Path, *more: str) -> list[str]:
 def written(root: Path) -> dict[str, str]:
     """Digests of every file of the cache but its manifest, which holds the time, and a temporary
     one of a kill before the directory was begun (only begun ones are cleaned)."""
-    found = tiny.digests(root / "stage_0/trunk_cache", "**/*")
+    found = tiny.digests(root / "stage_0/image_rows", "**/*")
     del found["manifest.json"]
     return {name: d for name, d in found.items() if not name.startswith(".in_progress.json.")}
 
@@ -153,22 +153,22 @@ def test_run_makes_it_and_every_stage_and_control_starts_from_it(
         "controls=[ungrouped]",
     )  # fmt: skip
     path = tiny.write_config(tmp_path / "c.yaml", tmp_path / "run", data, *more)
-    run = ("run", "--config", str(path), "trunk_cache.enabled=true")
+    run = ("run", "--config", str(path), "image_rows.enabled=true")
     done = shell.ok(*run)
     assert done.stderr.count("starts from what the frozen part of the image tower made of") == 4
     # A finished run does not need the rows any more.
-    rows = [*(tmp_path / "run/stage_0/trunk_cache").glob("*.npy")]
+    rows = [*(tmp_path / "run/stage_0/image_rows").glob("*.npy")]
     assert len(rows) == 2
     for path in rows:
         path.unlink()
     shell.ok(*run)
     line = shell.refused("embed", "--stage", "1", "--force", *run[1:])
-    assert "--trunk-cache --force'" in line and not any(path.exists() for path in rows)
+    assert "--image-rows --force'" in line and not any(path.exists() for path in rows)
 
 
 def test_the_flag_is_the_option(shell: Shell, prepared_run: Path, tmp_path: Path) -> None:
-    options = prepared(prepared_run, tmp_path / "run", "trunk_cache.enabled=false")
-    shell.ok("embed", "--stage", "0", "--trunk-cache", *options)
-    assert (tmp_path / "run/stage_0/trunk_cache/manifest.json").exists()
+    options = prepared(prepared_run, tmp_path / "run", "image_rows.enabled=false")
+    shell.ok("embed", "--stage", "0", "--image-rows", *options)
+    assert (tmp_path / "run/stage_0/image_rows/manifest.json").exists()
     line = shell.refused("embed", "--stage", "0", *options)
     assert "1 less (image_rows)" in line and "--force" in line

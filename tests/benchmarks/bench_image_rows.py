@@ -38,8 +38,8 @@ WARM_UP = 2  # steps that are not counted
 WAYS = {
     "images": (),
     "images, fast": ("data.pixels=fast",),
-    "cache, float16": ("trunk_cache.enabled=true",),
-    "cache, float32": ("trunk_cache={enabled: true, dtype: float32}",),
+    "cache, float16": ("image_rows.enabled=true",),
+    "cache, float32": ("image_rows={enabled: true, dtype: float32}",),
 }
 
 
@@ -125,7 +125,7 @@ def allowed(setting: Setting, run_dir: Path) -> tuple[float, float]:
     """How many times as fast a step and an embedded image could be, by their operations."""
     measured = plan.make(options(setting, run_dir), plan.Machine(1, 1))["memory"]["train"]
     found = measured["operations"]
-    cached = plan.make(options(setting, run_dir, "trunk_cache.enabled=true"), plan.Machine(1, 1))[
+    cached = plan.make(options(setting, run_dir, "image_rows.enabled=true"), plan.Machine(1, 1))[
         "memory"
     ]["train"]
     image, of_trunk = found["image"], cached["operations"]["trunk"]
@@ -139,7 +139,7 @@ def embedded(setting: Setting, run_dir: Path, *more: str) -> float:
     index = SampleIndex.open(layout.index)
     model = embed.load_towers(layout.export(0)).eval()
     rows = None
-    if config.trunk_cache.enabled:
+    if config.image_rows.enabled:
         rows = StoredRows.of_images(layout, index, whole=False)
         start_from_rows(model, rows)
     source = embed.TarDataset(index, config.data, model.preprocess_val, image_rows=rows)

@@ -16,7 +16,7 @@ from mclclip.config import Config
 from mclclip.data import samples
 from mclclip.data.bytes import BadSample
 from mclclip.data.options import DataConfig
-from mclclip.data.row_store import TRUNK_CACHE, StoredRows
+from mclclip.data.row_store import IMAGE_ROWS, StoredRows
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
 from mclclip.models.image_rows import start_from_rows
@@ -30,7 +30,7 @@ from tests.matrix import kept
 RESNET = str(tiny.ROOT / "tests/configs/tiny_resnet.json")
 NUM_SAMPLES = 60
 PLAIN = "model.augmentation={kind: none}"  # as from the cache: the crops of validation
-ON = "trunk_cache={enabled: true, dtype: float32}"
+ON = "image_rows={enabled: true, dtype: float32}"
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def embedded(config: Config) -> StoredRows:
 
 def rows_of(config: Config) -> StoredRows:
     layout = Layout.of(config)
-    return StoredRows(layout.trunk_cache, SampleIndex.open(layout.index), TRUNK_CACHE)
+    return StoredRows(layout.image_rows, SampleIndex.open(layout.index), IMAGE_ROWS)
 
 
 def trained(config: Config) -> list[float]:
@@ -118,11 +118,11 @@ def test_rows_are_the_output_of_the_frozen_blocks(
     data: Path, tmp_path: Path, model: str | None, blocks: int, shape: tuple[int, ...], dtype: str
 ) -> None:
     more = [f"model.name={model}", "train.lock.image_blocks=2"] if model else []
-    given = f"trunk_cache={{enabled: true, dtype: {dtype}}}"
+    given = f"image_rows={{enabled: true, dtype: {dtype}}}"
     config = options(tmp_path / "run", data, given, *more)
     rows = embedded(config)
     assert rows.shape == shape and rows.get(0).dtype == dtype
-    assert read_manifest(rows.directory, TRUNK_CACHE).config["blocks"] == blocks
+    assert read_manifest(rows.directory, IMAGE_ROWS).config["blocks"] == blocks
     encoder = load_towers(Layout.of(config).export(0)).eval()
     samples = SampleIndex.open(Layout.of(config).index)
     images = TarDataset(samples, DataConfig(max_image_pixels=10**6), encoder.preprocess_val)
@@ -201,7 +201,7 @@ def test_where_the_whole_tower_is_frozen_its_embeddings_stand_for_pictures(
     losses = trained(images)
     monkeypatch.setattr(samples, "decode", None)
     np.testing.assert_allclose(trained(rows), losses, rtol=1e-5)
-    assert len({*losses}) == 4 and not Layout.of(rows).trunk_cache.exists()
+    assert len({*losses}) == 4 and not Layout.of(rows).image_rows.exists()
     np.testing.assert_allclose(embeddings(rows, 1), embeddings(images, 1), atol=1e-6)
     with pytest.raises(ValueError, match="embed.feature=pooled"):
         options(tmp_path / "pooled", data, ON, lock, "embed.feature=pooled")
@@ -225,10 +225,10 @@ def test_a_sample_that_cannot_be_decoded_has_no_row_until_it_is_restored(
     rows = embedded(config)
     assert [*rows.without] == [5]
     (found, other) = read(config, rows, [5, 6])
-    assert found == BadSample(5, "not_cached") and isinstance(other, Sample)
+    assert found == BadSample(5, "no_row") and isinstance(other, Sample)
     assert not embeddings(config, 0)[5].any()
     trained(config)
-    record = read_manifest(Layout.of(config).trunk_cache, "trunk_cache")
+    record = read_manifest(Layout.of(config).image_rows, "image_rows")
     assert record.counts["bad_samples"] == 1
     path.write_bytes(whole)
     shutil.rmtree(Layout.of(config).train(1))
@@ -265,7 +265,7 @@ def test_other_blocks_or_other_weights_are_refused(
     embed.run(fewer, SINGLE, stage=0, force=True)  # two blocks are frozen now
     more = options(Path(fewer.run_dir), data, ON)
     cluster.run(more, SINGLE, stage=0)
-    with pytest.raises(ValueError, match="has passed 2 blocks, and train.lock freezes 1: lower"):
+    with pytest.raises(ValueError, match="have passed 2 blocks, and train.lock freezes 1: lower"):
         train.run(more, SINGLE, stage=1)
     other = load_towers(config.model.name, seed=5)
     with pytest.raises(RuntimeError, match="was made by other weights than the first 1 blocks"):
@@ -287,9 +287,9 @@ def test_embeddings_of_images_are_told_before_a_row_is_written(data: Path, tmp_p
     plain, on = (options(tmp_path / "run", data, *more) for more in ([], [ON]))
     start(plain)
     embed.run(plain, SINGLE, stage=0)
-    with pytest.raises(ValueError, match="was made from images, and trunk_cache.enabled starts"):
+    with pytest.raises(ValueError, match="was made from images, and image_rows.enabled starts"):
         embed.run(on, SINGLE, stage=0)
-    assert not Layout.of(on).trunk_cache.exists()
+    assert not Layout.of(on).image_rows.exists()
     embed.run(on, SINGLE, stage=0, force=True)
     assert not len(rows_of(on).without)
 
@@ -300,7 +300,7 @@ def test_without_it_a_later_stage_says_what_to_run(data: Path, tmp_path: Path) -
     embed.run(config, SINGLE, stage=0)
     cluster.run(config, SINGLE, stage=0)
     on = options(tmp_path / "run", data, ON)
-    with pytest.raises(FileNotFoundError, match="no finished trunk_cache .* --trunk-cache' first"):
+    with pytest.raises(FileNotFoundError, match="no finished image_rows .* --image-rows' first"):
         train.run(on, SINGLE, stage=1)
     # Artifacts of runs that never had it keep their identity.
     path = train.run(config, SINGLE, stage=1)
@@ -311,7 +311,7 @@ def test_without_it_a_later_stage_says_what_to_run(data: Path, tmp_path: Path) -
 def test_a_value_that_float16_does_not_hold_is_told(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = options(tmp_path / "run", data, "trunk_cache.enabled=true")
+    config = options(tmp_path / "run", data, "image_rows.enabled=true")
     start(config)
     forward = embed.forward
 
@@ -319,9 +319,9 @@ def test_a_value_that_float16_does_not_hold_is_told(
         return forward(*given) * 1e6
 
     monkeypatch.setattr(embed, "forward", large)
-    with pytest.raises(ValueError, match="float16 does not hold: set trunk_cache.dtype=float32"):
+    with pytest.raises(ValueError, match="float16 does not hold: set image_rows.dtype=float32"):
         embed.run(config, SINGLE, stage=0)
-    assert not [*Layout.of(config).trunk_cache.rglob("*.npy")]
+    assert not [*Layout.of(config).image_rows.rglob("*.npy")]
 
 
 # --- options -------------------------------------------------------------------------------------
@@ -334,12 +334,12 @@ def test_a_value_that_float16_does_not_hold_is_told(
         (["train.lock.image_blocks=all"], "image_blocks=all freezes no block"),
         (["train.start=random", "export.soup=false"], "train.start=random gives stages other"),
         (["model.augmentation={scale: [0.4, 1.0]}"], "would have no effect"),
-        (["reshard.enabled=true"], "reshard.enabled copies images"),
+        (["relocate.enabled=true"], "relocate.enabled copies images"),
     ],
 )
 def test_options_that_contradict_it(tmp_path: Path, more: list[str], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        options(tmp_path / "run", tmp_path, "trunk_cache.enabled=true", *more)
+        options(tmp_path / "run", tmp_path, "image_rows.enabled=true", *more)
 
 
 def test_a_training_of_all_blocks_has_nothing_to_start_from(data: Path, tmp_path: Path) -> None:
@@ -362,5 +362,5 @@ def test_a_disk_without_room_is_told_before_a_row(
     start(config)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100_000))
-    with pytest.raises(ValueError, match="cache needs about .* GiB, the disk .* free"):
+    with pytest.raises(ValueError, match="image rows needs about .* GiB, the disk .* free"):
         embed.run(config, SINGLE, stage=0)

@@ -1,4 +1,4 @@
-"""Reading the batches of groups from the shards of the index and from the copies of ``reshard``.
+"""Reading the batches of groups from the shards of the index and from the copies of ``relocate``.
 
 Nothing is decoded, so that the ratio is that of reading alone. Disks are read cold where this
 process may tell the system to forget what it has read (it has to be root); else that is said.
@@ -35,7 +35,7 @@ from mclclip.data.remote import RemoteOptions
 from mclclip.data.sample_index import SampleIndex
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, Layout
-from mclclip.verbs import index, reshard
+from mclclip.verbs import index, relocate
 from tests.batches import grouped_index
 from tests.benchmarks import memory, timing
 
@@ -195,13 +195,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         paths = sorted((work / "shards").glob("*.tar"))
         config = prepare(work, [str(path) for path in paths], "disk")
         _print_copying(config, args.rounds)
-        copies = Layout.of(config).resharded(1, None)
+        copies = Layout.of(config).relocated(1, None)
         with server(work, work, args.latency_ms / 1e3) as (host, served_by):
             urls = [f"{host}shards/{path.name}" for path in paths]
             remote = prepare(work, urls, "http")
             _print_reading(args, config, copies, None, "disk, cold" if _may() else "disk, warm")
-            reshard.run(remote, SINGLE, stage=1)
-            of_urls = Layout.of(remote).resharded(1, None)
+            relocate.run(remote, SINGLE, stage=1)
+            of_urls = Layout.of(remote).relocated(1, None)
             url = host + str(of_urls.relative_to(work))
             how = f"{served_by}, {args.latency_ms:g} ms before every answer"
             _print_reading(args, remote, of_urls, url, how)
@@ -215,18 +215,18 @@ def _print_copying(config: Config, rounds: int) -> None:
     peaks: list[float] = []
 
     def copy() -> None:
-        peaks.append(memory.peak_mib(lambda: reshard.run(config, SINGLE, stage=1, force=True)))
+        peaks.append(memory.peak_mib(lambda: relocate.run(config, SINGLE, stage=1, force=True)))
 
-    reshard.run(config, SINGLE, stage=1)
-    found = timing.interleave({"reshard": cold(copy)}, min(rounds, 3), warm_ups=0)
-    folder = Layout.of(config).resharded(1, None)
+    relocate.run(config, SINGLE, stage=1)
+    found = timing.interleave({"relocate": cold(copy)}, min(rounds, 3), warm_ups=0)
+    folder = Layout.of(config).relocated(1, None)
     mib = sum(path.stat().st_size for path in folder.glob("*.tar")) / 2**20
     number = len(SampleIndex.open(Layout.of(config).index))
-    wall, cpu = found.wall_s("reshard"), found.cpu_s("reshard")
+    wall, cpu = found.wall_s("relocate"), found.cpu_s("relocate")
     timing.print_table(
         f"Copying {number:,} samples of {mib:,.0f} MiB in {_GROUPS} groups, one process",
         ["what", "wall s", "CPU s", "MiB per s", "samples per CPU s", "peak MiB above the start"],
-        [["reshard", *map(timing.number, (wall, cpu, mib / wall, number / cpu, max(peaks)))]],
+        [["relocate", *map(timing.number, (wall, cpu, mib / wall, number / cpu, max(peaks)))]],
     )
 
 
