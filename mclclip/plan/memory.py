@@ -54,19 +54,9 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
     local, how, gpu = options.global_batch // machine.ranks, options.engine, config.device != "cpu"
     micro, half = min(how.micro_batch or local, local), options.precision in HALF
     model, operations = _prepared(config, name, options)
-    num_classes = max(config.clusters, default=config.cluster.clusters_of(0))
-    if options.objective.reads.attribute is not None:
-        num_classes = _ASSUMED_CLASSES
+    setting = _setting(model, config, options, machine)
     # The objective twice: on shapes with this rank's share of the class centers, for the loss of
     # the global batch, and whole on fakes, for the step and the checkpoint.
-    setting = Setting(
-        model=model,
-        context=Context(0, machine.ranks, device=_META),
-        seed=0,
-        precision=options.precision,
-        classes=cast(Any, SimpleNamespace(num_classes=num_classes)),
-        shapes_only=True,
-    )
     with torch.device(_META), StepMeter(device="meta") as share:
         loss = Trainee(model, options.objective.build(setting).to(_META), options.precision)
     with faked(model, gpu_autocast=gpu and half):
@@ -83,7 +73,7 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
         outside = [t for part in objective.outside() for t in part.state_dict().values()]
         saved = moments + size_bytes([*objective.parameters(), *objective.buffers(), *outside])
     lasting = share.live + 3 * moments // 2  # and a gradient
-    _measure_loss(share, loss, features, batch, options.global_batch, num_classes)
+    _measure_loss(share, loss, features, batch, options.global_batch, setting)
     operations["loss"] = share.operations if outside else 0
     parts = per_rank(sizes, how, machine.ranks, half=half, caching=micro < local) | {
         "objective": lasting,
@@ -93,7 +83,6 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
     }
     if gpu:
         parts["cuda"] = _CONTEXT + (_NCCL if machine.ranks > 1 else 0)
-    workers = config.data.num_workers
     return {
         "global_batch": options.global_batch,
         "local_batch": local,
@@ -104,8 +93,6 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
         "width": model.layout.pooled_dim,  # of a feature before the projection
         "parts": parts,
         "sum": sum(parts.values()),
-        # Two batches per loader worker, and two in pinned memory.
-        "host": parts["batch"] * (2 * workers + 2 if workers else 1),
         "checkpoint": sizes.parameters + sizes.moments + sizes.average + saved,
         "export": sizes.parameters,
         "trained": sizes.trained,
@@ -125,6 +112,21 @@ def _prepared(config: Config, name: str, options: TrainConfig) -> tuple[Model, d
     if options.engine.micro_batch is not None:
         gradient_cache.check(model)
     return model, operations
+
+
+def _setting(model: Model, config: Config, options: TrainConfig, machine: Machine) -> Setting:
+    """Surroundings of the objective of one of the machine's ranks; of classes only the number."""
+    num_classes = max(config.clusters, default=config.cluster.clusters_of(0))
+    if options.objective.reads.attribute is not None:
+        num_classes = _ASSUMED_CLASSES
+    return Setting(
+        model=model,
+        context=Context(0, machine.ranks, device=_META),
+        seed=0,
+        precision=options.precision,
+        classes=cast(Any, SimpleNamespace(num_classes=num_classes)),
+        shapes_only=True,
+    )
 
 
 def check(measured: dict[str, Any], name: str, machine: Machine) -> None:
@@ -224,7 +226,7 @@ def _measure_loss(
     features: dict[str, Tensor],
     batch: Batch,
     rows: int,
-    num_classes: int,
+    setting: Setting,
 ) -> None:
     """Measures the loss of the global batch, forward and backward, on the "meta" device.
 
@@ -239,7 +241,8 @@ def _measure_loss(
 
     with meter:
         classes = batch.classes
-        if classes is not None:
+        if classes is not None and setting.classes is not None:
+            num_classes = setting.classes.num_classes
             random = torch.Generator().manual_seed(0)
             classes = torch.randint(num_classes, (rows, classes.shape[1]), generator=random)
         every = replace(
