@@ -52,6 +52,7 @@ class Reads:
     logit_bias    the model's logit bias, where it has one; it is frozen where it is not read
     groups        batches are drawn from samples with one pseudo label
     clusters      this many nearest clusters of each sample, found at the stage before (0: none)
+    centroids     the clusters' centroids, beside which the features must be as wide
     threshold     clusters less similar than this are left out, but for the nearest (None: none are)
     attribute     an attribute of the samples, as data.sources names them, is taken for their class
                   (None: none is); samples without it are left out
@@ -69,6 +70,7 @@ class Reads:
     logit_bias: bool = False
     groups: bool = False
     clusters: int = 0
+    centroids: bool = False
     threshold: float | None = None
     attribute: str | None = None
     digests: bool = False
@@ -114,29 +116,6 @@ class Setting:
     def dtype(self) -> torch.dtype:
         """The dtype of trained weights."""
         return torch.float64 if self.precision == "float64" else torch.float32
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Facts of a run before it begins; None where one is not known yet.
-
-    num_clusters  fewest clusters of any stage
-    stored        clusters that are stored of every sample
-    engine        name of the engine
-    widths        of the features that were clustered, and of those that are trained
-    global_batch  samples per step over all ranks
-    zero_stage    how much deepspeed shares out, where that is the engine
-    micro_batch   samples per rank and forward, where gradients are cached
-    """
-
-    num_clusters: int
-    stored: int
-    precision: str
-    engine: str
-    widths: tuple[int, int] | None = None
-    global_batch: int | None = None
-    zero_stage: int | None = None
-    micro_batch: int | None = None
 
 
 class BatchFields(Protocol):
@@ -237,26 +216,15 @@ class ObjectiveOptions:
     """Controls that make sense for it, of ``ungrouped`` and ``random_groups``."""
     starts_anew: ClassVar[bool] = False
     """Whether stages may start from another encoder than the one that was clustered."""
-    engines: ClassVar[tuple[str, ...]] = ("ddp", "fsdp", "deepspeed")
-    """Engines that can carry its parameters and buffers."""
+    refuses: ClassVar[Mapping[str, str]] = {}
+    """Options of the run that it cannot be trained with, as conditions of ``config.rules.excludes``
+    that hold together, with the reason and the remedy. ``TRAINING`` stands for the training's
+    name."""
 
     @property
     def reads(self) -> Reads:
         """Returns what it reads beside images."""
         return Reads()
-
-    def check(self, facts: Facts) -> None:
-        """Raises ValueError where the run cannot give what the objective needs."""
-        if facts.engine not in self.engines:
-            raise ValueError(
-                f"engine.name={facts.engine} does not run objective.kind={self.kind}: set it to "
-                f"{' or '.join(self.engines)}"
-            )
-        if self.reads.clusters > facts.stored:
-            raise ValueError(
-                f"train.objective.labels_per_sample={self.reads.clusters} is more than "
-                f"cluster.labels_per_sample={facts.stored}, what is stored: raise the latter"
-            )
 
     def build(self, setting: Setting) -> Objective:
         """The objective. All ranks call it together."""

@@ -31,7 +31,7 @@ from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, Posi
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mclclip.objectives.base import BatchFields, Facts, Objective, Setting
+from mclclip.objectives.base import BatchFields, Objective, Setting
 from mclclip.objectives.contrast import (
     AnyTemperature,
     Between,
@@ -69,16 +69,11 @@ class Options(ContrastOptions):
     """Residual blocks of the adversary, each with noise of its own."""
 
     between: ClassVar[Between] = "views"
-
-    def check(self, facts: Facts) -> None:
-        """Raises ValueError for gradient caching under fp16."""
-        super().check(facts)
-        if facts.precision == "fp16" and facts.micro_batch is not None:
-            raise ValueError(
-                f"engine.micro_batch={facts.micro_batch} with precision=fp16 would multiply the "
-                f"gradient of the adversary of objective.kind={self.kind} by the loss scale: set "
-                "precision=bf16, or leave micro_batch out"
-            )
+    refuses: ClassVar[Mapping[str, str]] = {
+        "TRAINING.engine.micro_batch TRAINING.precision=fp16": "the gradient of feature_dropout's "
+        "adversary would be multiplied by the loss scale: set precision=bf16, or leave micro_batch "
+        "out"
+    }
 
     def objective(self, temperature: Temperature) -> Contrast:
         """The loss of the changed views, with its temperature."""

@@ -9,7 +9,7 @@ how negatives are sampled) the choices are arguments.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -20,7 +20,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from mclclip.objectives.base import Facts, Objective, ObjectiveOptions, Reads, Setting
+from mclclip.objectives.base import Objective, ObjectiveOptions, Reads, Setting
 from mclclip.objectives.class_centers import (
     Margin,
     ShardedClassCenters,
@@ -96,23 +96,17 @@ class Options(ObjectiveOptions):
         """The nearest clusters of each sample, or the attribute."""
         if self.attribute is not None:
             return Reads(attribute=self.attribute)
-        return Reads(clusters=self.labels_per_sample, threshold=self.threshold)
+        centroids = self.centers == "centroids"
+        return Reads(clusters=self.labels_per_sample, centroids=centroids, threshold=self.threshold)
 
-    def check(self, facts: Facts) -> None:
-        """Raises ValueError for a draw of no class, and where centers do not fit."""
-        super().check(facts)
-        classes, rate = facts.num_clusters, self.sample_rate
-        if self.attribute is None and rate > 0.0 and round(rate * classes) == 0:
-            raise ValueError(
-                f"train.objective.sample_rate={rate} draws none of {classes} classes: wanted at "
-                f"least {1 / classes:.2g}"
-            )
-        if self.centers == "centroids" and facts.widths and facts.widths[0] != facts.widths[1]:
-            raise ValueError(
-                f"centroids of {facts.widths[0]} dimensions cannot start the class centers of "
-                f"trained_model, whose features have {facts.widths[1]}: set "
-                "train.objective.centers=normal"
-            )
+    @property
+    def refuses(self) -> Mapping[str, str]:  # type: ignore[override]
+        """Clusters of which ``sample_rate`` draws none."""
+        if self.attribute is not None or not self.sample_rate:
+            return {}
+        least = math.floor(0.5 / self.sample_rate) + 1
+        none = f"objective.sample_rate={self.sample_rate} draws none of so few classes: raise one"
+        return {f"cluster.num_clusters<{least}": none}
 
     def build(self, setting: Setting) -> Objective:
         """The loss with new class centers, this rank's share of them."""

@@ -29,7 +29,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -40,7 +40,6 @@ from torch.nn import functional
 
 from mclclip.objectives.base import (
     BatchFields,
-    Facts,
     Objective,
     ObjectiveOptions,
     Reads,
@@ -103,16 +102,15 @@ class Options(ObjectiveOptions):
         """Groups of samples with one pseudo label."""
         return Reads(groups=True)
 
-    def check(self, facts: Facts) -> None:
-        """Raises ValueError for a queue that is smaller than a batch, and for ZeRO-3."""
-        super().check(facts)
-        check_engine(facts)
-        batch = facts.global_batch or 0
-        if self.version == "v2" and self.num_queued < batch:
-            raise ValueError(
-                f"objective.queue_size={self.num_queued:,} is less than global_batch={batch:,}, "
-                f"whose keys it has to hold: raise it to {batch:,} or more"
-            )
+    @property
+    def refuses(self) -> Mapping[str, str]:  # type: ignore[override]
+        """Batches whose keys the queue does not hold, and engines that do not carry the copy."""
+        if self.version == "v3":
+            return COPY_REFUSES
+        least = (
+            f"objective.queue_size={self.num_queued:,} has to hold the keys of a batch: raise it"
+        )
+        return COPY_REFUSES | {f"TRAINING.global_batch>{self.num_queued}": least}
 
     def build(self, setting: Setting) -> Objective:
         """The loss with a momentum copy of the model."""
@@ -142,13 +140,12 @@ def predictor_of(
     return nn.Sequential(*layers[:-2], nn.BatchNorm1d(dim, affine=False, dtype=dtype))
 
 
-def check_engine(facts: Facts) -> None:
-    """Raises ValueError where ranks hold parameters neither whole nor as a DTensor: ZeRO-3."""
-    if facts.engine == "deepspeed" and facts.zero_stage == 3:
-        raise ValueError(
-            "engine.zero_stage=3 shares out the parameters that a momentum copy has to follow: set "
-            "engine.zero_stage to 1 or 2, or engine.name=fsdp"
-        )
+COPY_REFUSES = {
+    "TRAINING.engine.name=deepspeed TRAINING.engine.zero_stage=3": "the momentum copy follows "
+    "parameters, which are shared out at this stage: set engine.zero_stage to 1 or 2, or "
+    "engine.name=fsdp"
+}
+"""Engines whose ranks hold parameters neither whole nor as a DTensor."""
 
 
 class MomentumCopy(Stepping):
@@ -170,7 +167,8 @@ class MomentumCopy(Stepping):
     Frozen parameters are copied too, and so is a text tower, which is never run. Adapters (LoRA)
     are averaged factor by factor. Blocks that torch has compiled run uncompiled in the copy. Under
     FSDP2 the copy is sharded as the rest of the model outside of its blocks is: in one piece, whole
-    on every rank while a step runs. See ``check_engine`` for what cannot carry it.
+    on every rank while a step runs. ``COPY_REFUSES`` are engines that cannot
+    carry it.
     """
 
     def __init__(self, model: nn.Module, base: float, schedule: Schedule = "constant") -> None:

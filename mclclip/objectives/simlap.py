@@ -23,6 +23,7 @@ Where the paper is silent or contradicts itself:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -36,7 +37,6 @@ from torch.nn import functional
 from mclclip.objectives.base import (
     BatchFields,
     Classes,
-    Facts,
     Objective,
     ObjectiveOptions,
     Reads,
@@ -56,7 +56,7 @@ from mclclip.objectives.gated_pairs import (
     normed,
     pair_losses,
 )
-from mclclip.objectives.moco import MomentumCopy, check_engine
+from mclclip.objectives.moco import COPY_REFUSES, MomentumCopy
 from mclclip.objectives.row_losses import wide
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import to_device
@@ -153,11 +153,10 @@ class Options(ObjectiveOptions):
             attribute=self.attribute,
         )
 
-    def check(self, facts: Facts) -> None:
-        """Raises ValueError where the engine cannot carry the momentum copy."""
-        super().check(facts)
-        if self.momentum is not None:
-            check_engine(facts)
+    @property
+    def refuses(self) -> Mapping[str, str]:  # type: ignore[override]
+        """Engines that do not carry the momentum copy, where there is one."""
+        return {} if self.momentum is None else COPY_REFUSES
 
     def build(self, setting: Setting) -> Objective:
         """The loss with a new label filter, alike on all ranks."""

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from mclclip.objectives.base import (
     AnyObjective,
     BatchFields,
-    Facts,
     Objective,
     ObjectiveOptions,
     Reads,
@@ -77,10 +76,9 @@ class Options(ObjectiveOptions):
         return all(term.objective.starts_anew for term in self.terms)
 
     @property
-    def engines(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Engines that can carry every term."""
-        every = [term.objective.engines for term in self.terms]
-        return tuple(name for name in every[0] if all(name in names for names in every))
+    def refuses(self) -> Mapping[str, str]:  # type: ignore[override]
+        """What any of the terms refuses."""
+        return {k: v for term in self.terms for k, v in term.objective.refuses.items()}
 
     @property
     def reads(self) -> Reads:
@@ -96,12 +94,6 @@ class Options(ObjectiveOptions):
             return next((value for value in values if value is not None), None)
 
         return Reads(**{item.name: joined(item.name) for item in fields(Reads)})
-
-    def check(self, facts: Facts) -> None:
-        """Raises ValueError where one of the terms does."""
-        super().check(facts)
-        for term in self.terms:
-            term.objective.check(facts)
 
     def build(self, setting: Setting) -> Objective:
         """The sum of what every term builds."""

@@ -80,7 +80,7 @@ def test_an_engine_that_cannot_carry_a_method_is_refused(
     monkeypatch.syspath_prepend(installed)
     tree = tree_of(tmp_path, data, {"kind": "toy_momentum"})
     tree["base"]["engine"] = {"name": "fsdp"}
-    with pytest.raises(ValueError, match="engine.name=fsdp does not run objective.kind=toy_mom"):
+    with pytest.raises(ValueError, match="base.engine.name=fsdp: toy_momentum"):
         config.from_tree(tree)
 
 

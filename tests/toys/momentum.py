@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -24,7 +25,9 @@ class Options(ObjectiveOptions):
     queue: int = 48
 
     num_views: ClassVar[int] = 2
-    engines: ClassVar[tuple[str, ...]] = ("ddp",)
+    refuses: ClassVar[Mapping[str, str]] = {
+        "TRAINING.engine.name!=ddp": "toy_momentum copies whole parameters: set it to ddp"
+    }
 
     def build(self, setting: Setting) -> Objective:
         return Momentum(setting.model, self.momentum, self.queue)
