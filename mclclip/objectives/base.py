@@ -30,15 +30,8 @@ from mclclip.ranks.process_group import Context
 from mclclip.util.options import STRICT, nearest
 
 ENTRY_POINTS = "mclclip.objectives"
-# Kinds whose options are not the class ``Options`` of the module of their own name.
-_ELSEWHERE = {
-    "mlc": "mlcd:Options",
-    "single_label": "mlcd:Options",
-    "nt_xent": "info_nce:ViewOptions",
-    "ifm": "info_nce:ModifiedOptions",
-    "hcl": "info_nce:HardOptions",
-    "supcon": "info_nce:SupervisedOptions",
-}
+# Kinds that share the module of another one.
+_ELSEWHERE = {"mlc": "mlcd", "single_label": "mlcd"}
 # Modules of this folder that hold parts of objectives.
 _PARTS = ("base", "class_centers", "contrast", "gated_pairs", "row_losses")
 
@@ -288,8 +281,8 @@ def options_class(kind: str) -> type[ObjectiveOptions]:
         loaded = next(iter(points)).load()
         options = getattr(loaded, "Options", loaded)
     else:
-        module, _, name = _ELSEWHERE.get(kind, f"{kind}:Options").partition(":")
-        options = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+        module = importlib.import_module(f"{__package__}.{_ELSEWHERE.get(kind, kind)}")
+        options = module.Options
     if not (isinstance(options, type) and issubclass(options, ObjectiveOptions)):
         raise ValueError(f"objective {kind!r} has no class Options that is an ObjectiveOptions")
     return options

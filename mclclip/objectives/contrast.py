@@ -37,7 +37,7 @@ from mclclip.objectives.base import (
     Setting,
     Stepping,
 )
-from mclclip.objectives.row_losses import TILE, Pairs, count_kept, wide
+from mclclip.objectives.row_losses import TILE, Pairs, count_columns, to_fp32
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import not_compiled, to_device
 from mclclip.util.options import STRICT
@@ -296,7 +296,7 @@ class Contrast(Objective):
         for shapes that do not fit, and for features that are not there.
         """
         _check(self.names, features, self.marks)
-        own = [wide(features[name]) for name in self.names]
+        own = [to_fp32(features[name]) for name in self.names]
         scale = self.temperature.scale(own[0], features.get("logit_scale"))
         directions = self._directions(own, features, scale)
         by_direction = [self.rows(*direction, scale) for direction in directions]
@@ -312,7 +312,7 @@ class Contrast(Objective):
 
     def chance(self, given: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
         """The loss where all features are alike, under the same mask and logit scale."""
-        features, scale = wide(given[self.names[0]]), parts["logit_scale"]
+        features, scale = to_fp32(given[self.names[0]]), parts["logit_scale"]
         alike = [features.new_ones(len(features), 1) for _ in self.names]
         directions = self._directions(alike, given, scale)
         means = [self.rows(*direction, scale)[0].mean() for direction in directions]
@@ -367,7 +367,7 @@ class Contrast(Objective):
 def count_equal(pairs: Pairs) -> dict[str, Tensor]:
     """`equal_captions`: pairs of rows of the global batch, within groups, that have an equal
     caption or picture, or are one sample. A collective."""
-    rows = count_kept(replace(pairs, kept="equal")).sum()
+    rows = count_columns(replace(pairs, columns="equal")).sum()
     return {"equal_captions": collectives.all_reduce_sum(rows) // 2}
 
 

@@ -27,7 +27,7 @@ from mclclip.objectives.class_centers import (
     class_sums,
     normal_rows,
 )
-from mclclip.objectives.row_losses import excess, wide
+from mclclip.objectives.row_losses import softplus_of_difference, to_fp32
 from mclclip.ranks.collectives import OutsideParameters
 from mclclip.util.options import STRICT, Cosine, Share
 from mclclip.util.randomness import mix, permute
@@ -222,7 +222,7 @@ class ClassCenterLoss(Objective):
         if self.kind == "single_label":
             classes = classes[:, :1]
         log_p, log_n, has_label, figures = class_sums(
-            wide(image_features),
+            to_fp32(image_features),
             classes,
             self.centers,
             scale=self.scale,
@@ -237,12 +237,15 @@ class ClassCenterLoss(Objective):
 
         terms: dict[str, Tensor] = {}
         if self.kind == "mlcd":
-            positive, negative = mean(excess(log_p)), mean(excess(log_n))
+            positive, negative = (
+                mean(softplus_of_difference(log_p)),
+                mean(softplus_of_difference(log_n)),
+            )
             loss, pull = positive + negative, log_p
             terms = {"positive_loss": positive.detach(), "negative_loss": negative.detach()}
         else:
             pull = log_p + log_n
-            loss = mean(excess(pull))
+            loss = mean(softplus_of_difference(pull))
         saturated = torch.sigmoid(pull.detach()) < _SATURATED
         terms["saturated_share"] = mean(saturated.to(loss.dtype)).detach()
         return {"loss": loss} | terms | figures

@@ -47,7 +47,7 @@ from mclclip.objectives.base import (
     Setting,
     Stepping,
 )
-from mclclip.objectives.info_nce import Term, modified_losses, weights_of
+from mclclip.objectives.ifm import Term, modified_losses, weights_of
 from mclclip.objectives.row_losses import TILE, Pairs, log_sums, row_losses
 from mclclip.ranks import collectives
 from mclclip.util.options import STRICT, Share

@@ -36,7 +36,7 @@ from mclclip.objectives.base import (
     Reads,
     Setting,
 )
-from mclclip.objectives.row_losses import TILE, Pairs, divergences, wide
+from mclclip.objectives.row_losses import TILE, Pairs, divergences, to_fp32
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import not_compiled
 from mclclip.util.options import STRICT
@@ -203,7 +203,7 @@ class Preserve(Objective):
                     f"objective.kind=preserve reads {', '.join(missing)}, and was given "
                     f"{', '.join(sorted(name for name, x in given.items() if x is not None))}"
                 )
-            own = [wide(given[name]) for name in names]
+            own = [to_fp32(given[name]) for name in names]
             base = [given[n].detach().to(o.dtype) for n, o in zip(of_base, own, strict=True)]
             for name, one, other in zip(of_base, own, base, strict=True):
                 if one.ndim != 2 or one.shape != other.shape:

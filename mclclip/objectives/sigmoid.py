@@ -36,7 +36,7 @@ from mclclip.objectives.row_losses import (
     Pairs,
     Tiles,
     choose_no_autocast,
-    count_kept,
+    count_columns,
     refuse_second_derivative,
 )
 from mclclip.ranks import collectives
@@ -167,9 +167,9 @@ class Sigmoid(Objective):
         """The least loss of one logit for all pairs: that of a probability of k in n, for the n
         texts that an image is compared with, of which k belong to it (1 but for equal captions)."""
         pairs = self._pairs(given["labels"], given["sample_id"], given)
-        negatives, own = count_kept(pairs).double(), torch.ones((), dtype=torch.float64)
+        negatives, own = count_columns(pairs).double(), torch.ones((), dtype=torch.float64)
         if self.equal_captions == "positives":
-            own = own + count_kept(replace(pairs, kept="equal"))
+            own = own + count_columns(replace(pairs, columns="equal"))
         num = negatives + own
         losses: Tensor = torch.xlogy(num, num) - torch.xlogy(negatives, negatives)
         return (losses - torch.xlogy(own, own)).mean()
@@ -271,7 +271,7 @@ def _around_the_ring(
         )
         sums.add_pairs(*here, chunk)
         if positives:
-            sums.add_pairs(*here, replace(chunk, kept="equal"), z=1.0)
+            sums.add_pairs(*here, replace(chunk, columns="equal"), z=1.0)
         if need_grad or hop < world - 1:
             travelling = collectives.shift(travelling)
     return travelling[1] if need_grad else None

@@ -57,7 +57,7 @@ from mclclip.objectives.gated_pairs import (
     pair_losses,
 )
 from mclclip.objectives.moco import MomentumCopy, check_engine
-from mclclip.objectives.row_losses import wide
+from mclclip.objectives.row_losses import to_fp32
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import to_device
 from mclclip.util.options import STRICT, Share
@@ -301,13 +301,13 @@ class SimLAP(Objective):
         if second is None and (keys is None or keys_1 is not None):
             raise ValueError("simlap compares two views of an image, and image_features_1 is none")
 
-        rows = [normed(wide(view), self.norm) for view in (first, second) if view is not None]
+        rows = [normed(to_fp32(view), self.norm) for view in (first, second) if view is not None]
         if keys is None:
             every = [collectives.gather_with_grad(view) for view in rows]
             return [(rows[0], every[1]), (rows[1], every[0])]
         # The first view's rows are compared with the copy's second view, and the other way round.
         copies = [view for view in (keys_1, keys) if view is not None]
-        candidates = [collectives.gather(normed(wide(view), self.norm)) for view in copies]
+        candidates = [collectives.gather(normed(to_fp32(view), self.norm)) for view in copies]
         return list(zip(rows, candidates, strict=False))
 
     def _pairs(self, own: Tensor, groups: Tensor, ids: Tensor) -> ClassPairs:

@@ -10,15 +10,13 @@ from torch import Tensor
 
 from mclclip.objectives.base import parse
 from mclclip.objectives.contrast import ContrastOptions, Temperature
-from mclclip.objectives.info_nce import (
-    HardNegatives,
-    HardOptions,
-    ImplicitModification,
-    InfoNCE,
-    ModifiedOptions,
-    SupervisedContrast,
-)
-from mclclip.objectives.row_losses import excess
+from mclclip.objectives.hcl import HardNegatives
+from mclclip.objectives.hcl import Options as HardOptions
+from mclclip.objectives.ifm import ImplicitModification
+from mclclip.objectives.ifm import Options as ModifiedOptions
+from mclclip.objectives.info_nce import InfoNCE
+from mclclip.objectives.row_losses import softplus_of_difference
+from mclclip.objectives.supcon import SupervisedContrast
 from tests import objective_loops as loops
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -61,7 +59,7 @@ def test_what_is_missing_or_does_not_fit_is_told_in_one_line() -> None:
 def test_excess_is_exact_for_large_differences() -> None:
     negatives = torch.tensor([-800.0, 0.0, 40.0, 800.0, float("-inf")], dtype=torch.float64)
     negatives.requires_grad_()
-    found = excess(negatives, torch.zeros(5, dtype=torch.float64))
+    found = softplus_of_difference(negatives, torch.zeros(5, dtype=torch.float64))
     expected = [0.0, 0.6931471805599453, 40.0 + 4.248354255291589e-18, 800.0, 0.0]
     loops.close(found, torch.tensor(expected, dtype=torch.float64), 1e-15)
     found.sum().backward()
