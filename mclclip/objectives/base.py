@@ -25,7 +25,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic_core import PydanticCustomError
 from torch import Tensor, nn
 
-from mclclip.ranks.collectives import OutsideParameters
+from mclclip.ranks.collectives import UnwrappedParameters
 from mclclip.ranks.process_group import Context
 from mclclip.util.options import STRICT, nearest
 
@@ -85,7 +85,7 @@ class Classes(Protocol):
 
 @dataclass(frozen=True)
 class Setting:
-    """Surroundings that an objective is built for.
+    """The model, ranks and classes that an objective is built for.
 
     ``model`` has the width of its features, ``feature_dim``, and says whether ``logit_bias`` is
     among them, ``has_logit_bias`` (``models.model.Model``). ``betas`` and ``eps`` are those of
@@ -184,7 +184,7 @@ class Objective(Stepping):
 
     counterparts: tuple[str, str] | None = None
 
-    def outside(self) -> Sequence[OutsideParameters]:
+    def outside(self) -> Sequence[UnwrappedParameters]:
         """Parameters that engines do not wrap; none by default."""
         return ()
 
@@ -251,7 +251,7 @@ class ObjectiveOptions:
                 f"cluster.labels_per_sample={facts.stored}, what is stored: raise the latter"
             )
 
-    def build(self, setting: Setting) -> Objective:
+    def build(self, inputs: Setting) -> Objective:
         """The objective. All ranks call it together."""
         raise NotImplementedError(f"{type(self).__name__} builds nothing")
 

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 
 from mclclip.objectives.base import (
     Objective,
+    ObjectiveInputs,
     ObjectiveOptions,
     Reads,
-    Setting,
     Stepping,
 )
 from mclclip.objectives.row_losses import TILE, Pairs, count_columns, to_fp32
@@ -213,9 +213,9 @@ class ContrastOptions(ObjectiveOptions):
         """The loss, with its temperature."""
         raise NotImplementedError(f"{type(self).__name__} has no loss")
 
-    def build(self, setting: Setting) -> Objective:
+    def build(self, inputs: ObjectiveInputs) -> Objective:
         """The loss; a learnable temperature is its only parameter."""
-        return self.objective(self.new_temperature(setting.dtype))
+        return self.objective(self.new_temperature(inputs.dtype))
 
     def new_temperature(self, dtype: torch.dtype) -> Temperature:
         """The temperature that the options give; a trained one is a parameter of ``dtype``."""

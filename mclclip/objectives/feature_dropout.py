@@ -31,7 +31,7 @@ from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, Posi
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mclclip.objectives.base import BatchFields, Facts, Objective, Setting
+from mclclip.objectives.base import BatchFields, Facts, Objective, ObjectiveInputs
 from mclclip.objectives.contrast import (
     AnyTemperature,
     Between,
@@ -41,7 +41,7 @@ from mclclip.objectives.contrast import (
 )
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.ranks import collectives
-from mclclip.ranks.collectives import OutsideParameters
+from mclclip.ranks.collectives import UnwrappedParameters
 from mclclip.ranks.process_group import not_compiled
 from mclclip.util.options import STRICT
 from mclclip.util.randomness import mix_tensors
@@ -84,18 +84,18 @@ class Options(ContrastOptions):
         """The loss of the changed views, with its temperature."""
         return InfoNCE("views", temperature)
 
-    def build(self, setting: Setting) -> Objective:
+    def build(self, inputs: ObjectiveInputs) -> Objective:
         """The loss and a new adversary, which is the same on every rank.
 
         Raises ValueError for images that are too small for it.
         """
-        network = self._network(setting)
-        if not setting.shapes_only:  # tensors without values stay where they are made
-            network.to(setting.context.device)
-        return FeatureDropout(self, network, setting)
+        network = self._network(inputs)
+        if not inputs.shapes_only:  # tensors without values stay where they are made
+            network.to(inputs.context.device)
+        return FeatureDropout(self, network, inputs)
 
-    def _network(self, setting: Setting) -> Viewmaker:
-        model: Any = setting.model
+    def _network(self, inputs: ObjectiveInputs) -> Viewmaker:
+        model: Any = inputs.model
         size = model.image_size
         height, width = (size, size) if isinstance(size, int) else size
         if min(height, width) < _SMALLEST_SIDE:
@@ -104,15 +104,15 @@ class Options(ContrastOptions):
                 f"pixels a side, and the model takes {height} x {width}: set a larger image_size"
             )
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(setting.seed)
+            torch.default_generator.manual_seed(inputs.seed)
             shape = model.num_channels, self.width, self.residual_blocks
-            return Viewmaker(*shape, dtype=setting.dtype)
+            return Viewmaker(*shape, dtype=inputs.dtype)
 
 
 class Adversary:
-    """The network that changes views, whole on every rank, and its optimizer (`OutsideParameters`).
+    """The network that changes views, whole on every rank, and its optimizer.
 
-    The optimizer is Adam along the mean gradient of all ranks, upwards: the network makes the loss
+    It is `UnwrappedParameters`. The optimizer is Adam along the mean gradient of all ranks, upwards: the network makes the loss
     larger that the model makes smaller. Its learning rate is its own; where gradients are clipped,
     its gradient is clipped with the model's, by one factor. ``seed`` is that of the noise.
     """
@@ -200,15 +200,15 @@ class FeatureDropout(Objective):
     mean: Tensor
     deviation: Tensor
 
-    def __init__(self, options: Options, network: Viewmaker, setting: Setting) -> None:
+    def __init__(self, options: Options, network: Viewmaker, inputs: ObjectiveInputs) -> None:
         super().__init__()
-        self.loss = options.objective(options.new_temperature(setting.dtype))
-        self.adversary = Adversary(network, options.adversary_lr, setting.seed)
+        self.loss = options.objective(options.new_temperature(inputs.dtype))
+        self.adversary = Adversary(network, options.adversary_lr, inputs.seed)
         self.epsilon, self.counterparts = options.epsilon, self.loss.counterparts
-        for name, value in zip(("mean", "deviation"), setting.model.normalization, strict=True):
+        for name, value in zip(("mean", "deviation"), inputs.model.normalization, strict=True):
             self.register_buffer(name, value, persistent=False)
 
-    def outside(self) -> Sequence[OutsideParameters]:
+    def outside(self) -> Sequence[UnwrappedParameters]:
         """The adversary."""
         return [self.adversary]
 

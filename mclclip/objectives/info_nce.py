@@ -22,7 +22,7 @@ hundred samples a batch, try ``hcl`` or ``sigmoid``, which needs no row to be co
 ``equal_captions: masked`` is for data in which captions or pictures repeat, ``hard_captions`` for
 models that mix up colours, counts or places.
 
-Relations: ``nt_xent`` is the same loss between two views of an image. ``ifm`` adds a second one with
+Relations: ``nt_xent`` is this loss between two views of an image. ``ifm`` adds a second one with
 harder positives, ``hcl`` weighs its negatives, ``supcon`` has several positives for a row, and
 ``sigmoid`` replaces its softmax by one question for each pair. With ``equal_captions: positives``
 the loss of a row is ``supcon``'s L_out over the rows with an equal caption.

@@ -20,7 +20,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from mclclip.objectives.base import Facts, Objective, ObjectiveOptions, Reads, Setting
+from mclclip.objectives.base import Facts, Objective, ObjectiveInputs, ObjectiveOptions, Reads
 from mclclip.objectives.class_centers import (
     Margin,
     ShardedClassCenters,
@@ -28,7 +28,7 @@ from mclclip.objectives.class_centers import (
     normal_rows,
 )
 from mclclip.objectives.row_losses import softplus_of_difference, to_fp32
-from mclclip.ranks.collectives import OutsideParameters
+from mclclip.ranks.collectives import UnwrappedParameters
 from mclclip.util.options import STRICT, Cosine, Share
 from mclclip.util.randomness import mix, permute
 
@@ -114,11 +114,11 @@ class Options(ObjectiveOptions):
                 "train.objective.centers=normal"
             )
 
-    def build(self, setting: Setting) -> Objective:
+    def build(self, inputs: ObjectiveInputs) -> Objective:
         """The loss with new class centers, this rank's share of them."""
-        assert setting.classes is not None
-        classes, dim = setting.classes, setting.model.feature_dim
-        rate, seed = self.sample_rate, setting.seed
+        assert inputs.classes is not None
+        classes, dim = inputs.classes, inputs.model.feature_dim
+        rate, seed = self.sample_rate, inputs.seed
 
         def centroid_rows(start: int, stop: int) -> Tensor:
             rows = torch.from_numpy(np.array(classes.centroids()[start:stop]))  # of the file
@@ -134,16 +134,16 @@ class Options(ObjectiveOptions):
         centers = ShardedClassCenters(
             classes.num_classes,
             dim,
-            None if setting.shapes_only else initial,
-            context=setting.context,
+            None if inputs.shapes_only else initial,
+            context=inputs.context,
             draw=None if rate == 1.0 else negative_draw(classes.num_classes, rate, seed),
             rule=self.negatives,
             lr_scale=self.lr_scale,
             weight_decay=self.weight_decay,
-            betas=setting.betas,
-            eps=setting.eps,
+            betas=inputs.betas,
+            eps=inputs.eps,
             lazy=self.lazy,
-            dtype=setting.dtype,
+            dtype=inputs.dtype,
         )
         margin = Margin(self.margin, self.margin_size, self.margin_gradient)
         return ClassCenterLoss(centers, self.kind, scale=self.scale, margin=margin)
@@ -194,7 +194,7 @@ class ClassCenterLoss(Objective):
         self.centers, self.kind, self.scale, self.tile = centers, kind, scale, tile
         self.margin = margin or Margin()
 
-    def outside(self) -> Sequence[OutsideParameters]:
+    def outside(self) -> Sequence[UnwrappedParameters]:
         """The class centers."""
         return [self.centers]
 

@@ -42,9 +42,9 @@ from mclclip.objectives.base import (
     BatchFields,
     Facts,
     Objective,
+    ObjectiveInputs,
     ObjectiveOptions,
     Reads,
-    Setting,
     Stepping,
 )
 from mclclip.objectives.ifm import Term, modified_losses, weights_of
@@ -114,9 +114,9 @@ class Options(ObjectiveOptions):
                 f"whose keys it has to hold: raise it to {batch:,} or more"
             )
 
-    def build(self, setting: Setting) -> Objective:
+    def build(self, inputs: ObjectiveInputs) -> Objective:
         """The loss with a momentum copy of the model."""
-        return (QueuedKeys if self.version == "v2" else BatchKeys)(self, setting)
+        return (QueuedKeys if self.version == "v2" else BatchKeys)(self, inputs)
 
 
 def predictor_of(
@@ -225,12 +225,12 @@ class _WithCopy(Objective):
 
     counterparts = ("image_features", "keys")
 
-    def __init__(self, options: Options, setting: Setting) -> None:
+    def __init__(self, options: Options, inputs: ObjectiveInputs) -> None:
         super().__init__()
         v2 = options.version == "v2"
         base = (0.999 if v2 else 0.99) if options.momentum is None else options.momentum
         schedule = options.momentum_schedule or ("constant" if v2 else "cosine")
-        self.copy = MomentumCopy(setting.model, base, schedule)
+        self.copy = MomentumCopy(inputs.model, base, schedule)
         self.epsilon, self.term, self.tile = options.epsilon, options.term, TILE
         self.temperature = options.temperature or (0.2 if v2 else 1.0)
 
@@ -259,10 +259,10 @@ class QueuedKeys(_WithCopy):
     queue_prefix_lengths: Tensor
     position: Tensor
 
-    def __init__(self, options: Options, setting: Setting) -> None:
-        super().__init__(options, setting)
-        size, dim = options.num_queued, setting.model.feature_dim
-        self.register_buffer("queue", torch.zeros(size, dim, dtype=setting.dtype))
+    def __init__(self, options: Options, inputs: ObjectiveInputs) -> None:
+        super().__init__(options, inputs)
+        size, dim = options.num_queued, inputs.model.feature_dim
+        self.register_buffer("queue", torch.zeros(size, dim, dtype=inputs.dtype))
         for name in ("groups", "sample_ids", "prefix_lengths"):
             self.register_buffer(f"queue_{name}", torch.full((size,), -1))
         self.register_buffer("position", torch.zeros((), dtype=torch.int64))
@@ -337,12 +337,12 @@ class QueuedKeys(_WithCopy):
 class BatchKeys(_WithCopy):
     """MoCo-v3's loss: each view against the copy's other view of the global batch."""
 
-    def __init__(self, options: Options, setting: Setting) -> None:
-        super().__init__(options, setting)
+    def __init__(self, options: Options, inputs: ObjectiveInputs) -> None:
+        super().__init__(options, inputs)
         self.predictor: nn.Module = nn.Identity()
         if options.predictor:
-            dim = setting.model.feature_dim
-            self.predictor = predictor_of(dim, options.predictor, setting.seed, setting.dtype)
+            dim = inputs.model.feature_dim
+            self.predictor = predictor_of(dim, options.predictor, inputs.seed, inputs.dtype)
 
     def features(self, model: nn.Module, batch: BatchFields) -> dict[str, Tensor]:
         """The model's features of both views, and the copy's as ``keys`` and ``keys_1``."""

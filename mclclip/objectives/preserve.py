@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from mclclip.objectives.base import (
     BatchFields,
     Objective,
+    ObjectiveInputs,
     ObjectiveOptions,
     Reads,
-    Setting,
 )
 from mclclip.objectives.row_losses import TILE, Pairs, divergences, to_fp32
 from mclclip.ranks import collectives
@@ -84,8 +84,8 @@ class Options(ObjectiveOptions):
             base=frozenset({"model"} if self.exact else base),
         )
 
-    def build(self, setting: Setting) -> Objective:
-        """The loss; ``setting.model`` has the base's weights.
+    def build(self, inputs: ObjectiveInputs) -> Objective:
+        """The loss; ``inputs.model`` has the base's weights.
 
         Raises ValueError where the base has no logit scale and ``temperature`` is null.
         """
@@ -93,13 +93,13 @@ class Options(ObjectiveOptions):
         if self.temperature is not None:
             scale = 1.0 / self.temperature
         elif self.what == "similarities":
-            if (of_base := setting.model().get("logit_scale")) is None:
+            if (of_base := inputs.model().get("logit_scale")) is None:
                 raise ValueError(
                     "objective.kind=preserve: temperature=null takes the logit scale of the base, "
                     "which has none: set temperature to a number, such as 0.1"
                 )
-            scale = 1.0 if setting.shapes_only else float(of_base.detach())
-        return Preserve(self, scale, setting.model if self.exact else None)
+            scale = 1.0 if inputs.shapes_only else float(of_base.detach())
+        return Preserve(self, scale, inputs.model if self.exact else None)
 
 
 class Preserve(Objective):

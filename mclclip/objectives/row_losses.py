@@ -10,9 +10,9 @@ it is one of equal ids and masked like every repeated sample. A row without nega
 loss 0 and gradient 0 exactly.
 
 Losses that weigh their negatives otherwise are made of the negatives' log-sum-exp alone
-(``log_sums``), of their number (``count_columns``) and of sums of keys (``sum_columns``). The same three
-are over other columns than negatives where ``Pairs.columns`` says so. ``divergences`` compares the
-rows' softmaxes with those of another matrix.
+(``log_sums``), of their number (``count_columns``) and of sums of keys (``sum_columns``). The same
+three are over other columns than negatives where ``Pairs.columns`` says so. ``divergences``
+compares the rows' softmaxes with those of another matrix.
 """
 
 from __future__ import annotations

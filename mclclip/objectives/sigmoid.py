@@ -29,7 +29,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mclclip.objectives.base import Objective, ObjectiveOptions, Reads, Setting
+from mclclip.objectives.base import Objective, ObjectiveInputs, ObjectiveOptions, Reads
 from mclclip.objectives.contrast import DIGESTS, EqualCaptions, check_equal_captions, count_equal
 from mclclip.objectives.row_losses import (
     TILE,
@@ -86,13 +86,13 @@ class Options(ObjectiveOptions):
             digests=digests,
         )
 
-    def build(self, setting: Setting) -> Objective:
+    def build(self, inputs: ObjectiveInputs) -> Objective:
         """The loss, with the scale and bias that the model does not have."""
         if self.between == "views":
             other = "image_features_1"
-            return Sigmoid(other, own_scale=True, own_bias=True, dtype=setting.dtype)
-        own_bias = not setting.model.has_logit_bias
-        return Sigmoid(own_bias=own_bias, equal_captions=self.equal_captions, dtype=setting.dtype)
+            return Sigmoid(other, own_scale=True, own_bias=True, dtype=inputs.dtype)
+        own_bias = not inputs.model.has_logit_bias
+        return Sigmoid(own_bias=own_bias, equal_captions=self.equal_captions, dtype=inputs.dtype)
 
 
 class Sigmoid(Objective):

@@ -38,9 +38,9 @@ from mclclip.objectives.base import (
     Classes,
     Facts,
     Objective,
+    ObjectiveInputs,
     ObjectiveOptions,
     Reads,
-    Setting,
 )
 from mclclip.objectives.contrast import AnyTemperature, Temperature
 from mclclip.objectives.gated_pairs import (
@@ -159,9 +159,9 @@ class Options(ObjectiveOptions):
         if self.momentum is not None:
             check_engine(facts)
 
-    def build(self, setting: Setting) -> Objective:
+    def build(self, inputs: ObjectiveInputs) -> Objective:
         """The loss with a new label filter, alike on all ranks."""
-        return (SimLAP if self.momentum is None else MomentumSimLAP)(self, setting)
+        return (SimLAP if self.momentum is None else MomentumSimLAP)(self, inputs)
 
     def new_filter(
         self, num_classes: int, dim: int, dtype: torch.dtype, seed: int = 0
@@ -206,15 +206,15 @@ class SimLAP(Objective):
     and the errors of ``Options.means_of``.
     """
 
-    def __init__(self, options: Options, setting: Setting) -> None:
+    def __init__(self, options: Options, inputs: ObjectiveInputs) -> None:
         super().__init__()
-        assert setting.classes is not None
-        num_classes, dim = setting.classes.num_classes, setting.model.feature_dim
-        self.filter = options.new_filter(num_classes, dim, setting.dtype, setting.seed)
-        self.norm = nn.LayerNorm(dim, dtype=setting.dtype) if options.norm == "layer" else None
+        assert inputs.classes is not None
+        num_classes, dim = inputs.classes.num_classes, inputs.model.feature_dim
+        self.filter = options.new_filter(num_classes, dim, inputs.dtype, inputs.seed)
+        self.norm = nn.LayerNorm(dim, dtype=inputs.dtype) if options.norm == "layer" else None
         self.pairs, self.score, self.tile = options.pairs, options.score, _TILE
         self.penalty, self.penalty_weight = options.penalty, options.penalty_weight
-        self.seed, self.step = setting.seed, 0
+        self.seed, self.step = inputs.seed, 0
         self.num_closest = num_closest = options.num_closest
         if self.pairs == "n_closest" and num_closest >= num_classes:
             raise ValueError(
@@ -222,10 +222,10 @@ class SimLAP(Objective):
                 f"{num_classes - 1}"
             )
         self._closest: Tensor | None = None
-        means = None if setting.shapes_only else options.means_of(setting.classes)
+        means = None if inputs.shapes_only else options.means_of(inputs.classes)
         if means is not None:
             self._closest = closest_classes(means, torch.arange(num_classes), num_closest)
-        self.temperature = Temperature(options.temperature, setting.dtype)
+        self.temperature = Temperature(options.temperature, inputs.dtype)
 
     def begin(self, step: int, total: int, epoch: float) -> None:
         """Takes note of the step, on which the draw of pairs depends; moves the temperature."""
@@ -359,10 +359,10 @@ class SimLAP(Objective):
 class MomentumSimLAP(SimLAP):
     """SimLAP whose candidates are a momentum copy's features of the other view (SimLAP-MoCo)."""
 
-    def __init__(self, options: Options, setting: Setting) -> None:
-        super().__init__(options, setting)
+    def __init__(self, options: Options, inputs: ObjectiveInputs) -> None:
+        super().__init__(options, inputs)
         assert options.momentum is not None
-        self.copy = MomentumCopy(setting.model, options.momentum, "cosine")
+        self.copy = MomentumCopy(inputs.model, options.momentum, "cosine")
 
     def features(self, model: nn.Module, batch: BatchFields) -> dict[str, Tensor]:
         """The model's features of both views, and the copy's as ``keys`` and ``keys_1``."""

@@ -16,11 +16,11 @@ from mclclip.objectives.base import (
     BatchFields,
     Facts,
     Objective,
+    ObjectiveInputs,
     ObjectiveOptions,
     Reads,
-    Setting,
 )
-from mclclip.ranks.collectives import OutsideParameters
+from mclclip.ranks.collectives import UnwrappedParameters
 from mclclip.util.options import STRICT, with_prefix
 
 
@@ -103,9 +103,9 @@ class Options(ObjectiveOptions):
         for term in self.terms:
             term.objective.check(facts)
 
-    def build(self, setting: Setting) -> Objective:
+    def build(self, inputs: ObjectiveInputs) -> Objective:
         """The sum of what every term builds."""
-        built = [term.objective.build(setting) for term in self.terms]
+        built = [term.objective.build(inputs) for term in self.terms]
         names = [f"{number}_{t.objective.kind}" for number, t in enumerate(self.terms)]
         return WeightedSum(built, [term.weight for term in self.terms], names)
 
@@ -138,7 +138,7 @@ class WeightedSum(Objective):
                 "such as those of a momentum copy: leave all but one of them out"
             )
 
-    def outside(self) -> Sequence[OutsideParameters]:
+    def outside(self) -> Sequence[UnwrappedParameters]:
         """The parameters outside of all terms."""
         return [part for term in self.terms for part in term.outside()]
 

@@ -26,11 +26,11 @@ from mclclip.models.memory import NeedsValues, StepMeter, faked, load_shapes, si
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.models.options import ModelConfig
-from mclclip.objectives.base import Setting
+from mclclip.objectives.base import ObjectiveInputs
 from mclclip.objectives.contrast import DIGESTS
 from mclclip.plan.machine import GIB, Machine
 from mclclip.ranks.process_group import SINGLE, Context
-from mclclip.train.loop import Trainee
+from mclclip.train.loop import ModelWithObjective
 
 # What a rank holds, in the order of the table, as it is called there.
 PARTS = {
@@ -77,11 +77,13 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
     model, encoder = _prepared(config, name, options)
     num_classes, setting = _setting(model, config, options, machine)
     with torch.device(_META), StepMeter(device="meta") as share:
-        loss = Trainee(model, options.objective.build(setting).to(_META), options.precision)
+        loss = ModelWithObjective(
+            model, options.objective.build(setting).to(_META), options.precision
+        )
     stored_text = name == "train" and options.reads_text_embeddings
     with faked(model, gpu_autocast=gpu and half):
         setting = replace(setting, model=model, context=SINGLE)
-        trainee = Trainee(model, options.objective.build(setting), options.precision)
+        trainee = ModelWithObjective(model, options.objective.build(setting), options.precision)
         batch = _batch(model, options, local, stored_text)
         if name == "train" and config.trunk_cache.enabled:
             trunk = _start_from_trunk(trainee, batch)
@@ -142,12 +144,12 @@ def _prepared(config: Config, name: str, options: TrainConfig) -> tuple[Model, d
 
 def _setting(
     model: Model, config: Config, options: TrainConfig, machine: Machine
-) -> tuple[int, Setting]:
+) -> tuple[int, ObjectiveInputs]:
     """The number of classes, and what the objective of one of the machine's ranks is built of."""
     num_classes = max(config.clusters, default=config.cluster.clusters_of(0))
     if options.objective.reads.attribute is not None:
         num_classes = _ASSUMED_CLASSES
-    return num_classes, Setting(
+    return num_classes, ObjectiveInputs(
         model=model,
         context=Context(0, machine.ranks, device=_META),
         seed=0,
@@ -239,7 +241,7 @@ def _allocate_gradients(module: nn.Module) -> list[Tensor]:
     return [p.grad for p in trained if p.grad is not None]
 
 
-def _start_from_trunk(trainee: Trainee, batch: Batch) -> StepMeter:
+def _start_from_trunk(trainee: ModelWithObjective, batch: Batch) -> StepMeter:
     """Puts the trunk's output into the place of the views, and returns what making it took."""
     model: Any = trainee.model
     blocks = model.num_frozen_blocks
@@ -252,7 +254,7 @@ def _start_from_trunk(trainee: Trainee, batch: Batch) -> StepMeter:
 
 
 def _measure_step(
-    trainee: Trainee, batch: Batch, local: int, micro: int
+    trainee: ModelWithObjective, batch: Batch, local: int, micro: int
 ) -> tuple[dict[str, Tensor], int, int]:
     """The features of a micro-batch, the bytes of its activations, and operations of a sample."""
     gradients = _allocate_gradients(trainee)  # they are there before a micro-batch runs
@@ -267,7 +269,7 @@ def _measure_step(
     return features, step.peak, operations // micro
 
 
-def _step(trainee: Trainee, batch: Batch) -> dict[str, Tensor]:
+def _step(trainee: ModelWithObjective, batch: Batch) -> dict[str, Tensor]:
     """Forward and backward of the model on one micro-batch; returns the features."""
     features: dict[str, Tensor] = trainee(batch, dict)
     sums = [value.sum() for value in features.values() if value.requires_grad]
@@ -277,7 +279,7 @@ def _step(trainee: Trainee, batch: Batch) -> dict[str, Tensor]:
 
 def _measure_loss(
     meter: StepMeter,
-    trainee: Trainee,
+    trainee: ModelWithObjective,
     features: dict[str, Tensor],
     batch: Batch,
     rows: int,

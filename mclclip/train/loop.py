@@ -41,14 +41,14 @@ from mclclip.train.symptoms import Symptoms
 log = logging.getLogger("mclclip")
 
 MIRROR_S = 60.0  # time for the mirror when the run must leave; the next start copies the rest
-MODEL = "model"  # name of the model within a Trainee, and so in checkpoints
+MODEL = "model"  # name of the model within a ModelWithObjective, and so in checkpoints
 
 
 Evaluate = Callable[[int], Mapping[str, float]]
 """Figures by name of the checkpoint of a step, the same on all ranks; all ranks call it."""
 
 
-class Trainee(nn.Module):
+class ModelWithObjective(nn.Module):
     """Model and objective as one module, so that engine and optimizer see both's parameters.
 
     precision     ``bf16`` and ``fp16`` are autocast around the model
@@ -211,7 +211,7 @@ class Trainer:
     compiles           the first step compiles, for which ranks wait without a limit
     """
 
-    trainee: Trainee
+    trainee: ModelWithObjective
     engine: Engine
     checkpoints: Checkpoints
     recorder: Recorder

@@ -33,7 +33,7 @@ from mclclip.run.recorder import PeakMemory
 from mclclip.run.runlog import count_of
 from mclclip.train import build
 from mclclip.train.build import Job, Opened
-from mclclip.train.loop import Evaluate, Judging, Trainee, check_training
+from mclclip.train.loop import Evaluate, Judging, ModelWithObjective, check_training
 from mclclip.util.files import digest_file, move_aside
 
 log = logging.getLogger("mclclip")
@@ -283,7 +283,7 @@ def _inputs(job: Job) -> dict[str, str]:
 def _train(
     job: Job,
     opened: Opened,
-    trainee: Trainee,
+    trainee: ModelWithObjective,
     artifact: Artifact,
     evaluate: Evaluate | None,
     peaks: PeakMemory,

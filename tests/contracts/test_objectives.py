@@ -22,11 +22,11 @@ from mclclip.data.batches import Batch
 from mclclip.engines.engine import Engine
 from mclclip.models.loading import load_towers, prepare_model
 from mclclip.models.optimizer import build_optimizer
-from mclclip.objectives.base import Facts, Objective, ObjectiveOptions, Setting, kinds
+from mclclip.objectives.base import Facts, Objective, ObjectiveInputs, ObjectiveOptions, kinds
 from mclclip.objectives.contrast import DIGESTS
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import SINGLE
-from mclclip.train.loop import Trainee
+from mclclip.train.loop import ModelWithObjective
 from tests import tiny
 from tests.contracts.objective_cases import CASES, Case
 from tests.distributed.conftest import here
@@ -127,7 +127,7 @@ def built(
     options: ObjectiveOptions, tile: int = 2048, precision: str = "float64"
 ) -> tuple[Towers, Objective]:
     model: Any = Towers()
-    objective = options.build(Setting(model, SINGLE, SEED, precision, classes=Classes()))
+    objective = options.build(ObjectiveInputs(model, SINGLE, SEED, precision, classes=Classes()))
     for module in objective.modules():
         if hasattr(module, "tile"):
             module.tile = tile
@@ -357,11 +357,11 @@ def make_engine(name: str, engine: str, precision: str, **options: Any) -> Engin
         model, lock=lock, lora=None, seed=0, precision=precision, grad_checkpointing=False
     )
     objective = own.build(
-        Setting(model, context, SEED, precision, classes=Classes())  # type: ignore[arg-type]
+        ObjectiveInputs(model, context, SEED, precision, classes=Classes())  # type: ignore[arg-type]
     )
     made = build_engine(
         engine,
-        Trainee(model, objective, precision),
+        ModelWithObjective(model, objective, precision),
         lambda module: build_optimizer(module, weight_decay=0.1),
         context,
         blocks=model.blocks(),

@@ -27,7 +27,7 @@ from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.ranks.step_boundary import StepBoundary
 from mclclip.run.recorder import PeakMemory, Recorder, StepProfiler
-from mclclip.train.loop import Trainee, Trainer
+from mclclip.train.loop import ModelWithObjective, Trainer
 from mclclip.train.symptoms import Symptoms
 from tests import device_waits, tiny
 from tests.device_waits import DEVICE, DeviceWaits, following
@@ -120,8 +120,10 @@ def trainer_of(options: dict[str, Any], how: dict[str, Any], folder: Path) -> Tr
     )
     model.to(DEVICE)
     classes = SimpleNamespace(num_classes=NUM_CLASSES, centroids=lambda: np.zeros((NUM_CLASSES, 8)))
-    setting = base.Setting(model, context, seed=3, precision=precision, classes=cast(Any, classes))
-    trainee = Trainee(model, parsed.build(setting), precision).to(DEVICE)
+    setting = base.ObjectiveInputs(
+        model, context, seed=3, precision=precision, classes=cast(Any, classes)
+    )
+    trainee = ModelWithObjective(model, parsed.build(setting), precision).to(DEVICE)
     engine = build_engine(
         how.pop("name", "ddp"),
         trainee,

@@ -9,10 +9,10 @@ import torch
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor, nn
 
-from mclclip.objectives.base import BatchFields, Objective, ObjectiveOptions, Reads, Setting
+from mclclip.objectives.base import BatchFields, Objective, ObjectiveInputs, ObjectiveOptions, Reads
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.ranks import collectives
-from mclclip.ranks.collectives import OutsideParameters
+from mclclip.ranks.collectives import UnwrappedParameters
 from mclclip.util.options import STRICT
 
 
@@ -27,9 +27,9 @@ class Options(ObjectiveOptions):
     def reads(self) -> Reads:
         return Reads(captions=True, logit_scale=True, groups=True)
 
-    def build(self, setting: Setting) -> Objective:
-        wide = torch.float64 if setting.precision == "float64" else torch.float32
-        return Adversary(self.size, Pattern(setting.context.device, wide))
+    def build(self, inputs: ObjectiveInputs) -> Objective:
+        wide = torch.float64 if inputs.precision == "float64" else torch.float32
+        return Adversary(self.size, Pattern(inputs.context.device, wide))
 
 
 class Pattern:
@@ -75,7 +75,7 @@ class Adversary(Objective):
         super().__init__()
         self.size, self.pattern, self.inner = size, pattern, InfoNCE()
 
-    def outside(self) -> Sequence[OutsideParameters]:
+    def outside(self) -> Sequence[UnwrappedParameters]:
         return [self.pattern]
 
     def features(self, model: nn.Module, batch: BatchFields) -> dict[str, Tensor]:

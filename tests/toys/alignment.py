@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
-from mclclip.objectives.base import Objective, ObjectiveOptions, Reads, Setting
+from mclclip.objectives.base import Objective, ObjectiveInputs, ObjectiveOptions, Reads
 from mclclip.util.options import STRICT
 
 
@@ -21,7 +21,7 @@ class Options(ObjectiveOptions):
     def reads(self) -> Reads:
         return Reads(captions=True)
 
-    def build(self, setting: Setting) -> Objective:
+    def build(self, inputs: ObjectiveInputs) -> Objective:
         return Alignment()
 
 

@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mclclip.objectives.base import BatchFields, Objective, ObjectiveOptions, Setting
+from mclclip.objectives.base import BatchFields, Objective, ObjectiveInputs, ObjectiveOptions
 from mclclip.ranks import collectives
 from mclclip.util.options import STRICT
 
@@ -26,8 +26,8 @@ class Options(ObjectiveOptions):
     num_views: ClassVar[int] = 2
     engines: ClassVar[tuple[str, ...]] = ("ddp",)
 
-    def build(self, setting: Setting) -> Objective:
-        return Momentum(setting.model, self.momentum, self.queue)
+    def build(self, inputs: ObjectiveInputs) -> Objective:
+        return Momentum(inputs.model, self.momentum, self.queue)
 
 
 class Momentum(Objective):

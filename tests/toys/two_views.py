@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 from torch.nn import functional
 
-from mclclip.objectives.base import Objective, ObjectiveOptions, Setting
+from mclclip.objectives.base import Objective, ObjectiveInputs, ObjectiveOptions
 from mclclip.ranks import collectives
 from mclclip.util.options import STRICT
 
@@ -23,7 +23,7 @@ class Options(ObjectiveOptions):
 
     num_views: ClassVar[int] = 2
 
-    def build(self, setting: Setting) -> Objective:
+    def build(self, inputs: ObjectiveInputs) -> Objective:
         return TwoViews(self.temperature)
 
 

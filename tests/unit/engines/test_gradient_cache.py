@@ -15,7 +15,7 @@ from mclclip.models.loading import load_towers
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.ranks.process_group import SINGLE
-from mclclip.train.loop import Trainee
+from mclclip.train.loop import ModelWithObjective
 from tests import tiny
 
 GLOBAL_BATCH = 256
@@ -46,7 +46,7 @@ class WithParameters(InfoNCE):
 
 
 def make_engine(objective: nn.Module, micro_batch: int | None = None) -> Engine:
-    trainee = Trainee(load_towers(tiny.MODEL, seed=1).train(), objective)
+    trainee = ModelWithObjective(load_towers(tiny.MODEL, seed=1).train(), objective)
     make = partial(build_optimizer, weight_decay=0.1)
     return Engine(trainee, make, SINGLE, micro_batch=micro_batch)
 

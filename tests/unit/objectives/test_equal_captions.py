@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mclclip.objectives.base import Objective, Setting, parse
+from mclclip.objectives.base import Objective, ObjectiveInputs, parse
 from mclclip.objectives.contrast import DIGESTS
 from mclclip.ranks.process_group import SINGLE
 from tests import objective_loops as loops
@@ -29,7 +29,7 @@ def built(kind: str, equal_captions: str, precision: str = "float64") -> Objecti
     model: Any = Towers()
     options = parse({"kind": kind, "equal_captions": equal_captions})
     assert options.reads.digests == (equal_captions != "negatives")
-    return options.build(Setting(model, SINGLE, 0, precision))
+    return options.build(ObjectiveInputs(model, SINGLE, 0, precision))
 
 
 def run(objective: Objective, batch: loops.Batch) -> dict[str, Tensor]:

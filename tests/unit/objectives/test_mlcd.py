@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mclclip.objectives.base import Reads, Setting
+from mclclip.objectives.base import ObjectiveInputs, Reads
 from mclclip.objectives.class_centers import Margin, ShardedClassCenters
 from mclclip.objectives.mlcd import ClassCenterLoss, Options, negative_draw
 from mclclip.ranks.process_group import SINGLE
@@ -244,7 +244,7 @@ def test_centroids_that_are_no_start(bad: float) -> None:
         options = Options(scale=16.0, margin="none", sample_rate=1.0)
         model = SimpleNamespace(feature_dim=D)
         classes = SimpleNamespace(centroids=lambda: centroids, num_classes=K)
-        options.build(Setting(model=model, context=SINGLE, seed=0, classes=classes))
+        options.build(ObjectiveInputs(model=model, context=SINGLE, seed=0, classes=classes))
 
 
 def test_an_attribute_is_its_classes() -> None:

@@ -12,7 +12,7 @@ from torch.nn import functional
 from mclclip.config import load
 from mclclip.data.batches import Batch
 from mclclip.models.loading import load_towers
-from mclclip.objectives.base import Setting, parse
+from mclclip.objectives.base import ObjectiveInputs, parse
 from mclclip.objectives.row_losses import Pairs, divergences
 from mclclip.plan import memory
 from mclclip.plan.machine import Machine
@@ -23,7 +23,7 @@ WHAT = ["similarities", "features"]
 
 
 def built(model: Any = None, **options: Any) -> Any:
-    setting = Setting(model or load_towers(tiny.MODEL, seed=1), SINGLE, 0)
+    setting = ObjectiveInputs(model or load_towers(tiny.MODEL, seed=1), SINGLE, 0)
     return parse({"kind": "preserve", **options}).build(setting)
 
 

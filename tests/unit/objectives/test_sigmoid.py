@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from mclclip import config
 from mclclip.models.loading import load_towers
-from mclclip.objectives.base import Setting
+from mclclip.objectives.base import ObjectiveInputs
 from mclclip.objectives.sigmoid import Sigmoid
 from mclclip.ranks.process_group import SINGLE
 
@@ -105,7 +105,7 @@ def built(tree: dict[str, Any], model_config: dict[str, Any]) -> tuple[Any, Any,
     assert training is not None
     model = load_towers(model_config, seed=1)
     model.lock(**training.model_arguments()["lock"])
-    objective = training.objective.build(Setting(model=model, context=SINGLE, seed=0))
+    objective = training.objective.build(ObjectiveInputs(model=model, context=SINGLE, seed=0))
     given = batch(training.objective.num_views)
     if not training.objective.reads.captions:
         given.text = None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mclclip.objectives.base import Setting, parse
+from mclclip.objectives.base import ObjectiveInputs, parse
 from mclclip.objectives.contrast import CosineSchedule, Learnable
 from mclclip.objectives.simlap import Options, SimLAP
 from mclclip.ranks.process_group import Context
@@ -98,10 +98,10 @@ def test_temperature_may_be_learned_scheduled_or_the_models() -> None:
     assert parse({"kind": "simlap", "temperature": None}).reads.logit_scale
 
 
-def setting() -> Setting:
+def setting() -> ObjectiveInputs:
     classes = SimpleNamespace(num_classes=CLASSES, centroids=lambda: np.eye(CLASSES))
     model = SimpleNamespace(feature_dim=DIM)
-    return Setting(model, Context(), seed=5, precision="float64", classes=classes)
+    return ObjectiveInputs(model, Context(), seed=5, precision="float64", classes=classes)
 
 
 def test_n_closest_by_means_and_by_embeddings(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mclclip.objectives.base import Setting, parse
+from mclclip.objectives.base import ObjectiveInputs, parse
 from mclclip.ranks.process_group import SINGLE
 
 MOCO = {"kind": "moco", "queue_size": 8}
@@ -32,7 +32,7 @@ class Model(nn.Module):
 
 def built(model: Model, *terms: dict[str, Any]) -> Any:
     options = parse({"kind": "weighted_sum", "terms": [{"objective": t} for t in terms]})
-    setting = Setting(model=model, context=SINGLE, seed=0)
+    setting = ObjectiveInputs(model=model, context=SINGLE, seed=0)
     return options.build(setting)
 
 
