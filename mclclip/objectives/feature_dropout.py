@@ -112,9 +112,10 @@ class Options(ContrastOptions):
 class Adversary:
     """The network that changes views, whole on every rank, and its optimizer.
 
-    It is `UnwrappedParameters`. The optimizer is Adam along the mean gradient of all ranks, upwards: the network makes the loss
-    larger that the model makes smaller. Its learning rate is its own; where gradients are clipped,
-    its gradient is clipped with the model's, by one factor. ``seed`` is that of the noise.
+    It is `UnwrappedParameters`. The optimizer is Adam along the mean gradient of all ranks,
+    upwards: the network makes the loss larger that the model makes smaller. Its learning rate is
+    its own; where gradients are clipped, its gradient is clipped with the model's, by one factor.
+    ``seed`` is that of the noise.
     """
 
     def __init__(self, network: Viewmaker, lr: float, seed: int = 0) -> None:
