@@ -88,16 +88,16 @@ class Config:
                 f"base.objective.kind={self.base.objective.kind} needs the clusters of a stage "
                 "before: set it in train.objective"
             )
-        if self.trained_model is not None and not objective.starts_anew:
+        if self.trained_model is not None and not objective.reads.num_classes_per_sample:
             raise ValueError(
                 "trained_model is for a train.objective that may start from an encoder of its own, "
                 f"such as mlcd or simlap: with {objective.kind} every stage starts from the base "
                 "model"
             )
-        if other := [name for name in self.controls if name not in objective.controls]:
+        if other := [name for name in self.controls if name not in objective.reads.controls]:
             raise ValueError(
                 f"controls={other} do not apply to train.objective.kind={objective.kind}, which "
-                f"has {', '.join(objective.controls) or 'none'}: leave them out"
+                f"has {', '.join(objective.reads.controls) or 'none'}: leave them out"
             )
         self._check_start()
         self._check_pooled()
@@ -150,8 +150,8 @@ class Config:
         objective, start = self.train.objective, self.train.start
         blocks, augmentation = self.train.lock.image_blocks, self.model.augmentation
         problems = {
-            f"train.objective.kind={objective.kind} trains on {objective.num_views} views of an "
-            "image, which would be equal: take an objective of one view": objective.num_views > 1,
+            f"train.objective.kind={objective.kind} trains on {objective.reads.views} views of an "
+            "image, which would be equal: take an objective of one view": objective.reads.views > 1,
             f"train.lock.image_blocks={blocks} freezes no block: give the number of the last "
             "blocks that are trained, fewer than there are": (
                 blocks in ("all", num_blocks(self.model))

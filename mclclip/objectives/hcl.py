@@ -16,9 +16,10 @@ the authors' code (their pseudo-code has slips).
 
 Inputs: those of ``info_nce`` (``between: captions``) or of ``nt_xent`` (``between: views``).
 
-Use it where most negatives are easy, as in small batches or without captions. It costs about as
-much as InfoNCE. Set ``tau_plus: 0`` where no negative can be false; a large ``beta`` makes training
-follow the few nearest negatives, which in noisy data are often false.
+Use it where most negatives are easy, as in small batches or without captions. The loss takes a
+third more time than InfoNCE, which is little of a step. Set ``tau_plus: 0`` where no negative can
+be false; a large ``beta`` makes training follow the few nearest negatives, which in noisy data are
+often false.
 
 Relations: with ``beta: 0`` and ``tau_plus: 0`` it is ``info_nce`` or ``nt_xent``. MCL's groups are
 another way to hard negatives: they choose who meets whom, HCL weighs those who meet.

@@ -17,8 +17,8 @@ Coding" (2018), Eq. 4; the mask is Eq. 3 of MCL.
 Inputs: ``image_features`` and ``text_features`` [b, D] of this rank, unit length, row i of both one
 sample; ``labels`` [b, 1] and ``sample_id`` [b]; ``logit_scale`` [] where no temperature is set.
 
-Use it as the default where samples have captions. Its batch is its supply of negatives: below a few
-hundred samples a batch, try ``hcl`` or ``sigmoid``, which needs no row to be compared as a whole.
+Use it as the default where samples have captions. Its batch is its supply of negatives: where only
+small batches fit, try ``hcl``, or ``sigmoid``, which needs no whole rows.
 ``equal_captions: masked`` is for data in which captions or pictures repeat, ``hard_captions`` for
 models that mix up colours, counts or places.
 
@@ -33,7 +33,7 @@ Its slow reference is ``info_nce`` (with edited captions ``edited``, with equal 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -41,7 +41,7 @@ import torch
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor, nn
 
-from mclclip.objectives.base import BatchFields, Reads
+from mclclip.objectives.base import BatchFields, Features, Reads
 from mclclip.objectives.contrast import (
     Between,
     Contrast,
@@ -116,23 +116,28 @@ class InfoNCE(Contrast):
         num = 0 if hard_captions is None else hard_captions.per_caption
         self.names += tuple(f"edited_features_{number}" for number in range(num))
 
-    def added_features(self, model: nn.Module, batch: BatchFields) -> dict[str, Tensor]:
-        """The features of the edited captions, ``edited_features_0`` and so on [b, D]."""
+    def features(
+        self, model: nn.Module, batch: BatchFields, features: Features
+    ) -> dict[str, Tensor]:
+        """Adds the features of the edited captions, ``edited_features_0`` and so on [b, D]."""
+        features = super().features(model, batch, features)
         if self.hard_captions is None:
-            return {}
-        if (features := batch.extras.get("edited_features")) is None:
+            return features
+        if (edited := batch.extras.get("edited_features")) is None:
             tokens, present = batch.extras["edited_text"], batch.extras["has_edit"]
-            features = model(text=tokens.flatten(0, 1))["text_features"]
-            features = features.reshape(*present.shape, -1)
-            features = torch.where(present[:, :, None], features, torch.zeros_like(features))
-        return {f"edited_features_{n}": each for n, each in enumerate(features.unbind(dim=1))}
+            edited = model(text=tokens.flatten(0, 1))["text_features"]
+            edited = edited.reshape(*present.shape, -1)
+            edited = torch.where(present[:, :, None], edited, torch.zeros_like(edited))
+        by_number = enumerate(edited.unbind(dim=1))
+        return features | {f"edited_features_{n}": each for n, each in by_number}
 
-    def chance(self, given: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
-        """The loss where all features are alike, of the texts that there are."""
+    def chance(self, features: Features, batch: BatchFields, parts: Features) -> Tensor:
+        """Returns the loss where all features are alike, of the texts that there are."""
         if self.hard_captions is None:
-            return super().chance(given, parts)
-        alike = {n: given[n].ne(0).any(dim=1, keepdim=True).to(given[n].dtype) for n in self.names}
-        loss: Tensor = self(**{**given, **alike})["loss"]
+            return super().chance(features, batch, parts)
+        given = {name: features[name] for name in self.names}
+        alike = {n: x.ne(0).any(dim=1, keepdim=True).to(x.dtype) for n, x in given.items()}
+        loss: Tensor = self({**features, **alike}, batch)["loss"]
         return loss
 
     def directions(

@@ -1,16 +1,39 @@
-"""Discrimination of classes that are clusters: MLCD, MLC, and the softmax over one label.
+"""MLCD: each image is told from the centers of other clusters, and drawn to several of its own.
 
-Source: "Multi-Label Cluster Discrimination" (MLCD): Eq. 5 and 6 (``mlcd``), Eq. 4 (``mlc``); its
-authors have published no code of the loss. ``single_label`` is the softmax cross-entropy of UNICOM
-and PartialFC, which MLC is with one label. Where the paper is silent (scale, side of the margin,
-how negatives are sampled) the choices are arguments.
+Let P_i be the sum of exp(-s_ij) over the positive classes j of row i and N_i the sum of exp(s_ij)
+over its negatives, where s_ij is ``scale`` times the cosine of the image and the learned center of
+class j (with ``margin`` for positives). The three kinds are means over the rows of
+
+    mlcd           log(1 + P_i) + log(1 + N_i)    (Eq. 5 and 6: each sum by itself)
+    mlc            log(1 + P_i N_i)               (Eq. 4: coupled)
+    single_label   mlc of the nearest class alone, which is softmax cross-entropy
+
+Positives are the l clusters of the stage before that are nearest to the sample, or its value of an
+attribute. Negatives are drawn anew at every step: a share ``sample_rate`` of all classes.
+
+Source: An et al., "Multi-Label Cluster Discrimination for Visual Representation Learning" (2024),
+Eq. 4 to 6; its authors have published no code of the loss. ``single_label`` is the loss of UNICOM
+(An et al., 2023) and PartialFC (An et al., 2021). Where the paper is silent (scale, side of the
+margin, how negatives are drawn) the choices are options.
+
+Inputs: ``image_features`` [b, D] of this rank, unit length; ``classes`` [b, l], nearest first, -1
+for none. Captions and groups are not read.
+
+Use it for images of many clusters, up to millions: the centers are shared out over the ranks, and
+memory is linear in the batch. ``single_label`` with an ``attribute`` and ``centers: normal``
+fine-tunes on labels.
+
+Relations: ``supcon`` compares samples of a class with each other, and has no centers. MCL's groups
+take the same clusters to draw batches by; here they are what is predicted.
+
+Its slow reference is ``class_centers`` (``dense_loss``) in tests/objective_loops.py.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +43,15 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from mclclip.objectives.base import Facts, Objective, ObjectiveInputs, ObjectiveOptions, Reads
+from mclclip.objectives.base import (
+    BatchFields,
+    Facts,
+    Features,
+    Objective,
+    ObjectiveInputs,
+    ObjectiveOptions,
+    Reads,
+)
 from mclclip.objectives.class_centers import (
     Margin,
     ShardedClassCenters,
@@ -88,8 +119,6 @@ class Options(ObjectiveOptions):
                 f"the values of attribute={self.attribute} have no centroids for class centers to "
                 "start from: set centers=normal"
             )
-
-    starts_anew: ClassVar[bool] = True
 
     @property
     def reads(self) -> Reads:
@@ -170,13 +199,6 @@ def negative_draw(
 class ClassCenterLoss(Objective):
     """The loss of image features against class centers, over the global batch.
 
-    With P_i = sum of exp(-s_ij) over the positives j of row i, N_i = sum of exp(s_ij) over its
-    negatives, s = ``scale`` times the cosine (with ``margin`` for positives):
-
-        mlcd           mean of log(1 + P_i) + log(1 + N_i)
-        mlc            mean of log(1 + P_i N_i)
-        single_label   mlc of the first label alone: softmax cross-entropy
-
     The class centers are not parameters of this module: they have an optimizer of their own and
     lie outside of what engines wrap. ``tile`` bounds the scores that exist at a time.
     """
@@ -198,13 +220,12 @@ class ClassCenterLoss(Objective):
         """The class centers."""
         return [self.centers]
 
-    def forward(self, image_features: Tensor, classes: Tensor, **unused: Any) -> dict[str, Tensor]:
+    def forward(self, features: Features, batch: BatchFields) -> dict[str, Tensor]:
         """Computes the loss of the global batch, on every rank alike.
 
         Args:
-            image_features: [b, D], unit length, of this rank. All ranks have the same b.
-            classes: [b, l] int64, those that a sample is positive for, nearest first; -1: none.
-            unused: features that other objectives read.
+            features: `image_features` [b, D], unit length, of this rank. All ranks have the same b.
+            batch: `classes` [b, l], those that a sample is positive for, nearest first; -1: none.
 
         Returns:
             `loss`: mean over the rows of the global batch that have a label. The gradient of the
@@ -219,10 +240,12 @@ class ClassCenterLoss(Objective):
 
         The arithmetic is fp32 (float64 for float64 features), under autocast too.
         """
+        classes = batch.classes
+        assert classes is not None
         if self.kind == "single_label":
             classes = classes[:, :1]
         log_p, log_n, has_label, figures = class_sums(
-            to_fp32(image_features),
+            to_fp32(features["image_features"]),
             classes,
             self.centers,
             scale=self.scale,

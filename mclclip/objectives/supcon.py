@@ -60,21 +60,18 @@ class Options(ContrastOptions):
     groups: bool = True
     """Compare only within groups of samples with one pseudo label, as MCL does. Where the classes
     are the clusters that made the groups, a group has one class and no negatives: then false."""
-    num_views: Literal[1, 2] = 2  # type: ignore[misc]
+    num_views: Literal[1, 2] = 2
     """Views of every image. With one, rows that meet nobody of their class are left out."""
 
     between: ClassVar[Between] = "views"
 
     @property
-    def controls(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Those of groups, where there are groups."""
-        return ContrastOptions.controls if self.groups else ()
-
-    @property
     def reads(self) -> Reads:
-        """Groups, and the attribute or the nearest cluster."""
+        """Returns groups, and the attribute or the nearest cluster."""
         clusters = 1 if self.attribute is None else 0
-        return Reads(groups=self.groups, clusters=clusters, attribute=self.attribute)
+        return Reads(
+            views=self.num_views, groups=self.groups, clusters=clusters, attribute=self.attribute
+        )
 
     def objective(self, temperature: Temperature) -> Contrast:
         """The loss, with its temperature."""

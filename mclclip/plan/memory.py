@@ -222,7 +222,7 @@ def _batch(model: Model, options: TrainConfig, local: int, cached_text: bool) ->
         extras["edited_text"] = torch.zeros(local, num, context, dtype=torch.int64)
         extras["has_edit"] = torch.ones(local, num, dtype=torch.bool)
     return Batch(
-        views=[torch.empty(shape, dtype=dtype) for _ in range(objective.num_views)],
+        views=[torch.empty(shape, dtype=dtype) for _ in range(reads.views)],
         labels=torch.zeros(local, 1, dtype=torch.int64),
         classes=torch.zeros(local, columns, dtype=torch.int64) if columns else None,
         sample_id=torch.zeros(local, dtype=torch.int64),

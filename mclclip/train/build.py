@@ -424,7 +424,7 @@ def _batches_of(
     batches = TrainingBatches(
         dataset,
         plan,
-        num_views=objective.num_views,
+        num_views=objective.reads.views,
         sentences=job.options.sentences,
         rank=job.context.rank,
         world_size=job.context.world_size,

@@ -101,11 +101,11 @@ def _options(config: Config, layout: Layout, stage: int) -> TrainConfig:
     options = config.base if stage == 0 else config.train
     if options is None:
         raise ValueError("stage 0 is a given encoder (base is null): there is nothing to train")
-    if layout.variant != "mcl" and layout.variant not in options.objective.controls:
+    if layout.variant != "mcl" and layout.variant not in options.objective.reads.controls:
         raise ValueError(
             f"--variant {layout.variant} does not apply to train.objective.kind="
             f"{options.objective.kind}, which has "
-            f"{', '.join(options.objective.controls) or 'no controls'}: leave it out"
+            f"{', '.join(options.objective.reads.controls) or 'no controls'}: leave it out"
         )
     return options
 

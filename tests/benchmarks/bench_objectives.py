@@ -61,7 +61,7 @@ class Variant:
     ``from_features``: whether its loss can be timed alone; one that changes pictures cannot.
     """
 
-    options: dict[str, Any]
+    options: Any
     num_classes: int = 100
     tile: int | None = None
     from_features: bool = True
@@ -86,9 +86,7 @@ def _centers(kind: str) -> Variant:
 
 def _sum(first: str, **second: Any) -> Variant:
     modified = {"kind": "ifm", "term": "modified", **second}
-    return Variant(
-        {"kind": "weighted_sum", "terms": [{"objective": {"kind": first}}, {"objective": modified}]}
-    )
+    return Variant([{"kind": first}, modified])
 
 
 SCHEDULE, LEARNABLE = {"schedule": "cosine"}, {"learnable": True}
@@ -254,7 +252,7 @@ def loss_alone(variant: Variant, size: int, dim: int) -> Case:
 
     options = variant.parsed
     batch = Batch(
-        views=[features() for _ in range(options.num_views)],
+        views=[features() for _ in range(options.reads.views)],
         text_features=features() if options.reads.captions else None,
         **marks(variant, size),
     )
@@ -271,7 +269,7 @@ def training(variant: Variant, size: int, recipe: str) -> Case:
     trainee = ModelWithObjective(model, build(variant, model)).train()
     shape = size, model.num_channels, model.image_size, model.image_size
     batch = Batch(
-        views=[torch.randn(shape, generator=random) for _ in range(options.num_views)],
+        views=[torch.randn(shape, generator=random) for _ in range(options.reads.views)],
         text=torch.randint(1, 49_000, (size, 20), generator=random) if reads.captions else None,
         **marks(variant, size),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -11,7 +11,14 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 from torch.nn import functional
 
-from mclclip.objectives.base import Objective, ObjectiveInputs, ObjectiveOptions, Reads
+from mclclip.objectives.base import (
+    BatchFields,
+    Features,
+    Objective,
+    ObjectiveInputs,
+    ObjectiveOptions,
+    Reads,
+)
 from mclclip.ranks import collectives
 from mclclip.ranks.collectives import UnwrappedParameters
 from mclclip.util.options import STRICT
@@ -77,6 +84,7 @@ class Prototypes(Objective):
     def outside(self) -> Sequence[UnwrappedParameters]:
         return [self.prototypes]
 
-    def forward(self, image_features: Tensor, classes: Tensor, **unused: Any) -> dict[str, Tensor]:
-        logits = 4.0 * image_features @ self.prototypes.rows.T
-        return {"loss": functional.cross_entropy(logits, classes[:, 0].to(logits.device))}
+    def forward(self, features: Features, batch: BatchFields) -> dict[str, Tensor]:
+        assert batch.classes is not None
+        logits = 4.0 * features["image_features"] @ self.prototypes.rows.T
+        return {"loss": functional.cross_entropy(logits, batch.classes[:, 0].to(logits.device))}

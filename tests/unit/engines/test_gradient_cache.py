@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -40,9 +41,9 @@ class WithParameters(InfoNCE):
         super().__init__()
         self.weight = nn.Parameter(torch.tensor([1.5]))
 
-    def forward(self, **inputs: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
-        inputs["logit_scale"] = inputs["logit_scale"] * self.weight[0]
-        return super().forward(**inputs)
+    def forward(self, features: Any, batch: Any) -> dict[str, Tensor]:
+        scale = features["logit_scale"] * self.weight[0]
+        return super().forward({**features, "logit_scale": scale}, batch)
 
 
 def make_engine(objective: nn.Module, micro_batch: int | None = None) -> Engine:

@@ -47,13 +47,18 @@ def test_what_is_missing_or_does_not_fit_is_told_in_one_line() -> None:
     marks = {"labels": torch.zeros(3, 1, dtype=torch.int64), "sample_id": torch.arange(3)}
     scale = torch.tensor(1.0)
     with pytest.raises(ValueError, match="reads image_features_1, and was given image_features,"):
-        loss(image_features=image, logit_scale=scale, **marks)
+        loops.parts_of(loss, image_features=image, logit_scale=scale, **marks)
     with pytest.raises(ValueError, match=r"image_features_1 \(2, 3\) must both be \[b, D\]"):
-        loss(image_features=image, image_features_1=image[:2], logit_scale=scale, **marks)
+        loops.parts_of(
+            loss, image_features=image, image_features_1=image[:2], logit_scale=scale, **marks
+        )
     with pytest.raises(ValueError, match=r"classes \(3,\) must be \[3, l\]"):
-        SupervisedContrast(num_views=1)(image_features=image, classes=torch.arange(3), **marks)
+        one_view = SupervisedContrast(num_views=1)
+        loops.parts_of(one_view, image_features=image, classes=torch.arange(3), **marks)
     with pytest.raises(ValueError, match=r"labels \(3,\) and sample_id \(3,\)"):
-        loss(image_features=image, image_features_1=image, **marks | {"labels": torch.zeros(3)})
+        loops.parts_of(
+            loss, image_features=image, image_features_1=image, **marks | {"labels": torch.zeros(3)}
+        )
 
 
 def test_excess_is_exact_for_large_differences() -> None:
@@ -104,7 +109,8 @@ def test_large_scales_stay_finite(name: str) -> None:
 def test_half_precision_features_are_widened() -> None:
     image, text = loops.draw(9, 6, dtype=torch.float32).unit()
     ids = torch.arange(6)
-    output = InfoNCE()(
+    output = loops.parts_of(
+        InfoNCE(),
         image_features=image.bfloat16(),
         text_features=text.half(),
         logit_scale=torch.tensor(7.0),

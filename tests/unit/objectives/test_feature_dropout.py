@@ -264,8 +264,7 @@ def test_in_a_sum_the_adversary_climbs_the_whole_loss() -> None:
     """Its gradient is that of both terms, which see the same views."""
     small = {"kind": "feature_dropout", "width": 2, "residual_blocks": 1}
     ifm = {"kind": "ifm", "between": "views", "temperature": 0.5}
-    terms = [{"objective": small, "weight": 0.25}, {"objective": ifm, "weight": 0.75}]
-    options, model = parse({"kind": "weighted_sum", "terms": terms}), Encoder()
+    options, model = parse([small | {"weight": 0.25}, ifm | {"weight": 0.75}]), Encoder()
     setting = ObjectiveInputs(model=model, context=SINGLE, seed=SEED, precision="float64")
     trainee = ModelWithObjective(model, options.build(setting), "float64")  # type: ignore[arg-type]
     (adversary,) = trainee.objective.outside()
