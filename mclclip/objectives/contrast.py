@@ -209,18 +209,10 @@ class ContrastOptions(ObjectiveOptions):
             digests=self.equal_captions != "negatives",
         )
 
-    def objective(self, temperature: Temperature) -> Contrast:
-        """The loss, with its temperature."""
-        raise NotImplementedError(f"{type(self).__name__} has no loss")
-
-    def build(self, inputs: ObjectiveInputs) -> Objective:
-        """The loss; a learnable temperature is its only parameter."""
-        return self.objective(self.new_temperature(inputs.dtype))
-
-    def new_temperature(self, dtype: torch.dtype) -> Temperature:
-        """The temperature that the options give; a trained one is a parameter of ``dtype``."""
-        given = self.temperature
-        return Temperature(0.5 if given is None and self.between == "views" else given, dtype)
+    def new_temperature(self, inputs: ObjectiveInputs) -> Temperature:
+        """Returns the temperature that the options give."""
+        between_views = self.temperature is None and self.between == "views"
+        return Temperature(0.5 if between_views else self.temperature, inputs.dtype)
 
 
 def check_equal_captions(equal_captions: EqualCaptions, between: Between) -> None:

@@ -58,9 +58,7 @@ from mclclip.objectives.base import (
 from mclclip.objectives.contrast import (
     AnyTemperature,
     Between,
-    Contrast,
     ContrastOptions,
-    Temperature,
 )
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.ranks import collectives
@@ -107,10 +105,6 @@ class Options(ContrastOptions):
                 f"gradient of the adversary of objective.kind={self.kind} by the loss scale: set "
                 "precision=bf16, or leave micro_batch out"
             )
-
-    def objective(self, temperature: Temperature) -> Contrast:
-        """The loss of the changed views, with its temperature."""
-        return InfoNCE("views", temperature)
 
     def build(self, inputs: ObjectiveInputs) -> Objective:
         """The loss and a new adversary, which is the same on every rank.
@@ -231,7 +225,7 @@ class FeatureDropout(Objective):
 
     def __init__(self, options: Options, network: Viewmaker, inputs: ObjectiveInputs) -> None:
         super().__init__()
-        self.loss = options.objective(options.new_temperature(inputs.dtype))
+        self.loss = InfoNCE("views", options.new_temperature(inputs))
         self.adversary = Adversary(network, options.adversary_lr, inputs.seed)
         self.epsilon = options.epsilon
         for name, value in zip(("mean", "deviation"), inputs.model.normalization, strict=True):

@@ -37,6 +37,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeFloat
 from torch import Tensor
 
+from mclclip.objectives.base import ObjectiveInputs
 from mclclip.objectives.contrast import Between, Contrast, ContrastOptions, Temperature
 from mclclip.objectives.row_losses import Pairs, count_columns, log_sums, softplus_of_difference
 from mclclip.util.options import STRICT, BelowOne
@@ -58,9 +59,9 @@ class Options(ContrastOptions):
     """Between captions, what rows with an equal caption (after open_clip's cleaning) or the same
     picture are to each other: ``negatives``, or ``masked``, left out of each other's negatives."""
 
-    def objective(self, temperature: Temperature) -> Contrast:
-        """The loss, with its temperature."""
-        return HardNegatives(self, temperature)
+    def build(self, inputs: ObjectiveInputs) -> Contrast:
+        """Returns the loss; a trained temperature is its only parameter."""
+        return HardNegatives(self, self.new_temperature(inputs))
 
 
 class HardNegatives(Contrast):

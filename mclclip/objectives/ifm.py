@@ -32,6 +32,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeFloat
 from torch import Tensor
 
+from mclclip.objectives.base import ObjectiveInputs
 from mclclip.objectives.contrast import (
     Between,
     Contrast,
@@ -75,9 +76,9 @@ class Options(ContrastOptions):
                 f"direction={self.direction} is for between=captions: views have both directions"
             )
 
-    def objective(self, temperature: Temperature) -> Contrast:
-        """The loss, with its temperature."""
-        return ImplicitModification(self, temperature)
+    def build(self, inputs: ObjectiveInputs) -> Contrast:
+        """Returns the loss; a trained temperature is its only parameter."""
+        return ImplicitModification(self, self.new_temperature(inputs))
 
 
 class ImplicitModification(Contrast):

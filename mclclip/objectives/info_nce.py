@@ -41,7 +41,7 @@ import torch
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor, nn
 
-from mclclip.objectives.base import BatchFields, Features, Reads
+from mclclip.objectives.base import BatchFields, Features, ObjectiveInputs, Reads
 from mclclip.objectives.contrast import (
     Between,
     Contrast,
@@ -76,11 +76,11 @@ class Options(ContrastOptions):
         """Edited captions too, where there are some."""
         return replace(super().reads, edits=self.hard_captions)
 
-    def objective(self, temperature: Temperature) -> Contrast:
-        """The loss, with its temperature."""
+    def build(self, inputs: ObjectiveInputs) -> Contrast:
+        """Returns the loss; a trained temperature is its only parameter."""
         return InfoNCE(
             self.between,
-            temperature,
+            self.new_temperature(inputs),
             hard_captions=self.hard_captions,
             equal_captions=self.equal_captions,
         )

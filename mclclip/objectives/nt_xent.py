@@ -32,12 +32,12 @@ from typing import ClassVar, Literal
 
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from mclclip.objectives.base import ObjectiveInputs
 from mclclip.objectives.contrast import (
     AnyTemperature,
     Between,
     Contrast,
     ContrastOptions,
-    Temperature,
 )
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.util.options import STRICT
@@ -53,6 +53,6 @@ class Options(ContrastOptions):
 
     between: ClassVar[Between] = "views"
 
-    def objective(self, temperature: Temperature) -> Contrast:
-        """The loss, with its temperature."""
-        return InfoNCE(self.between, temperature)
+    def build(self, inputs: ObjectiveInputs) -> Contrast:
+        """Returns the loss; a trained temperature is its only parameter."""
+        return InfoNCE(self.between, self.new_temperature(inputs))

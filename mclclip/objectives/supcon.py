@@ -35,7 +35,7 @@ import torch
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
-from mclclip.objectives.base import Reads
+from mclclip.objectives.base import ObjectiveInputs, Reads
 from mclclip.objectives.contrast import (
     AnyTemperature,
     Between,
@@ -73,9 +73,9 @@ class Options(ContrastOptions):
             views=self.num_views, groups=self.groups, clusters=clusters, attribute=self.attribute
         )
 
-    def objective(self, temperature: Temperature) -> Contrast:
-        """The loss, with its temperature."""
-        return SupervisedContrast(temperature, self.num_views)
+    def build(self, inputs: ObjectiveInputs) -> Contrast:
+        """Returns the loss; a trained temperature is its only parameter."""
+        return SupervisedContrast(self.new_temperature(inputs), self.num_views)
 
 
 class SupervisedContrast(Contrast):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mclclip.objectives.base import parse
+from mclclip.objectives.base import ObjectiveInputs, parse
 from mclclip.objectives.contrast import ContrastOptions, Temperature
 from mclclip.objectives.hcl import HardNegatives
 from mclclip.objectives.hcl import Options as HardOptions
@@ -17,6 +17,7 @@ from mclclip.objectives.ifm import Options as ModifiedOptions
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.objectives.row_losses import softplus_of_difference
 from mclclip.objectives.supcon import SupervisedContrast
+from mclclip.ranks.process_group import SINGLE
 from tests import objective_loops as loops
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -77,7 +78,8 @@ def test_excess_is_exact_for_large_differences() -> None:
 
 def run(name: str, batch: loops.Batch) -> dict[str, Tensor]:
     options = options_of(name)
-    loss = options.objective(options.new_temperature(batch.first.dtype))
+    precision = "float64" if batch.first.dtype == torch.float64 else "fp32"
+    loss = options.build(ObjectiveInputs(None, SINGLE, 0, precision))
     second = "text_features" if options.between == "captions" else "image_features_1"
     return batch.run(loss, second)
 
