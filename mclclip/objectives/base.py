@@ -49,6 +49,8 @@ class Reads:
     logit_bias    the model's logit bias, where it has one; it is frozen where it is not read
     groups        batches are drawn from samples with one pseudo label
     clusters      this many nearest clusters of each sample, found at the stage before (0: none)
+    centroids     the clusters' centroids, beside which the features must be as wide
+    drawn         this share of the clusters at every step, of which it must draw one (None: none)
     threshold     clusters less similar than this are left out, but for the nearest (None: none are)
     attribute     an attribute of the samples, as data.sources names them, is taken for their class
                   (None: none is); samples without it are left out
@@ -60,6 +62,7 @@ class Reads:
                   batch's extras ``edited_text`` and ``has_edit``, or where texts are stored as
                   ``edited_features`` (``data.extras``)
     weights       the model's weights after every step, which a momentum copy follows
+    queued        this many features of earlier steps, of at least one batch (0: none)
     pixels        the pixels of the views, which it changes before the model sees them
     """
 
@@ -69,23 +72,21 @@ class Reads:
     logit_bias: bool = False
     groups: bool = False
     clusters: int = 0
+    centroids: bool = False
+    drawn: float | None = None
     threshold: float | None = None
     attribute: str | None = None
     digests: bool = False
     base: frozenset[Literal["images", "texts", "model"]] = frozenset()
     edits: Any = None
     weights: bool = False
+    queued: int = 0
     pixels: bool = False
 
     @property
     def num_classes_per_sample(self) -> int:
         """Columns of a batch's ``classes``; 0: it has none."""
         return 1 if self.attribute is not None else self.clusters
-
-    @property
-    def controls(self) -> tuple[str, ...]:
-        """The controls that say something of it: those of groups, where there are groups."""
-        return ("ungrouped", "random_groups") if self.groups else ()
 
     @classmethod
     def of_all(cls, every: Sequence[Reads]) -> Reads:
@@ -135,29 +136,6 @@ class ObjectiveInputs:
     def dtype(self) -> torch.dtype:
         """The dtype of trained weights."""
         return torch.float64 if self.precision == "float64" else torch.float32
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Facts of a run before it begins; None where one is not known yet.
-
-    num_clusters  fewest clusters of any stage
-    stored        clusters that are stored of every sample
-    engine        name of the engine
-    widths        of the features that were clustered, and of those that are trained
-    global_batch  samples per step over all ranks
-    zero_stage    how much deepspeed shares out, where that is the engine
-    micro_batch   samples per rank and forward, where gradients are cached
-    """
-
-    num_clusters: int
-    stored: int
-    precision: str
-    engine: str
-    widths: tuple[int, int] | None = None
-    global_batch: int | None = None
-    zero_stage: int | None = None
-    micro_batch: int | None = None
 
 
 class BatchFields(Protocol):
@@ -272,20 +250,6 @@ class ObjectiveOptions:
         """Returns what it reads beside images."""
         return Reads()
 
-    def check(self, facts: Facts) -> None:
-        """Raises ValueError where the run cannot give what the objective needs."""
-        if self.reads.weights and facts.engine == "deepspeed" and facts.zero_stage == 3:
-            raise ValueError(
-                f"engine.zero_stage=3 shares out the parameters that a momentum copy of objective."
-                f"kind={self.kind} has to follow: set engine.zero_stage to 1 or 2, or engine.name="
-                "fsdp"
-            )
-        if self.reads.clusters > facts.stored:
-            raise ValueError(
-                f"train.objective.labels_per_sample={self.reads.clusters} is more than "
-                f"cluster.labels_per_sample={facts.stored}, what is stored: raise the latter"
-            )
-
     def build(self, inputs: ObjectiveInputs) -> Objective:
         """Returns the objective. All ranks call it together."""
         raise NotImplementedError(f"{type(self).__name__} builds nothing")
@@ -309,11 +273,6 @@ class Sum(list[ObjectiveOptions]):
     def reads(self) -> Reads:
         """Returns what any of them reads."""
         return Reads.of_all([options.reads for options in self])
-
-    def check(self, facts: Facts) -> None:
-        """Raises ValueError where one of them does."""
-        for options in self:
-            options.check(facts)
 
     def build(self, inputs: ObjectiveInputs) -> Objective:
         """Returns the sum of what each of them builds."""

@@ -49,7 +49,6 @@ from torch.nn import functional
 
 from mclclip.objectives.base import (
     BatchFields,
-    Facts,
     Features,
     Objective,
     ObjectiveInputs,
@@ -95,16 +94,6 @@ class Options(ContrastOptions):
     def reads(self) -> Reads:
         """Returns groups, and two views with their pixels."""
         return replace(super().reads, pixels=True)
-
-    def check(self, facts: Facts) -> None:
-        """Raises ValueError for gradient caching under fp16."""
-        super().check(facts)
-        if facts.precision == "fp16" and facts.micro_batch is not None:
-            raise ValueError(
-                f"engine.micro_batch={facts.micro_batch} with precision=fp16 would multiply the "
-                f"gradient of the adversary of objective.kind={self.kind} by the loss scale: set "
-                "precision=bf16, or leave micro_batch out"
-            )
 
     def build(self, inputs: ObjectiveInputs) -> Objective:
         """The loss and a new adversary, which is the same on every rank.

@@ -45,7 +45,6 @@ from torch import Tensor
 
 from mclclip.objectives.base import (
     BatchFields,
-    Facts,
     Features,
     Objective,
     ObjectiveInputs,
@@ -122,26 +121,15 @@ class Options(ObjectiveOptions):
 
     @property
     def reads(self) -> Reads:
-        """The nearest clusters of each sample, or the attribute."""
+        """Returns the nearest clusters of each sample, or the attribute."""
         if self.attribute is not None:
             return Reads(attribute=self.attribute)
-        return Reads(clusters=self.labels_per_sample, threshold=self.threshold)
-
-    def check(self, facts: Facts) -> None:
-        """Raises ValueError for a draw of no class, and where centers do not fit."""
-        super().check(facts)
-        classes, rate = facts.num_clusters, self.sample_rate
-        if self.attribute is None and rate > 0.0 and round(rate * classes) == 0:
-            raise ValueError(
-                f"train.objective.sample_rate={rate} draws none of {classes} classes: wanted at "
-                f"least {1 / classes:.2g}"
-            )
-        if self.centers == "centroids" and facts.widths and facts.widths[0] != facts.widths[1]:
-            raise ValueError(
-                f"centroids of {facts.widths[0]} dimensions cannot start the class centers of "
-                f"trained_model, whose features have {facts.widths[1]}: set "
-                "train.objective.centers=normal"
-            )
+        return Reads(
+            clusters=self.labels_per_sample,
+            centroids=self.centers == "centroids",
+            drawn=self.sample_rate or None,
+            threshold=self.threshold,
+        )
 
     def build(self, inputs: ObjectiveInputs) -> Objective:
         """The loss with new class centers, this rank's share of them."""

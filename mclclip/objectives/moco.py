@@ -55,7 +55,6 @@ from torch.nn import functional
 
 from mclclip.objectives.base import (
     BatchFields,
-    Facts,
     Features,
     Objective,
     ObjectiveInputs,
@@ -114,18 +113,8 @@ class Options(ObjectiveOptions):
 
     @property
     def reads(self) -> Reads:
-        """Returns two views, groups, and the weights that the copy follows."""
-        return Reads(views=2, groups=True, weights=True)
-
-    def check(self, facts: Facts) -> None:
-        """Raises ValueError for a queue that is smaller than a batch."""
-        super().check(facts)
-        batch = facts.global_batch or 0
-        if self.version == "v2" and self.num_queued < batch:
-            raise ValueError(
-                f"objective.queue_size={self.num_queued:,} is less than global_batch={batch:,}, "
-                f"whose keys it has to hold: raise it to {batch:,} or more"
-            )
+        """Returns two views, groups, the weights that the copy follows, and the queue."""
+        return Reads(views=2, groups=True, weights=True, queued=self.num_queued)
 
     def build(self, inputs: ObjectiveInputs) -> Objective:
         """The loss with a momentum copy of the model."""

@@ -77,14 +77,12 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
     model, encoder = _prepared(config, name, options)
     num_classes, setting = _setting(model, config, options, machine)
     with torch.device(_META), StepMeter(device="meta") as share:
-        loss = ModelWithObjective(
-            model, options.objective.build(setting).to(_META), options.precision
-        )
-    stored_text = name == "train" and options.reads_text_embeddings
+        objective = options.objective.build(setting).to(_META)
+        loss = ModelWithObjective(model, objective, options.precision)
     with faked(model, gpu_autocast=gpu and half):
         setting = replace(setting, model=model, context=SINGLE)
         trainee = ModelWithObjective(model, options.objective.build(setting), options.precision)
-        batch = _batch(model, options, local, stored_text)
+        batch = _batch(model, options, local, name == "train" and options.reads_text_embeddings)
         if name == "train" and config.trunk_cache.enabled:
             trunk = _start_from_trunk(trainee, batch)
             encoder["trunk"] = trunk.operations // local

@@ -23,11 +23,8 @@ from torch import Tensor, nn
 
 from mclclip.checkpoint import Checkpoints, Stateful
 from mclclip.data.batches import Batch
-from mclclip.data.epoch_plan import check_ranks
-from mclclip.engines import check_engine
 from mclclip.engines.engine import HALF, Engine
 from mclclip.models.model import Model
-from mclclip.models.optimizer import is_elementwise
 from mclclip.models.transforms import normalized
 from mclclip.objectives.base import Objective
 from mclclip.ranks import failures, signals
@@ -35,7 +32,7 @@ from mclclip.ranks.process_group import seed_everything, without_limit
 from mclclip.ranks.step_boundary import StepBoundary
 from mclclip.run import runlog
 from mclclip.run.recorder import NotFinite, Recorder, StepProfiler
-from mclclip.train.options import EvaluateConfig, TrainConfig
+from mclclip.train.options import EvaluateConfig
 from mclclip.train.symptoms import Symptoms
 
 log = logging.getLogger("mclclip")
@@ -344,14 +341,3 @@ class Trainer:
             f"{kept} in {self.checkpoints.directory}. Other settings want another run directory, "
             "or --force to move this training aside and make it again"
         )
-
-
-def check_training(name: str, options: TrainConfig, num_ranks: int) -> None:
-    """Raises ValueError where a training does not run on so many ranks. ``name`` is its option,
-    ``base`` or ``train``."""
-    check_ranks(name, options.global_batch, num_ranks)
-    elementwise = is_elementwise(options.optimizer)
-    try:
-        check_engine(options.engine, num_ranks, options.precision, elementwise)
-    except ValueError as error:
-        raise ValueError(f"{name}.{error}") from None

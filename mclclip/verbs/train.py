@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mclclip.checkpoint import keep_finished, path_of
-from mclclip.config import Config, TrainConfig, to_tree
+from mclclip.config import Config, TrainConfig, rules, to_tree
 from mclclip.data import locations
 from mclclip.data.coverage import check_coverage, coverage_report
 from mclclip.data.epoch_plan import total_steps
@@ -33,7 +33,7 @@ from mclclip.run.recorder import PeakMemory
 from mclclip.run.runlog import count_of
 from mclclip.train import build
 from mclclip.train.build import Job, Opened
-from mclclip.train.loop import Evaluate, Judging, ModelWithObjective, check_training
+from mclclip.train.loop import Evaluate, Judging, ModelWithObjective
 from mclclip.util.files import digest_file, move_aside
 
 log = logging.getLogger("mclclip")
@@ -68,7 +68,7 @@ def run(
     options = _options(config, layout, stage)
     index = collectives.on_main(lambda: SampleIndex.open(layout.index))
     job = Job.of(config, options, context, layout, stage, index)
-    check_training(job.name, options, context.world_size)
+    rules.check(config, num_ranks=context.world_size, training=job.name)
     peaks = PeakMemory(context.device)
     artifact = collectives.on_main(lambda: _on_disk(job, force))
     if artifact.finished:
@@ -101,11 +101,10 @@ def _options(config: Config, layout: Layout, stage: int) -> TrainConfig:
     options = config.base if stage == 0 else config.train
     if options is None:
         raise ValueError("stage 0 is a given encoder (base is null): there is nothing to train")
-    if layout.variant != "mcl" and layout.variant not in options.objective.reads.controls:
+    if layout.variant != "mcl" and not options.objective.reads.groups:
         raise ValueError(
             f"--variant {layout.variant} does not apply to train.objective.kind="
-            f"{options.objective.kind}, which has "
-            f"{', '.join(options.objective.reads.controls) or 'no controls'}: leave it out"
+            f"{options.objective.kind}, which reads no groups: leave it out"
         )
     return options
 

@@ -22,7 +22,7 @@ from mclclip.data.batches import Batch
 from mclclip.engines.engine import Engine
 from mclclip.models.loading import load_towers, prepare_model
 from mclclip.models.optimizer import build_optimizer
-from mclclip.objectives.base import Facts, Objective, ObjectiveInputs, ObjectiveOptions, kinds
+from mclclip.objectives.base import Objective, ObjectiveInputs, ObjectiveOptions, kinds
 from mclclip.objectives.contrast import DIGESTS
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import SINGLE
@@ -415,14 +415,15 @@ def run(
 
 
 def fits(case: Case, engine: str, options: dict[str, Any]) -> bool:
-    """Whether the objective can be trained so, and its check allows it."""
-    own = case.options()
-    carried = case.zero or engine != "deepspeed"
-    facts = Facts(8, 8, "fp32", engine, zero_stage=options.get("zero_stage"))
+    """Whether the objective can be trained so, and its rules allow it."""
+    how = {"name": engine} | {k: v for k, v in options.items() if k == "zero_stage"}
+    training = {"objective": case.options(), "engine": how, "global_batch": GLOBAL_BATCH}
+    cluster = {"num_clusters": 8, "labels_per_sample": 8}
     try:
-        own.check(facts)
+        config.from_tree({"run_dir": "x", "train": training, "cluster": cluster})
     except ValueError:
         return False
+    carried = case.zero or engine != "deepspeed"
     return carried and (case.cached or "micro_batch" not in options)
 
 

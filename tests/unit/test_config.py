@@ -151,7 +151,7 @@ def test_an_unknown_option_is_named_with_the_nearest(
         ("train.engine.micro_batch=0", ["'train.engine.micro_batch'", "0"]),
         ("train=5", ["'train'", "5", "dictionary"]),
         ("eval.suite.m.kind=mmvp", ["'eval.suite.m.path' is required"]),
-        ("controls=[ungrouped, ungrouped]", ["controls names one twice"]),
+        ("controls=[ungrouped, ungrouped]", ["'controls'", "each of them once"]),
     ],
 )
 def test_a_wrong_value_is_named_with_its_path(override: str, parts: list[str]) -> None:

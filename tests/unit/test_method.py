@@ -107,10 +107,10 @@ def test_an_image_encoder_is_trained_on_clusters_of_a_clip(tmp_path: Path) -> No
         "cluster": {"labels_per_sample": 8},
         "export": {"concat": [], "soup": False},
     }
-    with pytest.raises(ValueError, match="centroids of 8 dimensions .* whose features have 6:"):
+    with pytest.raises(ValueError, match="trained_model has features of 6 dimensions"):
         method.run(config.from_tree(tree(tmp_path / "run", **changes)), SINGLE)
     changes["trained_model"].pop("projector")
-    with pytest.raises(ValueError, match="whose features have 192:"):
+    with pytest.raises(ValueError, match="trained_model has features of 192 dimensions"):
         method.run(config.from_tree(tree(tmp_path / "run", **changes)), SINGLE)
 
 

@@ -475,18 +475,11 @@ def test_a_full_disk_here_is_a_warning_for_machines_elsewhere(
             "num_clusters=200 is more than the index's 192 samples",
         ),
         (("train.plan.policy=drop",), 192, "possible labels"),
-        (("cluster.num_clusters=[3]",), 192, "has 1 entries"),
         (
             ("train.engine={name: fsdp, shard_ranks: 3}",),
             192,
             "train.engine.shard_ranks=3 does not",
         ),
-        (
-            ("train.engine.name=deepspeed", "train.optimizer=lars"),
-            192,
-            "train.engine.name=deepspeed",
-        ),
-        (("train.engine.name=deepspeed", "train.precision=float64"), 192, "precision=float64"),
     ],
 )
 def test_what_the_run_would_refuse(overrides: tuple[str, ...], samples: int, message: str) -> None:

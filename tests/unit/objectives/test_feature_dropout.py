@@ -12,7 +12,7 @@ from torch.nn import functional
 from mclclip.data.batches import Batch
 from mclclip.engines.engine import Engine
 from mclclip.models.transforms import PixelFormat
-from mclclip.objectives.base import Facts, ObjectiveInputs, parse
+from mclclip.objectives.base import ObjectiveInputs, parse
 from mclclip.objectives.feature_dropout import Adversary, FeatureDropout, Options, Viewmaker
 from mclclip.ranks.process_group import SINGLE
 from mclclip.train.loop import ModelWithObjective
@@ -312,13 +312,6 @@ def test_the_seed_makes_the_network() -> None:
 
 
 # --- what is refused ---------------------------------------------------------------------------
-
-
-def test_fp16_with_micro_batches_is_refused_and_either_alone_is_taken() -> None:
-    for precision, micro in (("fp16", None), ("bf16", 4)):
-        Options().check(Facts(2, 1, precision, "ddp", micro_batch=micro))
-    with pytest.raises(ValueError, match=r"^engine.micro_batch=4 with precision=fp16"):
-        Options().check(Facts(2, 1, "fp16", "ddp", micro_batch=4))
 
 
 def test_an_image_that_is_too_small_and_a_single_view_are_refused() -> None:
