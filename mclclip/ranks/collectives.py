@@ -1,6 +1,6 @@
 """The few collectives the project needs; each is the identity where there is one process.
 
-And the interface of parameters that engines do not reduce (``OutsideParameters``)."""
+And the interface of parameters that engines do not reduce (``UnwrappedParameters``)."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def on_main(work: Callable[[], T]) -> T:
     return broadcast_object(result)  # type: ignore[return-value]
 
 
-class OutsideParameters(Protocol):
+class UnwrappedParameters(Protocol):
     """Parameters that are trained together with a module that an engine wraps, but not wrapped.
 
     Their gradients are not averaged over the ranks, and they have their own optimizer. Sharded

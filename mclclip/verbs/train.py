@@ -33,7 +33,7 @@ from mclclip.run.recorder import PeakMemory
 from mclclip.run.runlog import count_of
 from mclclip.train import build
 from mclclip.train.build import Job, Opened
-from mclclip.train.loop import Evaluate, Judging, Trainee
+from mclclip.train.loop import Evaluate, Judging, ModelWithObjective
 from mclclip.util.files import digest_file, move_aside
 
 log = logging.getLogger("mclclip")
@@ -101,11 +101,10 @@ def _options(config: Config, layout: Layout, stage: int) -> TrainConfig:
     options = config.base if stage == 0 else config.train
     if options is None:
         raise ValueError("stage 0 is a given encoder (base is null): there is nothing to train")
-    if layout.variant != "mcl" and layout.variant not in options.objective.controls:
+    if layout.variant != "mcl" and not options.objective.reads.groups:
         raise ValueError(
             f"--variant {layout.variant} does not apply to train.objective.kind="
-            f"{options.objective.kind}, which has "
-            f"{', '.join(options.objective.controls) or 'no controls'}: leave it out"
+            f"{options.objective.kind}, which reads no groups: leave it out"
         )
     return options
 
@@ -283,7 +282,7 @@ def _inputs(job: Job) -> dict[str, str]:
 def _train(
     job: Job,
     opened: Opened,
-    trainee: Trainee,
+    trainee: ModelWithObjective,
     artifact: Artifact,
     evaluate: Evaluate | None,
     peaks: PeakMemory,
