@@ -353,7 +353,7 @@ def call_convert(folder: Path, change: Any = (), force: Any = False) -> object:
 
 FLAGS: dict[str, tuple[Call, list[Callable[..., object]], set[str]]] = {
     "pack": (call_pack, [pack.pack], {"source", "out"}),
-    "make-dataset": (call_make_dataset, [make_dataset.write_patterns], {"out"}),
+    "make-dataset": (call_make_dataset, [make_dataset.Patterns], {"name"}),
     "make-pairs": (call_make_pairs, [make_pairs.run], {"shards", "out"}),
     "filter": (
         VERBS["filter"].call, [filtering.run, filtering.Options], {"config", "context", "filters"},
