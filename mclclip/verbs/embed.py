@@ -12,32 +12,34 @@ from these rows instead of images (``models.image_rows``).
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mclclip.config import Config
+from mclclip.config import Config, rules
 from mclclip.data.bytes import read_excluded
 from mclclip.data.extras import directory_of, drawn
 from mclclip.data.index_tables import Shard, check_shards
 from mclclip.data.row_store import IMAGE_ROWS, RowBatch, StoredRows, num_restored
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TarDataset, tokenized
+from mclclip.models import memory
 from mclclip.models.image_rows import start_from_rows
 from mclclip.models.loading import load_towers
 from mclclip.models.model import Model, unit
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Artifact, Force, Layout, is_finished, made_of, read_manifest
+from mclclip.run.steps import Made, Step, make
 from mclclip.util import files
 from mclclip.util.caption_rules import HardCaptions
 from mclclip.util.randomness import mix
-from mclclip.verbs.embed_passes import Passes, finish_shards, forward, image_batches, write_missing
+from mclclip.verbs.embed_passes import Passes, forward, image_batches, made_of_shards, write_missing
 
 log = logging.getLogger("mclclip")
 
@@ -75,149 +77,201 @@ def run(
     texts = [edits for reader in every for edits in reader.stored_texts]
     if text is not None:
         texts = [None, *texts] if text else []
-    wanted: dict[Path, HardCaptions | None] = {}
-    if config.writes_image_rows and stage == 0:
-        wanted[layout.image_rows] = None
-    wanted[layout.embeddings(stage)] = None
-    wanted |= {directory_of(layout, edits): edits for edits in texts}
     if texts:
         if without := len(index.without_caption("embed with text")):
             log.info("embed: %d of %d samples have no caption to embed", without, len(index))
-    for directory, edits in wanted.items():
-        artifact = collectives.on_main(
-            partial(_open, config, layout, stage, index, directory, edits, force)
-        )
-        if artifact.finished:
-            log.info("%s is finished: skipped", artifact.directory)
-            continue
-        model, rows = load_towers(layout.export(stage)).eval(), None
-        if artifact.kind == "embeddings" and "image_rows" in artifact.inputs:
-            make = partial(StoredRows.of_images, layout, index, whole=not config.writes_image_rows)
-            rows = collectives.on_main(make)
-            collectives.together(partial(start_from_rows, model, rows), "embed")
-        model.to(context.device)
-        collectives.on_main(partial(check_shards, index.directory, index.shards, config.data))
-        source = TarDataset(index, config.data, model.preprocess_val, image_rows=rows)
-        collectives.together(source.check, "embed")
-        _embed(config, context, source, model, artifact, edits)
+    how, options = Pass(config, context, layout, index, stage), config.embed
+    precision = options.dtype, options.precision
+
+    def embed(step: Step[Pass], directory: Path, how: Pass) -> None:
+        make(step, directory, how, collectives.on_main(partial(how.remake, directory, force)))
+
+    if config.writes_image_rows and stage == 0:
+        blocks = collectives.on_main(partial(_frozen_blocks, config, layout, force))
+        rows = ImageRows(config.image_rows.dtype, options.precision, blocks)
+        embed(rows, layout.image_rows, how)
+    embed(Embeddings(*precision, options.feature), layout.embeddings(stage), how)
+    for edits in texts:
+        step = TextEmbeddings(*precision, None if edits is None else edits.drawn_by)
+        embed(step, directory_of(layout, edits), replace(how, edits=edits))
     return layout.embeddings(stage)
 
 
-def _open(
-    config: Config,
-    layout: Layout,
-    stage: int,
-    index: SampleIndex,
-    directory: Path,
-    edits: HardCaptions | None,
-    force: Force,
-) -> Artifact:
-    kinds = {layout.embeddings(stage): "embeddings", layout.image_rows: IMAGE_ROWS}
-    kind = kinds.get(directory, "text_embeddings")
-    # The batch size is left out, since it changes results by rounding only.
-    fields: dict[str, Any] = {"dtype": config.embed.dtype, "precision": config.embed.precision}
-    encoder = read_manifest(layout.export(stage), "export")
-    inputs = {"index": index.digest, "encoder": encoder.digest}
-    if kind == "embeddings":
-        fields["feature"] = config.embed.feature
-        if config.writes_image_rows:
-            inputs["image_rows"] = read_manifest(layout.image_rows, IMAGE_ROWS).digest
-        elif config.image_rows.enabled and stage:
-            inputs["image_rows"] = read_manifest(layout.embeddings(0), kind).digest
-    elif kind == IMAGE_ROWS:
-        blocks, trunk = _frozen_part(config, layout)
-        fields |= {"dtype": config.image_rows.dtype, "blocks": blocks}
-        inputs = {"index": index.digest, "trunk": trunk}
-        embeddings = made_of(layout.embeddings(0))
-        if embeddings and "image_rows" not in embeddings["inputs"] and not force:
-            raise ValueError(
-                f"{layout.embeddings(0)} was made from images, and image_rows.enabled starts from "
-                "rows: use another run_dir, leave image_rows out, or --force to "
-                "make it again"
-            )
-    if edits is not None:
-        fields["drawn_by"] = [*edits.drawn_by]
-    excluded = read_excluded(index, config.data.exclude)
-    restored = num_restored(directory, index, excluded) if is_finished(directory) else 0
-    if restored and not force:
-        log.warning(
-            "%s has no rows of %d samples that have changed since, or were in data.exclude then: "
-            "--force embeds them", directory, restored,
+@dataclass(frozen=True)
+class Pass:
+    """A pass of a stage's encoder over the samples of the index, of texts with these ``edits``."""
+
+    config: Config
+    context: Context
+    layout: Layout
+    index: SampleIndex
+    stage: int
+    edits: HardCaptions | None = None
+
+    def remake(self, directory: Path, force: Force) -> Force:
+        """How finished embeddings are treated: any force makes them again where samples that have
+        no row have been restored since, and a warning counts these without one."""
+        if not is_finished(directory):
+            return force
+        excluded = read_excluded(self.index, self.config.data.exclude)
+        restored = num_restored(directory, self.index, excluded)
+        if restored and not force:
+            log.warning(
+                "%s has no rows of %d samples that have changed since, or were in data.exclude "
+                "then: --force embeds them", directory, restored,
+            )  # fmt: skip
+        return bool(force) if restored else force
+
+    def inputs(self) -> dict[str, str]:
+        """The digests of the index and of the encoder."""
+        encoder = read_manifest(self.layout.export(self.stage), "export")
+        return {"index": self.index.digest, "encoder": encoder.digest}
+
+    def source(self, model: Model, rows: StoredRows | None = None) -> TarDataset:
+        """The samples as the model takes them, after a check of their shards."""
+        data = self.config.data
+        collectives.on_main(partial(check_shards, self.index.directory, self.index.shards, data))
+        source = TarDataset(self.index, data, model.preprocess_val, image_rows=rows)
+        collectives.together(source.check, "embed")
+        return source
+
+    def write(
+        self, out: Artifact, passes: Callable[[Sequence[Shard]], Passes], dtype: str, *shape: int,
+        **counts: object,
+    ) -> Made:  # fmt: skip
+        """Writes the shards that are missing, rows of this ``shape`` of each sample or caption."""
+        num_bad = write_missing(
+            self.config, self.context, self.index, out.begin(), passes,
+            kind=out.kind, dtype=dtype, empty=shape,
         )  # fmt: skip
-    force = bool(force) if restored else force
-    return Artifact.open(directory, kind=kind, config=fields, inputs=inputs, force=force)
+        return collectives.on_main(lambda: made_of_shards(out, self.index, num_bad, counts, dtype))
 
 
-def _frozen_part(config: Config, layout: Layout) -> tuple[int, str]:
-    """Number of first blocks that no stage trains, and the digest of what their output depends on;
-    ValueError where there are none."""
-    model = load_towers(layout.export(0))
-    model.lock(**config.train.model_arguments()["lock"])
-    if not model.num_frozen_blocks:
-        stem = f" (the stem and {model.num_blocks - 1} residual blocks)"
-        raise ValueError(
-            f"image_rows.enabled, but train.lock.image_blocks={config.train.lock.image_blocks} "
-            f"trains all of the image tower's {model.num_blocks} blocks"
-            f"{'' if model.layout.embedding else stem}: lower it, or leave image_rows out"
-        )
-    return model.num_frozen_blocks, model.trunk_digest(model.num_frozen_blocks)
+@dataclass(frozen=True)
+class ImageRows(Step[Pass]):
+    """What the frozen blocks of stage 0's encoder make of every image."""
 
+    kind = IMAGE_ROWS
+    all_ranks = True
+    dtype: str
+    precision: str
+    blocks: int
 
-def _embed(
-    config: Config,
-    context: Context,
-    source: TarDataset,
-    model: Model,
-    artifact: Artifact,
-    edits: HardCaptions | None,
-) -> None:
-    """Embeds the missing shards of images, of captions, or of their edits, then finishes the
-    artifact together."""
-    index, kind, dtype = source.index, artifact.kind, artifact.config["dtype"]
-    row, counts = [model.embed_dim * (1 if edits is None else edits.per_caption)], dict[str, Any]()
-    blocks = artifact.config.get("blocks", 0)
+    def reads(self, how: Pass) -> dict[str, str]:
+        """The index, and what the output of the blocks depends on."""
+        trunk = load_towers(how.layout.export(0)).trunk_digest(self.blocks)
+        return {"index": how.index.digest, "trunk": trunk}
 
-    def features(pixels: Tensor) -> np.ndarray:
-        if kind == IMAGE_ROWS:
-            encode = partial(model.encode_trunk, pixels, blocks)
-            return _checked(forward(config, context, encode).cpu().numpy(), dtype)
-        if config.embed.feature == "pooled":
-            encode = partial(model.encode_tail, pixels, model.first_block, project=False)
-        else:
-            encode = partial(model.encode_image, pixels)
-        return unit(forward(config, context, encode)).cpu().numpy()
-
-    passes = partial(image_batches, config, context, source, model, encode=features)
-    if kind == IMAGE_ROWS:
+    def make(self, out: Artifact, how: Pass) -> Made:
+        """Writes the shards that are missing. Raises ValueError where the disk has too little room,
+        or ``dtype`` does not hold a value."""
+        config, context = how.config, how.context
+        model = load_towers(how.layout.export(0)).eval().to(context.device)
         image = torch.zeros(1, *model.image_shape, device=context.device)
-        row = list(forward(config, context, lambda: model.encode_trunk(image, blocks)).shape[1:])
-        counts = {"shape": row}
-        size = len(index) * int(np.prod(row)) * np.dtype(dtype).itemsize
-        begun, advice = artifact.directory.glob("*.npy"), "free some, or take another run_dir"
-        room = partial(files.check_room, artifact.directory, size, begun)
+
+        def encode(pixels: Tensor) -> np.ndarray:
+            run = partial(model.encode_trunk, pixels, self.blocks)
+            rows = forward(config, context, run).cpu().numpy()
+            if not (largest := float(np.abs(rows).max())) <= float(np.finfo(self.dtype).max):
+                raise ValueError(
+                    f"the image rows have values (up to {largest:.3g}) that {self.dtype} does not "
+                    "hold: set image_rows.dtype=float32, or look at the encoder if they are not "
+                    "numbers"
+                )
+            return rows
+
+        shape = encode(image).shape[1:]
+        size = len(how.index) * int(np.prod(shape)) * np.dtype(self.dtype).itemsize
+        advice = "free some, or take another run_dir"
+        room = partial(files.check_room, out.directory, size, out.directory.glob("*.npy"))
         collectives.on_main(lambda: room("writing image rows", advice))
-    elif kind == "text_embeddings":
-        passes = partial(_caption_batches, config, context, source, model, edits)
-        counts = {
-            "captions": int(index.num_captions.sum()),
-            "without_caption": int((index.num_captions == 0).sum()),
-        }
-    num_bad = write_missing(
-        config, context, index, artifact.directory, passes,
-        kind=kind, dtype=dtype, empty=tuple(row),
-    )  # fmt: skip
-    collectives.on_main(lambda: finish_shards(artifact, index, num_bad, counts, dtype))
+        passes = partial(image_batches, config, context, how.source(model), model, encode=encode)
+        return how.write(out, passes, self.dtype, *shape, shape=list(shape))
 
 
-def _checked(rows: np.ndarray, dtype: str) -> np.ndarray:
-    """The rows; ValueError where ``dtype`` does not hold one of their values."""
-    largest = float(np.abs(rows).max())
-    if not largest <= float(np.finfo(dtype).max):
+def _frozen_blocks(config: Config, layout: Layout, force: Force) -> int:
+    """Number of first blocks that no stage trains. Raises ValueError for none, and where embeddings
+    were made from images."""
+    export, trained = layout.export(0), config.train.lock.image_blocks
+    read_manifest(export, "export")  # says which verb makes it
+    rules.check(replace(config, model=replace(config.model, name=f"local-dir:{export}")))
+    embeddings = made_of(layout.embeddings(0))
+    if embeddings and "image_rows" not in embeddings["inputs"] and not force:
         raise ValueError(
-            f"the image rows have values (up to {largest:.3g}) that {dtype} does not hold: set "
-            "image_rows.dtype=float32, or look at the encoder if they are not numbers"
+            f"{layout.embeddings(0)} was made from images, and image_rows.enabled starts from "
+            "rows: use another run_dir, leave image_rows out, or --force to make it again"
         )
-    return rows
+    assert isinstance(trained, int), "a rule has refused all blocks"
+    return memory.load_shapes(str(export), text=False).num_blocks - trained
+
+
+@dataclass(frozen=True)
+class Embeddings(Step[Pass]):
+    """Unit features of every image."""
+
+    kind = "embeddings"
+    all_ranks = True
+    dtype: str
+    precision: str
+    feature: str
+
+    def reads(self, how: Pass) -> dict[str, str]:
+        """The index and the encoder, and what stands for images."""
+        inputs = how.inputs()
+        if how.config.writes_image_rows:
+            inputs["image_rows"] = read_manifest(how.layout.image_rows, IMAGE_ROWS).digest
+        elif how.config.image_rows.enabled and how.stage:
+            inputs["image_rows"] = read_manifest(how.layout.embeddings(0), self.kind).digest
+        return inputs
+
+    def make(self, out: Artifact, how: Pass) -> Made:
+        """Embeds the shards that are missing."""
+        config, context = how.config, how.context
+        model, rows = load_towers(how.layout.export(how.stage)).eval(), None
+        if "image_rows" in out.inputs:
+            whole = not config.writes_image_rows
+            make = partial(StoredRows.of_images, how.layout, how.index, whole=whole)
+            rows = collectives.on_main(make)
+            collectives.together(partial(start_from_rows, model, rows), "embed")
+        source = how.source(model.to(context.device), rows)
+
+        def features(pixels: Tensor) -> np.ndarray:
+            if self.feature == "pooled":
+                encode = partial(model.encode_tail, pixels, model.first_block, project=False)
+            else:
+                encode = partial(model.encode_image, pixels)
+            return unit(forward(config, context, encode)).cpu().numpy()
+
+        passes = partial(image_batches, config, context, source, model, encode=features)
+        return how.write(out, passes, self.dtype, model.embed_dim)
+
+
+@dataclass(frozen=True)
+class TextEmbeddings(Step[Pass]):
+    """Unit features of every caption, or of the edits of each."""
+
+    kind = "text_embeddings"
+    all_ranks = True
+    dtype: str
+    precision: str
+    drawn_by: tuple[object, ...] | None
+    """Of edits (``HardCaptions.drawn_by``)."""
+
+    def reads(self, how: Pass) -> dict[str, str]:
+        """The index and the encoder."""
+        return how.inputs()
+
+    def make(self, out: Artifact, how: Pass) -> Made:
+        """Embeds the shards that are missing."""
+        model = load_towers(how.layout.export(how.stage)).eval().to(how.context.device)
+        source = how.source(model)
+        passes = partial(_caption_batches, how.config, how.context, source, model, how.edits)
+        per_caption = 1 if how.edits is None else how.edits.per_caption
+        captions = how.index.num_captions
+        return how.write(
+            out, passes, self.dtype, per_caption * model.embed_dim,
+            captions=int(captions.sum()), without_caption=int((captions == 0).sum()),
+        )  # fmt: skip
 
 
 def _caption_batches(

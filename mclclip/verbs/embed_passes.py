@@ -28,6 +28,7 @@ from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import runlog
 from mclclip.run.artifacts import Artifact
+from mclclip.run.steps import Made
 from mclclip.util import files
 
 Passes = Generator[Iterator[RowBatch], None, None]
@@ -128,16 +129,17 @@ def write_missing(
     return BadSamples(index, config.data.max_bad_fraction).share(reasons)
 
 
-def finish_shards(
-    artifact: Artifact, index: SampleIndex, num_bad: int, counts: Mapping[str, Any], dtype: str
-) -> None:
-    """Finishes an artifact whose shards have all been written, with these further ``counts``."""
-    notes = all_notes(artifact.directory, len(index.shards))
+def made_of_shards(
+    out: Artifact, index: SampleIndex, num_bad: int, counts: Mapping[str, Any], dtype: str
+) -> Made:
+    """Returns what the manifest says of shards that have all been written, with these further
+    ``counts``."""
+    notes = all_notes(out.directory, len(index.shards))
     without = sorted(sample_id for note in notes.values() for sample_id in note.reasons)
     common = {"samples": len(index), "shards": len(index.shards), "bad_samples": num_bad}
     # Which samples have no row depends on the shards' bytes too.
-    digest = files.digest_json([artifact.identity, without]) if without else None
+    digest = files.digest_json([out.identity, without]) if without else None
     beside = (str(Path(name).with_suffix(".json")) for name in notes)
     records = {name: note.record for name, note in notes.items()}
-    records |= files.records_of(artifact.directory, *beside)
-    artifact.finish(common | dict(counts), dtype=dtype, content_digest=digest, records=records)
+    records |= files.records_of(out.directory, *beside)
+    return Made(common | dict(counts), records, dtype, digest)
