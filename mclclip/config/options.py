@@ -120,7 +120,7 @@ class Config:
 
     @property
     def writes_image_rows(self) -> bool:
-        """Whether `embed` writes rows that stand for images, beside its embeddings."""
+        """True where `embed` writes rows that stand for images, beside its embeddings."""
         return self.image_rows.enabled and not self.train.lock.freezes_images
 
     @property

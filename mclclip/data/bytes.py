@@ -150,7 +150,7 @@ class Bytes:
 
 
 def _ranges(places: Iterable[Iterable[Sequence[int]]]) -> Iterator[Range]:
-    """What is read of several samples."""
+    """The ranges of several samples, without empty ones."""
     return ((file, at, size) for own in places for file, at, size, _ in own if size)
 
 

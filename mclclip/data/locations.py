@@ -1,4 +1,4 @@
-"""Where the bytes of samples lie: in the shards of their index, or where ``relocate`` copied them.
+"""A table of where samples lie: in the shards of their index, or in those of ``relocate``.
 
 ``mclclip relocate`` copies samples into shards in the order of a stage's groups, so that those of a
 batch lie close together, and writes a table that says where each sample is now. Ids, keys, labels
@@ -85,7 +85,7 @@ class Locations:
 
     @property
     def source(self) -> str:
-        """Where the copies are read, without secrets of a url."""
+        """The folder or url that copies are read from, without secrets."""
         return clean(self.files[-1].path.rpartition("/")[0])
 
     def of(self, sample_ids: Integers) -> Integers:

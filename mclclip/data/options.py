@@ -158,7 +158,7 @@ class RelocateConfig:
 
 @checked_dataclass(frozen=True, config=STRICT)
 class ImageRowsConfig:
-    """What the frozen part of the image tower makes of every sample, on disk."""
+    """Rows on disk that stand for images: the output of the frozen part of the image tower."""
 
     enabled: bool = False
     """Write the output of the frozen blocks at stage 0, and start every training after that and

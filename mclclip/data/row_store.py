@@ -347,7 +347,7 @@ class StoredRows:
         return self._layout(0)[1][0]
 
     def _layout(self, shard: int) -> tuple[int, BlockLayout]:
-        """Where the rows of a shard begin in their file, and shape and type of one."""
+        """The place of the first row in a shard's file, and shape and type of a row."""
         if shard in self._layouts:
             return self._layouts[shard]
         path, here = rows_path(self.directory, shard), self.index.shards[shard]

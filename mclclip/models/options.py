@@ -86,7 +86,7 @@ class LockConfig:
 
     @property
     def freezes_images(self) -> bool:
-        """Whether no part of the image tower is trained."""
+        """True where no part of the image tower is trained."""
         return not (self.image_blocks or self.image_norm or self.image_projection)
 
     def __post_init__(self) -> None:

@@ -184,8 +184,8 @@ class Opened:
 
 
 def locations_of(job: Job) -> Locations:
-    """Where this training reads the samples: in copies that ``relocate`` made for its groups, or in
-    the shards of the index. Raises the errors of ``Locations.open``."""
+    """Returns where a training reads the samples: in copies that ``relocate`` made for its groups,
+    or in the shards of the index. Raises the errors of ``Locations.open``."""
     how, layout = job.config.relocate, job.layout
     if not how.enabled or not job.reads_groups or layout.variant != "mcl":
         return Locations(job.index)

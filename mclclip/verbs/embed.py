@@ -6,7 +6,7 @@ listed beside it and in the index's ``bad_samples.json``, and get the label -1.
 
 With ``image_rows.enabled`` stage 0 first writes what its frozen blocks make of every image, in the
 same way. Stages, controls and later embedding passes have the same frozen blocks, so they start
-from these rows instead of images (``models.image_rows``).
+from these rows instead of images (`loading.start_from_rows`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from mclclip.data.row_store import IMAGE_ROWS, RowBatch, StoredRows, num_restore
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TarDataset, tokenized
 from mclclip.models import memory
-from mclclip.models.image_rows import start_from_rows
-from mclclip.models.loading import load_towers
+from mclclip.models.loading import load_towers, start_from_rows
 from mclclip.models.model import Model, unit
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
@@ -149,7 +148,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class ImageRows(Step[Pass]):
-    """What the frozen blocks of stage 0's encoder make of every image."""
+    """Outputs of the frozen blocks of stage 0's encoder, for every image."""
 
     kind = IMAGE_ROWS
     all_ranks = True

@@ -216,7 +216,7 @@ def _finish(artifact: Artifact, of: Copies, num_shards: int, index: SampleIndex)
 
 @dataclass(frozen=True)
 class CopiedShard:
-    """What a shard holds, by sample id.
+    """Samples of a shard that is written, by their ids.
 
     record  of its file
     places  [[offset, size, CRC-32] of the image, the same of the captions] of each sample in it
@@ -248,7 +248,7 @@ class Copies:
         return self.directory / shard_name(number)
 
     def note(self, number: int) -> Path:
-        """What a shard holds; marks it as done."""
+        """The file that lists the samples of a shard, and marks it as done."""
         return self.tar(number).with_suffix(".json")
 
     def read_note(self, number: int) -> CopiedShard | None:

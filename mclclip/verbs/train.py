@@ -26,7 +26,7 @@ from mclclip.data.labels import permute_labels, read_pseudo_labels
 from mclclip.data.row_store import IMAGE_ROWS, StoredRows
 from mclclip.data.sample_index import SampleIndex
 from mclclip.models import weights
-from mclclip.models.image_rows import start_from_rows
+from mclclip.models.loading import start_from_rows
 from mclclip.models.options import ModelConfig
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context

@@ -26,7 +26,7 @@ from mclclip import config as configuration
 from mclclip.config import Config
 from mclclip.data.row_store import StoredRows
 from mclclip.data.sample_index import SampleIndex
-from mclclip.models.image_rows import start_from_rows
+from mclclip.models.loading import start_from_rows
 from mclclip.models.model import unit
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, Layout

@@ -19,8 +19,7 @@ from mclclip.data.options import DataConfig
 from mclclip.data.row_store import IMAGE_ROWS, StoredRows
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
-from mclclip.models.image_rows import start_from_rows
-from mclclip.models.loading import load_towers
+from mclclip.models.loading import load_towers, start_from_rows
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Layout, read_manifest
 from mclclip.verbs import cluster, embed, export, index, train
