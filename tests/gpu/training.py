@@ -29,7 +29,7 @@ from mclclip.ranks import collectives, process_group
 from mclclip.ranks.collectives import GatherWithGrad
 from mclclip.ranks.process_group import Context
 from mclclip.ranks.step_boundary import StepBoundary
-from mclclip.train.loop import Trainee
+from mclclip.train.loop import ModelWithObjective
 from tests import tiny
 from tests.gpu import Skip
 from tests.gpu.checks import Where, check, close, make_repeatable, same_bits
@@ -89,7 +89,7 @@ def make_engine(
     as they are for several: DDP is what the plain one becomes for a context of two ranks.
     """
     model = model or tiny_clip(device)
-    trainee = Trainee(model, objective or InfoNCE(), precision).to(device)
+    trainee = ModelWithObjective(model, objective or InfoNCE(), precision).to(device)
     make = partial(build_optimizer, name=optimizer, weight_decay=0.1, lr=LR)
     options |= {"precision": precision}
     if name in ("plain", "ddp"):
