@@ -33,7 +33,8 @@ TORCH ?=
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint $(CONSTRAINTS)
-# Three test processes of one thread each, since some wait; large files come first. DEMO, TEST, NOTEBOOK and BENCH add options: make test TEST='-k plan'.
+# Three test processes of one thread each, since some wait; those of several ranks come first.
+# DEMO, TEST, NOTEBOOK and BENCH add options: make test TEST='-k plan'.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 BENCHMARKS := $(basename $(notdir $(wildcard tests/benchmarks/bench_*.py)))
 
