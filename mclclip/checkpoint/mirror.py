@@ -23,7 +23,7 @@ log = logging.getLogger("mclclip")
 
 _PROTOCOLS = (None, "s3", "gs", "az")
 _RETRIES, _TIMEOUT_S = 6, 60.0  # of one request
-_BLOCK_BYTES, _AT_ONCE = 1 << 24, 4  # of one request, and requests of one file that is copied
+BLOCK_BYTES, _AT_ONCE = 1 << 24, 4  # of one request, and requests of one file that is copied
 
 
 class Mirror:
@@ -153,7 +153,7 @@ def _copy(store: Any, path: Path, step: int, sizes: dict[str, int]) -> None:
     for name, entry in entries.items():
         obstore.put(
             store, f"{path.name}/{name}", path / name,
-            chunk_size=_BLOCK_BYTES, max_concurrency=_AT_ONCE,
+            chunk_size=BLOCK_BYTES, max_concurrency=_AT_ONCE,
         )  # fmt: skip
         sizes[f"{path.name}/{name}"] = entry.size_bytes
     obstore.put(store, copied_state, state)
@@ -165,12 +165,12 @@ def _fetch(store: Any, name: str, size: int, path: Path) -> None:
     neighbours to one request.)"""
 
     def block(start: int) -> Any:
-        return obstore.get_range(store, name, start=start, end=min(start + _BLOCK_BYTES, size))
+        return obstore.get_range(store, name, start=start, end=min(start + BLOCK_BYTES, size))
 
-    step = _BLOCK_BYTES * _AT_ONCE
+    step = BLOCK_BYTES * _AT_ONCE
     with ThreadPoolExecutor(_AT_ONCE) as threads, open(path, "wb") as file:
         for start in range(0, size, step):
-            starts = range(start, min(start + step, size), _BLOCK_BYTES)
+            starts = range(start, min(start + step, size), BLOCK_BYTES)
             file.writelines(threads.map(block, starts))
 
 

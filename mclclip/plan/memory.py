@@ -25,11 +25,11 @@ from mclclip.models.memory import NeedsValues, StepMeter, faked, load_shapes, si
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.models.options import ModelConfig
-from mclclip.objectives.base import Setting
+from mclclip.objectives.base import ObjectiveInputs
 from mclclip.objectives.contrast import DIGESTS
 from mclclip.plan.machine import GIB, Machine
 from mclclip.ranks.process_group import SINGLE, Context
-from mclclip.train.loop import Trainee
+from mclclip.train.loop import ModelWithObjective
 
 # Of a process on a GPU: CUDA's context and libraries; NCCL's buffers. Rough, and part of the sum.
 _CONTEXT, _NCCL = GIB, GIB // 2
@@ -58,10 +58,11 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
     # The objective twice: on shapes with this rank's share of the class centers, for the loss of
     # the global batch, and whole on fakes, for the step and the checkpoint.
     with torch.device(_META), StepMeter(device="meta") as share:
-        loss = Trainee(model, options.objective.build(setting).to(_META), options.precision)
+        shared = options.objective.build(setting).to(_META)
+        loss = ModelWithObjective(model, shared, options.precision)
     with faked(model, gpu_autocast=gpu and half):
         objective = options.objective.build(replace(setting, model=model, context=SINGLE))
-        trainee = Trainee(model, objective, options.precision)
+        trainee = ModelWithObjective(model, objective, options.precision)
         batch = _batch(model, options, local, name == "train" and options.reads_text_embeddings)
         if name == "train" and config.trunk_cache.enabled:
             trunk = _start_from_trunk(trainee, batch)
@@ -114,12 +115,14 @@ def _prepared(config: Config, name: str, options: TrainConfig) -> tuple[Model, d
     return model, operations
 
 
-def _setting(model: Model, config: Config, options: TrainConfig, machine: Machine) -> Setting:
+def _setting(
+    model: Model, config: Config, options: TrainConfig, machine: Machine
+) -> ObjectiveInputs:
     """Surroundings of the objective of one of the machine's ranks; of classes only the number."""
     num_classes = max(config.clusters, default=config.cluster.clusters_of(0))
     if options.objective.reads.attribute is not None:
         num_classes = _ASSUMED_CLASSES
-    return Setting(
+    return ObjectiveInputs(
         model=model,
         context=Context(0, machine.ranks, device=_META),
         seed=0,
@@ -171,7 +174,7 @@ def _batch(model: Model, options: TrainConfig, local: int, cached_text: bool) ->
         extras["edited_text"] = ids(reads.edits.per_caption, context)
         extras["has_edit"] = ids(reads.edits.per_caption).bool()
     return Batch(
-        views=[values(*model.image_shape) for _ in range(options.objective.num_views)],
+        views=[values(*model.image_shape) for _ in range(reads.views)],
         labels=ids(1),
         classes=ids(columns) if columns else None,
         sample_id=ids(),
@@ -190,7 +193,7 @@ def _allocate_gradients(module: nn.Module) -> list[Tensor]:
     return [p.grad for p in trained if p.grad is not None]
 
 
-def _start_from_trunk(trainee: Trainee, batch: Batch) -> StepMeter:
+def _start_from_trunk(trainee: ModelWithObjective, batch: Batch) -> StepMeter:
     """Puts the trunk's output into the place of the views, and returns what making it took."""
     model: Any = trainee.model
     blocks = model.num_frozen_blocks
@@ -203,7 +206,7 @@ def _start_from_trunk(trainee: Trainee, batch: Batch) -> StepMeter:
 
 
 def _measure_step(
-    trainee: Trainee, batch: Batch, local: int, micro: int
+    trainee: ModelWithObjective, batch: Batch, local: int, micro: int
 ) -> tuple[dict[str, Tensor], int, int]:
     """The features of a micro-batch, the bytes of its activations, and operations of a sample."""
     gradients = _allocate_gradients(trainee)  # they are there before a micro-batch runs
@@ -222,11 +225,11 @@ def _measure_step(
 
 def _measure_loss(
     meter: StepMeter,
-    trainee: Trainee,
+    trainee: ModelWithObjective,
     features: dict[str, Tensor],
     batch: Batch,
     rows: int,
-    setting: Setting,
+    setting: ObjectiveInputs,
 ) -> None:
     """Measures the loss of the global batch, forward and backward, on the "meta" device.
 

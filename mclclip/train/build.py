@@ -31,13 +31,13 @@ from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer, learning_rate
 from mclclip.models.tokenizer import fetched
 from mclclip.models.transforms import fast_transform
-from mclclip.objectives.base import Objective, Setting
+from mclclip.objectives.base import Objective, ObjectiveInputs
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import STARTED, Context, choose_memory
 from mclclip.ranks.step_boundary import StepBoundary
 from mclclip.run.artifacts import Layout, made_of
 from mclclip.run.recorder import PeakMemory, Recorder, StepProfiler
-from mclclip.train.loop import Judging, Trainee, Trainer
+from mclclip.train.loop import Judging, ModelWithObjective, Trainer
 from mclclip.train.symptoms import Symptoms
 from mclclip.util.caption_rules import HardCaptions
 from mclclip.util.options import protocol_of
@@ -212,16 +212,18 @@ def start_from_trunk(model: Model, trunk: TrunkRows | None) -> None:
     trunk.start(model)
 
 
-def trainee_of(job: Job, opened: Opened, model: Model, objective: Objective) -> Trainee:
+def trainee_of(job: Job, opened: Opened, model: Model, objective: Objective) -> ModelWithObjective:
     """Model and objective as one module, on the device."""
     blocks = 0 if opened.trunk is None else opened.trunk.num_blocks
-    trainee = Trainee(model, objective, job.options.precision, blocks).to(job.context.device)
+    trainee = ModelWithObjective(model, objective, job.options.precision, blocks).to(
+        job.context.device
+    )
     if job.options.engine.compile == "step":
         trainee.compile()
     return trainee
 
 
-def engine_of(job: Job, trainee: Trainee, peaks: PeakMemory) -> Engine:
+def engine_of(job: Job, trainee: ModelWithObjective, peaks: PeakMemory) -> Engine:
     """The engine around model and objective, with the optimizer the options name; its phases go
     to ``peaks``."""
     options = job.options
@@ -248,7 +250,7 @@ def objective_of(
     """
     options = job.options
     objective = options.objective.build(
-        Setting(
+        ObjectiveInputs(
             model=model,
             context=job.context,
             seed=int(mix(job.config.seed, job.stage) >> np.uint64(33)),
@@ -269,7 +271,7 @@ def objective_of(
 
 def trainer_of(
     job: Job,
-    trainee: Trainee,
+    trainee: ModelWithObjective,
     engine: Engine,
     checkpoints: Checkpoints,
     plan: EpochPlan,
@@ -429,7 +431,7 @@ def _batches_of(
     batches = TrainingBatches(
         dataset,
         plan,
-        num_views=objective.num_views,
+        num_views=objective.reads.views,
         sentences=job.options.sentences,
         rank=job.context.rank,
         world_size=job.context.world_size,

@@ -13,11 +13,10 @@ import logging
 from dataclasses import asdict
 from typing import Any
 
-from mclclip.config import Config
+from mclclip.config import Config, rules
 from mclclip.plan import costs, memory, steps, table
 from mclclip.plan.machine import Machine, Speed
 from mclclip.ranks.process_group import pick_device
-from mclclip.train.loop import check_training
 from mclclip.util.files import clean_lines
 
 __all__ = ["Machine", "Speed", "make", "run"]
@@ -66,8 +65,7 @@ def make(
     options = config.trainings
     if not options:
         raise ValueError("num_stages is 0 and base is null: there is no training to plan")
-    for name, training in options.items():
-        check_training(name, training, machine.ranks)
+    rules.check(config, num_ranks=machine.ranks)
     counted = steps.count(config, samples)
     measured = {name: memory.measure(config, name, options[name], machine) for name in options}
     return {

@@ -305,6 +305,6 @@ def test_the_page_shows_what_its_commands_print(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    entry._config(entry.parse_words(shlex.split(command)))
+    assert entry.main(shlex.split(command)) == 0
     printed = capsys.readouterr().out.splitlines()
     assert [line for line in shown.splitlines() if line not in printed] == []
