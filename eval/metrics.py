@@ -88,7 +88,7 @@ def ranks_with_ties(similarity: FloatArray, positive: BoolArray) -> tuple[IntArr
 
 
 def hits_at(ranks: IntArray, k: int) -> BoolArray:
-    """Whether each query's rank is at most ``k``, [Q] (ValueError unless k >= 1)."""
+    """Returns whether each query's rank is at most ``k``, [Q] (ValueError unless k >= 1)."""
     if k < 1:
         raise ValueError(f"recall at {k} is not defined: k counts from 1")
     return ranks <= k

@@ -181,7 +181,7 @@ def read(path: Path) -> list[Result]:
 
 
 def _is_row(row: Mapping[str, Any]) -> bool:
-    """Whether the fields have the types of ``Result``."""
+    """Returns whether the fields have the types of ``Result``."""
     return (
         all(isinstance(row[name], str) for name in ("model", "benchmark", "metric"))
         and all(type(row[name]) in (int, float) for name in ("value", "ci_low", "ci_high"))

@@ -237,8 +237,7 @@ class _Figures:
 
 
 def _has_equal_texts(item: Item) -> bool:
-    """Whether a text that is true of an image equals one that is not, which no encoder can tell
-    apart."""
+    """Returns whether a true text of an image equals a false one: no encoder tells them apart."""
     return any(
         {t for t, right in zip(item.texts, row, strict=True) if right}
         & {t for t, right in zip(item.texts, row, strict=True) if not right}

@@ -90,8 +90,8 @@ class Certificate:
 
     @property
     def holds(self) -> bool:
-        """Whether features of equal inputs are equal up to the bound, and logit scales up to
-        `BOUND`. NaN never is."""
+        """Returns whether features of equal inputs are equal up to the bound, and logit scales up
+        to `BOUND`. NaN never is."""
         return self.largest <= self.bound and (self.logit_scale or 0.0) <= BOUND
 
     def difference(self) -> str:

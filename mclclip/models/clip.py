@@ -240,7 +240,7 @@ def tags(name: str) -> str:
 
 
 def is_without_weights(name: str | Path | Mapping[str, Any]) -> bool:
-    """Whether a name is that of an architecture alone: open_clip's, or a model config."""
+    """Returns whether a name is that of an architecture alone: open_clip's, or a model config."""
     if isinstance(name, Mapping) or str(name).endswith(".json"):
         return True
     return not os.path.isdir(name) and str(name).replace("/", "-") in open_clip.list_models()

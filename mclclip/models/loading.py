@@ -223,7 +223,7 @@ def tensors_of_image_tower(visual: nn.Module, file: Path) -> dict[str, str]:
 
 
 def has_texts(name: Name) -> bool:
-    """Whether the named model has a text tower; True if its configuration is not on this disk."""
+    """Returns whether a model has a text tower; True if its configuration is not on this disk."""
     if isinstance(name, Mapping) or str(name).endswith(".json"):
         return "text_cfg" in weights.read_model_config(name)["model_cfg"]
     return not weights.is_image_encoder(Path(str(name).removeprefix("local-dir:")))

@@ -135,7 +135,7 @@ def _weights(block: nn.Module, targets: str) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _in_attention(path: str, inside: dict[str, nn.Module]) -> bool:
-    """Whether the innermost module around a weight that is named attention or MLP is attention."""
+    """Returns whether the innermost of attention and MLP around a weight is attention."""
     while path:
         words = f"{path.rpartition('.')[2]} {type(inside[path]).__name__}".lower()
         if any(word in words for word in _MLP):

@@ -130,7 +130,7 @@ def build_optimizer(
 
 
 def is_elementwise(optimizer: str | torch.optim.Optimizer) -> bool:
-    """Whether the update of an element depends on that element's values and gradients alone.
+    """Returns whether the update of an element depends on its own values and gradients alone.
 
     Only then may an optimizer work on flat shards of parameters, as in ZeRO: one that takes the
     norm of a whole parameter (LARS, LAMB) would compute other steps there. False for optimizers

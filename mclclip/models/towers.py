@@ -208,7 +208,7 @@ def arranged(hidden: Tensor, memory_format: MemoryFormat) -> Tensor:
 
 
 def belongs(name: str, parts: Names) -> bool:
-    """Whether the tensor `name` is one of `parts` or lies below one."""
+    """Returns whether the tensor `name` is one of `parts` or lies below one."""
     return any(name == part or name.startswith(f"{part}.") for part in parts)
 
 

@@ -69,7 +69,7 @@ def check_recorded(directory: Path, *, load_weights: bool = True) -> None:
 
 
 def is_image_encoder(directory: Path) -> bool:
-    """Whether a directory holds an image encoder: one tower, without a text tower."""
+    """Returns whether a directory holds an image encoder: one tower, without a text tower."""
     path = Path(directory) / IMAGE_CONFIG
     if (Path(directory) / CONFIG).is_file() or not path.is_file():
         return False
@@ -78,7 +78,7 @@ def is_image_encoder(directory: Path) -> bool:
 
 
 def has_config(directory: Path) -> bool:
-    """Whether a directory holds an exported model of any kind."""
+    """Returns whether a directory holds an exported model of any kind."""
     return (Path(directory) / CONFIG).is_file() or is_image_encoder(directory)
 
 
@@ -306,7 +306,7 @@ def base_digest(directory: Path) -> str:
 
 
 def same_bits(first: Tensor, *others: Tensor) -> bool:
-    """Whether tensors agree in dtype, shape and every bit (equal NaNs are equal, 0.0 != -0.0)."""
+    """Returns whether tensors agree in dtype, shape and every bit (NaNs too; 0.0 is not -0.0)."""
     bits = first.contiguous().reshape(-1).view(torch.uint8)
     return all(
         other.dtype == first.dtype

@@ -155,7 +155,7 @@ def _thing(words: _Words, number: int) -> str:
 
 
 def _is_colour(words: _Words, number: int) -> bool:
-    """Whether the word, a colour's name, says the colour of something that could have another."""
+    """Returns whether a colour's name says the colour of something that could have another."""
     before, after, thing = words[number - 1], words.after(number), _thing(words, number)
     lists = _lists("colour")
     if before in lists["not_after"] or {after, thing} & {*lists["not_before"]}:
@@ -211,7 +211,7 @@ def _spatial(words: _Words) -> Iterator[_Made]:
 
 
 def _is_place(words: _Words, first: int, stop: int, phrase: str) -> bool:
-    """Whether the phrase says where a thing is, or is going, in relation to another."""
+    """Returns whether the phrase says where a thing is, or is going, in relation to another."""
     lists, before, after = _lists("spatial"), words[first - 1], words.after(stop - 1)
     if {*words.words[stop : stop + 2]} & {*lists["not_with"].get(phrase, ())}:
         return False
@@ -241,7 +241,7 @@ def _action(words: _Words) -> Iterator[_Made]:
 
 
 def _is_verb(words: _Words, number: int, form: int) -> bool:
-    """Whether the word, a verb's base (0), its form with s (1) or with ing (2), is a verb here."""
+    """Returns whether a verb's base (0), its form with s (1) or with ing (2), is a verb here."""
     lists, before = _lists("action"), words[number - 1]
     if form == 2:
         return before not in lists["not_after"] or before in ("and", "of")

@@ -42,7 +42,7 @@ class Source:
 
     @property
     def is_concat(self) -> bool:
-        """Whether the directory holds several stages, joined."""
+        """Returns whether the directory holds several stages, joined."""
         return (self.directory / weights.CONCAT).is_file()
 
     def single(self, library: str, *, text: bool = True) -> Model:
