@@ -77,7 +77,7 @@ class Options(ObjectiveOptions):
 
     @property
     def refuses(self) -> Mapping[str, str]:  # type: ignore[override]
-        """What any of the terms refuses."""
+        """All that its terms refuse."""
         return {k: v for term in self.terms for k, v in term.objective.refuses.items()}
 
     @property
