@@ -1,15 +1,14 @@
 """Every rule between options of two owners, as one table, and the one function that checks it.
 
-A rule of a single option (its type, its range) stands with the option. A rule that only one kind of
-objective brings stands with its options, as ``refuses``, in the words of ``excludes``; it is a row
-of this table wherever that objective is trained.
+A rule of a single option (its type, its range) stands with the option. Rules about objectives look
+at what they read.
 """
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -297,7 +296,7 @@ RULES: tuple[Rule, ...] = (
     excludes("train.start=random", "export.soup=true", "num_stages>0",
              because="every stage has weights of its own, and a soup averages models of one base "
              "only: set export.soup=false"),
-    excludes("trained_model", "train.objective.starts_anew=false",
+    excludes("trained_model", "train.objective.reads.num_classes_per_sample=0",
              because="with this objective every stage starts from the base model, and with others, "
              "such as mlcd or simlap, from an encoder of its own: leave trained_model out"),
     Rule("trained_model", _architectures, "run"),
@@ -316,6 +315,23 @@ RULES: tuple[Rule, ...] = (
         and f"{at.objective} reads captions, and the model has no text tower: take an objective "
         "of views, such as nt_xent, or a CLIP model"), "run"),
     Rule("TRAINING.objective.centers", _centroids, "run"),
+    Rule("cluster.num_clusters", lambda at: (
+        (rate := at.options.objective.reads.drawn)
+        and round(rate * (fewest := at.config.cluster.fewest)) == 0
+        and f"cluster.num_clusters={fewest}, of which {at.training}.objective.sample_rate={rate} "
+        "draws none: raise one")),
+    Rule("TRAINING.objective.queue_size", lambda at: (
+        0 < (queued := at.options.objective.reads.queued) < at.options.global_batch
+        and f"{at.training}.global_batch={at.options.global_batch} and {at.training}.objective."
+        f"queue_size={queued}, which has to hold the keys of a batch: raise queue_size")),
+    excludes("TRAINING.engine.zero_stage=3", "TRAINING.engine.name=deepspeed",
+             "TRAINING.objective.reads.weights=true",
+             because="a momentum copy follows parameters, which are shared out at this stage: set "
+             "engine.zero_stage to 1 or 2, or engine.name=fsdp"),
+    excludes("TRAINING.engine.micro_batch", "TRAINING.precision=fp16",
+             "TRAINING.objective.reads.pixels=true",
+             because="the gradient of an adversary, which changes pixels, would be multiplied by "
+             "the loss scale: set precision=bf16, or leave micro_batch out"),
     excludes("TRAINING.sentences", "TRAINING.objective.reads.captions=false",
              because="it draws sentences of captions, and the objective reads none: leave it out"),
     excludes("train.sentences", "train.lock.text=false", "train.cached_text=true",
@@ -342,7 +358,7 @@ RULES: tuple[Rule, ...] = (
         at.config.data.pixels == "fast" and (more := more_than_crops(at.model))
         and "data.pixels=fast only crops and resizes, and the augmentation asks for "
         f"{', '.join(more)}: set data.pixels=exact, or leave that out of model.augmentation")),
-    excludes(_TRUNK, "train.objective.num_views>1",
+    excludes(_TRUNK, "train.objective.reads.views>1",
              because="all views of an image would be equal: take an objective of one view"),
     Rule("trunk_cache.enabled", lambda at: (
         at.config.trunk_cache.enabled
@@ -373,10 +389,9 @@ RULES: tuple[Rule, ...] = (
         and f"cluster.num_clusters={numbers} is for {len(numbers)} clusterings, and num_stages="
         f"{at.config.num_stages} has one for each stage: give as many, or one number for all")),
     Rule("controls", lambda at: (
-        (other := [c for c in at.config.controls if c not in at.config.train.objective.controls])
-        and f"controls={other} do not apply to train.objective.kind="
-        f"{at.config.train.objective.kind}, which has "
-        f"{', '.join(at.config.train.objective.controls) or 'none'}: leave them out")),
+        at.config.controls and not at.config.train.objective.reads.groups
+        and f"controls={at.config.controls} do not apply to {at.objective}, which reads no groups: "
+        "leave them out")),
     Rule("eval.encoders", lambda at: (
         (absent := [n for n in at.config.eval.encoders or [] if n not in at.config.encoders])
         and f"eval.encoders names {absent[0]!r}, which the run does not make: wanted some of "
@@ -416,14 +431,6 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
-def rows(config: Config) -> Iterator[Rule]:
-    """The table, and the rows of the objectives that a configuration trains."""
-    yield from RULES
-    for training, options in config.trainings.items():
-        for conditions, because in options.objective.refuses.items():
-            yield excludes(*conditions.replace(_TRAINING, training).split(), because=because)
-
-
 def check(
     config: Config,
     *,
@@ -440,7 +447,7 @@ def check(
     for needs in [needs for needs, is_known in phases.items() if is_known]:
         lines = [
             str(line)
-            for rule in rows(config)
+            for rule in RULES
             for name in (config.trainings if _TRAINING in rule.option else ["train"])
             if rule.needs == needs and training in (None, name)
             if (line := rule.line(Subject(config, name, num_ranks or 1)))

@@ -12,7 +12,6 @@ import pytest
 from mclclip import config
 from mclclip.cli import entry, process
 from mclclip.config import Config, rules
-from mclclip.objectives.base import kinds, options_class
 from tests import tiny
 
 MLCD = "train.objective={kind: mlcd, labels_per_sample: 1, sample_rate: 1.0}"
@@ -119,7 +118,6 @@ CASES = [
     case("train.optimizer", f"{ZERO} | train.optimizer=lars", then="train.optimizer=lion", ranks=2),
     case("train.precision", f"{ZERO} | train.precision=float64", then="train.precision=fp32",
          ranks=2),
-    # Rows that objectives bring.
     case("train.global_batch", "train.objective={kind: moco, queue_size: 100} | "
          "train.global_batch=128", then="train.objective.queue_size=128"),
     case("train.engine.zero_stage", "train.objective={kind: moco} | train.global_batch=64 | "
@@ -172,9 +170,6 @@ def test_every_row_has_a_case() -> None:
         if not any(lines(rule, config_, ranks) for config_, ranks in made)
     ]
     assert not without
-    bringing = {kind for kind in kinds() if "refuses" in vars(options_class(kind))}
-    tried = {each.train.objective.kind for each, _ in made if each.train.objective.refuses}
-    assert bringing - {"weighted_sum", "mlc", "single_label"} <= tried
 
 
 def test_all_broken_rules_are_told_together(capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,9 +181,8 @@ def test_all_broken_rules_are_told_together(capsys: pytest.CaptureFixture[str]) 
     ]  # fmt: skip
 
 
-def test_the_terms_of_a_sum_bring_their_rows() -> None:
-    terms = '[{"objective":{"kind":"moco","queue_size":100}}]'
-    overrides = ["train.objective.kind=weighted_sum", f"train.objective.terms={terms}"]
+def test_rules_look_at_all_objectives_of_a_list() -> None:
+    overrides = ["train.objective=[{kind: nt_xent}, {kind: moco, queue_size: 100}]"]
     with pytest.raises(ValueError, match=r"train.global_batch=120.*queue_size"):
         rules.check(unchecked(overrides))
 

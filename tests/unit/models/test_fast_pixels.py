@@ -17,10 +17,10 @@ from mclclip.data.decode import decode_image, decode_pixels
 from mclclip.models.config_check import BACKBONE
 from mclclip.models.loading import load_towers
 from mclclip.models.transforms import (
-    _nothing_fits,
     choose_rows_first,
     crop_box,
     fast_transform,
+    no_box_fits,
     normalized,
     rows_first,
 )
@@ -99,7 +99,7 @@ def test_boxes_are_torchvisions_where_few_draws_or_none_fit(scale: tuple[float, 
         for share in np.linspace(0.97, 1.03, 13):
             longer = max(round(share * side * RATIO[1] / scale[0]), 1)
             for height, width in ((side, longer), (longer, side)):
-                found.add(_nothing_fits(height, width, scale[0], RATIO))
+                found.add(no_box_fits(height, width, scale[0], RATIO))
                 for seed in range(5):
                     same_box(height, width, scale, seed)
     assert found == {True, False}

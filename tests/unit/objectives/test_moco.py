@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from mclclip.models.loading import load_towers
 from mclclip.models.lora import add_lora
-from mclclip.objectives.base import Setting, parse
+from mclclip.objectives.base import ObjectiveInputs, parse
 from mclclip.objectives.moco import BatchKeys, MomentumCopy, QueuedKeys, predictor_of
 from mclclip.ranks.process_group import SINGLE
 from tests import tiny
@@ -43,7 +43,7 @@ class Model(nn.Module):
 def built(tree: dict[str, Any]) -> tuple[Model, Any]:
     model = Model()
     options = parse({"kind": "moco", **tree})
-    setting = Setting(model=model, context=SINGLE, seed=3, precision="float64")
+    setting = ObjectiveInputs(model=model, context=SINGLE, seed=3, precision="float64")
     return model, options.build(setting)
 
 
