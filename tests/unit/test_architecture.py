@@ -28,6 +28,7 @@ ROOMS: dict[str, set[str]] = {
     "train/symptoms": {"ranks", "run", "models", "objectives", "engines"},
     "train/options": {"data", "models", "objectives", "engines", "checkpoint"},
     "config": {
+        "engines",
         "ranks",
         "run",
         "data",
