@@ -303,7 +303,7 @@ RULES: tuple[Rule, ...] = (
         and f"{at.objective} reads captions, and the model has no text tower: take an objective "
         "of views, such as nt_xent, or a CLIP model"), "run"),
     Rule("TRAINING.objective.centers", _centroids, "run"),
-    Rule("cluster.num_clusters", lambda at: (
+    Rule("TRAINING.objective.sample_rate", lambda at: (
         (rate := at.options.objective.reads.drawn)
         and round(rate * (fewest := at.config.cluster.fewest)) == 0
         and f"cluster.num_clusters={fewest}, of which {at.training}.objective.sample_rate={rate} "
