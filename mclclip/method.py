@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from mclclip import config as configuration
-from mclclip.config import Config, TrainConfig, inputs, rules
+from mclclip.config import Config, inputs, rules
 from mclclip.eval import results
 from mclclip.eval.protocols import BenchmarkConfig
 from mclclip.ranks import collectives
@@ -155,7 +155,8 @@ def train_stage(
     evaluate = None
     options = config.base if stage == 0 else config.train
     if options is not None and options.evaluate.every is not None:
-        benchmarks, choices = _benchmarks(config, options), {}
+        suite, choices = config.eval.suite, {}
+        benchmarks = {name: suite[name] for name in options.evaluate.suite or suite}
         if (metric := options.evaluate.metric) is not None:
             decides = metric.partition("/")[0]
             choices[decides] = f"the checkpoint or the end of stage {stage} (evaluate.metric)"
@@ -164,12 +165,6 @@ def train_stage(
             results.check_unseen(base, [decides], choices[decides])
         evaluate = partial(_figures, config, context, stage, variant, benchmarks, choices)
     return train.run(config, context, stage=stage, variant=variant, force=force, evaluate=evaluate)
-
-
-def _benchmarks(config: Config, options: TrainConfig) -> dict[str, BenchmarkConfig]:
-    """The benchmarks that a training is evaluated on, by their names."""
-    suite = config.eval.suite
-    return {name: suite[name] for name in options.evaluate.suite or suite}
 
 
 def _figures(

@@ -492,7 +492,7 @@ def class_centers(step: Step) -> Tensor:
     positives = {c for c in labels.flatten().tolist() if c >= 0}
     if step.objective.kind == "single_label":
         positives = {c for c in labels[:, 0].tolist() if c >= 0}
-    drawn = range(NUM_CLASSES) if centers._draw is None else centers._draw(step.number).tolist()
+    drawn = range(NUM_CLASSES) if centers.draw is None else centers.draw(step.number).tolist()
     others = [j for j in drawn if j not in positives]
     negatives = {
         "two_path": drawn,

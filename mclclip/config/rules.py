@@ -10,6 +10,7 @@ import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -83,9 +84,9 @@ def _meets(at: Subject, condition: str) -> str:
     """The option of a condition as its user wrote it, if it meets the condition, else ''."""
     name, sign, text = re.fullmatch(_CONDITION, condition).groups()  # type: ignore[union-attr]
     name = name.replace(_TRAINING, at.training)
-    value: Any = at.config
+    value: Any = at if name == "num_ranks" else at.config
     for part in name.split("."):
-        value = getattr(value, part, None)
+        value = None if value is None else getattr(value, part)
     if value is None:
         return ""
     plain = str(value).lower() if isinstance(value, bool) else value
@@ -147,25 +148,15 @@ def _patch_dropout(at: Subject) -> object:
     )
 
 
-def _long_context(option: str) -> Rule:
-    """The text tower of the model ``option`` can be stretched, as far as its configuration is at
-    hand; the loader refuses others."""
+def _long_context(at: Subject, option: str) -> object:
+    """The line for a text tower of the model ``option`` that cannot be stretched, as far as its
+    configuration is at hand; the loader refuses others."""
+    model: ModelConfig | None = getattr(at.config, option)
+    if model is None or not model.long_context or not (architecture := architecture_of(model)[0]):
+        return None
+    from mclclip.models.towers import longer_config  # seconds, for torch
 
-    def line(at: Subject) -> object:
-        model: ModelConfig | None = getattr(at.config, option)
-        if model is None or not model.long_context:
-            return None
-        if not model.text:
-            return (
-                f"{option}.text=false leaves the text tower out, and {option}.long_context=true "
-                "stretches it: leave one of them out"
-            )
-        from mclclip.models.towers import longer_config  # seconds, for torch
-
-        architecture = architecture_of(model)[0]
-        return architecture and _refusal(lambda: longer_config(architecture), f"{option}.")
-
-    return Rule(f"{option}.long_context", line)
+    return _refusal(lambda: longer_config(architecture), f"{option}.")
 
 
 def _refusal(accept: Callable[[], object], prefix: str = "") -> str:
@@ -364,8 +355,11 @@ RULES: tuple[Rule, ...] = (
     excludes(_TRUNK, "reshard.enabled=true",
              because="it copies images, which are not read then: leave one out"),
     # --- the text tower
-    _long_context("model"),
-    _long_context("trained_model"),
+    *(rule for option in ("model", "trained_model") for rule in (
+        excludes(f"{option}.long_context=true", f"{option}.text=false",
+                 because="the former stretches the text tower: leave one out"),
+        Rule(f"{option}.long_context", partial(_long_context, option=option)),
+    )),
     # --- stages, controls and what is measured
     Rule("cluster.num_clusters", lambda at: (
         isinstance(numbers := at.config.cluster.num_clusters, list)
@@ -409,11 +403,9 @@ RULES: tuple[Rule, ...] = (
         and f"{at.training}.engine.shard_ranks={at.options.engine.shard_ranks} does not divide the "
         f"{at.num_ranks} ranks: give a divisor, such as the number of GPUs of a node"), "ranks"),
     Rule("TRAINING.optimizer", _optimizer, "ranks"),
-    Rule("TRAINING.precision", lambda at: (
-        at.num_ranks > 1 and at.options.engine.name == "deepspeed"
-        and at.options.precision == "float64"
-        and f"{at.training}.engine.name=deepspeed trains float32 parameters, got {at.training}."
-        "precision=float64: set engine.name=ddp or fsdp"), "ranks"),
+    excludes("TRAINING.engine.name=deepspeed", "TRAINING.precision=float64", "num_ranks>1",
+             needs="ranks", because="DeepSpeed trains float32 parameters: set engine.name=ddp or "
+             "fsdp"),
 )  # fmt: skip
 
 

@@ -298,7 +298,7 @@ class Viewmaker(nn.Module):
         self.blocks = nn.ModuleList(_Residual(number, dtype) for number in channels)
         self.to_half = _Layer(inner + residual_blocks, 2 * width, 3, dtype)
         self.to_whole = _Layer(2 * width, width, 3, dtype)
-        self.last = _Mirrored(width, num_channels, _KERNEL, dtype=dtype)
+        self.last = MirroredConv2d(width, num_channels, _KERNEL, dtype=dtype)
 
     def num_noise(self, height: int, width: int) -> int:
         """Numbers of noise for an image of this size."""
@@ -350,7 +350,7 @@ def keyed_noise(seed: int, step: int, view: int, sample_id: Tensor, count: int) 
     return high.to(torch.float32) / (1 << _NOISE_BITS)
 
 
-class _Mirrored(nn.Conv2d):
+class MirroredConv2d(nn.Conv2d):
     """A convolution over an image that is mirrored at its borders.
 
     As torch's reflection padding, whose gradient on a GPU differs from run to run.
@@ -373,7 +373,7 @@ class _Layer(nn.Sequential):
     def __init__(
         self, before: int, after: int, kernel: int, dtype: torch.dtype, stride: int = 1
     ) -> None:
-        convolution = _Mirrored(before, after, kernel, stride, dtype=dtype)
+        convolution = MirroredConv2d(before, after, kernel, stride, dtype=dtype)
         norm = nn.InstanceNorm2d(after, affine=True, dtype=dtype)
         super().__init__(convolution, norm, nn.ReLU())
 
@@ -385,7 +385,7 @@ class _Residual(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(
             _Layer(channels, channels, 3, dtype),
-            _Mirrored(channels, channels, 3, dtype=dtype),
+            MirroredConv2d(channels, channels, 3, dtype=dtype),
             nn.InstanceNorm2d(channels, affine=True, dtype=dtype),
         )
 

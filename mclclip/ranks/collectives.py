@@ -33,7 +33,7 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-class _GatherWithGrad(torch.autograd.Function):
+class GatherWithGrad(torch.autograd.Function):
     """All-gather whose backward sums every rank's gradient back to the owner of the rows."""
 
     @staticmethod
@@ -70,7 +70,7 @@ def gather_with_grad(x: Tensor) -> Tensor:
     """
     if world_size() == 1:
         return x
-    gathered: Tensor = _GatherWithGrad.apply(x)  # type: ignore[no-untyped-call]
+    gathered: Tensor = GatherWithGrad.apply(x)  # type: ignore[no-untyped-call]
     return gathered
 
 

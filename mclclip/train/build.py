@@ -40,6 +40,7 @@ from mclclip.run.recorder import PeakMemory, Recorder, StepProfiler
 from mclclip.train.loop import Judging, ModelWithObjective, Trainer
 from mclclip.train.symptoms import Symptoms
 from mclclip.util.caption_rules import HardCaptions
+from mclclip.util.options import protocol_of
 from mclclip.util.randomness import mix
 
 _WEIGHTS = 5  # purpose of a random number: initial weights of a stage with train.start=random
@@ -327,10 +328,16 @@ def checkpoints_of(job: Job, identity: str) -> Checkpoints:
     """The checkpoints of a training, whose inputs and options have the digest ``identity``.
 
     It is a part of the folder's name in the mirror, so that a training with other options or inputs
-    does not find these checkpoints.
+    does not find these checkpoints. Raises ValueError for a mirror inside the run directory.
     """
     options, folder = job.options.checkpoint, job.directory / "checkpoints"
     if options.mirror is not None:
+        is_folder, run_dir = protocol_of(options.mirror) is None, job.layout.run_dir.resolve()
+        if is_folder and Path(options.mirror).expanduser().resolve().is_relative_to(run_dir):
+            raise ValueError(
+                f"checkpoint.mirror={options.mirror!r} lies in the run directory {run_dir}, with "
+                "which it would be lost: give a folder outside of it, on another disk"
+            )
         inside = folder.relative_to(job.layout.run_dir)
         mirror = f"{options.mirror.rstrip('/')}/{inside}/{identity[:12]}"
         options = replace(options, mirror=mirror)

@@ -248,7 +248,7 @@ class Trainer:
                     if first:
                         device = self.engine.context.device
                         self.engine.fix_reduction_order(self.trainee.on_device(batch, device))
-                    self._step(batch, total)
+                    self.train_step(batch, total)
                 done = batch.step + 1
                 if self._evaluate(done):
                     self.recorder.end_epoch(done, leaving=True)
@@ -288,7 +288,7 @@ class Trainer:
             )  # fmt: skip
         return self.judging.patience_is_over
 
-    def _step(self, batch: Batch, total: int) -> None:
+    def train_step(self, batch: Batch, total: int) -> None:
         """One update, then the row, checkpoint and epoch row that are due."""
         lr, done = self.learning_rate(batch.step), batch.step + 1
         with self.profiler.step(batch.step):

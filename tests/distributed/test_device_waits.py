@@ -178,7 +178,7 @@ def waits_of(options: dict[str, Any], how: dict[str, Any], folder: Path) -> dict
         trainer.engine.fix_reduction_order(trainer.trainee.on_device(batch_of(0, parsed), DEVICE))
         batches = trainer.recorder.reading(batch_of(n, parsed) for n in range(WARM_UP + STEPS))
         for batch in batches:
-            trainer._step(batch, 100)
+            trainer.train_step(batch, 100)
             claim(waits, trainer)
             waits.recording = batch.step + 1 >= WARM_UP
             trainer.boundary.decide()

@@ -26,7 +26,7 @@ from mclclip.objectives.class_centers import ShardedClassCenters, normal_rows
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.objectives.mlcd import ClassCenterLoss
 from mclclip.ranks import collectives, process_group
-from mclclip.ranks.collectives import _GatherWithGrad
+from mclclip.ranks.collectives import GatherWithGrad
 from mclclip.ranks.process_group import Context
 from mclclip.ranks.step_boundary import StepBoundary
 from mclclip.train.loop import ModelWithObjective
@@ -434,7 +434,7 @@ def groups(where: Where) -> str:
             dist.all_reduce(x, op=dist.ReduceOp.MAX)
             dist.all_reduce(x)
         x = torch.randn(4, 3, device=where.device, requires_grad=True)
-        gathered: Tensor = _GatherWithGrad.apply(x)  # type: ignore[no-untyped-call]
+        gathered: Tensor = GatherWithGrad.apply(x)  # type: ignore[no-untyped-call]
         gathered.square().sum().backward()  # type: ignore[no-untyped-call]
         assert x.grad is not None
         same_bits("gradient of a gather", x.grad, 2 * x)

@@ -94,6 +94,9 @@ CASES = [
     case("trained_model.long_context", f"{MLCD} | train.objective.centers=normal | "
          "export.soup=false | export.concat=[] | trained_model={name: roberta-ViT-B-32} | "
          "trained_model.long_context=true", then="trained_model.long_context=false"),
+    case("trained_model.text", f"{MLCD} | train.objective.centers=normal | export.soup=false | "
+         "export.concat=[] | trained_model={name: ViT-B-32, long_context: true, text: false}",
+         then="trained_model.text=true"),
     case("cluster.num_clusters", "cluster.num_clusters=[3, 3]", then="num_stages=2"),
     case("controls", f"{MLCD} | controls=[ungrouped]", then="controls=[]"),
     case("eval.encoders", "eval.encoders=[stage_9]", then="eval.encoders=[stage_1]"),

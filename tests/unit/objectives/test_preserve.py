@@ -138,19 +138,6 @@ def test_what_is_missing_or_does_not_fit_is_one_line() -> None:
 HELD = "train.objective=[{kind: info_nce}, {kind: preserve, exact: %s, weight: 0.5}]"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["train.start=random", "export.soup=false"], "train.start=random gives stages other"),
-        (["embed.feature=pooled"], "or exact: true in the objective"),
-        (["base.objective={kind: preserve}"], "which it makes: set it in train.objective"),
-    ],
-)
-def test_a_run_that_cannot_be_held_is_refused(overrides: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        load("demo", [HELD % "false", *overrides])
-
-
 def test_captions_are_embedded_where_a_term_holds_texts() -> None:
     assert not load("demo", []).needs_text_embeddings
     assert load("demo", [HELD % "false"]).needs_text_embeddings
