@@ -333,7 +333,8 @@ RULES: tuple[Rule, ...] = (
     Rule("TRAINING.lock.image_blocks", _image_blocks),
     Rule("TRAINING.patch_dropout", _patch_dropout),
     Rule("data.pixels", lambda at: (
-        at.config.data.pixels == "fast" and (more := more_than_crops(at.model))
+        at.config.data.pixels == "fast" and at.training in at.config.trainings
+        and (more := more_than_crops(at.model))
         and "data.pixels=fast only crops and resizes, and the augmentation asks for "
         f"{', '.join(more)}: set data.pixels=exact, or leave that out of model.augmentation")),
     excludes(_TRUNK, "train.objective.reads.views>1",
