@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -9,7 +10,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeFloat, PositiveInt
 
 from mclclip.data.options import LabelMode
-from mclclip.util.options import STRICT
+from mclclip.util.options import NO_RESULT, STRICT
 
 Algorithm = Literal["spherical", "euclidean"]
 Init = Literal["auto", "plus_plus", "random"]
@@ -43,7 +44,7 @@ class ClusterConfig:
     """Relative change of inertia at which iteration stops."""
     init_samples: PositiveInt = 100_000
     """Rows from which k-means++ draws its start (at least 256 K, or all if there are fewer)."""
-    label_mode: LabelMode = "prefix"
+    label_mode: LabelMode = field(default="prefix", metadata=NO_RESULT)
     """``prefix``: labels of all earlier stages (paper, Eq. 2); ``last``: only the last stage's."""
 
     def __post_init__(self) -> None:

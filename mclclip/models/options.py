@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeInt, PositiveFloat, PositiveInt
 
 from mclclip.util import files
-from mclclip.util.options import STRICT, BelowOne
+from mclclip.util.options import NO_RESULT, STRICT, BelowOne
 
 Variant = Literal["raw", "stage_norm"]
 """How a concat joins the features of its stages (see ``encoder.join_image_features``)."""
@@ -37,7 +37,7 @@ class ModelConfig:
     config in place (``embed_dim``, ``vision_cfg``, ``text_cfg``)."""
     pretrained: str | None = None
     """open_clip's tag of the weights, a file, or null (random weights from ``seed``)."""
-    image_weights: str | None = None
+    image_weights: str | None = field(default=None, metadata=NO_RESULT)  # but for what it holds
     """A safetensors file of the image tower's weights alone, by timm's, torchvision's or
     open_clip's names, in place of ``pretrained``; the text tower and a projection that the file
     lacks are drawn by ``seed`` and want a training (``base``). Null: none."""

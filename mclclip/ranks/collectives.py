@@ -17,6 +17,7 @@ from mclclip.ranks.process_group import limit
 
 T = TypeVar("T")
 _LONGEST_PAUSE_S = 0.2
+_alone: list[bool] = []  # holds an entry while this rank does the work of ``on_main``
 # torch 2.13 renamed reduce_scatter_tensor to reduce_scatter_single, and warns of the old name.
 _reduce_scatter: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
@@ -221,10 +222,21 @@ def together(work: Callable[[], T], what: str = "") -> T:
 
 
 def on_main(work: Callable[[], T]) -> T:
-    """Runs ``work`` on rank 0 only; every rank gets its (picklable) result or its error."""
-    if world_size() == 1:
+    """Runs ``work`` on rank 0 only; every rank gets its (picklable) result or its error.
+
+    Within such work it is a plain call, since the other ranks wait for the end of the whole.
+    """
+    if world_size() == 1 or _alone:
         return work()
-    result = together(lambda: work() if rank() == 0 else None)
+
+    def alone() -> T:
+        _alone.append(True)
+        try:
+            return work()
+        finally:
+            _alone.pop()
+
+    result = together(lambda: alone() if rank() == 0 else None)
     return broadcast_object(result)  # type: ignore[return-value]
 
 

@@ -24,6 +24,9 @@ Decay = Annotated[float, Field(gt=0.0, lt=1.0)]
 PositiveShare = Annotated[float, Field(gt=0.0, le=1.0)]
 Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
 """A seed of a run: torch and NumPy take 63 bits."""
+NO_RESULT = {"changes": "speed, records or places, and no result"}
+"""Metadata of an option, or of a group of them, which artifacts may be made or resumed without
+regard to."""
 Cosine = Annotated[float, Field(ge=-1.0, le=1.0)]
 
 PROTOCOLS = ("s3", "gs", "az", "http", "https", "hf")
