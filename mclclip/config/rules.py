@@ -315,7 +315,7 @@ RULES: tuple[Rule, ...] = (
         and f"{at.objective} reads captions, and the model has no text tower: take an objective "
         "of views, such as nt_xent, or a CLIP model"), "run"),
     Rule("TRAINING.objective.centers", _centroids, "run"),
-    Rule("cluster.num_clusters", lambda at: (
+    Rule("TRAINING.objective.sample_rate", lambda at: (
         (rate := at.options.objective.reads.drawn)
         and round(rate * (fewest := at.config.cluster.fewest)) == 0
         and f"cluster.num_clusters={fewest}, of which {at.training}.objective.sample_rate={rate} "
@@ -355,7 +355,8 @@ RULES: tuple[Rule, ...] = (
     Rule("TRAINING.patch_dropout", _patch_dropout),
     Rule("TRAINING.lock", _layers, "run"),
     Rule("data.pixels", lambda at: (
-        at.config.data.pixels == "fast" and (more := more_than_crops(at.model))
+        at.config.data.pixels == "fast" and at.training in at.config.trainings
+        and (more := more_than_crops(at.model))
         and "data.pixels=fast only crops and resizes, and the augmentation asks for "
         f"{', '.join(more)}: set data.pixels=exact, or leave that out of model.augmentation")),
     excludes(_TRUNK, "train.objective.reads.views>1",
