@@ -149,7 +149,8 @@ def finetune(
     ``{"train.lr": 1e-5}`` or ``["train.lr=1e-5"]``. ``held_out``: the share of the pictures that
     each of both shares gets. Raises ValueError and FileNotFoundError, one line, for
     what is wrong, such as an ``out`` that was begun with other arguments; ``force`` moves aside
-    what does not fit and makes it again.
+    what does not fit and makes it again. Ctrl-C raises KeyboardInterrupt, as everywhere in Python,
+    once the training under way has saved; the same call then goes on.
     """
     overrides = [*options]
     if isinstance(options, Mapping):

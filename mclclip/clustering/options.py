@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeFloat, PositiveInt
 
@@ -19,7 +20,7 @@ Init = Literal["auto", "plus_plus", "random"]
 class ClusterConfig:
     """k-means over the embeddings of one stage, and the labels made of it."""
 
-    num_clusters: PositiveInt | list[PositiveInt] = 10
+    num_clusters: PositiveInt | Annotated[list[PositiveInt], Field(min_length=1)] = 10
     """K, clusters per stage: one number, or one for each clustered stage (0, 1, ...)."""
     algorithm: Algorithm = "spherical"
     """``spherical`` assigns by cosine; ``euclidean`` is what the MCL authors released."""
@@ -47,11 +48,6 @@ class ClusterConfig:
     """``prefix``: labels of all earlier stages (paper, Eq. 2); ``last``: only the last stage's."""
 
     def __post_init__(self) -> None:
-        if self.num_clusters == []:
-            raise ValueError(
-                "cluster.num_clusters has 0 entries: give one K per clustered stage, or one number "
-                "for all"
-            )
         if self.labels_per_sample > self.fewest:
             raise ValueError(
                 f"cluster.labels_per_sample={self.labels_per_sample} is more than "

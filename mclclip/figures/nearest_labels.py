@@ -13,7 +13,7 @@ from mclclip.figures import drawing
 from mclclip.figures.inputs import CLUSTERS, Figure, Inputs
 
 SAMPLES, LABELS, EXAMPLES = 4, 3, 6
-_BLOCK = 1 << 20
+BLOCK = 1 << 20
 
 
 def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
@@ -62,8 +62,8 @@ def examples_of(
     """
     clusters = np.unique(np.asarray(wanted, dtype=np.int64))
     examples = {int(cluster): np.zeros(0, np.int64) for cluster in clusters}
-    for start in range(0, len(nearest_clusters), _BLOCK):
-        own = np.asarray(nearest_clusters[start : start + _BLOCK, 0])
+    for start in range(0, len(nearest_clusters), BLOCK):
+        own = np.asarray(nearest_clusters[start : start + BLOCK, 0])
         rows = np.flatnonzero(np.isin(own, clusters))
         for cluster in np.unique(own[rows]).tolist():
             here = np.concatenate([examples[cluster], start + rows[own[rows] == cluster]])

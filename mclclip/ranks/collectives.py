@@ -1,6 +1,6 @@
 """The few collectives the project needs; each is the identity where there is one process.
 
-And the interface of parameters that engines do not reduce (``OutsideParameters``)."""
+And the interface of parameters that engines do not reduce (``UnwrappedParameters``)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-class _GatherWithGrad(torch.autograd.Function):
+class GatherWithGrad(torch.autograd.Function):
     """All-gather whose backward sums every rank's gradient back to the owner of the rows."""
 
     @staticmethod
@@ -71,7 +71,7 @@ def gather_with_grad(x: Tensor) -> Tensor:
     """
     if world_size() == 1:
         return x
-    gathered: Tensor = _GatherWithGrad.apply(x)  # type: ignore[no-untyped-call]
+    gathered: Tensor = GatherWithGrad.apply(x)  # type: ignore[no-untyped-call]
     return gathered
 
 
@@ -240,7 +240,7 @@ def on_main(work: Callable[[], T]) -> T:
     return broadcast_object(result)  # type: ignore[return-value]
 
 
-class OutsideParameters(Protocol):
+class UnwrappedParameters(Protocol):
     """Parameters that are trained together with a module that an engine wraps, but not wrapped.
 
     Their gradients are not averaged over the ranks, and they have their own optimizer. Sharded

@@ -41,6 +41,13 @@ def brief(value: object) -> str:
     return text if len(text) <= 200 else text[:200] + "..."
 
 
+def each_once(values: list[Value]) -> list[Value]:
+    """Returns the values; ValueError where one is named twice. A check of an option."""
+    if len(set(values)) != len(values):
+        raise ValueError("wanted each of them once")
+    return values
+
+
 def protocol_of(path: str | Path) -> str | None:
     """The lower-case protocol of a url; None for a path. Of `PROTOCOLS`, and of ``file``, it is
     known too where ``Path`` has taken a slash of the url away."""

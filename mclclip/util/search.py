@@ -104,7 +104,7 @@ def cuts(count: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def _margin(dim: int) -> float:
+def cosine_margin(dim: int) -> float:
     """Bound on the error of a product of unit rows in float32, in any order of its sum.
 
     The sum makes at most dim roundings of the sum of |x_i y_i|, which is at most 1 (Cauchy).
@@ -188,7 +188,7 @@ class _Part:
         products, rows = self._in_order(query, near, k)
         if len(near) < len(self.different):
             scale = max(1.0, float(np.linalg.norm(query)))
-            unseen = float(found[-1]) + _margin(len(query)) * scale
+            unseen = float(found[-1]) + cosine_margin(len(query)) * scale
             if len(rows) < k or products[-1] <= unseen:
                 return self._in_order(query, np.arange(len(self.different)), k)
         return products, rows
@@ -303,7 +303,7 @@ class _Bank:
         """Places [P, 2] in ``asked`` and in the block of rows whose cosine is above ``above``, and
         these cosines [P]. With ``shift``, by which the block follows the queries, pairs come once,
         the lower row first."""
-        least = float(np.float32(above - _margin(self._rows.shape[1])))
+        least = float(np.float32(above - cosine_margin(self._rows.shape[1])))
         for numbers, limits, near in self._proposed(unit(asked), least):
             for part in cuts(len(near), _AT_ONCE):
                 query = np.searchsorted(limits, np.arange(part.start, part.stop), side="right") - 1

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mclclip.config import Config
+from mclclip.config import Config, rules
 from mclclip.data import locations
 from mclclip.data.arrays import open_npy, save_npy
 from mclclip.data.extras import directory_of, drawn
@@ -32,7 +32,7 @@ from mclclip.data.row_store import RowBatch, left_out, num_restored, shards_done
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TarDataset, read_excluded, tokenized
 from mclclip.models import memory
-from mclclip.models.loading import load_towers, prepare_model
+from mclclip.models.loading import load_towers
 from mclclip.models.model import Model, unit
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
@@ -328,19 +328,11 @@ def _stored(rows: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _frozen_blocks(config: Config, layout: Layout) -> int:
-    """Number of first blocks that no stage trains; ValueError for none."""
-    model = memory.load_shapes(str(layout.export(0)), text=config.model.text)
-    with memory.faked(model):
-        arguments = config.train.model_arguments() | {"precision": "fp32"}
-        prepare_model(model, **arguments, seed=config.seed)
-    if not model.num_frozen_blocks:
-        stem = f" (the stem and {model.num_blocks - 1} residual blocks)"
-        raise ValueError(
-            f"trunk_cache.enabled, but train.lock.image_blocks={config.train.lock.image_blocks} "
-            f"trains all of the image tower's {model.num_blocks} blocks"
-            f"{'' if model.layout.embedding else stem}: lower it, or leave trunk_cache out"
-        )
-    return model.num_frozen_blocks
+    """Number of first blocks that no stage trains. Raises ValueError for none."""
+    export, trained = layout.export(0), config.train.lock.image_blocks
+    rules.check(replace(config, model=replace(config.model, name=f"local-dir:{export}")))
+    assert isinstance(trained, int), "a rule has refused all blocks"
+    return memory.load_shapes(str(export), text=False).num_blocks - trained
 
 
 def _open_trunk(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mclclip.checkpoint import keep_finished, path_of
-from mclclip.config import Config, TrainConfig
+from mclclip.config import Config, TrainConfig, rules
 from mclclip.data import locations
 from mclclip.data.coverage import check_coverage, coverage_report
 from mclclip.data.decode import Pixels
@@ -38,7 +38,7 @@ from mclclip.run.runlog import count_of
 from mclclip.run.steps import Made, Step, look, make
 from mclclip.train import build
 from mclclip.train.build import Job, Opened
-from mclclip.train.loop import Evaluate, Judging, Trainee, check_training
+from mclclip.train.loop import Evaluate, Judging, ModelWithObjective
 from mclclip.train.options import EvaluateConfig
 from mclclip.util.files import digest_file, move_aside
 
@@ -72,7 +72,7 @@ def run(
     options = _options(config, layout, stage)
     index = collectives.on_main(lambda: SampleIndex.open(layout.index))
     job = Job.of(config, options, context, layout, stage, index)
-    check_training(job.name, options, context.world_size)
+    rules.check(config, num_ranks=context.world_size, training=job.name)
     how = TrainingRun(job, evaluate, PeakMemory(context.device))
     make(collectives.on_main(lambda: _step_of(job)), job.directory, how, force)
     collectives.on_main(lambda: keep_finished(job.directory, options.checkpoint.keep_every))
@@ -132,11 +132,10 @@ def _options(config: Config, layout: Layout, stage: int) -> TrainConfig:
     options = config.base if stage == 0 else config.train
     if options is None:
         raise ValueError("stage 0 is a given encoder (base is null): there is nothing to train")
-    if layout.variant != "mcl" and layout.variant not in options.objective.controls:
+    if layout.variant != "mcl" and not options.objective.reads.groups:
         raise ValueError(
             f"--variant {layout.variant} does not apply to train.objective.kind="
-            f"{options.objective.kind}, which has "
-            f"{', '.join(options.objective.controls) or 'no controls'}: leave it out"
+            f"{options.objective.kind}, which reads no groups: leave it out"
         )
     return options
 
@@ -290,7 +289,7 @@ def _inputs(job: Job) -> dict[str, str]:
 
 
 def _train(
-    how: TrainingRun, opened: Opened, trainee: Trainee, identity: str, steps: int | None
+    how: TrainingRun, opened: Opened, trainee: ModelWithObjective, identity: str, steps: int | None
 ) -> tuple[int, int | None]:
     """Trains model and objective; returns the number of steps of the whole training, and the one
     that is exported where it may be another than the last."""
