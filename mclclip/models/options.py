@@ -182,7 +182,7 @@ def _num_built_blocks(model_cfg: str) -> int | None:
 def check_image_blocks(model: ModelConfig, option: str, number: int | str) -> None:
     """Raises ValueError where the dotted ``option`` asks for more blocks than there are.
 
-    Where ``num_blocks`` is None it passes; such a lock is refused when the model is built.
+    If ``num_blocks`` is None it passes; a wrong lock is then refused when the model is built.
     """
     if not isinstance(number, int) or not number or (blocks := num_blocks(model)) is None:
         return
@@ -201,8 +201,8 @@ def check_patch_dropout(
 ) -> None:
     """Raises ValueError where ``training`` (``base``, ``train``) cannot drop patches.
 
-    The image tower is then no vision transformer of open_clip's own, or its first blocks are
-    locked, which run as in evaluation. A model whose configuration is not at hand passes.
+    Only open_clip's own vision transformers can, and only if no first blocks are locked, since
+    these run as in evaluation. A model whose configuration is not at hand passes.
     """
     vision = _parts_of(model)[1]
     if not share or not vision:
@@ -245,7 +245,7 @@ def check_long_context(model: ModelConfig, option: str) -> None:
 
 def more_than_crops(model: ModelConfig) -> list[str]:
     """Fields of the augmentation, as set or by default, that do more than to crop."""
-    asked = [name for name in _MORE_THAN_CROPS if model.augmentation.get(name)]
-    if not asked and "backbone" in _parts_of(model)[1]:
+    set_fields = [name for name in _MORE_THAN_CROPS if model.augmentation.get(name)]
+    if not set_fields and "backbone" in _parts_of(model)[1]:
         return ["kind (simclr, the default of backbones)"]
-    return asked
+    return set_fields
