@@ -15,6 +15,7 @@ import inspect
 import json
 import os
 import re
+import sys
 import textwrap
 import typing
 from collections.abc import Callable, Iterator
@@ -169,12 +170,31 @@ def options() -> str:
     return "\n".join(parts)
 
 
+def _module_of(kind: str) -> Any:
+    """The module of an objective, whose docstring teaches it."""
+    return sys.modules[options_class(kind).__module__]
+
+
+def objective_kinds() -> str:
+    """A row for each module of objectives: its kinds, and the first paragraph of its docstring."""
+    by_module: dict[Any, list[str]] = {}
+    for kind in kinds():
+        by_module.setdefault(_module_of(kind), []).append(f"[`{kind}`](#{kind})")
+    lines = ["| kind | |", "|---|---|"]
+    for module, named in by_module.items():
+        lines.append(f"| {', '.join(named)} | {_cell(_prose(module).split(chr(10) * 2)[0])} |")
+    return "\n".join([*lines, ""])
+
+
 def objectives() -> str:
-    """The options of every objective."""
+    """What every objective computes, in the words of its module, and its options."""
     parts = []
     for kind in kinds():
-        rows = [row for row in fields(options_class(kind)) if row[0] != "kind"]
-        parts += [f"### {kind}", "", *_table(iter(rows)), ""]
+        module = _module_of(kind)
+        name = module.__name__.rpartition(".")[2]
+        text = _prose(module) if kind == name else f"See [{name}](#{name})."
+        rows = [row for row in fields(options_class(kind)) if row[0] not in ("kind", "weight")]
+        parts += [f"### {kind}", "", text, "", *_table(iter(rows)), ""]
     return "\n".join(parts)
 
 
@@ -239,6 +259,7 @@ def notebook(path: Path) -> tuple[str, dict[str, bytes]]:
 GENERATORS: dict[str, Callable[[], str]] = {
     "verbs": verbs,
     "options": options,
+    "objective_kinds": objective_kinds,
     "objectives": objectives,
     **{name.lower(): partial(public, name) for name in mclclip.__all__ if not name.startswith("_")},
 }

@@ -18,7 +18,8 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -40,6 +41,7 @@ from mclclip.ranks.process_group import Context
 from mclclip.report.verdict import Verdict
 from mclclip.run import opened, runlog
 from mclclip.run.artifacts import MANIFEST, Artifact, Force, Manifest
+from mclclip.run.steps import Made, Step, make
 from mclclip.util import advice, files
 from mclclip.verbs import compare, make_pairs, pack, report
 
@@ -147,7 +149,8 @@ def finetune(
     ``{"train.lr": 1e-5}`` or ``["train.lr=1e-5"]``. ``held_out``: the share of the pictures that
     each of both shares gets. Raises ValueError and FileNotFoundError, one line, for
     what is wrong, such as an ``out`` that was begun with other arguments; ``force`` moves aside
-    what does not fit and makes it again.
+    what does not fit and makes it again. Ctrl-C raises KeyboardInterrupt, as everywhere in Python,
+    once the training under way has saved; the same call then goes on.
     """
     overrides = [*options]
     if isinstance(options, Mapping):
@@ -204,14 +207,14 @@ def run(
             images, out / "data", captions=table, command=command, force=anew,
             held_out={"choose": held_out, "report": held_out}, **packing,
         )  # fmt: skip
-        made = Artifact.open(
-            folder, kind="finetune", config={"base": base, "seed": seed} | given,
-            inputs={"shards": packed.digest}, force=anew,
-        )  # fmt: skip
-        if not made.finished:
+
+        def choose() -> tuple[int, str]:
             _check_captioned(packed, images)
+            count = packed.counts["shares"]["train"]["samples"]
             pairs = _make_pairs(out, force=anew)
-            _write_settings(made, packed, partial(situation, pairs=pairs), overrides)
+            return count, choices.choose(situation(count, pairs), overrides)[1]
+
+        make(Settings(base, seed, given), folder, (packed, choose), anew)
         return str(folder / SETTINGS), anew
 
     def situation(count: int, pairs: Path | None = None) -> Situation:
@@ -247,21 +250,29 @@ def _make_pairs(out: Path, force: Force) -> Path | None:
     return folder
 
 
-def _write_settings(
-    made: Artifact,
-    packed: Manifest,
-    situation: Callable[[int], Situation],
-    overrides: Sequence[str],
-) -> None:
-    """Chooses the settings for what was packed, and finishes their artifact."""
-    count, path = packed.counts["shares"]["train"]["samples"], made.directory / SETTINGS
-    _, text = choices.choose(situation(count), overrides)
-    files.write_bytes(path, text.encode())
-    made.finish({"samples": count}, records=files.records_of(made.directory, SETTINGS))
-    log.info("chose the settings, each with its reason: %s", path)
-    log.info("'mclclip doctor --data %s' looks at the data", path)
-    for line in text.splitlines():
-        log.debug("%s", line)
+@dataclass(frozen=True)
+class Settings(Step[tuple[Manifest, Callable[[], tuple[int, str]]]]):
+    """The settings that are chosen for what was packed; ``options`` are those that were given."""
+
+    kind = "finetune"
+    base: str
+    seed: int
+    options: Mapping[str, str]
+
+    def reads(self, how: tuple[Manifest, Any]) -> dict[str, str]:
+        """What was packed."""
+        return {"shards": how[0].digest}
+
+    def make(self, out: Artifact, how: tuple[Any, Callable[[], tuple[int, str]]]) -> Made:
+        """Chooses them, by a function that returns for how many samples, and their text."""
+        count, text = how[1]()
+        path = out.begin() / SETTINGS
+        files.write_bytes(path, text.encode())
+        log.info("chose the settings, each with its reason: %s", path)
+        log.info("'mclclip doctor --data %s' looks at the data", path)
+        for line in text.splitlines():
+            log.debug("%s", line)
+        return Made({"samples": count}, files.records_of(out.directory, SETTINGS))
 
 
 def _has_trained(out: Path) -> bool:

@@ -12,32 +12,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from mclclip import config as configuration
-from mclclip.config import Config, TrainConfig
-from mclclip.data import extras
-from mclclip.data.epoch_plan import check_samples
-from mclclip.data.labels import SampleWeights
-from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import excluded_keys, read_excluded
+from mclclip.config import Config, inputs, rules
 from mclclip.eval import results
-from mclclip.eval.protocols import BenchmarkConfig, evaluator
-from mclclip.models.loading import (
-    check_tokenizer,
-    has_texts,
-    load_towers,
-    model_config,
-    refuse_folded_norms,
-)
-from mclclip.models.memory import load_shapes
-from mclclip.models.options import ModelConfig
+from mclclip.eval.protocols import BenchmarkConfig
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Force, Layout, is_finished
-from mclclip.train.loop import check_training
 from mclclip.util import files
 from mclclip.verbs import cluster, embed, export, index, reshard, train
 from mclclip.verbs import eval as evaluation
@@ -79,10 +63,10 @@ def prepare(
     remake: Force = "unfit" if force else False
     collectives.on_main(lambda: check(config, context))
     samples = index.run(config, context, force=remake)
-    _check_data(config, samples)
+    inputs.check_samples(config, samples)
     for name, reader in readers.items():
         try:
-            _check_data(reader, samples)
+            inputs.check_samples(reader, samples)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
     _stage(config, context, 0, "mcl", remake)
@@ -91,7 +75,7 @@ def prepare(
 
 
 def _steps(config: Config, context: Context, force: Force, only: str | None) -> None:
-    _check_data(config, index.run(config, context, force=force))
+    inputs.check_samples(config, index.run(config, context, force=force))
     _stage(config, context, 0, "mcl", force)
     if only is None:
         _method(config, context, force)
@@ -120,125 +104,13 @@ def check(config: Config, context: Context, *, reads_benchmarks: bool = True) ->
     """Raises, before the first verb, errors of options that would stop the run later.
 
     ``reads_benchmarks`` False: the folders of benchmarks need not be there yet."""
-    for name, options in config.trainings.items():
-        check_training(name, options, context.world_size)
-        _benchmarks(config, options)
-    excluded_keys(config.data.exclude)
-    for stage in range(config.num_stages):
-        config.cluster.clusters_of(stage)
-    _check_image_weights(config)
-    _check_objectives(config)
+    rules.check(config, num_ranks=context.world_size, run=True)
+    inputs.check(config)
     if config.reshard.enabled and config.has_stages:
         reshard.check(config)
-        if config.reshard.url is not None:
-            raise ValueError(
-                f"reshard.url={config.reshard.url} is where copies are uploaded between the verbs "
-                "'reshard' and 'train', and 'run' would train before that: leave it out, or call "
-                "the verbs"
-            )
     if config.trunk_cache.enabled:
         embed.check_trunk_folder(config)
     (evaluation.check if reads_benchmarks else evaluation.check_options)(config.eval.suite)
-    _check_tokenizers(config)
-
-
-def _check_image_weights(config: Config) -> None:
-    """Loads the image towers that are given by a file, and raises what their trainings would."""
-    for name, options in config.trainings.items():
-        model = config.model_of(name)
-        if model.image_weights is not None:
-            given = load_towers(model.name, image_weights=model.image_weights, text=model.text)
-            given.lock(**options.model_arguments()["lock"])
-            refuse_folded_norms(given.train())
-
-
-def _check_objectives(config: Config) -> None:
-    """Checks what objectives want of an encoder with a start of its own."""
-    with_text = [n for n, b in config.eval.suite.items() if evaluator(b.kind).reads_text]
-    for name, options in config.trainings.items():
-        if options.objective.reads.captions and not _reads_texts(config.model_of(name)):
-            raise ValueError(
-                f"{options.reader(name)} reads captions, and the model has no text tower: take an "
-                "objective of views, such as nt_xent, or a CLIP model"
-            )
-    if with_text and not _reads_texts(config.model):
-        raise ValueError(
-            f"eval.suite.{with_text[0]} compares images with texts, and the model has no text "
-            "tower: leave it out, or take a CLIP model"
-        )
-    chosen, widths, one_architecture = config.trained_model, None, True
-    if chosen is not None:
-        given, trained = model_config(config.model.name), model_config(chosen.name)
-        clustered = replace(config.model, projector=[])  # embeddings lie before it
-        widths, one_architecture = (_width(clustered), _width(chosen)), given == trained
-        one_architecture &= config.model.long_context == chosen.long_context
-    for options in config.trainings.values():
-        facts = replace(config.facts(options), widths=widths)
-        options.objective.check(facts)
-    if not one_architecture and (config.export.concat or config.export.soup):
-        raise ValueError(
-            "trained_model has another architecture than model, and only stages of one "
-            "architecture can be joined: set export.concat=[] and export.soup=false"
-        )
-    if with_text and chosen is not None and chosen.pretrained is None:
-        log.warning(
-            "%s compare images with texts, but no stage trains the text tower of trained_model: "
-            "its figures will be those of chance (launch/recipes/lit.yaml trains one)",
-            ", ".join(with_text),
-        )
-
-
-def _check_tokenizers(config: Config) -> None:
-    """Raises FileNotFoundError where texts are to be read by a tokenizer that cannot be had."""
-    readers = [n for n, options in config.trainings.items() if options.objective.reads.captions]
-    models = [config.model_of(name) for name in readers]
-    measured = any(evaluator(b.kind).reads_text for b in config.eval.suite.values())
-    if measured or (config.has_stages and config.needs_text_embeddings):
-        models.append(config.model)
-    first = Layout.of(config).export(0)  # has a copy of the tokenizer's files
-    names = [
-        first if one is config.model and is_finished(first) else one.name
-        for one in models
-        if one.text
-    ]
-    for number, name in enumerate(names):
-        if name not in names[:number]:
-            check_tokenizer(name)
-
-
-def _reads_texts(model: ModelConfig) -> bool:
-    return model.text and has_texts(model.name)
-
-
-def _width(model: ModelConfig) -> int:
-    """Width of the features that an objective gets of a model; reads no weights."""
-    if model.projector:
-        return model.projector[-1]
-    if has_texts(model.name):
-        width: int = model_config(model.name)["embed_dim"]
-        return width
-    return load_shapes(model.name, text=False).embed_dim
-
-
-def _check_data(config: Config, samples: SampleIndex) -> None:
-    """Raises ValueError, before stage 0 takes hours, for options that the samples cannot meet."""
-    collectives.on_main(lambda: read_excluded(samples, config.data.exclude))
-    if config.has_stages and config.cluster.feature == "mean":
-        samples.without_caption("cluster.feature=mean")
-    most = max(config.clusters, default=1)
-    begun = collectives.on_main(lambda: is_finished(Layout.of(config).export(0)))
-    for name, options in config.trainings.items():
-        reads, reader = options.objective.reads, options.reader(name)
-        lacking = samples.left_out(reader, captions=reads.captions, attribute=reads.attribute)
-        weights = SampleWeights.open(samples, config.data, options.plan, f"{name}.plan")
-        draws = None if weights is None else weights.num_draws
-        batch, policy = options.global_batch, options.plan.policy
-        check_samples(name, batch, policy, most, len(samples), len(lacking), draws)
-        if reads.digests and config.trunk_cache.enabled and name == "train":
-            extras.check_checksums(samples)
-        if reads.edits and not begun:  # each training surveys them too
-            survey = partial(extras.survey, reads.edits, samples, config.data, name)
-            collectives.on_main(survey)
 
 
 def _stage(config: Config, context: Context, stage: int, variant: str, force: Force) -> None:
@@ -283,7 +155,8 @@ def train_stage(
     evaluate = None
     options = config.base if stage == 0 else config.train
     if options is not None and options.evaluate.every is not None:
-        benchmarks, choices = _benchmarks(config, options), {}
+        suite, choices = config.eval.suite, {}
+        benchmarks = {name: suite[name] for name in options.evaluate.suite or suite}
         if (metric := options.evaluate.metric) is not None:
             decides = metric.partition("/")[0]
             choices[decides] = f"the checkpoint or the end of stage {stage} (evaluate.metric)"
@@ -292,27 +165,6 @@ def train_stage(
             results.check_unseen(base, [decides], choices[decides])
         evaluate = partial(_figures, config, context, stage, variant, benchmarks, choices)
     return train.run(config, context, stage=stage, variant=variant, force=force, evaluate=evaluate)
-
-
-def _benchmarks(config: Config, options: TrainConfig) -> dict[str, BenchmarkConfig]:
-    """The benchmarks that a training is evaluated on; ValueError for names that are not there."""
-    suite, how = config.eval.suite, options.evaluate
-    names = how.suite or list(suite)
-    needed = names if how.metric is None else [*names, how.metric.partition("/")[0]]
-    if how.every is not None and not names:
-        raise ValueError("evaluate.every is set, and eval.suite has no benchmark: set eval.suite")
-    if lacking := [name for name in needed if name not in suite or name not in names]:
-        raise ValueError(
-            f"evaluate names the benchmark {lacking[0]!r}: wanted one of "
-            f"{', '.join(names if lacking[0] in suite else suite) or 'eval.suite, which is empty'}"
-        )
-    if how.metric is not None and how.mode == "max":
-        if evaluator(suite[how.metric.partition("/")[0]].kind).is_loss:
-            raise ValueError(
-                f"evaluate.metric={how.metric} is a loss, of which the smaller one is better, and "
-                "evaluate.mode is max: set it to min"
-            )
-    return {name: suite[name] for name in names}
 
 
 def _figures(

@@ -10,7 +10,9 @@ the ceiling with it; one that needs more raises it and says in its commit messag
 
 Lines are those that hold code: no blank line, comment or docstring. A function's body is counted
 without its docstring. Options are the fields of checked dataclasses. An arrow goes from a room to
-another whose modules it imports (the table of rooms in ``tests/unit/test_architecture.py``).
+another whose modules it imports (the table of rooms in ``tests/unit/test_architecture.py``). Names
+are empty that do not say of what (`EMPTY`); a docstring is a riddle that begins in the middle of a
+sentence (`RIDDLES`).
 """
 
 from __future__ import annotations
@@ -35,11 +37,18 @@ CEILINGS = {
     "dataclasses": 157,
     "options": 275,
     "arrows between rooms": 305,
+    "empty names": 626,
+    "riddling docstrings": 65,
     "lines of tests": 47_893,
 }
 ROOM = 1.01
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 SILENT |= {tokenize.ENCODING, tokenize.ENDMARKER}
+EMPTY = set(
+    "own found one wanted kept told given known made begun asked existing named chosen written "
+    "fetched".split()
+)
+RIDDLES = ("What", "That", "Has", "Whether")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -63,6 +72,11 @@ def count(path: Path) -> Iterator[tuple[str, int]]:
     lines = lines_of_code(text, tree)
     yield from (("files", 1), ("lines", len(lines)))
     for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield "empty names", int(node.id in EMPTY)
+        if isinstance(node, ast.Module | ast.ClassDef | Function):
+            words = (ast.get_docstring(node) or "").split()
+            yield "riddling docstrings", int(bool(words) and words[0] in RIDDLES)
         if isinstance(node, Function):
             body = range(node.body[0].lineno, (node.end_lineno or 0) + 1)
             yield "functions", 1

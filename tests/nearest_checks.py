@@ -53,7 +53,8 @@ def fit(
         assert initial is not None
         yield holder.rows.prepare(initial[holder.held.start : holder.held.stop])
 
-    with mock.patch.object(kmeans, "_starts", kmeans._starts if initial is None else starts):
+    begin = kmeans.draw_starts if initial is None else starts
+    with mock.patch.object(kmeans, "draw_starts", begin):
         return kmeans.fit(blocks, num_clusters, **options)
 
 

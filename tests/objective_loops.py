@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,22 @@ from mclclip.objectives.gated_pairs import draw_partners, gate_penalty
 from mclclip.util.randomness import mix
 
 SEED, NUM_CLASSES = 3, 5
+
+
+def split(given: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:
+    """What an objective is given by name, as features and a batch; what is None is not there."""
+    given = {name: value for name, value in given.items() if value is not None}
+    fields = {"labels": None, "sample_id": None, "classes": None, "prefix_length": 0}
+    of_batch = {name: given.get(name, default) for name, default in fields.items()}
+    extras = {n: v for n, v in given.items() if n in DIGESTS or n.startswith("base_")}
+    features = {n: v for n, v in given.items() if n not in (*fields, *extras)}
+    return features, SimpleNamespace(**of_batch, extras=extras)
+
+
+def parts_of(objective: Any, **given: Any) -> dict[str, Tensor]:
+    """The loss and parts of features and fields of a batch by name."""
+    parts: dict[str, Tensor] = objective(*split(given))
+    return parts
 
 
 # --- contrastive rows ----------------------------------------------------------------------------
@@ -48,7 +65,8 @@ class Batch:
         """The objective's parts; the loss has been pulled back."""
         image, other = self.unit()
         features = {"image_features": image, second: other, "logit_scale": self.scale}
-        parts: dict[str, Tensor] = objective(
+        parts = parts_of(
+            objective,
             **features,
             labels=self.labels[:, None],
             sample_id=self.sample_id,
@@ -474,7 +492,7 @@ def class_centers(step: Step) -> Tensor:
     positives = {c for c in labels.flatten().tolist() if c >= 0}
     if step.objective.kind == "single_label":
         positives = {c for c in labels[:, 0].tolist() if c >= 0}
-    drawn = range(NUM_CLASSES) if centers._draw is None else centers._draw(step.number).tolist()
+    drawn = range(NUM_CLASSES) if centers.draw is None else centers.draw(step.number).tolist()
     others = [j for j in drawn if j not in positives]
     negatives = {
         "two_path": drawn,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from mclclip.util.stores import open_folder, reason_of
 
 log = logging.getLogger("mclclip")
 
-_PROTOCOLS = (None, "file", "s3", "gs", "az")
+_PROTOCOLS = (None, "s3", "gs", "az")
 _RETRIES, _TIMEOUT_S = 6, 60.0  # of one request
-_BLOCK_BYTES, _AT_ONCE = 1 << 24, 4  # of one request, and requests of one file that is copied
+BLOCK_BYTES, _AT_ONCE = 1 << 24, 4  # of one request, and requests of one file that is copied
 
 
 class Mirror:
@@ -38,10 +39,10 @@ class Mirror:
     def __init__(self, url: str, directory: Path, keep: int, keep_every: int | None) -> None:
         if protocol_of(url) not in _PROTOCOLS:
             raise ValueError(
-                f"mirror={files.clean(url)!r} cannot be used: give a folder, or a url of s3://, "
-                "gs:// or az://"
+                f"mirror={files.clean(url)!r} cannot be used: give a folder by its path, or a url "
+                "of s3://, gs:// or az://"
             )
-        if protocol_of(url) in ("s3", "gs", "az") and ("?" in url or "@" in url):
+        if protocol_of(url) is not None and ("?" in url or "@" in url):
             raise ValueError(
                 f"mirror={files.clean(url.rpartition('@')[2])!r} holds a query or a password: "
                 "leave it out, and put it into the environment, since warnings show this url"
@@ -66,30 +67,41 @@ class Mirror:
         """Copies the newest whole step that is not in ``tried`` to the local directory.
 
         Returns the step, which the caller checks for damage; None where the mirror has none. Raises
-        RuntimeError, one line, where the mirror cannot be read: it may hold steps, and a training
-        that began anew would replace them.
+        ValueError where the disk has no room for it, and RuntimeError, one line, where the mirror
+        cannot be read: it may hold steps, and a training that began anew would replace them.
         """
-        try:
+        with self._reading():
             store = self._open()
             sizes = _sizes(store)
-            steps = [step for step in _whole_steps(sizes) if step not in tried]
-            if not steps:
-                return None
-            final = path_of(self.directory, steps[-1])
-            temporary = temporary_of(self.directory, steps[-1])
+        steps = [step for step in _whole_steps(sizes) if step not in tried]
+        if not steps:
+            return None
+        final = path_of(self.directory, steps[-1])
+        temporary, names = temporary_of(self.directory, steps[-1]), _names_of(final.name, sizes)
+        files.check_room(
+            self.directory, sum(sizes[name] for name in names), (),
+            f"step {steps[-1]} of the mirror {self.url}", "make room and run the command again",
+        )  # fmt: skip
+        with self._reading():
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-            for name in _names_of(final.name, sizes):
+            for name in names:
                 _fetch(store, name, sizes[name], temporary / name.rpartition("/")[2])
             files.fsync_directory(temporary)
             temporary.rename(final)
+        return steps[-1]
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Turns an error in the block into one line."""
+        try:
+            yield
         except Exception as error:  # every store has errors of its own
             raise RuntimeError(
                 f"the mirror {self.url} cannot be read ({type(error).__name__}: "
                 f"{reason_of(error)}), and {self.directory} holds no checkpoint: look after the "
                 "mirror and run the same command again, or train without train.checkpoint.mirror"
             ) from None
-        return steps[-1]
 
     def _open(self) -> Any:
         return open_folder(self.url, _RETRIES, _TIMEOUT_S)
@@ -141,7 +153,7 @@ def _copy(store: Any, path: Path, step: int, sizes: dict[str, int]) -> None:
     for name, entry in entries.items():
         obstore.put(
             store, f"{path.name}/{name}", path / name,
-            chunk_size=_BLOCK_BYTES, max_concurrency=_AT_ONCE,
+            chunk_size=BLOCK_BYTES, max_concurrency=_AT_ONCE,
         )  # fmt: skip
         sizes[f"{path.name}/{name}"] = entry.size_bytes
     obstore.put(store, copied_state, state)
@@ -153,12 +165,12 @@ def _fetch(store: Any, name: str, size: int, path: Path) -> None:
     neighbours to one request.)"""
 
     def block(start: int) -> Any:
-        return obstore.get_range(store, name, start=start, end=min(start + _BLOCK_BYTES, size))
+        return obstore.get_range(store, name, start=start, end=min(start + BLOCK_BYTES, size))
 
-    step = _BLOCK_BYTES * _AT_ONCE
+    step = BLOCK_BYTES * _AT_ONCE
     with ThreadPoolExecutor(_AT_ONCE) as threads, open(path, "wb") as file:
         for start in range(0, size, step):
-            starts = range(start, min(start + step, size), _BLOCK_BYTES)
+            starts = range(start, min(start + step, size), BLOCK_BYTES)
             file.writelines(threads.map(block, starts))
 
 

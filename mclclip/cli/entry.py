@@ -42,7 +42,7 @@ _CONVERSION = ("to", "model", "out", "images", "texts", "precision")
 _JUDGED = ("held_out", "captions", "suite", "variables", "only", "device")
 
 
-def _flags(args: argparse.Namespace) -> dict[str, Any]:
+def flags_of(args: argparse.Namespace) -> dict[str, Any]:
     """The flags of a verb by name, which are the arguments of its function."""
     others = _COMMON | ({*_CONVERSION} if args.verb == "export" else set())
     return {name: value for name, value in vars(args).items() if name not in others}
@@ -57,7 +57,7 @@ def _function(path: str) -> Callable[..., object]:
 
     def call(*arguments: Any) -> object:
         *opened, args = arguments
-        return getattr(import_module(f"mclclip.{module}"), name)(*opened, **_flags(args))
+        return getattr(import_module(f"mclclip.{module}"), name)(*opened, **flags_of(args))
 
     return call
 
@@ -67,7 +67,7 @@ def _export(config: Config, context: Context, args: argparse.Namespace) -> objec
 
     if args.stage is None:
         return export.join(config, context, variant=args.variant, force=args.force)
-    return export.stage(config, context, **_flags(args))
+    return export.stage(config, context, **flags_of(args))
 
 
 def _run(config: Config, context: Context, args: argparse.Namespace) -> object:
@@ -91,7 +91,7 @@ def _soup(args: argparse.Namespace) -> object:
     from mclclip.verbs import eval as evaluation
     from mclclip.verbs import soup
 
-    flags = _flags(args)
+    flags = flags_of(args)
     judged = {name: flags.pop(name) for name in _JUDGED}
     choice = soup.chosen(flags["method"], flags["alpha"])
     judge = evaluation.judge(**judged, models=flags["models"], choice=choice)
@@ -172,7 +172,7 @@ def _doctor(args: argparse.Namespace) -> object:
 def _finetune(args: argparse.Namespace) -> object:
     from mclclip import api
 
-    api.run_verb(_flags(args) | {"overrides": args.overrides})
+    api.run_verb(flags_of(args) | {"overrides": args.overrides})
     return None
 
 

@@ -382,11 +382,11 @@ def _in_order(holder: WholeCentroids, centroids: Tensor, count: int) -> Iterator
                 bad += num_not_finite(block)
             sent = holder.send_to_all(packed).cpu()
             for number, some in zip(range(first, num_blocks), sent, strict=False):
-                yield slice(*rows.starts[number : number + 2]), _of_block(rows, number, some)
+                yield slice(*rows.starts[number : number + 2]), assign_block(rows, number, some)
         rows.refuse_not_finite(bad)
 
 
-def _of_block(rows: RankRows, number: int, packed: Tensor) -> Assignment:
+def assign_block(rows: RankRows, number: int, packed: Tensor) -> Assignment:
     """The assignment of all rows of a block. ``packed`` [m, L] begins with the distances and ids of
     its valid rows.
     """

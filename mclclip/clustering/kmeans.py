@@ -117,12 +117,12 @@ def fit(
         rows.survey()
         every = (
             _lloyd(holder, start, number, max_iterations, tolerance, keep_empty)
-            for number, start in enumerate(_starts(holder, words, restarts, samples))
+            for number, start in enumerate(draw_starts(holder, words, restarts, samples))
         )
         return min(every, key=lambda result: result.inertia)
 
 
-def _starts(
+def draw_starts(
     holder: WholeCentroids, words: Sequence[int], restarts: int, samples: int | None
 ) -> Iterator[Tensor]:
     """Yields the first centroids of each start: those of them that this rank holds.
@@ -227,7 +227,7 @@ def _lloyd(
         any_empty = bool((counts == 0).any())
         if (settled and (stuck or not any_empty)) or len(history) > max_iterations:
             break
-        means = _means(holder, centroids, sums, own_counts)
+        means = means_of(holder, centroids, sums, own_counts)
         if any_empty:
             stuck = not _restart(holder, centroids, means, counts, keep_empty)
         centroids = holder.agreed(means)
@@ -257,7 +257,7 @@ def _inertia(holder: WholeCentroids, centroids: Tensor, sums: Tensor, counts: Te
     return max(inertia / 2.0 if holder.rows.algorithm == "spherical" else inertia, 0.0)
 
 
-def _means(holder: WholeCentroids, centroids: Tensor, sums: Tensor, counts: Tensor) -> Tensor:
+def means_of(holder: WholeCentroids, centroids: Tensor, sums: Tensor, counts: Tensor) -> Tensor:
     """The means of the clusters (unit length if spherical).
 
     A cluster that is empty, or (spherical) whose rows sum to zero, keeps its centroid.

@@ -76,7 +76,7 @@ class Search:
         device = centroids.device
         self._unit_rows = unit_rows
         products = choose_products(device, len(centroids), arithmetic)
-        self._rounding = choose_rounding(device, products, arithmetic)
+        self.rounding = choose_rounding(device, products, arithmetic)
         self._scores = choose_scores(device, arithmetic)
         self._rows_per_tile, self._columns_per_tile = choose_tile(
             device, len(centroids), arithmetic
@@ -84,7 +84,7 @@ class Search:
         self.centroids, self.first_id = centroids, first_id
         self.half_squares = half_squares(centroids) if algorithm == "euclidean" else None
         self._extra = 0 if self.half_squares is None else _CONSTANT_COLUMNS
-        self._coarse = torch.zeros(
+        self.coarse = torch.zeros(
             (_padded(len(centroids)), centroids.shape[1] + self._extra),
             dtype=torch.bfloat16 if products == "bfloat16" else torch.float32,
             device=device,
@@ -101,7 +101,7 @@ class Search:
 
     def _cast(self, some: slice, mean: Tensor) -> None:
         """Fills the second copy for a slice of the centroids, and measures what it loses."""
-        centroids, coarse = self.centroids[some], self._coarse[some]
+        centroids, coarse = self.centroids[some], self.coarse[some]
         dim = centroids.shape[1]
         shifted = centroids - mean
         coarse[:, :dim] = shifted
@@ -159,17 +159,17 @@ class Search:
     def _candidates(self, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Row and centroid [P] of all pairs that may be among the ``count`` best of their row,
         sorted by row."""
-        coarse, error = self._lower(rows)
+        coarse, error = self.bound_errors(rows)
         top = torch.full((len(rows), count), -torch.inf, device=rows.device)
-        if len(self._coarse) <= FEW:  # without groups, and without padding
-            scores = multiply(coarse, self._coarse).float()
-            threshold = self._threshold(_top(top, scores)[:, -1:], error)
+        if len(self.coarse) <= FEW:  # without groups, and without padding
+            scores = multiply(coarse, self.coarse).float()
+            threshold = self.find_threshold(_top(top, scores)[:, -1:], error)
             row, centroid = torch.nonzero(scores >= threshold).unbind(1)
             return row, centroid
         threshold, candidates = top[:, -1:], []
         step = self._columns_per_tile
-        for first in range(0, len(self._coarse), step):
-            scores = multiply(coarse, self._coarse[first : first + step])
+        for first in range(0, len(self.coarse), step):
+            scores = multiply(coarse, self.coarse[first : first + step])
             scores[:, max(len(self.centroids) - first, 0) :] = -torch.inf  # the padding
             # A group is searched only if its maximum is a candidate. Its columns are no neighbours,
             # so that one vector operation takes the maxima of many groups at once.
@@ -179,7 +179,7 @@ class Search:
             # These maxima belong to different centroids, so the count-th largest of them is a lower
             # bound of the count-th best score.
             top = _top(top, maxima)
-            threshold = self._threshold(top[:, -1:], error)
+            threshold = self.find_threshold(top[:, -1:], error)
             row, group = torch.nonzero(maxima >= threshold).unbind(1)
             members = scores[row, :, group].float()
             open_ = (members >= threshold[row]) & (members > -torch.inf)
@@ -193,14 +193,14 @@ class Search:
         near_enough = near_enough[row[near_enough].sort(stable=True).indices]
         return row[near_enough], ids[near_enough]
 
-    def _lower(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def bound_errors(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Rows [n, D] in the type of the products, and the error bound of a row's products: [n, 1],
         or [1, 1] where it is that of all.
 
         The bound covers the errors of the product (before its output is rounded) and of the score
         from ``score_pairs`` together.
         """
-        coarse = rows.to(self._coarse.dtype)
+        coarse = rows.to(self.coarse.dtype)
         if self._unit_rows:
             lengths = rows.new_full((1, 1), _UNIT)
         else:
@@ -208,11 +208,11 @@ class Search:
         error = lengths * self._lost
         if coarse.dtype != rows.dtype:  # each number by up to 2^-8 of itself
             error = error + lengths * (self._shifted + self._lost) * 2.0**-8
-        if self._rounding == "inputs":  # each by up to 2^-7 of itself, where 8 bits are kept
+        if self.rounding == "inputs":  # each by up to 2^-7 of itself, where 8 bits are kept
             error = error + lengths * self._shifted * 2.0**-6
-        if self._rounding == "partial_sums":
+        if self.rounding == "partial_sums":
             # Up to as many roundings as parts, and one more, each by 2^-8 of what is summed so far.
-            parts = -(-self._coarse.shape[1] // _LEAST_PART)
+            parts = -(-self.coarse.shape[1] // _LEAST_PART)
             growth = (1.0 + 2.0**-8) ** (parts + 1) - 1.0
             summed = lengths * (self._shifted + self._lost) + self._constant
             error = error + growth * (1.0 + 2.0**-6) * summed
@@ -226,11 +226,11 @@ class Search:
             coarse = torch.cat([coarse, ones], dim=1)
         return coarse, error
 
-    def _threshold(self, bound: Tensor, error: Tensor) -> Tensor:
+    def find_threshold(self, bound: Tensor, error: Tensor) -> Tensor:
         """The product [n, 1] below which a centroid is no candidate, given that enough centroids
         have a product of at least ``bound`` [n, 1].
         """
-        if self._coarse.dtype == torch.bfloat16:  # the output is rounded once more
+        if self.coarse.dtype == torch.bfloat16:  # the output is rounded once more
             error = error + 2.0**-8 * bound.abs()
         # Twice: one product may be too high and the other too low. 1/16 covers second-order terms.
         return bound - (2.0 + 1 / 16) * error

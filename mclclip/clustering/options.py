@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import field
+from typing import Annotated, Literal
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeFloat, PositiveInt
 
 from mclclip.data.options import LabelMode
-from mclclip.util.options import STRICT
+from mclclip.util.options import NO_RESULT, STRICT
 
 Algorithm = Literal["spherical", "euclidean"]
 Init = Literal["auto", "plus_plus", "random"]
@@ -18,7 +20,7 @@ Init = Literal["auto", "plus_plus", "random"]
 class ClusterConfig:
     """k-means over the embeddings of one stage, and the labels made of it."""
 
-    num_clusters: PositiveInt | list[PositiveInt] = 10
+    num_clusters: PositiveInt | Annotated[list[PositiveInt], Field(min_length=1)] = 10
     """K, clusters per stage: one number, or one for each clustered stage (0, 1, ...)."""
     algorithm: Algorithm = "spherical"
     """``spherical`` assigns by cosine; ``euclidean`` is what the MCL authors released."""
@@ -42,15 +44,10 @@ class ClusterConfig:
     """Relative change of inertia at which iteration stops."""
     init_samples: PositiveInt = 100_000
     """Rows from which k-means++ draws its start (at least 256 K, or all if there are fewer)."""
-    label_mode: LabelMode = "prefix"
+    label_mode: LabelMode = field(default="prefix", metadata=NO_RESULT)
     """``prefix``: labels of all earlier stages (paper, Eq. 2); ``last``: only the last stage's."""
 
     def __post_init__(self) -> None:
-        if self.num_clusters == []:
-            raise ValueError(
-                "cluster.num_clusters has 0 entries: give one K per clustered stage, or one number "
-                "for all"
-            )
         if self.labels_per_sample > self.fewest:
             raise ValueError(
                 f"cluster.labels_per_sample={self.labels_per_sample} is more than "

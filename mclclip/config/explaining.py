@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 
 from mclclip.config.options import Config
 from mclclip.eval import protocols
-from mclclip.objectives.base import ObjectiveOptions, kinds, options_class
+from mclclip.objectives.base import ObjectiveOptions, Sum, kinds, options_class
 from mclclip.util.options import nearest
 
 # Options that are those of another one again; they are printed where they are asked for.
@@ -73,7 +73,7 @@ def options(owner: Any = Config, prefix: str = "", kind: str = "") -> Iterator[O
         for each in inner:
             if each is not ObjectiveOptions:
                 yield from options(each, below, kind)
-            elif not kind:  # those of weighted_sum are objectives themselves
+            else:
                 for each_kind in kinds():
                     yield from options(options_class(each_kind), below, each_kind)
             if each is protocols.BenchmarkConfig:
@@ -121,6 +121,8 @@ def _classes(hint: Any) -> Iterator[Any]:
 def _type(hint: Any) -> str:
     """A type in words, with the allowed values."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Sum:
+        return "a list of them, whose losses are added"
     if not list(_classes(hint)):
         schema = TypeAdapter(hint).json_schema()
         return _words(schema, schema)

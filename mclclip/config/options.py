@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import PositiveFloat, PositiveInt
 
@@ -13,19 +13,10 @@ from mclclip.clustering.options import ClusterConfig
 from mclclip.data.decode import Pixels
 from mclclip.data.options import DataConfig, EmbedConfig, ReshardConfig, TrunkCacheConfig
 from mclclip.eval.protocols import EvalConfig
-from mclclip.models.options import (
-    ExportConfig,
-    ModelConfig,
-    check_image_blocks,
-    check_long_context,
-    check_patch_dropout,
-    more_than_crops,
-    num_blocks,
-)
-from mclclip.objectives.base import Facts
+from mclclip.models.options import ExportConfig, ModelConfig, more_than_crops
 from mclclip.train.options import TrainConfig
 from mclclip.util.caption_rules import HardCaptions
-from mclclip.util.options import STRICT, Seed
+from mclclip.util.options import STRICT, Seed, each_once
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -69,7 +60,9 @@ class Config:
     trunk_cache: TrunkCacheConfig = TrunkCacheConfig()
     train: TrainConfig = TrainConfig()
     """Training of every stage s >= 1 (and of the controls)."""
-    controls: list[Literal["ungrouped", "random_groups"]] = field(default_factory=list)
+    controls: Annotated[list[Literal["ungrouped", "random_groups"]], AfterValidator(each_once)] = (
+        field(default_factory=list)
+    )
     """Controls: each repeats every stage from the same base weights for as many steps, with the
     same locks and learning rates, and with captions and augmentations from the same keys. They
     differ in which samples form a batch, in the order of the samples, and in the mask of Eq. 3.
@@ -78,157 +71,6 @@ class Config:
     export: ExportConfig = ExportConfig()
     track: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
     """Metric sinks besides metrics.jsonl."""
-
-    def __post_init__(self) -> None:
-        if len(set(self.controls)) != len(self.controls):
-            raise ValueError(f"controls names one twice: {self.controls}")
-        objective = self.train.objective
-        if self.base is not None and self.base.objective.reads.clusters:
-            raise ValueError(
-                f"base.objective.kind={self.base.objective.kind} needs the clusters of a stage "
-                "before: set it in train.objective"
-            )
-        if self.trained_model is not None and not objective.starts_anew:
-            raise ValueError(
-                "trained_model is for a train.objective that may start from an encoder of its own, "
-                f"such as mlcd or simlap: with {objective.kind} every stage starts from the base "
-                "model"
-            )
-        if other := [name for name in self.controls if name not in objective.controls]:
-            raise ValueError(
-                f"controls={other} do not apply to train.objective.kind={objective.kind}, which "
-                f"has {', '.join(objective.controls) or 'none'}: leave them out"
-            )
-        self._check_start()
-        self._check_pooled()
-        self._check_encoders()
-        if self.trunk_cache.enabled:
-            self._check_trunk_cache()
-        self._check_held()
-        for options in filter(None, (self.base, self.train)):
-            options.objective.check(self.facts(options))
-        check_long_context(self.model, "model")
-        if self.trained_model is not None:
-            check_long_context(self.trained_model, "trained_model")
-        for name, options in self.trainings.items():
-            model, blocks = self.model_of(name), options.lock.image_blocks
-            check_image_blocks(model, f"{name}.lock.image_blocks", blocks)
-            check_patch_dropout(model, name, options.patch_dropout, blocks)
-            self.pixels_of(name)
-            if options.sentences is not None and not options.objective.reads.captions:
-                raise ValueError(
-                    f"{name}.sentences draws sentences of captions, and {options.reader(name)} "
-                    "reads none: leave it out"
-                )
-        if self.train.sentences is not None and self.train.reads_text_embeddings:
-            raise ValueError(
-                "train.sentences draws other texts in every epoch, and with train.lock.text=false "
-                "text embeddings are stored once: set train.cached_text=false, which runs the text "
-                "tower, or leave train.sentences out"
-            )
-
-    def _check_start(self) -> None:
-        """Raises ValueError where ``start`` contradicts other options."""
-        if self.base is not None and self.base.start != "base":
-            raise ValueError(
-                f"base.start={self.base.start} says where stages after stage 0 start: set "
-                "train.start"
-            )
-        start = self.train.start
-        if start != "base" and self.trained_model is not None:
-            raise ValueError(
-                f"train.start={start} and trained_model both say where stages start: leave one out"
-            )
-        if start == "random" and self.has_stages and self.export.soup:
-            raise ValueError(
-                "with train.start: random every stage has weights of its own, and a soup averages "
-                "models of one base only: set export.soup=false"
-            )
-
-    def _check_trunk_cache(self) -> None:
-        """Raises ValueError where the stages cannot start from the trunk's cache."""
-        objective, start = self.train.objective, self.train.start
-        blocks, augmentation = self.train.lock.image_blocks, self.model.augmentation
-        problems = {
-            f"train.objective.kind={objective.kind} trains on {objective.num_views} views of an "
-            "image, which would be equal: take an objective of one view": objective.num_views > 1,
-            f"train.lock.image_blocks={blocks} freezes no block: give the number of the last "
-            "blocks that are trained, fewer than there are": (
-                blocks in ("all", num_blocks(self.model))
-            ),
-            f"train.start={start} gives stages other first blocks than stage 0 has: leave it out": (
-                start == "random"
-            ),
-            "trained_model has other first blocks than stage 0 has: leave it out": (
-                self.trained_model is not None
-            ),
-            f"model.augmentation={dict(augmentation)} would have no effect, since every epoch has "
-            "the same crops: leave it out": augmentation not in ({}, {"kind": "none"}),
-            "reshard.enabled copies images, which are not read then: leave one out": (
-                self.reshard.enabled
-            ),
-        }
-        for problem, is_there in problems.items():
-            if is_there:
-                raise ValueError(f"trunk_cache.enabled, but {problem}")
-
-    def _check_held(self) -> None:
-        """Raises ValueError where a training cannot be held near stage 0."""
-        base = self.train.objective.reads.base
-        if self.base is not None and self.base.objective.reads.base:
-            raise ValueError(
-                "base.objective reads what stage 0 has, which it makes: set it in train.objective"
-            )
-        problems = {
-            "trained_model is another encoder: leave it out": self.trained_model is not None,
-            f"train.start={self.train.start} gives stages other weights than stage 0's: leave it "
-            "out": self.train.start != "base",
-            f"model.projector={self.model.projector} stands between the encoder and the objective: "
-            "leave it out": bool(self.model.projector),
-            "embed.feature=pooled stores features that are not those of training: set "
-            "embed.feature=projected, or exact: true in the objective": (
-                "images" in base and self.embed.feature == "pooled"
-            ),
-            "train.sentences trains on parts of captions, and whole ones are stored: leave it out, "
-            "or set exact: true in the objective": (
-                "texts" in base and self.train.sentences is not None
-            ),
-        }
-        for problem, is_there in problems.items():
-            if base and is_there:
-                raise ValueError(f"train.objective holds the model near stage 0, but {problem}")
-
-    def _check_encoders(self) -> None:
-        """Raises ValueError where an encoder is to be measured that is not made."""
-        absent = [name for name in self.eval.encoders or [] if name not in self.encoders]
-        if absent:
-            raise ValueError(
-                f"eval.encoders names {absent[0]!r}, which the run does not make: wanted some of "
-                f"{', '.join(self.encoders)}, without the prefix of a control"
-            )
-
-    def _check_pooled(self) -> None:
-        """Raises ValueError for a benchmark that the encoders made at the end cannot answer."""
-        for name, benchmark in self.eval.suite.items():
-            pooled = benchmark.options.get("feature") == "pooled"
-            if pooled and self.has_stages and self.export.concat:
-                raise ValueError(
-                    f"eval.suite.{name}.options.feature=pooled, which the joined encoders of "
-                    f"export.concat={self.export.concat} do not have: set export.concat=[], or "
-                    "feature=projected"
-                )
-
-    def facts(self, options: TrainConfig) -> Facts:
-        """The options that an objective checks before the run begins."""
-        return Facts(
-            num_clusters=self.cluster.fewest,
-            stored=self.cluster.labels_per_sample,
-            precision=options.precision,
-            engine=options.engine.name,
-            global_batch=options.global_batch,
-            zero_stage=options.engine.zero_stage,
-            micro_batch=options.engine.micro_batch,
-        )
 
     @property
     def has_stages(self) -> bool:
@@ -261,19 +103,9 @@ class Config:
 
     def pixels_of(self, training: str) -> Pixels:
         """How the training ``base`` or ``train`` makes pixels; ``auto`` is ``fast`` where its
-        transform only crops.
-
-        Raises ValueError where data.pixels is ``fast`` and the augmentation does more than crop.
-        """
-        asked = more_than_crops(self.model_of(training))
-        if self.data.pixels == "fast" and asked:
-            raise ValueError(
-                "data.pixels=fast only crops and resizes, and the augmentation asks for "
-                f"{', '.join(asked)}: set data.pixels=exact, or leave that out of "
-                "model.augmentation"
-            )
+        transform only crops."""
         if self.data.pixels == "auto":
-            return "exact" if asked else "fast"
+            return "exact" if more_than_crops(self.model_of(training)) else "fast"
         return self.data.pixels
 
     @property

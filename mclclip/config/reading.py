@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from mclclip.config import rules
 from mclclip.config.options import Config
 from mclclip.config.plain_yaml import parse_value, read_yaml
 from mclclip.objectives.base import ObjectiveOptions, options_class
@@ -73,6 +74,7 @@ def from_tree(tree: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     except ValidationError as error:
         raise ValueError(_message(error, tree)) from None
     _refuse_truths(tree, config)
+    rules.check(config)
     refuse_url(config.run_dir, "run_dir")
     return config
 
@@ -160,8 +162,6 @@ def _message(error: ValidationError, tree: dict[str, Any]) -> str:
         return f"option {name!r} is required: set {name}=VALUE"
     if problem["type"] == "union_tag_not_found":
         return f"option '{name}.kind' is required beside other options of {name}"
-    if problem["type"] == "value_error" and not path:  # a check of several options together
-        return str(problem["ctx"]["error"])
     got = "" if isinstance(problem["input"], dict) else f", got {problem['input']!r}"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "string_type" and not isinstance(problem["input"], dict | list):

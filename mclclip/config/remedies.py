@@ -24,9 +24,8 @@ hard_captions   controls=[ungrouped] train.objective.kind=info_nce \
                 train.objective.hard_captions={}  # edited captions as further texts
 equal_captions  controls=[ungrouped] train.objective.kind=info_nce \
                 train.objective.equal_captions=masked  # equal captions are no negatives
-preserve        controls=[ungrouped] train.objective.kind=weighted_sum \
-                train.objective.terms=[{"objective":{"kind":"info_nce"}},\
-{"objective":{"kind":"preserve"}}]  # and similarities held near the base's
+preserve        controls=[ungrouped] train.objective=[{"kind":"info_nce"},{"kind":"preserve"}] \
+                # and similarities held near the base's
 more_steps      num_stages=1 controls=[ungrouped] encoder=stage_1  # one training, all the steps
 wise            controls=[ungrouped] encoder=soup_uniform  # average of base and control (WiSE-FT)
 """

@@ -127,7 +127,7 @@ def decode_pixels(data: bytes, max_image_pixels: int) -> npt.NDArray[np.uint8]:
     says what is wrong with them. Raises as `decode_image` does.
     """
     with _opened(data, max_image_pixels) as image:
-        pixels = _decoded_jpeg(data, image)
+        pixels = decode_by_simplejpeg(data, image)
         if pixels is None:
             return np.array(upright_rgb(image))
         orientation = _orientation(image)
@@ -136,7 +136,7 @@ def decode_pixels(data: bytes, max_image_pixels: int) -> npt.NDArray[np.uint8]:
         return pixels
 
 
-def _decoded_jpeg(data: bytes, image: Image.Image) -> npt.NDArray[np.uint8] | None:
+def decode_by_simplejpeg(data: bytes, image: Image.Image) -> npt.NDArray[np.uint8] | None:
     """RGB pixels [H, W, 3] of a JPEG as they are stored; None where PIL has to decode it."""
     import simplejpeg  # type: ignore[import-untyped]  # late: options import this module
 

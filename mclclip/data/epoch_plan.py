@@ -318,20 +318,6 @@ def total_steps(steps: int | None, epochs: float, steps_per_epoch: int) -> int:
     return steps or max(1, round(epochs * steps_per_epoch))
 
 
-def check_ranks(name: str, global_batch: int, num_ranks: int) -> None:
-    """Raises ValueError where ``num_ranks`` does not divide the batch; it names numbers that do.
-
-    ``name`` is the training's option, ``base`` or ``train``.
-    """
-    if global_batch % num_ranks:
-        near = range(1, min(max(2 * num_ranks, 128), global_batch) + 1)
-        fits = [number for number in near if global_batch % number == 0]
-        raise ValueError(
-            f"{name}.global_batch={global_batch} cannot be cut over {num_ranks} ranks: use one of "
-            f"{fits} ranks, or a multiple of {num_ranks} as {name}.global_batch"
-        )
-
-
 def check_samples(
     name: str,
     global_batch: int,

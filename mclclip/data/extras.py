@@ -194,7 +194,7 @@ def survey(wanted: HardCaptions, index: SampleIndex, options: DataConfig, option
 # --- equal captions and pictures ---------------------------------------------------------------
 
 Integers = npt.NDArray[np.int64]
-_MOST_READ = 4096  # captions that are read before training, to count equal ones
+MOST_READ = 4096  # captions that are read before training, to count equal ones
 
 
 @dataclass(eq=False)
@@ -282,8 +282,8 @@ def equal_rows(
     batches every n-th row. Raises the errors of ``TarDataset.captions_of``.
     """
     plan, dataset = batches.plan(0), batches.dataset
-    num = min(plan.steps_per_epoch, max(1, _MOST_READ // plan.global_batch))
-    every_nth = -(-plan.global_batch // _MOST_READ)
+    num = min(plan.steps_per_epoch, max(1, MOST_READ // plan.global_batch))
+    every_nth = -(-plan.global_batch // MOST_READ)
     captions, pictures = [], []
     for step in np.arange(num) * plan.steps_per_epoch // num:
         planned = plan.batch(int(step))

@@ -31,9 +31,9 @@ from mclclip.util.files import Record, naming, read_json, records_of, write_json
 
 Integers = npt.NDArray[np.int64]
 ROWS_PER_BLOCK = 2**19  # larger blocks do not fit the processor's cache, and sort slower
-_DENSE = 2**21  # most possible labels that are counted in one array over all of them
-_RANGES = 4096  # how many ranges of groups, or up to twice as many, are merged one after another
-_JOINED = 2**18  # most ids of one group that are yielded at once
+DENSE = 2**21  # most possible labels that are counted in one array over all of them
+RANGES = 4096  # how many ranges of groups, or up to twice as many, are merged one after another
+JOINED = 2**18  # most ids of one group that are yielded at once
 
 _HEADER, _KNOWN_BAD = "grouped_index.json", "known_bad.json"
 _ARRAYS = ("sample_ids", "group_starts", "group_labels")
@@ -130,7 +130,7 @@ class LabelBlocks:
     def sizes(self) -> GroupSizes:
         """The groups, how many samples each has, and how often they are drawn."""
         space = label_space(self.radices)
-        if space <= min(_DENSE, len(self.labels)):
+        if space <= min(DENSE, len(self.labels)):
             sums = np.zeros((1 if self.weights is None else 2, space), np.int64)
             for labels, amounts in self._amounts():
                 sums[0] += np.bincount(labels, minlength=space)
@@ -150,12 +150,12 @@ class LabelBlocks:
         ``sizes`` are those of these labels; ``runs`` is an empty file that takes 4 bytes per
         sample.
         """
-        most = max(1, len(self.labels) // _RANGES)
+        most = max(1, len(self.labels) // RANGES)
         cuts = _cut(sizes.group_starts, most)
         bounds = self._sort_blocks(sizes.group_labels[cuts[:-1]], runs)
         for number, num_groups in enumerate(np.diff(cuts)):
             ranges = bounds[:, number], bounds[:, number + 1]
-            for ids in self._collect(runs, *ranges, max(most, _JOINED)):
+            for ids in self._collect(runs, *ranges, max(most, JOINED)):
                 # Several groups have at most ``most`` rows, which come at once.
                 yield ids[np.argsort(self.labels[ids], kind="stable")] if num_groups > 1 else ids
 

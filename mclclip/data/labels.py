@@ -223,14 +223,14 @@ class ClassLabels:
         manifest = artifacts.read_manifest(directory, "clusters")
         self.directory, self.digest = Path(directory), manifest.digest
         self.labels_per_sample, self.threshold = labels_per_sample, threshold
-        self.num_classes = int(manifest.config["num_clusters"])
+        self.num_classes = int(manifest.config["cluster"]["num_clusters"])
         manifest.check(self.directory)
         if manifest.inputs["index"] != index.digest:
             raise RuntimeError(
                 f"clusters at {directory} are those of another index: run 'mclclip cluster "
                 "--force' after 'mclclip index'"
             )
-        stored = manifest.config["labels_per_sample"]
+        stored = manifest.config["cluster"]["labels_per_sample"]
         for array in self._arrays:
             self._check(array.shape == (len(index), stored), f"rows of {list(array.shape)}")
         centroids = self.centroids()

@@ -125,20 +125,21 @@ class _InFile(Dataset[Any]):
     """A data set that fresh processes read from a file, which is there within the block.
 
     Python writes what a process starts from into a pipe, and where that is more than the pipe
-    takes it would wait for ever for a process that was killed.
+    takes it would wait for ever for a process that was killed. The file has no name in a folder,
+    where a process that is killed would leave it: others open it by the number that it has here.
     """
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset, self._path = dataset, ""
 
     def __enter__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="mclclip-")
-        self._path = os.path.join(self._folder.name, "dataset.pickle")
-        with open(self._path, "wb") as file:
-            pickle.dump(self.dataset, file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._file = tempfile.TemporaryFile()
+        self._path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+        pickle.dump(self.dataset, self._file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._file.flush()
 
     def __exit__(self, *_: object) -> None:
-        self._folder.cleanup()
+        self._file.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _read, (self._path,)

@@ -11,7 +11,7 @@ from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, Posi
 
 from mclclip.data.decode import MAX_IMAGE_PIXELS, Pixels
 from mclclip.data.remote import RemoteOptions, check_protocol
-from mclclip.util.options import STRICT, Share, protocol_of
+from mclclip.util.options import NO_RESULT, STRICT, Share, protocol_of
 
 Policy = Literal["drop", "backoff", "mask", "wrap", "carry"]
 """Use of the samples that fill no batch of their own group (see ``data.epoch_plan``)."""
@@ -89,7 +89,7 @@ class PlanConfig:
     """Use of the samples that do not fill a batch of their group (see ``data.epoch_plan``)."""
     order: Order = "proportional"
     """``round_robin``: Algorithm 1 of MCL; ``proportional``: a seeded shuffle of all batches."""
-    weights: str | None = None
+    weights: str | None = field(default=None, metadata=NO_RESULT)  # but for what the file holds
     """``.npy`` file of one number per sample of the index, in its order: how often an epoch draws
     the sample (0: never), such as weights.npy of ``blindspots`` or of ``filter``. Multiplied by
     ``data.sources.NAME.weight``."""

@@ -36,7 +36,7 @@ MAX_METADATA_BYTES = 1 << 32
 """Of one parquet, before compression."""
 
 MAX_METADATA_ROWS = 1 << 26
-_UIDS_AT_ONCE = 1 << 20
+UIDS_AT_ONCE = 1 << 20
 _HEX = "^[0-9a-fA-F]{1,32}$"
 
 # --- uids ------------------------------------------------------------------------------------
@@ -86,8 +86,8 @@ def _in_order(
     last = np.zeros(0, UID)
     with open(path, "rb") as file:
         file.seek(offset)
-        for start in range(0, number, _UIDS_AT_ONCE):
-            block = np.fromfile(file, UID, min(_UIDS_AT_ONCE, number - start))
+        for start in range(0, number, UIDS_AT_ONCE):
+            block = np.fromfile(file, UID, min(UIDS_AT_ONCE, number - start))
             both = np.concatenate([last, block])
             # Upper halves decide nearly all, so that few lower ones are compared.
             doubtful = np.flatnonzero(both["f0"][1:] <= both["f0"][:-1])

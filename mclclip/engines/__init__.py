@@ -43,28 +43,6 @@ class EngineConfig:
     its time (one H200)."""
 
 
-def check_engine(how: EngineConfig, num_ranks: int, precision: str, elementwise: bool) -> None:
-    """Raises ValueError where the engine does not run on so many ranks, in this precision, or with
-    this optimizer. ``elementwise``: its update of an element depends on that element alone."""
-    if num_ranks == 1:
-        return  # a plain `Engine`
-    if how.name == "fsdp" and num_ranks % (how.shard_ranks or 1):
-        raise ValueError(
-            f"engine.shard_ranks={how.shard_ranks} does not divide the {num_ranks} ranks: give a "
-            "divisor, such as the number of GPUs of a node"
-        )
-    if how.name == "deepspeed" and not elementwise:
-        raise ValueError(
-            "engine.name=deepspeed does not run optimizers that look at whole parameters, "
-            "such as LARS and LAMB: take another optimizer, or engine.name=ddp or fsdp"
-        )
-    if how.name == "deepspeed" and precision == "float64":
-        raise ValueError(
-            "engine.name=deepspeed trains float32 parameters, got precision=float64: set "
-            "engine.name=ddp or fsdp"
-        )
-
-
 def build_engine(
     how: EngineConfig,
     module: nn.Module,
@@ -77,7 +55,7 @@ def build_engine(
     """The engine ``ddp``, ``fsdp`` (shards ``blocks`` one by one) or ``deepspeed`` for ``module``.
 
     A single process gets the plain ``Engine`` whatever the name. ``options`` are arguments of
-    ``Engine``. The engine must have passed `check_engine`. Raises ValueError for a missing package.
+    ``Engine``. Raises ValueError for a missing package.
     """
     needed, options = (module, make_optimizer, context), options | {"micro_batch": how.micro_batch}
     if how.name == "ddp" or context.world_size == 1:

@@ -33,7 +33,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from mclclip.engines import gradient_cache
 from mclclip.ranks import collectives
-from mclclip.ranks.collectives import OutsideParameters
+from mclclip.ranks.collectives import UnwrappedParameters
 from mclclip.ranks.process_group import Context, make_mesh
 from mclclip.util.options import with_prefix
 
@@ -68,7 +68,7 @@ class Engine:
         clip_grad_norm: float | None = None,
         micro_batch: int | None = None,
         ema_decay: float | None = None,
-        outside: Sequence[OutsideParameters] = (),
+        outside: Sequence[UnwrappedParameters] = (),
         phase_ended: Callable[[str], None] = lambda phase: None,
     ) -> None:
         self.module, self.context, self.outside = module, context, tuple(outside)

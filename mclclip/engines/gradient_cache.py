@@ -7,10 +7,10 @@ without graph gives all features; the loss of the whole batch gives the gradient
 pass, with the random state of the first, pulls them back micro-batch by micro-batch. Only one
 micro-batch's activations exist at a time.
 
-The module that is run so (``train.loop.Trainee``) has an ``objective``. ``module(batch, finish)``
-computes the features by name and returns ``finish(features)``: tensors [b, ...] have one row per
-sample, 0-dimensional ones belong to the whole batch. ``module.loss(features, batch)`` maps features
-of the whole local batch to ``{"loss": ..., parts}``.
+The module that is run so (``train.loop.ModelWithObjective``) has an ``objective``.
+``module(batch, finish)`` computes the features by name and returns ``finish(features)``: tensors
+[b, ...] have one row per sample, 0-dimensional ones belong to the whole batch.
+``module.loss(features, batch)`` maps features of the whole local batch to ``{"loss": ..., parts}``.
 """
 
 from __future__ import annotations

@@ -9,9 +9,7 @@ import glob
 import logging
 import os
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +21,7 @@ from mclclip.models import weights
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact, Force
 from mclclip.run.lock import start_of_process
+from mclclip.run.steps import Made, Step, make
 from mclclip.util import files
 
 log = logging.getLogger("mclclip")
@@ -48,38 +47,52 @@ def run(
     hold it, ``out`` holds other files, a package is missing or features differ; nothing is left
     then.
     """
-    target, source = _open(to, model, precision)
+    source = _open(to, model, precision)
     out = out if out.name not in ("", "..") else out.resolve()  # a name is needed beside it
     if out.resolve() == source.directory.resolve():
         raise ValueError(f"--out {out} is the model itself: give a new folder")
     artifacts.refuse_foreign(out, "--out")
     probes = certificate.read_probes(images, texts, num_images)
     pixels = {n: files.digest_array(np.asarray(image)) for n, image in probes.images.items()}
-    fields = {
-        "to": to,
-        "precision": source.precision,
-        "images": None if images is None else files.digest_json(pixels),
-        "texts": None if texts is None else files.digest_json([*probes.texts]),
-    }
-    inputs = {"model": source.digest}
-    if read_beside := getattr(target, "inputs", None):
-        inputs |= read_beside(source)
-    open_ = partial(Artifact.open, out, kind="converted", config=fields, inputs=inputs, force=force)
-    if not force and open_(write=False).finished:
-        log.info("%s is finished: skipped", out)
-        return out
-    proofs, artifact = _write(to, source, out, probes, open_)
-    paths = [p for p in sorted(out.rglob("*")) if p.is_file() and p.name != artifacts.INTENT]
-    records = files.records_of(out, *(str(path.relative_to(out)) for path in paths))
-    counts = {"images": len(probes.images), "texts": len(probes.texts)}
-    artifact.finish(counts | {"runtimes": len(proofs)}, records=records)
-    for number, proof in enumerate(proofs):
-        _report(out, proof, first=number == 0)
+    step = Converted(
+        to,
+        source.precision,
+        images=None if images is None else files.digest_json(pixels),
+        texts=None if texts is None else files.digest_json([*probes.texts]),
+    )
+    make(step, out, (source, probes), force)
     return out
 
 
-def _open(to: str, model: Path, precision: Precision | None) -> tuple[targets.ExportTarget, Source]:
-    """The target and the source. Raises ValueError for a precision that the target has not, and
+@dataclass(frozen=True)
+class Converted(Step[tuple[Source, Probes]]):
+    """A model in another library's layout; of the probes that are given, the digests."""
+
+    kind = "converted"
+    to: str
+    precision: Precision
+    images: str | None
+    texts: str | None
+
+    def reads(self, how: tuple[Source, Probes]) -> dict[str, str]:
+        """The model, and what its target reads beside it."""
+        source, beside = how[0], getattr(targets.find(self.to), "inputs", None)
+        return {"model": source.digest} | (beside(source) if beside else {})
+
+    def make(self, out: Artifact, how: tuple[Source, Probes]) -> Made:
+        """Raises ValueError, before anything is in the folder, where features differ."""
+        (source, probes), folder = how, out.directory
+        proofs = _write(self.to, source, out, probes)
+        for number, proof in enumerate(proofs):
+            _report(folder, proof, first=number == 0)
+        paths = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != artifacts.INTENT]
+        records = files.records_of(folder, *(str(path.relative_to(folder)) for path in paths))
+        counts = {"images": len(probes.images), "texts": len(probes.texts)}
+        return Made(counts | {"runtimes": len(proofs)}, records)
+
+
+def _open(to: str, model: Path, precision: Precision | None) -> Source:
+    """The model that is converted. Raises ValueError for a precision that the target has not, and
     FileNotFoundError where it wants a model and there is none."""
     target = targets.find(to)
     source = Source(Path(str(model).removeprefix("local-dir:")), precision or "fp32")
@@ -95,14 +108,13 @@ def _open(to: str, model: Path, precision: Precision | None) -> tuple[targets.Ex
         raise FileNotFoundError(
             f"no exported model at {source.directory}: run 'mclclip export' first"
         )
-    return target, source
+    return source
 
 
-def _write(
-    to: str, source: Source, out: Path, probes: Probes, open_: Callable[[], Artifact]
-) -> tuple[list[Certificate], Artifact]:
-    """Writes all files but the manifest. Nothing is in `out` before all certificates hold, and an
-    old folder stays where they do not: ValueError."""
+def _write(to: str, source: Source, artifact: Artifact, probes: Probes) -> list[Certificate]:
+    """Writes all files but the manifest. Nothing is in the folder before all certificates hold, and
+    an old folder stays where they do not: ValueError."""
+    out = artifact.directory
     for path in out.parent.glob(f".{glob.escape(out.name)}.*.tmp"):  # of conversions killed before
         number = path.name.removesuffix(".tmp").removeprefix(f".{out.name}.")
         if number.isdecimal() and start_of_process(int(number)) is None:
@@ -123,14 +135,14 @@ def _write(
         record = {"runtimes": [asdict(proof) for proof in proofs]}
         files.write_json(folder / "certificate.json", record)
         card.write_card(folder, to, source, proofs)
-        artifact = open_()
+        artifact.begin()
         for path in sorted(folder.iterdir()):
             if (out / path.name).is_dir():
                 shutil.rmtree(out / path.name)
             os.replace(path, out / path.name)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return proofs, artifact
+    return proofs
 
 
 def _report(out: Path, proof: Certificate, first: bool) -> None:

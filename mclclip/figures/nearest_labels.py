@@ -13,7 +13,7 @@ from mclclip.figures import drawing
 from mclclip.figures.inputs import CLUSTERS, Figure, Inputs
 
 SAMPLES, LABELS, EXAMPLES = 4, 3, 6
-_BLOCK = 1 << 20
+BLOCK = 1 << 20
 
 
 def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
@@ -62,11 +62,11 @@ def examples_of(
     """
     clusters = np.unique(np.asarray(cluster_ids, dtype=np.int64))
     examples = {int(cluster): np.zeros(0, np.int64) for cluster in clusters}
-    for start in range(0, len(nearest_clusters), _BLOCK):
-        first_labels = np.asarray(nearest_clusters[start : start + _BLOCK, 0])
-        rows = np.flatnonzero(np.isin(first_labels, clusters))
-        for cluster in np.unique(first_labels[rows]).tolist():
-            here = np.concatenate([examples[cluster], start + rows[first_labels[rows] == cluster]])
+    for start in range(0, len(nearest_clusters), BLOCK):
+        labels = np.asarray(nearest_clusters[start : start + BLOCK, 0])
+        rows = np.flatnonzero(np.isin(labels, clusters))
+        for cluster in np.unique(labels[rows]).tolist():
+            here = np.concatenate([examples[cluster], start + rows[labels[rows] == cluster]])
             order = np.argsort(-similarities[here, 0], kind="stable")
             examples[cluster] = here[order[:count]]
     return examples

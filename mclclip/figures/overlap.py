@@ -21,7 +21,7 @@ log = logging.getLogger("mclclip")
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 QUIET = 500 / 2048  # share of the dimensions that SimLAP's Fig. 1 takes
-_TILE = 1024
+TILE = 1024
 _BINS = 100  # of cosines from -1 to 1
 
 
@@ -87,8 +87,8 @@ def class_overlap(
     rows, classes = unit_rows(features), np.asarray(labels)
     edges, counts = np.linspace(-1.0, 1.0, _BINS + 1), np.zeros((2, _BINS), dtype=np.int64)
     numbers, others = np.arange(len(rows)), ~np.isin(classes, pair or ())
-    for start in range(0, len(rows), _TILE):
-        block = slice(start, start + _TILE)
+    for start in range(0, len(rows), TILE):
+        block = slice(start, start + TILE)
         if pair is None:
             later = numbers > numbers[block, None]
             same = classes[block, None] == classes

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from mclclip.figures import drawing
 from mclclip.figures.inputs import EMBEDDINGS, Figure, Inputs, unit_rows
 
-_TILE = 1024
+TILE = 1024
 
 
 def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
@@ -76,8 +76,8 @@ def uniformity(features: ArrayLike) -> float:
     if count < 2:
         raise ValueError(f"features have {count} rows: uniformity is about pairs")
     total = 0.0
-    for first in range(0, count, _TILE):
-        block = rows[first : first + _TILE]
+    for first in range(0, count, TILE):
+        block = rows[first : first + TILE]
         kernel = np.exp(4.0 * (block @ rows.T - 1.0))  # |x - y|^2 = 2 - 2 x.y
         kernel[np.arange(len(block)), first + np.arange(len(block))] = 0.0
         total += float(kernel.sum())

@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeInt, PositiveFloat, PositiveInt
 
 from mclclip.util import files
-from mclclip.util.options import STRICT, BelowOne
+from mclclip.util.options import NO_RESULT, STRICT, BelowOne
 
 Variant = Literal["raw", "stage_norm"]
 """How a concat joins the features of its stages (see ``encoder.join_image_features``)."""
@@ -37,7 +37,7 @@ class ModelConfig:
     config in place (``embed_dim``, ``vision_cfg``, ``text_cfg``)."""
     pretrained: str | None = None
     """open_clip's tag of the weights, a file, or null (random weights from ``seed``)."""
-    image_weights: str | None = None
+    image_weights: str | None = field(default=None, metadata=NO_RESULT)  # but for what it holds
     """A safetensors file of the image tower's weights alone, by timm's, torchvision's or
     open_clip's names, in place of ``pretrained``; the text tower and a projection that the file
     lacks are drawn by ``seed`` and want a training (``base``). Null: none."""
@@ -128,7 +128,7 @@ class ExportConfig:
 _MORE_THAN_CROPS = ("kind", "use_timm", "color_jitter_prob", "gray_scale_prob")
 
 
-def _parts_of(model: ModelConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def architecture_of(model: ModelConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The configuration of the architecture, and its ``vision_cfg``.
 
     They are empty where they are not at hand (a model of the hub, a directory yet to be written) or
@@ -157,7 +157,7 @@ def _parts_of(model: ModelConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]]
 def num_blocks(model: ModelConfig) -> int | None:
     """Blocks of the image tower, of a ResNet the stem and the residual blocks; None where they
     are not known from the configuration, or where the tower cannot be locked."""
-    config, vision = _parts_of(model)
+    config, vision = architecture_of(model)
     if not vision:
         return None
     if vision.get("timm_model_name") or vision.get("backbone"):
@@ -179,73 +179,9 @@ def _num_built_blocks(model_cfg: str) -> int | None:
         return None
 
 
-def check_image_blocks(model: ModelConfig, option: str, number: int | str) -> None:
-    """Raises ValueError where the dotted ``option`` asks for more blocks than there are.
-
-    If ``num_blocks`` is None it passes; a wrong lock is then refused when the model is built.
-    """
-    if not isinstance(number, int) or not number or (blocks := num_blocks(model)) is None:
-        return
-    if number > blocks:
-        layers = _parts_of(model)[1].get("layers")
-        of = f" (the stem and {blocks - 1} residual blocks)" if isinstance(layers, list) else ""
-        name = repr(model.name) if isinstance(model.name, str) else "the model"
-        raise ValueError(
-            f"{option} is {number}, but the image tower of {name} has {blocks} blocks{of}: "
-            f"give 0 to {blocks}, or 'all'"
-        )
-
-
-def check_patch_dropout(
-    model: ModelConfig, training: str, share: float, image_blocks: int | str
-) -> None:
-    """Raises ValueError where ``training`` (``base``, ``train``) cannot drop patches.
-
-    Only open_clip's own vision transformers can, and only if no first blocks are locked, since
-    these run as in evaluation. A model whose configuration is not at hand passes.
-    """
-    vision = _parts_of(model)[1]
-    if not share or not vision:
-        return
-    layers = vision.get("layers", 12)
-    other = vision.get("timm_model_name") or vision.get("backbone")
-    if other or isinstance(layers, list):
-        raise ValueError(
-            f"{training}.patch_dropout is {share}, and the image tower is "
-            f"{other or 'an open_clip ResNet'}: patches are dropped in open_clip's own vision "
-            "transformers alone; leave it out"
-        )
-    if isinstance(image_blocks, int) and isinstance(layers, int) and image_blocks < layers:
-        raise ValueError(
-            f"{training}.patch_dropout is {share}, but {training}.lock.image_blocks="
-            f"{image_blocks} locks the first {layers - image_blocks} of {layers} blocks, which "
-            f"see whole pictures: set {training}.lock.image_blocks=all, or leave patch_dropout "
-            "out"
-        )
-
-
-def check_long_context(model: ModelConfig, option: str) -> None:
-    """Raises ValueError where the text tower of ``option`` (``model``) cannot be stretched.
-
-    A model whose configuration is not at hand passes; it is refused when it is loaded.
-    """
-    if model.long_context and not model.text:
-        raise ValueError(
-            f"{option}.text=false leaves the text tower out, and {option}.long_context=true "
-            "stretches it: leave one of them out"
-        )
-    if model.long_context and (config := _parts_of(model)[0]):
-        from mclclip.models.towers import longer_config  # seconds, for torch
-
-        try:
-            longer_config(config)
-        except ValueError as error:
-            raise ValueError(f"{option}.{error}") from None
-
-
 def more_than_crops(model: ModelConfig) -> list[str]:
     """Fields of the augmentation, as set or by default, that do more than to crop."""
-    set_fields = [name for name in _MORE_THAN_CROPS if model.augmentation.get(name)]
-    if not set_fields and "backbone" in _parts_of(model)[1]:
+    fields = [name for name in _MORE_THAN_CROPS if model.augmentation.get(name)]
+    if not fields and "backbone" in architecture_of(model)[1]:
         return ["kind (simclr, the default of backbones)"]
-    return set_fields
+    return fields

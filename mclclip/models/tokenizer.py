@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 log = logging.getLogger("mclclip")
-_MOST_WORDS = 2**16  # about 15 MB of them in a process
+MOST_WORDS = 2**16  # about 15 MB of them in a process
 PROBES = ("", "A photo of 2 dogs: the quick brown fox jumps over the lazy dog. " * 200)
 """Texts that a tokenizer beside a model is tried with: none, and more than any context."""
 
@@ -74,8 +74,8 @@ class WordEncoder:
     """
 
     def __init__(self, tokenizer: Any, clean: str) -> None:
-        self._tokenizer, self._lowers = tokenizer, clean == "lower"
-        self._words: dict[str, list[int]] = {}
+        self.tokenizer, self._lowers = tokenizer, clean == "lower"
+        self.words: dict[str, list[int]] = {}
         tokenizer.encode = self
 
     def __call__(self, text: str) -> list[int]:
@@ -83,19 +83,19 @@ class WordEncoder:
         if self._lowers and text.isascii() and text.isprintable() and "&" not in text:
             text = " ".join(text.split()).lower()
         else:
-            text = self._tokenizer.clean_fn(text)
-        words, ids = self._words, []
-        for word in self._tokenizer.pat.findall(text):
+            text = self.tokenizer.clean_fn(text)
+        words, ids = self.words, []
+        for word in self.tokenizer.pat.findall(text):
             ids += words[word] if word in words else self._add(word)
         return ids
 
     def _add(self, word: str) -> list[int]:
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         letters = "".join(tokenizer.byte_encoder[byte] for byte in word.encode())
         ids = [tokenizer.encoder[part] for part in tokenizer.bpe(letters).split(" ")]
-        if len(self._words) >= _MOST_WORDS:
-            self._words.clear()
-        self._words[word] = ids
+        if len(self.words) >= MOST_WORDS:
+            self.words.clear()
+        self.words[word] = ids
         return ids
 
 

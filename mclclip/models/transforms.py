@@ -234,18 +234,18 @@ class SimCLRTransform:
 # with N factors [N, 1, 1, 1]; they agree within 2e-6.
 
 
-def _brightness(colours: Tensor, factor: Tensor) -> Tensor:
+def adjust_brightness(colours: Tensor, factor: Tensor) -> Tensor:
     return (colours * factor).clamp_(0.0, 1.0)
 
 
-def _contrast(colours: Tensor, factor: Tensor) -> Tensor:
+def adjust_contrast(colours: Tensor, factor: Tensor) -> Tensor:
     grey = ops.rgb_to_grayscale(colours) if colours.shape[1] == 3 else colours
     # Of rows first: several threads would share the mean of one picture, and not those of many.
     mean = grey.mean(dim=3, keepdim=True).mean(dim=(1, 2), keepdim=True)
     return _blended(colours, mean, factor)
 
 
-def _saturation(colours: Tensor, factor: Tensor) -> Tensor:
+def adjust_saturation(colours: Tensor, factor: Tensor) -> Tensor:
     return _blended(colours, ops.rgb_to_grayscale(colours), factor)
 
 
@@ -253,7 +253,7 @@ def _blended(colours: Tensor, others: Tensor, factor: Tensor) -> Tensor:
     return (colours * factor + others * (1.0 - factor)).clamp_(0.0, 1.0)
 
 
-def _hue(colours: Tensor, shift: Tensor) -> Tensor:
+def adjust_hue(colours: Tensor, shift: Tensor) -> Tensor:
     """Turns hues by ``shift`` of a whole turn; saturation and value stay."""
     red, green, blue = colours.unbind(1)
     value, least = colours.amax(1), colours.amin(1)
@@ -271,7 +271,7 @@ def _hue(colours: Tensor, shift: Tensor) -> Tensor:
     return value[:, None] - below * chroma[:, None]
 
 
-_CHANGES: tuple[Change, ...] = (_brightness, _contrast, _saturation, _hue)
+_CHANGES: tuple[Change, ...] = (adjust_brightness, adjust_contrast, adjust_saturation, adjust_hue)
 
 
 def training(format: PixelFormat, augmentation: Mapping[str, Any]) -> Transform:
@@ -354,7 +354,7 @@ def crop_box(height: int, width: int, scale: Sequence[float], ratio: Sequence[fl
 
     It makes the same draws in the same order as its ``get_params``, in a third of the time.
     """
-    if _nothing_fits(height, width, scale[0], ratio):
+    if no_box_fits(height, width, scale[0], ratio):
         torch.empty(2 * _TRIES).uniform_()  # the draws of all tries
     else:
         low, high = torch.log(torch.tensor(ratio)).tolist()
@@ -377,9 +377,9 @@ def crop_box(height: int, width: int, scale: Sequence[float], ratio: Sequence[fl
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-def _nothing_fits(height: int, width: int, least: float, ratio: Sequence[float]) -> bool:
-    """Returns True if no draw gives a box inside the picture, such as a share of 0.9 of a picture
-    of 3:2.
+def no_box_fits(height: int, width: int, least: float, ratio: Sequence[float]) -> bool:
+    """Returns True if no draw gives a box inside of the picture, as where 0.9 of one of 3:2 is
+    wanted.
 
     A margin of a thousandth, which is more than draws are rounded by, is counted as fitting.
     """

@@ -4,6 +4,8 @@ Data, model, engine, plan, method and export ask these two; nobody asks for an o
 new method is one module with two classes: ``Options(ObjectiveOptions)``, whose ``build`` makes the
 ``Objective``. ``kind`` names the module: one of this folder, or an entry point of the group
 ``mclclip.objectives`` in another package. Only that module is imported.
+
+A configuration names one objective, or a list of them whose losses are added up (``Sum``).
 """
 
 from __future__ import annotations
@@ -13,32 +15,26 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import EntryPoints, entry_points
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from pydantic import PlainValidator, SerializeAsAny, TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic.types import PositiveFloat
 from pydantic_core import PydanticCustomError
 from torch import Tensor, nn
 
-from mclclip.ranks.collectives import OutsideParameters
+from mclclip.ranks.collectives import UnwrappedParameters
 from mclclip.ranks.process_group import Context
-from mclclip.util.options import STRICT, nearest
+from mclclip.util.options import STRICT, nearest, with_prefix
 
 ENTRY_POINTS = "mclclip.objectives"
-# Kinds whose options are not the class ``Options`` of the module of their own name.
-_ELSEWHERE = {
-    "mlc": "mlcd:Options",
-    "single_label": "mlcd:Options",
-    "nt_xent": "info_nce:ViewOptions",
-    "ifm": "info_nce:ModifiedOptions",
-    "hcl": "info_nce:HardOptions",
-    "supcon": "info_nce:SupervisedOptions",
-}
+# Kinds that share the module of another one.
+_ELSEWHERE = {"mlc": "mlcd", "single_label": "mlcd"}
 # Modules of this folder that hold parts of objectives.
 _PARTS = ("base", "class_centers", "contrast", "gated_pairs", "row_losses")
 
@@ -47,11 +43,14 @@ _PARTS = ("base", "class_centers", "contrast", "gated_pairs", "row_losses")
 class Reads:
     """Data and parts of the model that an objective reads beside images.
 
+    views         augmented views of every image
     captions      features of a sample's text; the text tower is frozen where they are not read
     logit_scale   the model's logit scale; it is frozen where it is not read
     logit_bias    the model's logit bias, where it has one; it is frozen where it is not read
     groups        batches are drawn from samples with one pseudo label
     clusters      this many nearest clusters of each sample, found at the stage before (0: none)
+    centroids     the clusters' centroids, beside which the features must be as wide
+    drawn         this share of the clusters at every step, of which it must draw one (None: none)
     threshold     clusters less similar than this are left out, but for the nearest (None: none are)
     attribute     an attribute of the samples, as data.sources names them, is taken for their class
                   (None: none is); samples without it are left out
@@ -62,23 +61,46 @@ class Reads:
     edits         captions that are wrong for their picture, as these options say; they come as the
                   batch's extras ``edited_text`` and ``has_edit``, or where texts are stored as
                   ``edited_features`` (``data.extras``)
+    weights       the model's weights after every step, which a momentum copy follows
+    queued        this many features of earlier steps, of at least one batch (0: none)
+    pixels        the pixels of the views, which it changes before the model sees them
     """
 
+    views: int = 1
     captions: bool = False
     logit_scale: bool = False
     logit_bias: bool = False
     groups: bool = False
     clusters: int = 0
+    centroids: bool = False
+    drawn: float | None = None
     threshold: float | None = None
     attribute: str | None = None
     digests: bool = False
     base: frozenset[Literal["images", "texts", "model"]] = frozenset()
     edits: Any = None
+    weights: bool = False
+    queued: int = 0
+    pixels: bool = False
 
     @property
     def num_classes_per_sample(self) -> int:
         """Columns of a batch's ``classes``; 0: it has none."""
         return 1 if self.attribute is not None else self.clusters
+
+    @classmethod
+    def of_all(cls, every: Sequence[Reads]) -> Reads:
+        """Returns what any of several objectives reads, of which none contradicts another."""
+
+        def joined(name: str) -> Any:
+            values = [getattr(reads, name) for reads in every]
+            if isinstance(values[0], frozenset):
+                return frozenset[Any]().union(*values)
+            if isinstance(values[0], int):  # a number, or whether it is read
+                return max(values)
+            return next((value for value in values if value is not None), None)
+
+        return cls(**{item.name: joined(item.name) for item in fields(cls)})
 
 
 class Classes(Protocol):
@@ -91,8 +113,8 @@ class Classes(Protocol):
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Surroundings that an objective is built for.
+class ObjectiveInputs:
+    """The model, ranks and classes that an objective is built for.
 
     ``model`` has the width of its features, ``feature_dim``, and says whether ``logit_bias`` is
     among them, ``has_logit_bias`` (``models.model.Model``). ``betas`` and ``eps`` are those of
@@ -116,31 +138,14 @@ class Setting:
         return torch.float64 if self.precision == "float64" else torch.float32
 
 
-@dataclass(frozen=True)
-class Facts:
-    """Facts of a run before it begins; None where one is not known yet.
-
-    num_clusters  fewest clusters of any stage
-    stored        clusters that are stored of every sample
-    engine        name of the engine
-    widths        of the features that were clustered, and of those that are trained
-    global_batch  samples per step over all ranks
-    zero_stage    how much deepspeed shares out, where that is the engine
-    micro_batch   samples per rank and forward, where gradients are cached
-    """
-
-    num_clusters: int
-    stored: int
-    precision: str
-    engine: str
-    widths: tuple[int, int] | None = None
-    global_batch: int | None = None
-    zero_stage: int | None = None
-    micro_batch: int | None = None
-
-
 class BatchFields(Protocol):
-    """The fields of a batch that objectives read (``data.batches.Batch``)."""
+    """The fields of a batch that objectives read (``data.batches.Batch``).
+
+    ``views`` are pictures [b, C, H, W]; ``labels`` [b, 1] int64 the groups; ``sample_id`` [b]
+    int64; ``prefix_length`` the length at which the labels are truncated; ``classes`` [b, l] int64,
+    in main memory, where clusters or an attribute are read; ``text`` tokens [b, T] or
+    ``text_features`` [b, D], where captions are; ``extras`` further tensors by name.
+    """
 
     views: list[Tensor]
     labels: Tensor
@@ -150,6 +155,10 @@ class BatchFields(Protocol):
     text: Tensor | None
     text_features: Tensor | None
     extras: dict[str, Tensor]
+
+
+Features = Mapping[str, Tensor]
+"""Features by name: [b, ...] of this rank's samples, or without axes of the whole batch."""
 
 
 class Stepping(nn.Module):
@@ -177,52 +186,55 @@ def _steppings(module: nn.Module) -> Iterator[Stepping]:
 class Objective(Stepping):
     """A loss of named features, with the parameters and buffers it owns.
 
-    ``forward`` takes features by name, ``labels`` [b, 1] (groups), ``sample_id`` [b], ``classes``
-    [b, l], in main memory, where clusters or an attribute are read, and the batch's extras. It
-    returns
-    ``loss``, whose mean over the ranks is the loss of the global batch, and other 0-dimensional
-    parts.
     Its parameters are trained by the engine's optimizer and its buffers are saved with them. A
     copy of the model that moves, such as a momentum encoder, is a submodule without gradients.
-
-    counterparts  names of two of the features, whose rows i belong together and whose other rows
-                  mostly do not; None: the loss compares no features with each other
     """
 
-    counterparts: tuple[str, str] | None = None
+    def forward(self, features: Features, batch: BatchFields) -> dict[str, Tensor]:
+        """Returns ``loss``, whose mean over the ranks is the loss of the global batch, and other
+        0-dimensional parts by name."""
+        raise NotImplementedError(f"{type(self).__name__} has no loss")
 
-    def outside(self) -> Sequence[OutsideParameters]:
-        """Parameters that engines do not wrap; none by default."""
+    def features(
+        self, model: nn.Module, batch: BatchFields, features: Features
+    ) -> dict[str, Tensor]:
+        """Returns ``features``, those of the objectives before it in a list, and what it reads
+        beside them of this rank's batch: here the model's own (``encode``)."""
+        return encode(model, batch, features)
+
+    def outside(self) -> Sequence[UnwrappedParameters]:
+        """Returns the parameters that engines do not wrap; none by default."""
         return ()
 
-    def chance(self, given: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor | None:
-        """The loss of this batch for features that say nothing, whose mean over the ranks is that
-        of the global batch: for InfoNCE the logarithm of the number of candidates.
+    def chance(
+        self, features: Features, batch: BatchFields, parts: Mapping[str, Tensor]
+    ) -> Tensor | None:
+        """Returns the loss of this batch for features that say nothing, whose mean over the ranks
+        is that of the global batch: for InfoNCE the logarithm of the number of candidates.
 
-        ``given`` and ``parts`` are what ``forward`` was given and returned at this step. A
+        ``features`` are what ``forward`` was given at this step and ``parts`` what it returned. A
         collective; None, the default, where no such loss is known.
         """
         return None
 
-    def features(self, model: nn.Module, batch: BatchFields) -> dict[str, Tensor]:
-        """Returns the model's features of this rank's batch, by name.
 
-        ``image_features`` are those of the first view, ``image_features_1`` of the second, and so
-        on. Features with a first axis belong to the samples, others to the whole batch. An
-        objective may change what the model sees here, differentiably; of a sum one term may.
-        """
-        first, *others = batch.views
-        features: dict[str, Tensor] = dict(
-            model(image=first, text=batch.text, text_features=batch.text_features)
-        )
-        for number, view in enumerate(others, 1):
-            features[f"image_features_{number}"] = model(image=view)["image_features"]
-        return features
+def encode(
+    model: nn.Module, batch: BatchFields, features: Features, num_views: int | None = None
+) -> dict[str, Tensor]:
+    """Returns ``features`` and those of the model that they lack, of the first ``num_views`` views
+    (None: of all).
 
-    def added_features(self, model: nn.Module, batch: BatchFields) -> dict[str, Tensor]:
-        """Further features by names of their own, such as those of more texts or of a frozen copy
-        of the model; none by default. Any number of a sum's terms may add some."""
-        return {}
+    ``image_features`` are those of the first view, ``image_features_1`` of the second, and so on.
+    The first view brings ``text_features`` along where captions are read, and the model's
+    ``logit_scale`` and ``logit_bias``.
+    """
+    encoded = dict(features)
+    for number, view in enumerate(batch.views[:num_views]):
+        if not number and "image_features" not in encoded:
+            encoded |= model(image=view, text=batch.text, text_features=batch.text_features)
+        elif number and (name := f"image_features_{number}") not in encoded:
+            encoded[name] = model(image=view)["image_features"]
+    return encoded
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -230,37 +242,126 @@ class ObjectiveOptions:
     """Options of an objective, distinguished by ``kind``."""
 
     kind: str
-
-    num_views: ClassVar[int] = 1
-    """Augmented views of every image."""
-    controls: ClassVar[tuple[str, ...]] = ()
-    """Controls that make sense for it, of ``ungrouped`` and ``random_groups``."""
-    starts_anew: ClassVar[bool] = False
-    """Whether stages may start from another encoder than the one that was clustered."""
-    engines: ClassVar[tuple[str, ...]] = ("ddp", "fsdp", "deepspeed")
-    """Engines that can carry its parameters and buffers."""
+    weight: PositiveFloat = 1.0
+    """Factor of its loss, in a list of objectives."""
 
     @property
     def reads(self) -> Reads:
         """Returns what it reads beside images."""
         return Reads()
 
-    def check(self, facts: Facts) -> None:
-        """Raises ValueError where the run cannot give what the objective needs."""
-        if facts.engine not in self.engines:
+    def build(self, inputs: ObjectiveInputs) -> Objective:
+        """Returns the objective. All ranks call it together."""
+        raise NotImplementedError(f"{type(self).__name__} builds nothing")
+
+
+# --- sums --------------------------------------------------------------------------------------
+
+
+class Sum(list[ObjectiveOptions]):
+    """The options of several objectives that are trained together: their weighted losses are added.
+
+    It has the properties of a single objective's options, and is written as a list of them.
+    """
+
+    @property
+    def kind(self) -> str:
+        """Names it in logs and messages, such as ``info_nce + preserve``."""
+        return " + ".join(options.kind for options in self)
+
+    @property
+    def reads(self) -> Reads:
+        """Returns what any of them reads."""
+        return Reads.of_all([options.reads for options in self])
+
+    def build(self, inputs: ObjectiveInputs) -> Objective:
+        """Returns the sum of what each of them builds."""
+        names = [f"{number}_{options.kind}" for number, options in enumerate(self)]
+        terms = [options.build(inputs) for options in self]
+        return ObjectiveSum(terms, [options.weight for options in self], names)
+
+    def refuse_contradictions(self) -> None:
+        """Raises ValueError for objectives that cannot be trained together."""
+        if not self:
+            raise ValueError("the list of objectives is empty: give at least one")
+        every = [options.reads for options in self]
+        if len(views := {reads.views for reads in every}) > 1:
             raise ValueError(
-                f"engine.name={facts.engine} does not run objective.kind={self.kind}: set it to "
-                f"{' or '.join(self.engines)}"
+                f"{self.kind} want {sorted(views)} views of an image: wanted one number"
             )
-        if self.reads.clusters > facts.stored:
+        edits = [reads.edits for reads in every if reads.edits]
+        if any(each.drawn_by != edits[0].drawn_by for each in edits):
             raise ValueError(
-                f"train.objective.labels_per_sample={self.reads.clusters} is more than "
-                f"cluster.labels_per_sample={facts.stored}, what is stored: raise the latter"
+                f"{self.kind} want different hard_captions: give them the same, but for their scope"
+            )
+        classes = {
+            (r.clusters, r.threshold, r.attribute) for r in every if r.num_classes_per_sample
+        }
+        if len(classes) > 1:
+            raise ValueError(
+                f"{self.kind} read different classes: give them one labels_per_sample, or one "
+                "attribute"
+            )
+        encoding = [o.kind for o in self if o.reads.weights or o.reads.pixels]
+        if len(encoding) > 1:
+            raise ValueError(
+                f"{' and '.join(encoding)} each make features of their own, by a momentum copy or "
+                "of changed pixels: leave all but one of them out"
+            )
+        if any(reads.pixels for reads in every[1:]):
+            raise ValueError(
+                f"{encoding[0]} changes the pixels that all objectives of a list see: put it first"
             )
 
-    def build(self, setting: Setting) -> Objective:
-        """The objective. All ranks call it together."""
-        raise NotImplementedError(f"{type(self).__name__} builds nothing")
+
+class ObjectiveSum(Objective):
+    """The weighted sum of several losses of the same features.
+
+    The parts of every term carry its number and kind, such as ``1_info_nce/loss``.
+    """
+
+    terms: Any  # Objectives: a ModuleList is typed as one of modules
+
+    def __init__(
+        self, terms: Sequence[Objective], weights: Sequence[float], names: Sequence[str]
+    ) -> None:
+        super().__init__()
+        self.terms, self.weights, self.names = nn.ModuleList(terms), list(weights), list(names)
+
+    def outside(self) -> Sequence[UnwrappedParameters]:
+        """Returns the parameters outside of all terms."""
+        return [part for term in self.terms for part in term.outside()]
+
+    def features(
+        self, model: nn.Module, batch: BatchFields, features: Features
+    ) -> dict[str, Tensor]:
+        """Returns what the terms read; each adds what those before it have not made."""
+        for term in self.terms:
+            features = term.features(model, batch, features)
+        return dict(features)
+
+    def forward(self, features: Features, batch: BatchFields) -> dict[str, Tensor]:
+        """Returns the weighted sum as ``loss``, and every term's parts by its name."""
+        by_term = [term(features, batch) for term in self.terms]
+        losses = [w * parts["loss"] for w, parts in zip(self.weights, by_term, strict=True)]
+        named = {
+            f"{name}/{part}": value
+            for name, parts in zip(self.names, by_term, strict=True)
+            for part, value in parts.items()
+        }
+        return {"loss": torch.stack(losses).sum()} | named
+
+    def chance(
+        self, features: Features, batch: BatchFields, parts: Mapping[str, Tensor]
+    ) -> Tensor | None:
+        """Returns the weighted sum; None where it is not known of a term."""
+        total = torch.zeros((), dtype=torch.float64)
+        for term, weight, name in zip(self.terms, self.weights, self.names, strict=True):
+            of_term = term.chance(features, batch, with_prefix(parts, f"{name}/"))
+            if of_term is None:
+                return None
+            total = total.to(of_term.device) + weight * of_term
+        return total
 
 
 # --- kinds -------------------------------------------------------------------------------------
@@ -269,8 +370,8 @@ class ObjectiveOptions:
 def kinds() -> list[str]:
     """Every kind that can be named: those of this folder and those of other packages."""
     here = importlib.import_module(__package__)
-    own = [module.name for module in pkgutil.iter_modules(here.__path__)]
-    return sorted({*own, *_ELSEWHERE, *_others(tuple(sys.path)).names} - {*_PARTS})
+    shipped = [module.name for module in pkgutil.iter_modules(here.__path__)]
+    return sorted({*shipped, *_ELSEWHERE, *_others(tuple(sys.path)).names} - {*_PARTS})
 
 
 @functools.cache
@@ -288,15 +389,30 @@ def options_class(kind: str) -> type[ObjectiveOptions]:
         loaded = next(iter(points)).load()
         options = getattr(loaded, "Options", loaded)
     else:
-        module, _, name = _ELSEWHERE.get(kind, f"{kind}:Options").partition(":")
-        options = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+        module = importlib.import_module(f"{__package__}.{_ELSEWHERE.get(kind, kind)}")
+        options = module.Options
     if not (isinstance(options, type) and issubclass(options, ObjectiveOptions)):
         raise ValueError(f"objective {kind!r} has no class Options that is an ObjectiveOptions")
     return options
 
 
-def parse(value: Any) -> ObjectiveOptions:
-    """A mapping with ``kind``, or options already, as checked options."""
+def parse(value: Any) -> Any:
+    """Returns checked ObjectiveOptions of a mapping with ``kind``, or a ``Sum`` of a list of them;
+    options that are checked already are returned as they are."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        every = Sum(TypeAdapter(list[_Term]).validate_python(list(value)))
+        every.refuse_contradictions()
+        return every
+    options = _parse_term(value)
+    if options.weight != 1.0:
+        raise ValueError(
+            f"weight={options.weight:g} is for one of several objectives: leave it out, or give a "
+            "list"
+        )
+    return options
+
+
+def _parse_term(value: Any) -> ObjectiveOptions:
     if isinstance(value, ObjectiveOptions):
         return value
     if not isinstance(value, Mapping):
@@ -306,5 +422,6 @@ def parse(value: Any) -> ObjectiveOptions:
     return TypeAdapter(options_class(value["kind"])).validate_python(dict(value))
 
 
-AnyObjective = SerializeAsAny[Annotated[ObjectiveOptions, PlainValidator(parse)]]
-"""The type of an option that is an objective of any kind."""
+_Term = Annotated[ObjectiveOptions, PlainValidator(_parse_term)]
+AnyObjective = SerializeAsAny[Annotated[ObjectiveOptions | Sum, PlainValidator(parse)]]
+"""The type of an option that is an objective of any kind, or a list of them."""

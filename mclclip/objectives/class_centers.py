@@ -102,7 +102,7 @@ class ShardedClassCenters:
         self.rows = rows.to(context.device, dtype, copy=True)
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.rows), torch.zeros_like(self.rows)
         self.steps = torch.zeros(len(rows), dtype=torch.int32, device=context.device)
-        self._draw, self._drawn = draw, np.arange(num_classes)
+        self.draw, self._drawn = draw, np.arange(num_classes)
         self.loss_scale: Tensor | float = 1.0
         self.touched: Tensor | None = None
         self.grad: Tensor | None = None
@@ -113,8 +113,8 @@ class ShardedClassCenters:
         """Draws the negatives of a step; the loss that is differentiated in it will be multiplied
         by ``loss_scale``."""
         self.loss_scale = loss_scale
-        if self._draw is not None:
-            self._drawn = self._draw(step)
+        if self.draw is not None:
+            self._drawn = self.draw(step)
 
     def negatives(self, labels: Tensor) -> Tensor:
         """int64 [n], ascending: rows of this rank that are negatives for the batch with positives

@@ -31,13 +31,15 @@ from pydantic.types import PositiveFloat
 from torch import Tensor, nn
 
 from mclclip.objectives.base import (
+    BatchFields,
+    Features,
     Objective,
+    ObjectiveInputs,
     ObjectiveOptions,
     Reads,
-    Setting,
     Stepping,
 )
-from mclclip.objectives.row_losses import TILE, Pairs, count_kept, wide
+from mclclip.objectives.row_losses import TILE, Pairs, count_columns, to_fp32
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import not_compiled, to_device
 from mclclip.util.options import STRICT
@@ -190,37 +192,27 @@ class ContrastOptions(ObjectiveOptions):
     equal_captions: ClassVar[EqualCaptions] = "negatives"
     """Role of rows with equal captions or pictures for each other; a field of losses that read
     captions."""
-    controls: ClassVar[tuple[str, ...]] = ("ungrouped", "random_groups")
 
     def __post_init__(self) -> None:
         check_equal_captions(self.equal_captions, self.between)
 
     @property
-    def num_views(self) -> int:  # type: ignore[override]
-        """Views of every image."""
-        return 2 if self.between == "views" else 1
-
-    @property
     def reads(self) -> Reads:
-        """Groups; between captions these, the logit scale where no temperature is given, and
+        """Groups, and two views, or captions with the logit scale where no temperature is given and
         digests where equal captions are no negatives."""
         captions = self.between == "captions"
-        own = captions and self.temperature is None
-        digests = self.equal_captions != "negatives"
-        return Reads(captions=captions, logit_scale=own, groups=True, digests=digests)
+        return Reads(
+            views=1 if captions else 2,
+            captions=captions,
+            logit_scale=captions and self.temperature is None,
+            groups=True,
+            digests=self.equal_captions != "negatives",
+        )
 
-    def objective(self, temperature: Temperature) -> Contrast:
-        """The loss, with its temperature."""
-        raise NotImplementedError(f"{type(self).__name__} has no loss")
-
-    def build(self, setting: Setting) -> Objective:
-        """The loss; a learnable temperature is its only parameter."""
-        return self.objective(self.new_temperature(setting.dtype))
-
-    def new_temperature(self, dtype: torch.dtype) -> Temperature:
-        """The temperature that the options give; a trained one is a parameter of ``dtype``."""
-        given = self.temperature
-        return Temperature(0.5 if given is None and self.between == "views" else given, dtype)
+    def new_temperature(self, inputs: ObjectiveInputs) -> Temperature:
+        """Returns the temperature that the options give."""
+        between_views = self.temperature is None and self.between == "views"
+        return Temperature(0.5 if between_views else self.temperature, inputs.dtype)
 
 
 def check_equal_captions(equal_captions: EqualCaptions, between: Between) -> None:
@@ -258,7 +250,6 @@ class Contrast(Objective):
         of_samples: tuple[str, ...] = ("classes",) if self.reads_classes else ()
         self.marks = DIGESTS if equal_captions != "negatives" else of_samples
         self.names: tuple[str, ...] = _NAMES[between]
-        self.counterparts = _NAMES[between]
         self.temperature = temperature or Temperature()
 
     def rows(
@@ -271,7 +262,7 @@ class Contrast(Objective):
         """
         raise NotImplementedError(f"{type(self).__name__} has no loss of a row")
 
-    def forward(self, **features: Any) -> dict[str, Tensor]:
+    def forward(self, features: Features, batch: BatchFields) -> dict[str, Tensor]:
         """Computes this rank's rows of the loss over the global batch.
 
         Args:
@@ -279,10 +270,11 @@ class Contrast(Objective):
                 (between views), [b, D], unit length, of this rank; row i of both is one pair. All
                 ranks have the same b. Other ranks' features are gathered with gradient.
                 `logit_scale`: 0-dimensional, already exponentiated, where the temperature is the
-                model's. `labels`: [b, 1] int64, group of each sample at the prefix where the mask
-                compares. `sample_id`: [b] int64; equal ids are one sample, never each other's
-                negatives. `classes`: [b, l] int64, of which the first counts, where the loss reads
-                them, and `caption_digest` and `picture_digest`: [b] int64. Others are ignored.
+                model's.
+            batch: `labels` [b, 1], group of each sample at the prefix where the mask compares;
+                `sample_id` [b], of which equal ones are one sample, never each other's negatives;
+                `classes` [b, l], of which the first counts, where the loss reads them; and the
+                extras `caption_digest` and `picture_digest` [b] int64.
 
         Returns:
             `loss`: mean over this rank's rows and the directions, 0-dimensional. Its mean over the
@@ -295,10 +287,10 @@ class Contrast(Objective):
         The arithmetic is fp32 (float64 for float64 features), under autocast too. Raises ValueError
         for shapes that do not fit, and for features that are not there.
         """
-        _check(self.names, features, self.marks)
-        own = [wide(features[name]) for name in self.names]
+        _check(self.names, features, batch, self.marks)
+        own = [to_fp32(features[name]) for name in self.names]
         scale = self.temperature.scale(own[0], features.get("logit_scale"))
-        directions = self._directions(own, features, scale)
+        directions = self._directions(own, batch, scale)
         by_direction = [self.rows(*direction, scale) for direction in directions]
         counted = {n: collectives.all_reduce_sum(r.sum()) for n, r in by_direction[0][1].items()}
         means = [losses.mean() for losses, _ in by_direction]
@@ -310,22 +302,22 @@ class Contrast(Objective):
             "temperature": 1.0 / scale.detach(),
         }
 
-    def chance(self, given: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
-        """The loss where all features are alike, under the same mask and logit scale."""
-        features, scale = wide(given[self.names[0]]), parts["logit_scale"]
-        alike = [features.new_ones(len(features), 1) for _ in self.names]
-        directions = self._directions(alike, given, scale)
+    def chance(self, features: Features, batch: BatchFields, parts: Features) -> Tensor:
+        """Returns the loss where all features are alike, under the same mask and logit scale."""
+        first, scale = to_fp32(features[self.names[0]]), parts["logit_scale"]
+        alike = [first.new_ones(len(first), 1) for _ in self.names]
+        directions = self._directions(alike, batch, scale)
         means = [self.rows(*direction, scale)[0].mean() for direction in directions]
         return torch.stack(means).mean()
 
     def _directions(
-        self, own: Sequence[Tensor], given: Mapping[str, Any], scale: Tensor
+        self, own: Sequence[Tensor], batch: BatchFields, scale: Tensor
     ) -> list[tuple[Tensor, Tensor, Pairs]]:
-        """The ``directions`` between the features ``own`` [b, D] by name."""
-        marks = [given["labels"][:, 0], given["sample_id"]]
-        for name in self.marks:
-            mark = given[name][:, 0] if name == "classes" else given[name]
-            marks.append(to_device(mark, own[0].device))
+        """Returns the ``directions`` between the features ``own`` [b, D] by name."""
+        marks = [batch.labels[:, 0], batch.sample_id]
+        further = {} if batch.classes is None else {"classes": batch.classes[:, 0]}
+        further |= batch.extras
+        marks += [to_device(further[name], own[0].device) for name in self.marks]
         every = [collectives.gather_with_grad(side) for side in own]
         all_marks = [collectives.gather(mark) for mark in marks]
         return self.directions(own, every, marks, all_marks, scale)
@@ -367,17 +359,21 @@ class Contrast(Objective):
 def count_equal(pairs: Pairs) -> dict[str, Tensor]:
     """`equal_captions`: pairs of rows of the global batch, within groups, that have an equal
     caption or picture, or are one sample. A collective."""
-    rows = count_kept(replace(pairs, kept="equal")).sum()
+    rows = count_columns(replace(pairs, columns="equal")).sum()
     return {"equal_captions": collectives.all_reduce_sum(rows) // 2}
 
 
-def _check(names: Sequence[str], features: Mapping[str, Any], marks: Sequence[str]) -> None:
-    wanted = [*names, "labels", "sample_id", *marks]
-    if missing := [name for name in wanted if features.get(name) is None]:
-        given = ", ".join(sorted(name for name, value in features.items() if value is not None))
-        raise ValueError(f"the loss reads {', '.join(missing)}, and was given {given}")
+def _check(
+    names: Sequence[str], features: Features, batch: BatchFields, marks: Sequence[str]
+) -> None:
+    fields = {**batch.extras, **({} if batch.classes is None else {"classes": batch.classes})}
+    fields |= features
+    if missing := [name for name in (*names, *marks) if name not in fields]:
+        raise ValueError(
+            f"the loss reads {', '.join(missing)}, and was given {', '.join(sorted(fields))}"
+        )
     shapes = [f"{name} {tuple(features[name].shape)}" for name in names]
-    first, labels, sample_id = features[names[0]], features["labels"], features["sample_id"]
+    first, labels, sample_id = features[names[0]], batch.labels, batch.sample_id
     if first.ndim != 2 or any(features[name].shape != first.shape for name in names):
         both = "both " if len(names) > 1 else ""
         raise ValueError(f"{' and '.join(shapes)} must {both}be [b, D]")
@@ -387,5 +383,5 @@ def _check(names: Sequence[str], features: Mapping[str, Any], marks: Sequence[st
             f"labels {tuple(labels.shape)} and sample_id {tuple(sample_id.shape)} must be "
             f"[{rows}, 1] and [{rows}]"
         )
-    if "classes" in marks and (features["classes"].ndim != 2 or len(features["classes"]) != rows):
-        raise ValueError(f"classes {tuple(features['classes'].shape)} must be [{rows}, l]")
+    if "classes" in marks and (fields["classes"].ndim != 2 or len(fields["classes"]) != rows):
+        raise ValueError(f"classes {tuple(fields['classes'].shape)} must be [{rows}, l]")

@@ -1,28 +1,44 @@
 """Feature dropout: NT-Xent between views that an adversary changes to make the loss larger.
 
-Source: Tamkin et al., "Feature Dropout: Revisiting the Role of Augmentations in Contrastive
-Learning" (2022), with the adversary of "Viewmaker Networks: Learning Views for Unsupervised
-Representation Learning" (Tamkin, Wu and Goodman, 2021, section 3): a network that adds at most
-epsilon to a pixel on average, min over the encoder and max over the network of SimCLR's loss of two
-views with independent noise. Its layers are those of style transfer (Johnson, Alahi and Fei-Fei,
-2016), with a channel of noise beside the image and one more before every residual block. A baseline
-of MCL's Table 2.
+The adversary is a network m that changes each view x, with noise u of its own, by at most epsilon
+of a pixel in the mean. The encoder f moves down and the adversary up along the same loss,
+
+    min over f, max over m of  NT-Xent( f(x + m(x, u)), f(y + m(y, u')) )
 
 A pixel lies between 0 and 1. The change is made to what the augmentation gives, before it is
 normalised, and the sum is cut to [0, 1]. In the authors' code that is the picture itself: theirs is
 an augmentation of ``kind: none``.
 
-Departures from that code. Both players move along the gradient of one forward pass, where theirs
-runs a second one for the adversary, after the encoder has moved. The loss is NT-Xent in both
+Source: Tamkin et al., "Feature Dropout: Revisiting the Role of Augmentations in Contrastive
+Learning" (2022), with the adversary of "Viewmaker Networks: Learning Views for Unsupervised
+Representation Learning" (Tamkin, Wu and Goodman, 2021, section 3). Its layers are those of style
+transfer (Johnson, Alahi and Fei-Fei, 2016), with a channel of noise beside the image and one more
+before every residual block.
+
+Inputs: two views of every image; ``labels`` [b, 1] and ``sample_id`` [b]. Captions are not read. In
+a list it stands first, because the other objectives see the changed views.
+
+Use it where it is not known which augmentations are right, or where a model should learn features
+that another one hides. It is a baseline of MCL's Table 2. It costs a second network, and gradients
+of the pixels.
+
+Relations: without a budget (``epsilon: 0``) it is ``nt_xent``. ``ifm`` has an adversary too, which
+changes features and needs no network.
+
+Departures from the authors' code. Both players move along the gradient of one forward pass, where
+theirs runs a second one for the adversary, after the encoder has moved. The loss is NT-Xent in both
 directions with MCL's mask; theirs has one direction, and a view among its own negatives. Noise is
 keyed by the sample, so that neither ranks nor resuming change it. Images of any size keep it; the
 paper's are multiples of four pixels.
+
+Its slow references are ``nt_xent`` and ``viewmaker`` in tests/objective_loops.py.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -31,17 +47,21 @@ from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, Posi
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mclclip.objectives.base import BatchFields, Facts, Objective, Setting
+from mclclip.objectives.base import (
+    BatchFields,
+    Features,
+    Objective,
+    ObjectiveInputs,
+    Reads,
+)
 from mclclip.objectives.contrast import (
     AnyTemperature,
     Between,
-    Contrast,
     ContrastOptions,
-    Temperature,
 )
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.ranks import collectives
-from mclclip.ranks.collectives import OutsideParameters
+from mclclip.ranks.collectives import UnwrappedParameters
 from mclclip.ranks.process_group import not_compiled
 from mclclip.util.options import STRICT
 from mclclip.util.randomness import mix_tensors
@@ -70,32 +90,23 @@ class Options(ContrastOptions):
 
     between: ClassVar[Between] = "views"
 
-    def check(self, facts: Facts) -> None:
-        """Raises ValueError for gradient caching under fp16."""
-        super().check(facts)
-        if facts.precision == "fp16" and facts.micro_batch is not None:
-            raise ValueError(
-                f"engine.micro_batch={facts.micro_batch} with precision=fp16 would multiply the "
-                f"gradient of the adversary of objective.kind={self.kind} by the loss scale: set "
-                "precision=bf16, or leave micro_batch out"
-            )
+    @property
+    def reads(self) -> Reads:
+        """Returns groups, and two views with their pixels."""
+        return replace(super().reads, pixels=True)
 
-    def objective(self, temperature: Temperature) -> Contrast:
-        """The loss of the changed views, with its temperature."""
-        return InfoNCE("views", temperature)
-
-    def build(self, setting: Setting) -> Objective:
+    def build(self, inputs: ObjectiveInputs) -> Objective:
         """The loss and a new adversary, which is the same on every rank.
 
         Raises ValueError for images that are too small for it.
         """
-        network = self._network(setting)
-        if not setting.shapes_only:  # tensors without values stay where they are made
-            network.to(setting.context.device)
-        return FeatureDropout(self, network, setting)
+        network = self._network(inputs)
+        if not inputs.shapes_only:  # tensors without values stay where they are made
+            network.to(inputs.context.device)
+        return FeatureDropout(self, network, inputs)
 
-    def _network(self, setting: Setting) -> Viewmaker:
-        model: Any = setting.model
+    def _network(self, inputs: ObjectiveInputs) -> Viewmaker:
+        model: Any = inputs.model
         size = model.image_size
         height, width = (size, size) if isinstance(size, int) else size
         if min(height, width) < _SMALLEST_SIDE:
@@ -104,17 +115,18 @@ class Options(ContrastOptions):
                 f"pixels a side, and the model takes {height} x {width}: set a larger image_size"
             )
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(setting.seed)
+            torch.default_generator.manual_seed(inputs.seed)
             shape = model.num_channels, self.width, self.residual_blocks
-            return Viewmaker(*shape, dtype=setting.dtype)
+            return Viewmaker(*shape, dtype=inputs.dtype)
 
 
 class Adversary:
-    """The network that changes views, whole on every rank, and its optimizer (`OutsideParameters`).
+    """The network that changes views, whole on every rank, and its optimizer.
 
-    The optimizer is Adam along the mean gradient of all ranks, upwards: the network makes the loss
-    larger that the model makes smaller. Its learning rate is its own; where gradients are clipped,
-    its gradient is clipped with the model's, by one factor. ``seed`` is that of the noise.
+    It is `UnwrappedParameters`. The optimizer is Adam along the mean gradient of all ranks,
+    upwards: the network makes the loss larger that the model makes smaller. Its learning rate is
+    its own; where gradients are clipped, its gradient is clipped with the model's, by one factor.
+    ``seed`` is that of the noise.
     """
 
     def __init__(self, network: Viewmaker, lr: float, seed: int = 0) -> None:
@@ -200,21 +212,23 @@ class FeatureDropout(Objective):
     mean: Tensor
     deviation: Tensor
 
-    def __init__(self, options: Options, network: Viewmaker, setting: Setting) -> None:
+    def __init__(self, options: Options, network: Viewmaker, inputs: ObjectiveInputs) -> None:
         super().__init__()
-        self.loss = options.objective(options.new_temperature(setting.dtype))
-        self.adversary = Adversary(network, options.adversary_lr, setting.seed)
-        self.epsilon, self.counterparts = options.epsilon, self.loss.counterparts
-        for name, value in zip(("mean", "deviation"), setting.model.normalization, strict=True):
+        self.loss = InfoNCE("views", options.new_temperature(inputs))
+        self.adversary = Adversary(network, options.adversary_lr, inputs.seed)
+        self.epsilon = options.epsilon
+        for name, value in zip(("mean", "deviation"), inputs.model.normalization, strict=True):
             self.register_buffer(name, value, persistent=False)
 
-    def outside(self) -> Sequence[OutsideParameters]:
+    def outside(self) -> Sequence[UnwrappedParameters]:
         """The adversary."""
         return [self.adversary]
 
-    def features(self, model: nn.Module, batch: BatchFields) -> dict[str, Tensor]:
-        """The model's features of the changed views, and ``view_change``: [b], the mean change of
-        a sample's pixels. Raises ValueError for another number of views than two."""
+    def features(
+        self, model: nn.Module, batch: BatchFields, features: Features
+    ) -> dict[str, Tensor]:
+        """Adds the model's features of the changed views, and ``view_change``: [b], the mean change
+        of a sample's pixels. Raises ValueError for another number of views than two."""
         if len(batch.views) != 2:
             raise ValueError(f"feature_dropout changes two views, and got {len(batch.views)}")
         changed = copy.copy(batch)
@@ -225,7 +239,9 @@ class FeatureDropout(Objective):
             ((new.detach() - old) * self.deviation).abs().mean(dim=(1, 2, 3))
             for new, old in zip(changed.views, batch.views, strict=True)
         ]
-        return super().features(model, changed) | {"view_change": torch.stack(changes).mean(dim=0)}
+        return super().features(model, changed, features) | {
+            "view_change": torch.stack(changes).mean(dim=0)
+        }
 
     def changed(self, view: Tensor, number: int, sample_id: Tensor) -> Tensor:
         """[b, C, H, W] -> the same as the adversary changes it in this step, as view ``number``.
@@ -241,17 +257,15 @@ class FeatureDropout(Objective):
         black, white = ((value - self.mean) / self.deviation for value in (0.0, 1.0))
         return torch.clamp(view + changes / deviation, black.to(view), white.to(view))
 
-    def forward(self, view_change: Tensor | None = None, **features: Any) -> dict[str, Tensor]:
-        """The parts of the loss of the features, and ``view_change``, the mean over this rank's
-        samples; see ``Contrast.forward``."""
-        parts: dict[str, Tensor] = self.loss(**features)
-        if view_change is not None:
-            parts["view_change"] = view_change.detach().mean()
-        return parts
+    def forward(self, features: Features, batch: BatchFields) -> dict[str, Tensor]:
+        """Returns the parts of the loss of the features, and ``view_change``, the mean over this
+        rank's samples; see ``Contrast.forward``."""
+        parts: dict[str, Tensor] = self.loss(features, batch)
+        return parts | {"view_change": features["view_change"].detach().mean()}
 
-    def chance(self, given: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor | None:
-        """The chance of the loss of the features."""
-        return self.loss.chance(given, parts)
+    def chance(self, features: Features, batch: BatchFields, parts: Features) -> Tensor:
+        """Returns the chance of the loss of the features."""
+        return self.loss.chance(features, batch, parts)
 
 
 # --- the network ---------------------------------------------------------------------------------
@@ -284,7 +298,7 @@ class Viewmaker(nn.Module):
         self.blocks = nn.ModuleList(_Residual(number, dtype) for number in channels)
         self.to_half = _Layer(inner + residual_blocks, 2 * width, 3, dtype)
         self.to_whole = _Layer(2 * width, width, 3, dtype)
-        self.last = _Mirrored(width, num_channels, _KERNEL, dtype=dtype)
+        self.last = MirroredConv2d(width, num_channels, _KERNEL, dtype=dtype)
 
     def num_noise(self, height: int, width: int) -> int:
         """Numbers of noise for an image of this size."""
@@ -336,7 +350,7 @@ def keyed_noise(seed: int, step: int, view: int, sample_id: Tensor, count: int) 
     return high.to(torch.float32) / (1 << _NOISE_BITS)
 
 
-class _Mirrored(nn.Conv2d):
+class MirroredConv2d(nn.Conv2d):
     """A convolution over an image that is mirrored at its borders.
 
     As torch's reflection padding, whose gradient on a GPU differs from run to run.
@@ -359,7 +373,7 @@ class _Layer(nn.Sequential):
     def __init__(
         self, before: int, after: int, kernel: int, dtype: torch.dtype, stride: int = 1
     ) -> None:
-        convolution = _Mirrored(before, after, kernel, stride, dtype=dtype)
+        convolution = MirroredConv2d(before, after, kernel, stride, dtype=dtype)
         norm = nn.InstanceNorm2d(after, affine=True, dtype=dtype)
         super().__init__(convolution, norm, nn.ReLU())
 
@@ -371,7 +385,7 @@ class _Residual(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(
             _Layer(channels, channels, 3, dtype),
-            _Mirrored(channels, channels, 3, dtype=dtype),
+            MirroredConv2d(channels, channels, 3, dtype=dtype),
             nn.InstanceNorm2d(channels, affine=True, dtype=dtype),
         )
 

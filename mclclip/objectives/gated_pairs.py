@@ -1,14 +1,22 @@
-"""SimLAP's pairs of classes: which are drawn, the gates that a label filter makes of two classes,
-and the loss of rows against candidates of another class by the cosine of gated features, in tiles.
+"""The parts of SimLAP: which classes are paired, gates of two classes, and the loss of gated pairs.
 
-Source: SimLAP (Wu et al., "Rethinking Positive Pairs in Contrastive Learning", 2024): the label
-filter of Eq. 3 to 5 and Table 5c, the loss of Eq. 2 with the logarithm that Eq. 1 and 2 intend. The
-cosine of z * g and k * g, with the gates g of the row, is two matrix products:
+A draw gives each sample a second class (``draw_partners``). A label filter makes gates g of the two
+classes (``LabelFilter``). The loss of a row z compares it with candidates k by the cosine of z * g
+and k * g, with the gates g of the row (``pair_losses``). That cosine is two matrix products,
 
     (z * g * g) K^T / (|z * g| sqrt((g * g) (K * K)^T))
 
-so that no tensor [rows, candidates, D] is made. Scores are computed a tile at a time, twice in the
-forward and once more in the backward; memory is linear in rows and candidates.
+so no tensor [rows, candidates, D] is made. Scores are computed a tile at a time, twice in the
+forward pass and once more in the backward pass; memory is linear in rows and candidates.
+
+Source: Wu et al., "Rethinking Positive Pairs in Contrastive Learning" (SimLAP, 2024): the label
+filter of Eq. 3 to 5 and Table 5c, the loss of Eq. 2 with the logarithm that Eq. 1 and 2 intend.
+
+Inputs: rows [b, D] and candidates [N, D] of any length, gates [b, D] in (0, 1), classes, groups and
+sample ids of both. ``simlap`` is the objective that is made of these parts; ``row_losses`` has the
+losses of rows that meet all candidates in the same dimensions.
+
+Its slow reference is ``simlap`` in tests/objective_loops.py, which draws with ``draw_partners``.
 """
 
 from __future__ import annotations

@@ -1,16 +1,39 @@
-"""Discrimination of classes that are clusters: MLCD, MLC, and the softmax over one label.
+"""MLCD: each image is told from the centers of other clusters, and drawn to several of its own.
 
-Source: "Multi-Label Cluster Discrimination" (MLCD): Eq. 5 and 6 (``mlcd``), Eq. 4 (``mlc``); its
-authors have published no code of the loss. ``single_label`` is the softmax cross-entropy of UNICOM
-and PartialFC, which MLC is with one label. Where the paper is silent (scale, side of the margin,
-how negatives are sampled) the choices are arguments.
+Let P_i be the sum of exp(-s_ij) over the positive classes j of row i and N_i the sum of exp(s_ij)
+over its negatives, where s_ij is ``scale`` times the cosine of the image and the learned center of
+class j (with ``margin`` for positives). The three kinds are means over the rows of
+
+    mlcd           log(1 + P_i) + log(1 + N_i)    (Eq. 5 and 6: each sum by itself)
+    mlc            log(1 + P_i N_i)               (Eq. 4: coupled)
+    single_label   mlc of the nearest class alone, which is softmax cross-entropy
+
+Positives are the l clusters of the stage before that are nearest to the sample, or its value of an
+attribute. Negatives are drawn anew at every step: a share ``sample_rate`` of all classes.
+
+Source: An et al., "Multi-Label Cluster Discrimination for Visual Representation Learning" (2024),
+Eq. 4 to 6; its authors have published no code of the loss. ``single_label`` is the loss of UNICOM
+(An et al., 2023) and PartialFC (An et al., 2021). Where the paper is silent (scale, side of the
+margin, how negatives are drawn) the choices are options.
+
+Inputs: ``image_features`` [b, D] of this rank, unit length; ``classes`` [b, l], nearest first, -1
+for none. Captions and groups are not read.
+
+Use it for images of many clusters, up to millions: the centers are shared out over the ranks, and
+memory is linear in the batch. ``single_label`` with an ``attribute`` and ``centers: normal``
+fine-tunes on labels.
+
+Relations: ``supcon`` compares samples of a class with each other, and has no centers. MCL's groups
+take the same clusters to draw batches by; here they are what is predicted.
+
+Its slow reference is ``class_centers`` (``dense_loss``) in tests/objective_loops.py.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,15 +43,22 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from mclclip.objectives.base import Facts, Objective, ObjectiveOptions, Reads, Setting
+from mclclip.objectives.base import (
+    BatchFields,
+    Features,
+    Objective,
+    ObjectiveInputs,
+    ObjectiveOptions,
+    Reads,
+)
 from mclclip.objectives.class_centers import (
     Margin,
     ShardedClassCenters,
     class_sums,
     normal_rows,
 )
-from mclclip.objectives.row_losses import excess, wide
-from mclclip.ranks.collectives import OutsideParameters
+from mclclip.objectives.row_losses import softplus_of_difference, to_fp32
+from mclclip.ranks.collectives import UnwrappedParameters
 from mclclip.util.options import STRICT, Cosine, Share
 from mclclip.util.randomness import mix, permute
 
@@ -89,36 +119,23 @@ class Options(ObjectiveOptions):
                 "start from: set centers=normal"
             )
 
-    starts_anew: ClassVar[bool] = True
-
     @property
     def reads(self) -> Reads:
-        """The nearest clusters of each sample, or the attribute."""
+        """Returns the nearest clusters of each sample, or the attribute."""
         if self.attribute is not None:
             return Reads(attribute=self.attribute)
-        return Reads(clusters=self.labels_per_sample, threshold=self.threshold)
+        return Reads(
+            clusters=self.labels_per_sample,
+            centroids=self.centers == "centroids",
+            drawn=self.sample_rate or None,
+            threshold=self.threshold,
+        )
 
-    def check(self, facts: Facts) -> None:
-        """Raises ValueError for a draw of no class, and where centers do not fit."""
-        super().check(facts)
-        classes, rate = facts.num_clusters, self.sample_rate
-        if self.attribute is None and rate > 0.0 and round(rate * classes) == 0:
-            raise ValueError(
-                f"train.objective.sample_rate={rate} draws none of {classes} classes: wanted at "
-                f"least {1 / classes:.2g}"
-            )
-        if self.centers == "centroids" and facts.widths and facts.widths[0] != facts.widths[1]:
-            raise ValueError(
-                f"centroids of {facts.widths[0]} dimensions cannot start the class centers of "
-                f"trained_model, whose features have {facts.widths[1]}: set "
-                "train.objective.centers=normal"
-            )
-
-    def build(self, setting: Setting) -> Objective:
+    def build(self, inputs: ObjectiveInputs) -> Objective:
         """The loss with new class centers, this rank's share of them."""
-        assert setting.classes is not None
-        classes, dim = setting.classes, setting.model.feature_dim
-        rate, seed = self.sample_rate, setting.seed
+        assert inputs.classes is not None
+        classes, dim = inputs.classes, inputs.model.feature_dim
+        rate, seed = self.sample_rate, inputs.seed
 
         def centroid_rows(start: int, stop: int) -> Tensor:
             rows = torch.from_numpy(np.array(classes.centroids()[start:stop]))  # of the file
@@ -134,16 +151,16 @@ class Options(ObjectiveOptions):
         centers = ShardedClassCenters(
             classes.num_classes,
             dim,
-            None if setting.shapes_only else initial,
-            context=setting.context,
+            None if inputs.shapes_only else initial,
+            context=inputs.context,
             draw=None if rate == 1.0 else negative_draw(classes.num_classes, rate, seed),
             rule=self.negatives,
             lr_scale=self.lr_scale,
             weight_decay=self.weight_decay,
-            betas=setting.betas,
-            eps=setting.eps,
+            betas=inputs.betas,
+            eps=inputs.eps,
             lazy=self.lazy,
-            dtype=setting.dtype,
+            dtype=inputs.dtype,
         )
         margin = Margin(self.margin, self.margin_size, self.margin_gradient)
         return ClassCenterLoss(centers, self.kind, scale=self.scale, margin=margin)
@@ -170,13 +187,6 @@ def negative_draw(
 class ClassCenterLoss(Objective):
     """The loss of image features against class centers, over the global batch.
 
-    With P_i = sum of exp(-s_ij) over the positives j of row i, N_i = sum of exp(s_ij) over its
-    negatives, s = ``scale`` times the cosine (with ``margin`` for positives):
-
-        mlcd           mean of log(1 + P_i) + log(1 + N_i)
-        mlc            mean of log(1 + P_i N_i)
-        single_label   mlc of the first label alone: softmax cross-entropy
-
     The class centers are not parameters of this module: they have an optimizer of their own and
     lie outside of what engines wrap. ``tile`` bounds the scores that exist at a time.
     """
@@ -194,17 +204,16 @@ class ClassCenterLoss(Objective):
         self.centers, self.kind, self.scale, self.tile = centers, kind, scale, tile
         self.margin = margin or Margin()
 
-    def outside(self) -> Sequence[OutsideParameters]:
+    def outside(self) -> Sequence[UnwrappedParameters]:
         """The class centers."""
         return [self.centers]
 
-    def forward(self, image_features: Tensor, classes: Tensor, **unused: Any) -> dict[str, Tensor]:
+    def forward(self, features: Features, batch: BatchFields) -> dict[str, Tensor]:
         """Computes the loss of the global batch, on every rank alike.
 
         Args:
-            image_features: [b, D], unit length, of this rank. All ranks have the same b.
-            classes: [b, l] int64, those that a sample is positive for, nearest first; -1: none.
-            unused: features that other objectives read.
+            features: `image_features` [b, D], unit length, of this rank. All ranks have the same b.
+            batch: `classes` [b, l], those that a sample is positive for, nearest first; -1: none.
 
         Returns:
             `loss`: mean over the rows of the global batch that have a label. The gradient of the
@@ -219,10 +228,12 @@ class ClassCenterLoss(Objective):
 
         The arithmetic is fp32 (float64 for float64 features), under autocast too.
         """
+        classes = batch.classes
+        assert classes is not None
         if self.kind == "single_label":
             classes = classes[:, :1]
         log_p, log_n, has_label, figures = class_sums(
-            wide(image_features),
+            to_fp32(features["image_features"]),
             classes,
             self.centers,
             scale=self.scale,
@@ -237,12 +248,15 @@ class ClassCenterLoss(Objective):
 
         terms: dict[str, Tensor] = {}
         if self.kind == "mlcd":
-            positive, negative = mean(excess(log_p)), mean(excess(log_n))
+            positive, negative = (
+                mean(softplus_of_difference(log_p)),
+                mean(softplus_of_difference(log_n)),
+            )
             loss, pull = positive + negative, log_p
             terms = {"positive_loss": positive.detach(), "negative_loss": negative.detach()}
         else:
             pull = log_p + log_n
-            loss = mean(excess(pull))
+            loss = mean(softplus_of_difference(pull))
         saturated = torch.sigmoid(pull.detach()) < _SATURATED
         terms["saturated_share"] = mean(saturated.to(loss.dtype)).detach()
         return {"loss": loss} | terms | figures

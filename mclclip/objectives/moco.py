@@ -1,27 +1,42 @@
-"""MoCo: two views of an image, the keys of one by a momentum copy of the model, without captions.
+"""MoCo: an image's view picks the momentum copy's features of its other view.
 
-``v2``  (Chen, Fan, Girshick and He, 2020): the first view against the copy's second view and a
-        queue of keys of earlier steps. Loss and queue are those of MoCo (He et al., 2020, Eq. 1 and
-        Algorithm 1); v2 changed projector, augmentation and learning rate, and set the temperature
-        to 0.2.
-``v3``  (Chen, Xie and He, 2021, Algorithm 1): both views against the copy's other view, with the
-        keys of the global batch for negatives, no queue, and a predictor on the queries. The loss
-        is 2 tau times the sum of both directions, as there.
+The momentum copy has the model's architecture and a moving average of its weights. With the unit
+feature x_p of a view, the copy's k_p of the image's other view (its key) and the temperature tau,
+
+    L_p = -log( exp(x_p . k_p / tau) /
+                (exp(x_p . k_p / tau) + sum over other keys k of exp(x_p . k / tau)) )
+
+``v2``  takes the first view and a queue of keys of earlier steps. Loss and queue are those of MoCo
+        (He et al., "Momentum Contrast for Unsupervised Visual Representation Learning", 2020, Eq. 1
+        and Algorithm 1); v2 (Chen, Fan, Girshick and He, 2020) changed projector, augmentation and
+        learning rate, and set the temperature to 0.2.
+``v3``  takes both views, with the keys of the global batch for negatives, no queue, and a predictor
+        on the queries. The loss is 2 tau times the sum of both directions (Chen, Xie and He, "An
+        Empirical Study of Training Self-Supervised Vision Transformers", 2021, Algorithm 1).
 
 Both have the mask of MCL's Eq. 3: a key is a negative where its group is the row's and its sample
 is not. Entries of the queue carry both. Back-off batches compare shorter labels than others; a
 label of another length says nothing of the group, so only keys of batches that were masked at the
 same length are negatives.
 
-With ``epsilon`` above 0 the loss of a row is that of implicit feature modification at alpha = 1
-(`ifm`), as in IFM-MoCo-v2 (Robinson et al., 2021, section 4.2): its own key moved away by epsilon
-and all negatives, those of the queue, moved nearer by as much.
+Inputs: two views of every image; ``image_features`` and ``keys`` [b, D] of this rank, with v3
+``image_features_1`` and ``keys_1`` too; ``labels`` [b, 1] and ``sample_id`` [b]. Captions are not
+read.
+
+Use it for views where batches are small: the queue supplies the negatives. It costs the memory of a
+second model and a forward pass. Of C groups about 1/C of the queue counts for a row.
+
+Relations: ``nt_xent`` compares views without a copy. With ``epsilon`` above 0 the loss of a row is
+that of ``ifm`` at alpha = 1, as in IFM-MoCo-v2 (Robinson et al., 2021, section 4.2). ``simlap``
+takes the same copy with ``momentum``.
 
 Departures. From MoCo: the queue starts empty and not with noise, and what is not filled yet is
 masked; its size need not be a multiple of the batch; earlier keys of the same sample are no
 negatives. From MoCo-v3's code: features have unit length before the predictor too, since models
 give them so. In both the copy has moved before the next step and not at its beginning, which gives
 the same keys.
+
+Its slow references are ``QueuedKeys`` and ``batch_keys`` in tests/objective_loops.py.
 """
 
 from __future__ import annotations
@@ -30,7 +45,7 @@ import copy
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, Self
+from typing import Literal, Self
 
 import torch
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -40,14 +55,15 @@ from torch.nn import functional
 
 from mclclip.objectives.base import (
     BatchFields,
-    Facts,
+    Features,
     Objective,
+    ObjectiveInputs,
     ObjectiveOptions,
     Reads,
-    Setting,
     Stepping,
+    encode,
 )
-from mclclip.objectives.info_nce import Term, modified_losses, weights_of
+from mclclip.objectives.ifm import Term, modified_losses, weights_of
 from mclclip.objectives.row_losses import TILE, Pairs, log_sums, row_losses
 from mclclip.ranks import collectives
 from mclclip.util.options import STRICT, Share
@@ -82,9 +98,6 @@ class Options(ObjectiveOptions):
     term: Term = "both"
     """With ``epsilon``: the mean of the plain and the modified loss, or ``modified`` alone."""
 
-    num_views: ClassVar[int] = 2
-    controls: ClassVar[tuple[str, ...]] = ("ungrouped", "random_groups")
-
     def __post_init__(self) -> None:
         if self.version == "v2" and self.predictor:
             raise ValueError("predictor belongs to version=v3: leave it out, or set version=v3")
@@ -100,23 +113,12 @@ class Options(ObjectiveOptions):
 
     @property
     def reads(self) -> Reads:
-        """Groups of samples with one pseudo label."""
-        return Reads(groups=True)
+        """Returns two views, groups, the weights that the copy follows, and the queue."""
+        return Reads(views=2, groups=True, weights=True, queued=self.num_queued)
 
-    def check(self, facts: Facts) -> None:
-        """Raises ValueError for a queue that is smaller than a batch, and for ZeRO-3."""
-        super().check(facts)
-        check_engine(facts)
-        batch = facts.global_batch or 0
-        if self.version == "v2" and self.num_queued < batch:
-            raise ValueError(
-                f"objective.queue_size={self.num_queued:,} is less than global_batch={batch:,}, "
-                f"whose keys it has to hold: raise it to {batch:,} or more"
-            )
-
-    def build(self, setting: Setting) -> Objective:
+    def build(self, inputs: ObjectiveInputs) -> Objective:
         """The loss with a momentum copy of the model."""
-        return (QueuedKeys if self.version == "v2" else BatchKeys)(self, setting)
+        return (QueuedKeys if self.version == "v2" else BatchKeys)(self, inputs)
 
 
 def predictor_of(
@@ -142,15 +144,6 @@ def predictor_of(
     return nn.Sequential(*layers[:-2], nn.BatchNorm1d(dim, affine=False, dtype=dtype))
 
 
-def check_engine(facts: Facts) -> None:
-    """Raises ValueError where ranks hold parameters neither whole nor as a DTensor: ZeRO-3."""
-    if facts.engine == "deepspeed" and facts.zero_stage == 3:
-        raise ValueError(
-            "engine.zero_stage=3 shares out the parameters that a momentum copy has to follow: set "
-            "engine.zero_stage to 1 or 2, or engine.name=fsdp"
-        )
-
-
 class MomentumCopy(Stepping):
     """A copy of ``model`` (an encoder with its projector) that no gradient reaches.
 
@@ -170,7 +163,8 @@ class MomentumCopy(Stepping):
     Frozen parameters are copied too, and so is a text tower, which is never run. Adapters (LoRA)
     are averaged factor by factor. Blocks that torch has compiled run uncompiled in the copy. Under
     FSDP2 the copy is sharded as the rest of the model outside of its blocks is: in one piece, whole
-    on every rank while a step runs. See ``check_engine`` for what cannot carry it.
+    on every rank while a step runs. ZeRO-3, whose ranks hold parameters neither whole nor as a
+    DTensor, cannot carry it.
     """
 
     def __init__(self, model: nn.Module, base: float, schedule: Schedule = "constant") -> None:
@@ -223,14 +217,12 @@ class _WithCopy(Objective):
     ``tile`` is how many rows and columns of the similarities are computed at a time.
     """
 
-    counterparts = ("image_features", "keys")
-
-    def __init__(self, options: Options, setting: Setting) -> None:
+    def __init__(self, options: Options, inputs: ObjectiveInputs) -> None:
         super().__init__()
         v2 = options.version == "v2"
         base = (0.999 if v2 else 0.99) if options.momentum is None else options.momentum
         schedule = options.momentum_schedule or ("constant" if v2 else "cosine")
-        self.copy = MomentumCopy(setting.model, base, schedule)
+        self.copy = MomentumCopy(inputs.model, base, schedule)
         self.epsilon, self.term, self.tile = options.epsilon, options.term, TILE
         self.temperature = options.temperature or (0.2 if v2 else 1.0)
 
@@ -259,48 +251,38 @@ class QueuedKeys(_WithCopy):
     queue_prefix_lengths: Tensor
     position: Tensor
 
-    def __init__(self, options: Options, setting: Setting) -> None:
-        super().__init__(options, setting)
-        size, dim = options.num_queued, setting.model.feature_dim
-        self.register_buffer("queue", torch.zeros(size, dim, dtype=setting.dtype))
+    def __init__(self, options: Options, inputs: ObjectiveInputs) -> None:
+        super().__init__(options, inputs)
+        size, dim = options.num_queued, inputs.model.feature_dim
+        self.register_buffer("queue", torch.zeros(size, dim, dtype=inputs.dtype))
         for name in ("groups", "sample_ids", "prefix_lengths"):
             self.register_buffer(f"queue_{name}", torch.full((size,), -1))
         self.register_buffer("position", torch.zeros((), dtype=torch.int64))
-        self._new: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+        self._new: tuple[Tensor, Tensor, Tensor, int] | None = None
 
-    def features(self, model: nn.Module, batch: BatchFields) -> dict[str, Tensor]:
-        """The model's features of the first view, and as ``keys`` the copy's of the second."""
-        first, second = batch.views
-        features = model(image=first, text=batch.text, text_features=batch.text_features)
-        prefix_length = torch.full((), batch.prefix_length, device=first.device)
-        return dict(features) | {"keys": self.copy(second), "prefix_length": prefix_length}
-
-    def forward(
-        self,
-        image_features: Tensor,
-        keys: Tensor,
-        prefix_length: Tensor,
-        labels: Tensor,
-        sample_id: Tensor,
-        **unused: Any,
+    def features(
+        self, model: nn.Module, batch: BatchFields, features: Features
     ) -> dict[str, Tensor]:
+        """Adds the model's features of the first view, and as ``keys`` the copy's of the second."""
+        features = encode(model, batch, features, num_views=1)
+        return features | {"keys": self.copy(batch.views[1])}
+
+    def forward(self, features: Features, batch: BatchFields) -> dict[str, Tensor]:
         """Computes this rank's rows of the loss over the global batch.
 
         Args:
-            image_features, keys: [b, D], unit length, of this rank; row i of both is one sample.
-            prefix_length: 0-dimensional int64, length at which this batch's labels are truncated.
-            labels: [b, 1] int64, group of each sample at that length.
-            sample_id: [b] int64.
-            unused: features that other objectives read.
+            features: `image_features` and `keys` [b, D], unit length, of this rank; row i of both
+                is one sample.
+            batch: `labels` [b, 1], group of each sample at `prefix_length`, and `sample_id` [b].
 
         Returns:
             `loss`: mean over this rank's rows of the cross-entropy of the own key among it and the
             negatives in the queue. `rows_without_negatives`: of the global batch, with loss 0 and
             gradient 0; before the queue has keys these are all.
         """
-        keys, groups = keys.detach(), labels[:, 0]
-        self._new = keys, groups, sample_id, prefix_length
-        known = self.queue_prefix_lengths == prefix_length
+        keys, groups, sample_id = features["keys"].detach(), batch.labels[:, 0], batch.sample_id
+        self._new = keys, groups, sample_id, batch.prefix_length
+        known = self.queue_prefix_lengths == batch.prefix_length
         queued = torch.where(known, self.queue_groups, _NO_GROUP)
         pairs = Pairs(
             groups,
@@ -311,7 +293,7 @@ class QueuedKeys(_WithCopy):
             self.tile,
         )
         columns = torch.cat([keys, self.queue])
-        losses, alone = self._row_losses(image_features, columns, pairs)
+        losses, alone = self._row_losses(features["image_features"], columns, pairs)
         return {
             "loss": losses.mean(),
             "rows_without_negatives": collectives.all_reduce_sum(alone.sum()),
@@ -337,46 +319,38 @@ class QueuedKeys(_WithCopy):
 class BatchKeys(_WithCopy):
     """MoCo-v3's loss: each view against the copy's other view of the global batch."""
 
-    def __init__(self, options: Options, setting: Setting) -> None:
-        super().__init__(options, setting)
+    def __init__(self, options: Options, inputs: ObjectiveInputs) -> None:
+        super().__init__(options, inputs)
         self.predictor: nn.Module = nn.Identity()
         if options.predictor:
-            dim = setting.model.feature_dim
-            self.predictor = predictor_of(dim, options.predictor, setting.seed, setting.dtype)
+            dim = inputs.model.feature_dim
+            self.predictor = predictor_of(dim, options.predictor, inputs.seed, inputs.dtype)
 
-    def features(self, model: nn.Module, batch: BatchFields) -> dict[str, Tensor]:
-        """The model's features of both views, and the copy's as ``keys`` and ``keys_1``."""
-        return super().features(model, batch) | self.copy.keys(batch.views)
-
-    def forward(
-        self,
-        image_features: Tensor,
-        image_features_1: Tensor,
-        keys: Tensor,
-        keys_1: Tensor,
-        labels: Tensor,
-        sample_id: Tensor,
-        **unused: Any,
+    def features(
+        self, model: nn.Module, batch: BatchFields, features: Features
     ) -> dict[str, Tensor]:
+        """Adds the model's features of both views, and the copy's as ``keys`` and ``keys_1``."""
+        return encode(model, batch, features) | self.copy.keys(batch.views)
+
+    def forward(self, features: Features, batch: BatchFields) -> dict[str, Tensor]:
         """Computes this rank's rows of the loss over the global batch.
 
         Args:
-            image_features, image_features_1: [b, D], unit length, of this rank's two views.
-            keys, keys_1: [b, D], the copy's features of the same views.
-            labels: [b, 1] int64, group of each sample at the prefix where the mask compares.
-            sample_id: [b] int64.
-            unused: features that other objectives read.
+            features: `image_features` and `image_features_1` [b, D], unit length, of this rank's
+                two views; `keys` and `keys_1` [b, D], the copy's features of the same views.
+            batch: `labels` [b, 1], group of each sample at the prefix where the mask compares, and
+                `sample_id` [b].
 
         Returns:
             `loss`: 2 tau times the sum over both directions of the mean over this rank's rows.
             `rows_without_negatives`: of the global batch, with loss 0 and gradient 0.
         """
-        pairs = Pairs.over_ranks(labels[:, 0], sample_id, self.tile)
-        total = torch.zeros_like(image_features[0, 0])
+        pairs = Pairs.over_ranks(batch.labels[:, 0], batch.sample_id, self.tile)
+        total = torch.zeros_like(features["image_features"][0, 0])
         alone = torch.zeros(())
-        for view, others in ((image_features, keys_1), (image_features_1, keys)):
-            queries = functional.normalize(self.predictor(view), dim=-1)
-            losses, alone = self._row_losses(queries, collectives.gather(others), pairs)
+        for view, others in (("image_features", "keys_1"), ("image_features_1", "keys")):
+            queries = functional.normalize(self.predictor(features[view]), dim=-1)
+            losses, alone = self._row_losses(queries, collectives.gather(features[others]), pairs)
             total = total + losses.mean()
         return {
             "loss": 2.0 * self.temperature * total,

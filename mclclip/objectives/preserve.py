@@ -1,27 +1,40 @@
-"""Preservation of the base: a term that holds features or similarities near those of stage 0.
+"""Preserve: a term that holds features or similarities near those of stage 0.
 
-With V, T the unit features of the images and texts of the global batch, and V', T' those that the
-base has for them:
+With V, T the unit features of the images and texts of the global batch, V', T' those that the base
+has for them, and s the base's logit scale,
 
-``features``      mean of 1 - V_p . V'_p, and of the same of the texts. It preserves coordinates: a
-                  common rotation of all features, which changes no similarity, is punished.
-``similarities``  mean over rows p of KL(softmax_q(s V'_p . T'_q) || softmax_q(s V_p . T_q)), and
-                  over columns, by the base's logit scale s; or V_p . V_q, itself excluded, of
-                  images alone. A rotation of both towers is free. It is learning without forgetting
-                  (Li and Hoiem, 2016) with the captions of the batch for classes. A pair counts
-                  under the mask of MCL's Eq. 3, as in `info_nce`; the own pair always does between
-                  captions, and never between images.
+    features       mean over p of (1 - V_p . V'_p), and the same of the texts
+    similarities   mean over rows p of KL( softmax_q(s V'_p . T'_q) || softmax_q(s V_p . T_q) ), and
+                   the same over columns; of images alone V_p . V_q, where q is not p
 
+``features`` preserves coordinates: a common rotation of all features, which changes no similarity,
+is punished. For ``similarities`` a rotation of both towers is free. A pair counts under the mask of
+MCL's Eq. 3, as in ``info_nce``; the own pair always does between captions, and never between
+images.
+
+Source: Li and Hoiem, "Learning without Forgetting" (2016), with the captions of the batch for
+classes.
+
+Inputs: ``image_features`` and ``text_features`` [b, D] of this rank, unit length; the base's of the
+same samples, ``base_image_features`` and ``base_text_features`` [b, D]; ``labels`` [b, 1] and
+``sample_id`` [b].
+
+Use it in a list beside another objective, where a fine-tuned model must keep what its base knows.
 The base's features come from disk, where ``embed`` stored them for the centre crop and every
 caption, at no cost; or, with ``exact``, from a frozen copy of the model that sees the same crop.
 With the copy, value and gradient are exactly 0 as long as the weights are the base's and the model
 computes in training what it does in evaluation (no dropout, no batch statistics).
+
+Relations: ``train.start_decay`` holds the weights in the place of the outputs, and WiSE-FT averages
+the weights afterwards.
+
+Its slow reference is ``preserved`` in tests/objective_loops.py.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -31,12 +44,14 @@ from torch import Tensor, nn
 
 from mclclip.objectives.base import (
     BatchFields,
+    Features,
     Objective,
+    ObjectiveInputs,
     ObjectiveOptions,
     Reads,
-    Setting,
+    encode,
 )
-from mclclip.objectives.row_losses import TILE, Pairs, divergences, wide
+from mclclip.objectives.row_losses import TILE, Pairs, divergences, to_fp32
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import not_compiled
 from mclclip.util.options import STRICT
@@ -61,7 +76,7 @@ class Options(ObjectiveOptions):
     """Of ``similarities``: both sides' cosines are divided by it (null: by the base's own)."""
     end_factor: NonNegativeFloat = 1.0
     """Factor of the loss at the last step, reached along a straight line from 1 at the first."""
-    num_views: Literal[1, 2] = 1  # type: ignore[misc]
+    num_views: Literal[1, 2] = 1
     """Views of every image, as many as the other terms want; each is held."""
 
     def __post_init__(self) -> None:
@@ -69,23 +84,19 @@ class Options(ObjectiveOptions):
             raise ValueError("temperature belongs to what=similarities: leave it out")
 
     @property
-    def controls(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Those of groups, where pairs are compared."""
-        return ("ungrouped", "random_groups") if self.what == "similarities" else ()
-
-    @property
     def reads(self) -> Reads:
         """Captions between captions, groups where pairs are compared, and stage 0."""
         captions = self.between == "captions"
         base: set[Any] = {"images", "texts"} if captions else {"images"}
         return Reads(
+            views=self.num_views,
             captions=captions,
             groups=self.what == "similarities",
             base=frozenset({"model"} if self.exact else base),
         )
 
-    def build(self, setting: Setting) -> Objective:
-        """The loss; ``setting.model`` has the base's weights.
+    def build(self, inputs: ObjectiveInputs) -> Objective:
+        """The loss; ``inputs.model`` has the base's weights.
 
         Raises ValueError where the base has no logit scale and ``temperature`` is null.
         """
@@ -93,13 +104,13 @@ class Options(ObjectiveOptions):
         if self.temperature is not None:
             scale = 1.0 / self.temperature
         elif self.what == "similarities":
-            if (of_base := setting.model().get("logit_scale")) is None:
+            if (of_base := inputs.model().get("logit_scale")) is None:
                 raise ValueError(
                     "objective.kind=preserve: temperature=null takes the logit scale of the base, "
                     "which has none: set temperature to a number, such as 0.1"
                 )
-            scale = 1.0 if setting.shapes_only else float(of_base.detach())
-        return Preserve(self, scale, setting.model if self.exact else None)
+            scale = 1.0 if inputs.shapes_only else float(of_base.detach())
+        return Preserve(self, scale, inputs.model if self.exact else None)
 
 
 class Preserve(Objective):
@@ -134,25 +145,28 @@ class Preserve(Objective):
         self.factor = 1.0 + (self.end_factor - 1.0) * step / max(total - 1, 1)
 
     @not_compiled
-    def added_features(self, model: nn.Module, batch: BatchFields) -> dict[str, Tensor]:
-        """The copy's features of the same crops and texts, as ``copied_image_features`` and so on;
-        none where they come from disk."""
-        (copied,) = self._copy
+    def features(
+        self, model: nn.Module, batch: BatchFields, features: Features
+    ) -> dict[str, Tensor]:
+        """Adds the copy's features of the same crops and texts, as ``copied_image_features`` and so
+        on; none where they come from disk."""
+        features, (copied,) = super().features(model, batch, features), self._copy
         if copied is None:
-            return {}
+            return features
         copied.first_block = model.first_block  # rows of the trunk's cache may stand for images
         with torch.no_grad():
-            found = self.features(copied, batch)
-        return {f"copied_{name}": found[name] for names in self.names for name in names}
+            of_base = encode(copied, batch, {})
+        every = [name for names in self.names for name in names]
+        return features | {f"copied_{name}": of_base[name] for name in every}
 
-    def forward(self, **features: Any) -> dict[str, Tensor]:
+    def forward(self, features: Features, batch: BatchFields) -> dict[str, Tensor]:
         """Computes this rank's rows of the distance over the global batch.
 
         Args:
-            features: those in ``names``, [b, D], unit length, of this rank, and the base's of the
-                same samples: ``copied_NAME``, or ``base_image_features`` of every view and
-                ``base_text_features``. ``labels`` [b, 1] int64, group of each sample, and
-                ``sample_id`` [b] int64. Others are ignored.
+            features: those in ``names``, [b, D], unit length, of this rank, and with a copy its
+                features of the same samples, ``copied_NAME``.
+            batch: `labels` [b, 1], group of each sample, and `sample_id` [b]; without a copy the
+                extras ``base_image_features``, of every view, and ``base_text_features``.
 
         Returns:
             `loss`: mean over the views and this rank's rows, times the factor of the step,
@@ -162,8 +176,8 @@ class Preserve(Objective):
         The arithmetic is fp32 (float64 for float64 features), under autocast too. Raises ValueError
         for features that are not there or do not fit.
         """
-        every = self._pairs_of_sides(features)
-        marks = features["labels"][:, 0], features["sample_id"]
+        every = self._pairs_of_sides({**batch.extras, **features})
+        marks = batch.labels[:, 0], batch.sample_id
         distances = [self.distance(own, base, *marks) for own, base in every]
         (images, *_), (base_images, *_) = every[0]
         return {
@@ -171,10 +185,11 @@ class Preserve(Objective):
             "base_cosine": (images.detach() * base_images).sum(dim=1).mean(),
         }
 
-    def chance(self, given: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
-        """The distance where all features are alike: of features, the vector that is nearest."""
-        marks, distances = (given["labels"][:, 0], given["sample_id"]), []
-        for _, base in self._pairs_of_sides(given):
+    def chance(self, features: Features, batch: BatchFields, parts: Features) -> Tensor:
+        """Returns the distance where all features are alike: of features, the vector that is
+        nearest."""
+        marks, distances = (batch.labels[:, 0], batch.sample_id), []
+        for _, base in self._pairs_of_sides({**batch.extras, **features}):
             if self.what == "similarities":
                 alike = [side.new_ones(len(side), 1) for side in base]
                 distances.append(self.distance(alike, base, *marks))
@@ -189,7 +204,7 @@ class Preserve(Objective):
     def _scheduled(self, distance: Tensor) -> Tensor:
         return distance * self.factor
 
-    def _pairs_of_sides(self, given: Mapping[str, Any]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    def _pairs_of_sides(self, given: Features) -> list[tuple[list[Tensor], list[Tensor]]]:
         """The model's features and the base's, of each view; ValueError where they do not fit."""
         stored = {"image_features_1": "image_features"}  # one embedding for all views
         found = []
@@ -203,7 +218,7 @@ class Preserve(Objective):
                     f"objective.kind=preserve reads {', '.join(missing)}, and was given "
                     f"{', '.join(sorted(name for name, x in given.items() if x is not None))}"
                 )
-            own = [wide(given[name]) for name in names]
+            own = [to_fp32(given[name]) for name in names]
             base = [given[n].detach().to(o.dtype) for n, o in zip(of_base, own, strict=True)]
             for name, one, other in zip(of_base, own, base, strict=True):
                 if one.ndim != 2 or one.shape != other.shape:

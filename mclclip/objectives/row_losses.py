@@ -10,9 +10,9 @@ it is one of equal ids and masked like every repeated sample. A row without nega
 loss 0 and gradient 0 exactly.
 
 Losses that weigh their negatives otherwise are made of the negatives' log-sum-exp alone
-(``log_sums``), of their number (``count_kept``) and of sums of keys (``sum_kept``). The same three
-are over other columns than negatives where ``Pairs.kept`` says so. ``divergences`` compares the
-rows' softmaxes with those of another matrix.
+(``log_sums``), of their number (``count_columns``) and of sums of keys (``sum_columns``). The same
+three are over other columns than negatives where ``Pairs.columns`` says so. ``divergences``
+compares the rows' softmaxes with those of another matrix.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def choose_no_autocast(device: torch.device) -> torch.autocast:
 
 
 TILE = 2048
-Kept = Literal["negatives", "equal", "others"]
+Columns = Literal["negatives", "equal", "others"]
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Pairs:
     each of ``digests`` and ``all_digests``. ``tile`` is how many rows and columns are computed at a
     time.
 
-    ``kept`` has other columns of the row's group, its own pair excepted, take the place of the
-    negatives: those that are ``equal`` to it, by their sample or by a digest, or all ``others``.
+    ``columns`` says which columns of its group a row counts: its ``negatives``, or without its own
+    pair those that are ``equal`` to it, by their sample or by a digest, or all ``others``.
     """
 
     groups: Tensor
@@ -62,7 +62,7 @@ class Pairs:
     all_classes: Tensor | None = None
     digests: tuple[Tensor, ...] = ()
     all_digests: tuple[Tensor, ...] = ()
-    kept: Kept = "negatives"
+    columns: Columns = "negatives"
 
     @classmethod
     def over_ranks(
@@ -90,8 +90,8 @@ class Pairs:
         """[b]: the products of the rows' queries and their own keys."""
         return (queries * self.own(keys)).sum(dim=1)
 
-    def same_class(self) -> Pairs:
-        """The pairs whose "negatives" are the columns of a row's class but for its own sample."""
+    def positives_of_class(self) -> Pairs:
+        """Returns pairs whose "negatives" are the columns of a row's class but its own sample."""
         assert self.classes is not None and self.all_classes is not None
         num = self.all_classes.max() + 1
         groups, all_groups = (
@@ -103,12 +103,12 @@ class Pairs:
     def masked(self, rows: slice, columns: slice) -> Tensor:
         """Bool [r, c]: True where the column must be left out of the row's sum."""
         excluded = self.groups[rows, None] != self.all_groups[columns]
-        if self.kept != "others":
+        if self.columns != "others":
             equal = self.sample_id[rows, None] == self.all_sample_ids[columns]
             for own, every in zip(self.digests, self.all_digests, strict=True):
                 equal |= own[rows, None] == every[columns]
-            excluded |= equal if self.kept == "negatives" else equal.logical_not_()
-        if self.kept != "negatives":  # there the own pair is one of equal samples
+            excluded |= equal if self.columns == "negatives" else equal.logical_not_()
+        if self.columns != "negatives":  # there the own pair is one of equal samples
             excluded.diagonal(rows.start + self.first - columns.start).fill_(True)
         return excluded
 
@@ -151,15 +151,15 @@ def log_sums(
 
 
 @not_compiled
-def sum_kept(keys: Tensor, pairs: Pairs) -> Tensor:
-    """The sum of the keys that each row keeps, [b, D], differentiable once in ``keys``."""
-    sums: Tensor = _SumKept.apply(keys, pairs)  # type: ignore[no-untyped-call]
+def sum_columns(keys: Tensor, pairs: Pairs) -> Tensor:
+    """Returns the sum of the keys that each row counts, [b, D], differentiable once in ``keys``."""
+    sums: Tensor = _SumColumns.apply(keys, pairs)  # type: ignore[no-untyped-call]
     return sums
 
 
 @not_compiled
-def count_kept(pairs: Pairs) -> Tensor:
-    """How many columns each row keeps: negatives, or those of ``pairs.kept``; int64 [b]."""
+def count_columns(pairs: Pairs) -> Tensor:
+    """Returns how many columns each row counts, as ``pairs.columns`` says; int64 [b]."""
     counts = torch.zeros_like(pairs.sample_id)
     for rows, columns in pairs.tiles():
         counts[rows] += (~pairs.masked(rows, columns)).sum(dim=1)
@@ -254,12 +254,12 @@ def _pulled(
     return grad_queries, grad_keys
 
 
-def wide(features: Tensor) -> Tensor:
-    """The features in fp32, or in float64 where they are."""
+def to_fp32(features: Tensor) -> Tensor:
+    """Returns the features in fp32, or in float64 where they are."""
     return features if features.dtype == torch.float64 else features.float()
 
 
-def excess(log_sums: Tensor, positives: Tensor | float = 0.0) -> Tensor:
+def softplus_of_difference(log_sums: Tensor, positives: Tensor | float = 0.0) -> Tensor:
     """log(1 + exp(log_sums - positives)), exact for large differences too, where torch's softplus
     is not.
 
@@ -356,8 +356,8 @@ class _LogSums(torch.autograd.Function):
         return grad_queries, grad_keys, None, None
 
 
-class _SumKept(torch.autograd.Function):
-    """See ``sum_kept``."""
+class _SumColumns(torch.autograd.Function):
+    """See ``sum_columns``."""
 
     @staticmethod
     def forward(ctx: Any, keys: Tensor, pairs: Pairs) -> Tensor:
@@ -375,9 +375,9 @@ class _SumKept(torch.autograd.Function):
         grad_keys = grad.new_zeros(len(pairs.all_groups), grad.shape[1])
         with choose_no_autocast(grad.device):
             for rows, columns in pairs.tiles():
-                kept = (~pairs.masked(rows, columns)).to(grad)
-                grad_keys[columns].addmm_(kept.T, grad[rows])
-                del kept  # before the next one is made
+                counted = (~pairs.masked(rows, columns)).to(grad)
+                grad_keys[columns].addmm_(counted.T, grad[rows])
+                del counted  # before the next one is made
         return grad_keys, None
 
 

@@ -1,7 +1,6 @@
-"""SigLIP's pairwise sigmoid loss (Zhai, Mustafa, Kolesnikov and Beyer, 2023), with groups.
+"""SigLIP's loss: each pair of image and text is asked by itself whether the two belong together.
 
-Every pair of an image and a text is a binary question of its own: do they belong together? With
-cosines c, scale t and bias b, z = 1 for a sample's own pair and -1 for others (Eq. 1):
+With cosines c, the scale t and the bias b, and z = 1 for a sample's own pair and -1 for others,
 
     loss = 1 / B  *  sum over pairs (i, j) that count of  log(1 + exp(-z_ij (t c_ij + b)))
 
@@ -10,33 +9,51 @@ by pair: a pair of two samples counts where their groups are equal and the sampl
 global batch whatever is masked, as in the paper. Pairs with an equal caption or picture may be
 masked too, or have z = 1 (``equal_captions``).
 
-Ranks need not hold each other's texts all at once (section 3.3 of the paper, "Efficient chunked
-implementation"): each computes its images against its own texts, hands the texts to the next rank
-and takes those of the rank before, until all have been everywhere. Here the gradient of the texts
-is added up on the way and is complete when they are home again. Within a chunk the matrix is
-computed in tiles, so that memory is linear in the local batch.
+Source: Zhai, Mustafa, Kolesnikov and Beyer, "Sigmoid Loss for Language Image Pre-Training" (2023),
+Eq. 1 and section 3.3.
+
+Inputs: ``image_features`` and ``text_features`` (``between: views``: ``image_features_1``) [b, D]
+of this rank, unit length; ``labels`` [b, 1] and ``sample_id`` [b]; the model's ``logit_scale`` and
+``logit_bias``, or parameters of its own.
+
+Use it for models that were trained by it, such as SigLIP's, and where batches are small or
+captions repeat: a false negative costs its own pair and no row.
+
+Relations: ``info_nce`` asks which of all texts is the image's, by a softmax over the row. Here no
+rank holds all texts at once ("Efficient chunked implementation"): each computes its images against
+its own texts, hands the texts to the next rank and takes those of the rank before, until all have
+been everywhere. The gradient of the texts is added up on the way and is complete when they are home
+again. Within a chunk the matrix is computed in tiles: memory is linear in the local batch.
+
+Its slow reference is ``sigmoid`` in tests/objective_loops.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mclclip.objectives.base import Objective, ObjectiveOptions, Reads, Setting
+from mclclip.objectives.base import (
+    BatchFields,
+    Features,
+    Objective,
+    ObjectiveInputs,
+    ObjectiveOptions,
+    Reads,
+)
 from mclclip.objectives.contrast import DIGESTS, EqualCaptions, check_equal_captions, count_equal
 from mclclip.objectives.row_losses import (
     TILE,
     Pairs,
     Tiles,
     choose_no_autocast,
-    count_kept,
+    count_columns,
     refuse_second_derivative,
 )
 from mclclip.ranks import collectives
@@ -65,20 +82,14 @@ class Options(ObjectiveOptions):
     def __post_init__(self) -> None:
         check_equal_captions(self.equal_captions, self.between)
 
-    controls: ClassVar[tuple[str, ...]] = ("ungrouped", "random_groups")
-
-    @property
-    def num_views(self) -> int:  # type: ignore[override]
-        """Two between views."""
-        return 2 if self.between == "views" else 1
-
     @property
     def reads(self) -> Reads:
-        """Groups of samples with one pseudo label; captions, logit scale and bias, or none; digests
-        where equal captions are no negatives."""
+        """Returns groups of samples with one pseudo label; two views, or captions with logit scale
+        and bias; digests where equal captions are no negatives."""
         captions = self.between == "captions"
         digests = self.equal_captions != "negatives"
         return Reads(
+            views=1 if captions else 2,
             captions=captions,
             logit_scale=captions,
             logit_bias=captions,
@@ -86,13 +97,13 @@ class Options(ObjectiveOptions):
             digests=digests,
         )
 
-    def build(self, setting: Setting) -> Objective:
+    def build(self, inputs: ObjectiveInputs) -> Objective:
         """The loss, with the scale and bias that the model does not have."""
         if self.between == "views":
             other = "image_features_1"
-            return Sigmoid(other, own_scale=True, own_bias=True, dtype=setting.dtype)
-        own_bias = not setting.model.has_logit_bias
-        return Sigmoid(own_bias=own_bias, equal_captions=self.equal_captions, dtype=setting.dtype)
+            return Sigmoid(other, own_scale=True, own_bias=True, dtype=inputs.dtype)
+        own_bias = not inputs.model.has_logit_bias
+        return Sigmoid(own_bias=own_bias, equal_captions=self.equal_captions, dtype=inputs.dtype)
 
 
 class Sigmoid(Objective):
@@ -116,24 +127,22 @@ class Sigmoid(Objective):
     ) -> None:
         super().__init__()
         self.other, self.tile, self.equal_captions = other, tile, equal_captions
-        self.counterparts = ("image_features", other)
         start_scale = torch.full((1,), math.log(_START_SCALE), dtype=dtype)
         self.log_scale = nn.Parameter(start_scale) if own_scale else None
         start_bias = torch.full((1,), _START_BIAS, dtype=dtype)
         self.bias = nn.Parameter(start_bias) if own_bias else None
 
-    def forward(
-        self, image_features: Tensor, labels: Tensor, sample_id: Tensor, **features: Tensor
-    ) -> dict[str, Tensor]:
+    def forward(self, features: Features, batch: BatchFields) -> dict[str, Tensor]:
         """Computes this rank's rows of the loss over the global batch.
 
         Args:
-            image_features: [b, D], unit length, of this rank; all ranks have the same b.
-            labels: [b, 1] int64, group of each sample at the prefix where the mask compares.
-            sample_id: [b] int64; equal ids are one sample, whose pairs but the own do not count.
-            features: the other features [b, D], and the model's ``logit_scale`` (exponentiated)
-                and ``logit_bias`` where they are not the objective's; ``caption_digest`` and
-                ``picture_digest`` [b] int64 where equal captions are no negatives.
+            features: `image_features` and the others [b, D], unit length, of this rank; all ranks
+                have the same b. The model's `logit_scale` (exponentiated) and `logit_bias` where
+                they are not the objective's.
+            batch: `labels` [b, 1], group of each sample at the prefix where the mask compares;
+                `sample_id` [b], of which equal ones are one sample, whose pairs but the own do not
+                count; the extras `caption_digest` and `picture_digest` [b] int64 where equal
+                captions are no negatives.
 
         Returns:
             `loss`: sum over this rank's images and the texts of all ranks, divided by b. Its mean
@@ -144,7 +153,7 @@ class Sigmoid(Objective):
 
         Raises ValueError for features that do not fit.
         """
-        others = features[self.other]
+        image_features, others = features["image_features"], features[self.other]
         if image_features.ndim != 2 or image_features.shape != others.shape:
             raise ValueError(
                 f"image_features {tuple(image_features.shape)} and {self.other} "
@@ -152,33 +161,34 @@ class Sigmoid(Objective):
             )
         scale = features["logit_scale"] if self.log_scale is None else self.log_scale[0].exp()
         bias = features["logit_bias"] if self.bias is None else self.bias[0]
-        pairs = self._pairs(labels, sample_id, features)
+        pairs = self._pairs(batch)
         positives = self.equal_captions == "positives"
         total, alone = sigmoid_sums(image_features, others, scale, bias, pairs, positives)
         return {
-            "loss": total / len(labels),
+            "loss": total / len(image_features),
             "rows_without_negatives": collectives.all_reduce_sum(alone.sum()),
             **(count_equal(pairs) if pairs.digests else {}),
             "logit_scale": scale,
             "logit_bias": bias.detach().clone(),  # FSDP frees what a view of a parameter shows
         }
 
-    def chance(self, given: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Tensor:
-        """The least loss of one logit for all pairs: that of a probability of k in n, for the n
-        texts that an image is compared with, of which k belong to it (1 but for equal captions)."""
-        pairs = self._pairs(given["labels"], given["sample_id"], given)
-        negatives, own = count_kept(pairs).double(), torch.ones((), dtype=torch.float64)
+    def chance(self, features: Features, batch: BatchFields, parts: Features) -> Tensor:
+        """Returns the least loss of one logit for all pairs: that of a probability of k in n, for
+        the n texts that an image is compared with, of which k belong to it (1 but for equal
+        captions)."""
+        pairs = self._pairs(batch)
+        negatives, own = count_columns(pairs).double(), torch.ones((), dtype=torch.float64)
         if self.equal_captions == "positives":
-            own = own + count_kept(replace(pairs, kept="equal"))
+            own = own + count_columns(replace(pairs, columns="equal"))
         num = negatives + own
         losses: Tensor = torch.xlogy(num, num) - torch.xlogy(negatives, negatives)
         return (losses - torch.xlogy(own, own)).mean()
 
-    def _pairs(self, labels: Tensor, sample_id: Tensor, given: Mapping[str, Any]) -> Pairs:
-        """This rank's rows among the columns of all ranks."""
+    def _pairs(self, batch: BatchFields) -> Pairs:
+        """Returns this rank's rows among the columns of all ranks."""
         reads_digests = self.equal_captions != "negatives"
-        own = tuple(given[name] for name in DIGESTS) if reads_digests else ()
-        return Pairs.over_ranks(labels[:, 0], sample_id, self.tile, own)
+        digests = tuple(batch.extras[name] for name in DIGESTS) if reads_digests else ()
+        return Pairs.over_ranks(batch.labels[:, 0], batch.sample_id, self.tile, digests)
 
 
 # A compiler would unroll the loop over tiles.
@@ -271,7 +281,7 @@ def _around_the_ring(
         )
         sums.add_pairs(*here, chunk)
         if positives:
-            sums.add_pairs(*here, replace(chunk, kept="equal"), z=1.0)
+            sums.add_pairs(*here, replace(chunk, columns="equal"), z=1.0)
         if need_grad or hop < world - 1:
             travelling = collectives.shift(travelling)
     return travelling[1] if need_grad else None

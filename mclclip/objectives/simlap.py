@@ -1,8 +1,23 @@
-"""SimLAP: contrastive learning in which samples of any two classes may be a positive pair.
+"""SimLAP: samples of any two classes may be a positive pair, in dimensions that the two share.
 
-Source: Wu et al., "Rethinking Positive Pairs in Contrastive Learning" (2024). A sample of class y1
-is paired with a class y2 of the batch; samples of y2 are its positives, those of neither class its
-negatives, all seen through gates that a label filter makes of (y1, y2).
+A sample of class y1 is paired with a class y2 of the batch. Its positives k are the samples of y2,
+its negatives q those of neither class, all seen through gates g(y1, y2) in (0, 1)^D that a label
+filter makes. With the cosine c of gated features z * g, the temperature tau and the P positives,
+
+    L = 1/P sum over k of -log( exp(c_k / tau) / (exp(c_k / tau) + sum over q of exp(c_q / tau)) )
+
+Source: Wu et al., "Rethinking Positive Pairs in Contrastive Learning" (2024), Eq. 1 to 5, Table 5c.
+
+Inputs: ``image_features`` and ``image_features_1`` [b, D] of this rank, two views of an image;
+``classes`` [b, 1] int64; ``labels`` [b, 1] and ``sample_id`` [b]; with a momentum copy ``keys`` and
+``keys_1`` [b, D]. Captions are not read.
+
+Use it where images have classes, by an ``attribute`` or by clusters, and the samples of two classes
+have something in common. Keep the layer norm, without which the paper's training diverges.
+
+Relations: ``supcon`` pairs samples of one class in all dimensions. ``gates: open`` is our reading
+of Fig. 8's SupCon with pairs of other classes: the same pairs and the same loss in all dimensions
+(SupCon itself has all positives of a row in its denominator). ``momentum`` is SimLAP-MoCo.
 
 Where the paper is silent or contradicts itself:
 
@@ -17,14 +32,14 @@ Where the paper is silent or contradicts itself:
   their mean. A row whose class y2 has no other sample is left out of the mean.
 - ``score=code`` is the score of the authors' code: features of unit length, both gated, are
   multiplied, and not brought to unit length again.
-- ``gates=open`` is our reading of Fig. 8's SupCon with pairs of other classes: the same pairs and
-  the same loss in all dimensions. SupCon itself has all positives of a row in its denominator.
+
+Its slow reference is ``simlap`` in tests/objective_loops.py.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -36,11 +51,11 @@ from torch.nn import functional
 from mclclip.objectives.base import (
     BatchFields,
     Classes,
-    Facts,
+    Features,
     Objective,
+    ObjectiveInputs,
     ObjectiveOptions,
     Reads,
-    Setting,
 )
 from mclclip.objectives.contrast import AnyTemperature, Temperature
 from mclclip.objectives.gated_pairs import (
@@ -56,8 +71,8 @@ from mclclip.objectives.gated_pairs import (
     normed,
     pair_losses,
 )
-from mclclip.objectives.moco import MomentumCopy, check_engine
-from mclclip.objectives.row_losses import wide
+from mclclip.objectives.moco import MomentumCopy
+from mclclip.objectives.row_losses import to_fp32
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import to_device
 from mclclip.util.options import STRICT, Share
@@ -112,9 +127,6 @@ class Options(ObjectiveOptions):
     hidden_dim: PositiveInt = 1024
     """Width of the label filter's hidden layer."""
 
-    num_views: ClassVar[int] = 2
-    starts_anew: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         if self.class_means is not None and not self._reads_means:
             raise ValueError(
@@ -144,24 +156,21 @@ class Options(ObjectiveOptions):
 
     @property
     def reads(self) -> Reads:
-        """A class per sample, and groups where they are asked for."""
+        """Returns a class per sample, groups where they are set, and the weights that a copy
+        follows."""
         clusters = 1 if self.attribute is None else 0
         return Reads(
+            views=2,
+            weights=self.momentum is not None,
             logit_scale=self.temperature is None,
             groups=self.groups,
             clusters=clusters,
             attribute=self.attribute,
         )
 
-    def check(self, facts: Facts) -> None:
-        """Raises ValueError where the engine cannot carry the momentum copy."""
-        super().check(facts)
-        if self.momentum is not None:
-            check_engine(facts)
-
-    def build(self, setting: Setting) -> Objective:
+    def build(self, inputs: ObjectiveInputs) -> Objective:
         """The loss with a new label filter, alike on all ranks."""
-        return (SimLAP if self.momentum is None else MomentumSimLAP)(self, setting)
+        return (SimLAP if self.momentum is None else MomentumSimLAP)(self, inputs)
 
     def new_filter(
         self, num_classes: int, dim: int, dtype: torch.dtype, seed: int = 0
@@ -206,15 +215,15 @@ class SimLAP(Objective):
     and the errors of ``Options.means_of``.
     """
 
-    def __init__(self, options: Options, setting: Setting) -> None:
+    def __init__(self, options: Options, inputs: ObjectiveInputs) -> None:
         super().__init__()
-        assert setting.classes is not None
-        num_classes, dim = setting.classes.num_classes, setting.model.feature_dim
-        self.filter = options.new_filter(num_classes, dim, setting.dtype, setting.seed)
-        self.norm = nn.LayerNorm(dim, dtype=setting.dtype) if options.norm == "layer" else None
+        assert inputs.classes is not None
+        num_classes, dim = inputs.classes.num_classes, inputs.model.feature_dim
+        self.filter = options.new_filter(num_classes, dim, inputs.dtype, inputs.seed)
+        self.norm = nn.LayerNorm(dim, dtype=inputs.dtype) if options.norm == "layer" else None
         self.pairs, self.score, self.tile = options.pairs, options.score, _TILE
         self.penalty, self.penalty_weight = options.penalty, options.penalty_weight
-        self.seed, self.step = setting.seed, 0
+        self.seed, self.step = inputs.seed, 0
         self.num_closest = num_closest = options.num_closest
         if self.pairs == "n_closest" and num_closest >= num_classes:
             raise ValueError(
@@ -222,50 +231,39 @@ class SimLAP(Objective):
                 f"{num_classes - 1}"
             )
         self._closest: Tensor | None = None
-        means = None if setting.shapes_only else options.means_of(setting.classes)
+        means = None if inputs.shapes_only else options.means_of(inputs.classes)
         if means is not None:
             self._closest = closest_classes(means, torch.arange(num_classes), num_closest)
-        self.temperature = Temperature(options.temperature, setting.dtype)
+        self.temperature = Temperature(options.temperature, inputs.dtype)
 
     def begin(self, step: int, total: int, epoch: float) -> None:
         """Takes note of the step, on which the draw of pairs depends; moves the temperature."""
         self.step = step
         super().begin(step, total, epoch)
 
-    def forward(
-        self,
-        image_features: Tensor,
-        labels: Tensor,
-        sample_id: Tensor,
-        classes: Tensor,
-        image_features_1: Tensor | None = None,
-        keys: Tensor | None = None,
-        keys_1: Tensor | None = None,
-        logit_scale: Tensor | None = None,
-        **unused: Any,
-    ) -> dict[str, Tensor]:
+    def forward(self, features: Features, batch: BatchFields) -> dict[str, Tensor]:
         """Computes this rank's rows of the loss over the global batch.
 
         Args:
-            image_features, image_features_1: [b, D] of this rank, the first and second view.
-            labels: [b, 1] int64, groups, which are compared within.
-            sample_id: [b] int64; equal ids are one sample, never each other's positives.
-            classes: [b, 1] int64, 0 or more.
-            keys, keys_1: [b, D], a momentum copy's features of the first and the second view. With
+            features: `image_features` and `image_features_1` [b, D] of this rank, the first and the
+                second view. `keys` and `keys_1` [b, D], a momentum copy's features of them: with
                 both, each view is compared with the copy's other one, without gradient through the
-                copy, as in MoCo v3. ``keys`` alone (MoCo v2's) are those of the second view, and
+                copy, as in MoCo v3. `keys` alone (MoCo v2's) are those of the second view, and
                 only the first view's rows count. Without them each view is compared with the other.
-            logit_scale: 0-dimensional, where the temperature is the model's.
-            unused: features that other objectives read.
+                `logit_scale`: 0-dimensional, where the temperature is the model's.
+            batch: `labels` [b, 1], groups, which are compared within; `sample_id` [b], of which
+                equal ones are one sample, never each other's positives; `classes` [b, 1], 0 or
+                more.
 
         Returns:
             `loss`, whose mean over the ranks is the global loss. `rows_without_positives`, samples
             of the global batch that are left out; `rows_without_negatives`, others of loss 0.
             `open_gates`, share above a half; `temperature`; with a penalty, `gate_penalty`.
         """
-        views = self._views(image_features, image_features_1, classes, keys, keys_1)
-        scale = self.temperature.scale(views[0][0], logit_scale)
-        pairs = self._pairs(classes[:, 0], labels[:, 0], sample_id)
+        assert batch.classes is not None
+        views = self._views(features, batch.classes)
+        scale = self.temperature.scale(views[0][0], features.get("logit_scale"))
+        pairs = self._pairs(batch.classes[:, 0], batch.labels[:, 0], batch.sample_id)
         # Rows without a partner are left out.
         gates = self.filter(pairs.labels, pairs.partners.clamp_min(0))
         by_view = [self._losses(scale, rows, gates, others, pairs) for rows, others in views]
@@ -287,27 +285,23 @@ class SimLAP(Objective):
             parts["loss"] = parts["loss"] + self.penalty_weight * parts["gate_penalty"]
         return parts
 
-    def _views(
-        self,
-        first: Tensor,
-        second: Tensor | None,
-        classes: Tensor,
-        keys: Tensor | None,
-        keys_1: Tensor | None,
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of rows [b, D] and their candidates [B, D]; ValueError for what is missing."""
+    def _views(self, features: Features, classes: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Returns pairs of rows [b, D] and their candidates [B, D]; ValueError for what is
+        missing."""
+        first, second = features["image_features"], features.get("image_features_1")
+        keys, keys_1 = features.get("keys"), features.get("keys_1")
         if tuple(classes.shape) != (len(first), 1):
             raise ValueError(f"classes {tuple(classes.shape)} must be [{len(first)}, 1]")
         if second is None and (keys is None or keys_1 is not None):
             raise ValueError("simlap compares two views of an image, and image_features_1 is none")
 
-        rows = [normed(wide(view), self.norm) for view in (first, second) if view is not None]
+        rows = [normed(to_fp32(view), self.norm) for view in (first, second) if view is not None]
         if keys is None:
             every = [collectives.gather_with_grad(view) for view in rows]
             return [(rows[0], every[1]), (rows[1], every[0])]
         # The first view's rows are compared with the copy's second view, and the other way round.
         copies = [view for view in (keys_1, keys) if view is not None]
-        candidates = [collectives.gather(normed(wide(view), self.norm)) for view in copies]
+        candidates = [collectives.gather(normed(to_fp32(view), self.norm)) for view in copies]
         return list(zip(rows, candidates, strict=False))
 
     def _pairs(self, own: Tensor, groups: Tensor, ids: Tensor) -> ClassPairs:
@@ -359,11 +353,13 @@ class SimLAP(Objective):
 class MomentumSimLAP(SimLAP):
     """SimLAP whose candidates are a momentum copy's features of the other view (SimLAP-MoCo)."""
 
-    def __init__(self, options: Options, setting: Setting) -> None:
-        super().__init__(options, setting)
+    def __init__(self, options: Options, inputs: ObjectiveInputs) -> None:
+        super().__init__(options, inputs)
         assert options.momentum is not None
-        self.copy = MomentumCopy(setting.model, options.momentum, "cosine")
+        self.copy = MomentumCopy(inputs.model, options.momentum, "cosine")
 
-    def features(self, model: nn.Module, batch: BatchFields) -> dict[str, Tensor]:
-        """The model's features of both views, and the copy's as ``keys`` and ``keys_1``."""
-        return super().features(model, batch) | self.copy.keys(batch.views)
+    def features(
+        self, model: nn.Module, batch: BatchFields, features: Features
+    ) -> dict[str, Tensor]:
+        """Adds the model's features of both views, and the copy's as ``keys`` and ``keys_1``."""
+        return super().features(model, batch, features) | self.copy.keys(batch.views)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 
 GIB = 2**30
@@ -11,9 +10,6 @@ GIB = 2**30
 PEAK_TFLOPS, SHARE = 312.0, 0.3
 # The smallest and the largest share that was measured or published (docs/pages/evidence/cost.md).
 SHARES = 0.06, 0.42
-# Pictures of CC12M that one core decodes and crops in a second, measured; and the cores that a GPU
-# of another machine is taken to have.
-DECODED_PER_S, CORES_PER_GPU = 282.0, 16
 _MOST = 100_000  # nodes, and GPUs of one
 # Peak of other formats, as a share of that of bf16: an A100's, without TF32.
 PEAK_OF = {"bf16": 1.0, "fp16": 1.0, "fp32": 1 / 16, "float64": 1 / 32}
@@ -52,13 +48,6 @@ class Machine:
         """One process per GPU."""
         return self.nodes * self.gpus_per_node
 
-    @property
-    def cores_per_gpu(self) -> int:
-        """Cores of this machine for each GPU; assumed of one elsewhere."""
-        if self.elsewhere:
-            return CORES_PER_GPU
-        return max(len(os.sched_getaffinity(0)) // self.gpus_per_node, 1)
-
 
 @dataclass(frozen=True)
 class Speed:
@@ -87,8 +76,7 @@ class Speed:
         peak = PEAK_TFLOPS if self.peak_tflops is None and not on_cpu else self.peak_tflops
         return replace(self, peak_tflops=peak, share=SHARE if self.share is None else self.share)
 
-    def seconds(self, operations: float, precision: str) -> float | None:
-        """Time for operations in this number format at peak x share; None without a peak."""
-        if self.peak_tflops is None or self.share is None:
-            return None
+    def seconds(self, operations: float, precision: str) -> float:
+        """Time for operations in this number format at peak x share; settled, with a peak."""
+        assert self.peak_tflops is not None and self.share is not None
         return operations / (1e12 * self.peak_tflops * self.share * PEAK_OF[precision])

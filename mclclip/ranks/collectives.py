@@ -1,5 +1,5 @@
 """Collectives, each of which is the identity for one process, and the interface of parameters that
-engines do not reduce (``OutsideParameters``)."""
+engines do not reduce (``UnwrappedParameters``)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from mclclip.ranks.process_group import limit
 
 T = TypeVar("T")
 _LONGEST_PAUSE_S = 0.2
+_alone: list[bool] = []  # holds an entry while this rank does the work of ``on_main``
 # torch 2.13 renamed reduce_scatter_tensor to reduce_scatter_single, and warns of the old name.
 _reduce_scatter: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
@@ -32,7 +33,7 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-class _GatherWithGrad(torch.autograd.Function):
+class GatherWithGrad(torch.autograd.Function):
     """All-gather whose backward sums every rank's gradient back to the owner of the rows."""
 
     @staticmethod
@@ -69,7 +70,7 @@ def gather_with_grad(x: Tensor) -> Tensor:
     """
     if world_size() == 1:
         return x
-    gathered: Tensor = _GatherWithGrad.apply(x)  # type: ignore[no-untyped-call]
+    gathered: Tensor = GatherWithGrad.apply(x)  # type: ignore[no-untyped-call]
     return gathered
 
 
@@ -220,14 +221,25 @@ def together(work: Callable[[], T], what: str = "") -> T:
 
 
 def on_main(work: Callable[[], T]) -> T:
-    """Runs ``work`` on rank 0 only; every rank gets its (picklable) result or its error."""
-    if world_size() == 1:
+    """Runs ``work`` on rank 0 only; every rank gets its (picklable) result or its error.
+
+    Within such work it is a plain call, since the other ranks wait for the end of the whole.
+    """
+    if world_size() == 1 or _alone:
         return work()
-    result = together(lambda: work() if rank() == 0 else None)
+
+    def alone() -> T:
+        _alone.append(True)
+        try:
+            return work()
+        finally:
+            _alone.pop()
+
+    result = together(lambda: alone() if rank() == 0 else None)
     return broadcast_object(result)  # type: ignore[return-value]
 
 
-class OutsideParameters(Protocol):
+class UnwrappedParameters(Protocol):
     """Parameters that are trained together with a module that an engine wraps, but not wrapped.
 
     Their gradients are not averaged over the ranks, and they have their own optimizer. Sharded

@@ -140,6 +140,8 @@ def complain(error: Exception, with_traceback: bool) -> None:
 
         print(clean_lines("".join(traceback.format_exception(error))), file=sys.stderr)
     print(f"mclclip: {line_of(error)}", file=sys.stderr)
+    for note in getattr(error, "__notes__", ()):  # further rules of the configuration are broken
+        print(f"mclclip: {line_of(ValueError(note))}", file=sys.stderr)
 
 
 def line_of(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NoReturn, ParamSpec, TypeVar
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -52,6 +52,19 @@ SINGLE = Context()
 STARTED = time.monotonic()  # of this process
 TIMEOUT = datetime.timedelta(days=1)
 _SILENT_S = 3.0  # ranks that start together come within so many seconds of each other
+
+
+@dataclass
+class _Groups:
+    """The group over which ranks wait for the work of some of them; how long collectives may take,
+    and in which groups (None: the default)."""
+
+    meeting: dist.ProcessGroup | None = None
+    limit: datetime.timedelta = TIMEOUT
+    limited: list[Any] = field(default_factory=lambda: [None])
+
+
+_groups = _Groups()
 
 
 def under_torchrun() -> bool:
@@ -135,7 +148,7 @@ def init(
         here = torch.cuda.current_device() if torch.cuda.is_available() else 0
         local_rank = number_of("LOCAL_RANK", here)
         where = pick_device(device, local_rank, deterministic=deterministic)
-        if _Meeting.group is None:
+        if _groups.meeting is None:
             _open_meeting()
         return Context(dist.get_rank(), dist.get_world_size(), local_rank, where)
     if not under_torchrun():
@@ -187,7 +200,7 @@ def join(
     """
     # Objects and barriers go over gloo: a rank that waits there sees a peer's death at once.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    _Limit.now, _Limit.groups = timeout, [None]
+    _groups.limit, _groups.limited = timeout, [None]
     options |= {"rank": rank, "world_size": world_size, "timeout": timeout}
     joined: Future[None] = Future()
 
@@ -225,32 +238,19 @@ def _wait_for_ranks(joined: Future[None], rank: int, world_size: int, limit_s: f
         raise Lost(f"{waiting}, which did not come within {limit_s:g} s; {cause}") from None
 
 
-class _Meeting:
-    """The group over which ranks wait for the work of some of them."""
-
-    group: dist.ProcessGroup | None = None
-
-
 def _open_meeting() -> None:
     """Opens the group of `meeting`. All ranks call it together."""
-    _Meeting.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365))
+    _groups.meeting = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365))
 
 
 def meeting() -> dist.ProcessGroup | None:
     """The group whose waits have no limit, but end where the connection to a rank is lost."""
-    return _Meeting.group
-
-
-class _Limit:
-    """How long collectives of this process may take, and in which groups (None: the default)."""
-
-    now = TIMEOUT
-    groups: ClassVar[list[Any]] = [None]
+    return _groups.meeting
 
 
 def limit() -> datetime.timedelta:
     """How long a collective may take, for groups that are opened beside the default one."""
-    return _Limit.now
+    return _groups.limit
 
 
 @contextmanager
@@ -259,11 +259,11 @@ def without_limit() -> Iterator[None]:
     if not (dist.is_available() and dist.is_initialized()):
         yield
         return
-    _set_timeouts(TIMEOUT, _Limit.groups)
+    _set_timeouts(TIMEOUT, _groups.limited)
     try:
         yield
     finally:
-        _set_timeouts(_Limit.now, _Limit.groups)
+        _set_timeouts(_groups.limit, _groups.limited)
 
 
 def _set_timeouts(timeout: datetime.timedelta, groups: Sequence[Any]) -> None:
@@ -275,8 +275,8 @@ def make_mesh(context: Context, *shape: int) -> DeviceMesh:
     """A device mesh of all ranks, whose groups have the limit of the default one."""
     mesh = init_device_mesh(context.device.type, shape)
     groups = mesh.get_all_groups() if context.world_size > 1 else []
-    _set_timeouts(_Limit.now, groups)
-    _Limit.groups += groups
+    _set_timeouts(_groups.limit, groups)
+    _groups.limited += groups
     return mesh
 
 
@@ -284,7 +284,7 @@ def shutdown() -> None:
     """Leaves the process group, if there is one."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-        _Meeting.group = None
+        _groups.meeting = None
 
 
 def leave(code: int, close_group: bool = True) -> NoReturn:

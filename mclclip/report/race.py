@@ -18,8 +18,7 @@ from tabulate import tabulate
 
 from mclclip import __version__
 from mclclip.eval import outcomes, results, seeds
-from mclclip.report import charts, environment
-from mclclip.report.story import duration
+from mclclip.report import charts, duration, environment
 from mclclip.run.opened import Run
 from mclclip.run.runlog import count_of
 from mclclip.util.files import clean

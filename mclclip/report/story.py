@@ -149,18 +149,6 @@ def total(values: Sequence[float | None]) -> float | None:
     return sum(known) if values and len(known) == len(values) else None
 
 
-def duration(seconds: float | None) -> str:
-    """Seconds in words, such as ``3 h 12 min``."""
-    if seconds is None:
-        return "not recorded"
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 120:
-        return f"{minutes} min"
-    return f"{minutes // 60} h {minutes % 60} min"
-
-
 # --- the story -----------------------------------------------------------------------------------
 
 

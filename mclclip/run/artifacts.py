@@ -176,12 +176,11 @@ def made_of(directory: Path) -> dict[str, Any]:
 
 def _flatten(prefix: str, value: Any) -> dict[str, Any]:
     """Nested mappings and lists as one mapping from dotted names to plain values."""
-    below: dict[str, Any] = {}
     if isinstance(value, Mapping):
         below = {f"{prefix}.{key}" if prefix else str(key): value[key] for key in value}
     elif isinstance(value, list):
         below = {f"{prefix}[{number}]": item for number, item in enumerate(value)}
-    if not below:
+    else:
         return {prefix: value}
     return {key: leaf for name, item in below.items() for key, leaf in _flatten(name, item).items()}
 
@@ -239,7 +238,8 @@ class Artifact:
     kind: str
     config: dict[str, Any]
     inputs: dict[str, str]
-    manifest: Manifest | None = field(default=None)
+    manifest: Manifest | None = None
+    force: Force = False
 
     @classmethod
     def open(
@@ -263,7 +263,7 @@ class Artifact:
         send the result to the others.
         """
         directory = Path(directory)
-        artifact = cls(directory, kind, dict(config), dict(inputs))
+        artifact = cls(directory, kind, dict(config), dict(inputs), force=force)
         finished = is_finished(directory)
         try:
             old = made_of(directory)
@@ -297,6 +297,18 @@ class Artifact:
                 path.unlink()
             files.write_json(directory / INTENT, artifact._made_of())
         return artifact
+
+    def begin(self) -> Path:
+        """Opens the directory for writing, as ``open`` does, and returns it. All ranks call it."""
+        from mclclip.ranks import collectives  # seconds, for torch
+
+        collectives.on_main(
+            lambda: Artifact.open(
+                self.directory, kind=self.kind, config=self.config, inputs=self.inputs,
+                force=self.force,
+            )
+        )  # fmt: skip
+        return self.directory
 
     def _made_of(self) -> dict[str, Any]:
         return {"kind": self.kind, "config": self.config, "inputs": self.inputs}

@@ -33,7 +33,7 @@ log = logging.getLogger("mclclip")
 _LONGEST = 10_000  # characters of a record
 _PAUSE_S = 0.2  # between two readings of a lock that another process holds
 _FIELDS = {"host", "pid", "process_start", "started"}
-_MAX_SILENCE_S = 1.0  # at most this much time counts as silence between two readings
+MAX_SILENCE_S = 1.0  # at most this much time counts as silence between two readings
 
 RUN_STATE = "run_state.json"
 _STATE_BYTES, _REASON = 2048, 1000  # of the file; characters of a reason
@@ -82,7 +82,7 @@ class RunLock:
         self._record: dict[str, Any] | None = None
         self._seen: tuple[dict[str, Any], int] | None = None  # another host's owner, its heartbeat
         self._seen_at = 0.0
-        self._beats, self._silent_s = False, 0.0  # a change was seen; seconds without one
+        self.beats, self.silent_s = False, 0.0  # a change was seen; seconds without one
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -104,10 +104,10 @@ class RunLock:
         heartbeat = self._read_heartbeat()
         return heartbeat[0] if heartbeat else None
 
-    def _is_living(self, owner: dict[str, Any], beat: int) -> bool | None:
-        """Returns True if the owner of the lock lives, and None while that is not known yet.
+    def is_living(self, owner: dict[str, Any], beat: int) -> bool | None:
+        """Returns True if the owner of the lock lives; None while that is not known yet.
 
-        ``beat`` is the time of its heartbeat, in any unit. A reading adds at most _MAX_SILENCE_S to
+        ``beat`` is the time of its heartbeat, in any unit. A reading adds at most MAX_SILENCE_S to
         the silence: if it hangs on the disk, the owner may hang there too.
         """
         if owner["host"] == socket.gethostname():
@@ -115,13 +115,13 @@ class RunLock:
             return start is not None and start == owner["process_start"]
         read_at = time.monotonic()
         if self._seen == (owner, beat):
-            self._silent_s += min(read_at - self._seen_at, _MAX_SILENCE_S)
+            self.silent_s += min(read_at - self._seen_at, MAX_SILENCE_S)
         else:
-            self._silent_s, self._beats = 0.0, self._seen is not None
+            self.silent_s, self.beats = 0.0, self._seen is not None
         self._seen, self._seen_at = (owner, beat), read_at
-        if self._silent_s >= self.stale_s:
+        if self.silent_s >= self.stale_s:
             return False
-        return True if self._beats else None
+        return True if self.beats else None
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
@@ -146,7 +146,7 @@ class RunLock:
         """Takes the lock; returns None on success, else its owner and whether that surely lives."""
         with self._guard():
             if (heartbeat := self._read_heartbeat()) is not None:
-                owner, living = heartbeat[0], self._is_living(*heartbeat)
+                owner, living = heartbeat[0], self.is_living(*heartbeat)
                 if living is not False:
                     who = f"process {owner['pid']} on {owner['host']}, started {owner['started']}"
                     return who, living is True
@@ -182,7 +182,7 @@ class RunLock:
 
     def __enter__(self) -> RunLock:
         deadline, warned = time.monotonic() + self.wait_s, False
-        self._seen, self._beats, self._silent_s = None, False, 0.0
+        self._seen, self.beats, self.silent_s = None, False, 0.0
         while (held := self._try()) is not None:
             owner, lives = held
             if lives and time.monotonic() > deadline:
@@ -197,7 +197,7 @@ class RunLock:
                     "%g s the lock is taken over", self.path.parent, owner, self.stale_s,
                 )  # fmt: skip
             time.sleep(_PAUSE_S)
-        if self._silent_s >= self.stale_s:
+        if self.silent_s >= self.stale_s:
             log.warning("%s is taken over: there was no sign of life", self.path)
         self._stop.clear()
         self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)

@@ -29,7 +29,7 @@ from mclclip.ranks.process_group import Context
 from mclclip.run import runlog
 
 PHASES = ("start", "data_wait", "forward", "backward", "optimizer", "checkpoint")
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _ROWS = 30  # operators in a profile's table
 # The fp16 loss scale starts at 65,536 and is halved by every skipped step. After 16 of them it is
 # 1, and no longer explains why gradients overflow.
@@ -196,10 +196,10 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self.device)
         elif self.by_phases:
             try:
-                _CLEAR.write_text("5")  # the kernel's number for the mark of resident memory
+                CLEAR.write_text("5")  # the kernel's number for the mark of resident memory
             except OSError as error:
                 self.by_phases = False
-                log.info("peak memory is not measured by phase: %s: %s", _CLEAR, error.strerror)
+                log.info("peak memory is not measured by phase: %s: %s", CLEAR, error.strerror)
 
 
 # --- traces ------------------------------------------------------------------------------------

@@ -189,8 +189,8 @@ class JsonLines:
     def __init__(self, path: Path, *, resume_step: int) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.path, "ab", buffering=0)
-        self._file.truncate(self._length(resume_step))
+        self.file = open(self.path, "ab", buffering=0)
+        self.file.truncate(self._length(resume_step))
 
     def _length(self, resume_step: int) -> int:
         """Bytes of the whole rows up to ``resume_step``."""
@@ -216,12 +216,12 @@ class JsonLines:
             for name, value in row.items()
         }
         line = (json.dumps(finite, allow_nan=False) + "\n").encode()
-        length = os.fstat(self._file.fileno()).st_size
+        length = os.fstat(self.file.fileno()).st_size
         try:
-            if self._file.write(line) != len(line):
+            if self.file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
         except OSError:
-            self._file.truncate(length)
+            self.file.truncate(length)
             raise
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -231,7 +231,7 @@ class JsonLines:
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        self.file.close()
 
 
 class MetricsLog:
@@ -255,12 +255,12 @@ class MetricsLog:
         self._warnings = Path(directory) / "warnings.jsonl"
         names = ["metrics.jsonl", "epochs.jsonl"]
         names += [self._warnings.name] if self._warnings.exists() else []
-        self._files = {
+        self.files = {
             name: JsonLines(Path(directory) / name, resume_step=resume_step) for name in names
         }
         if evaluates:  # a resumed training evaluates its first step again
             path = Path(directory) / "evaluations.jsonl"
-            self._files[path.name] = JsonLines(path, resume_step=resume_step - 1)
+            self.files[path.name] = JsonLines(path, resume_step=resume_step - 1)
 
     def write(self, step: int, row: Mapping[str, Any], kind: str = "metrics") -> None:
         """Appends a row to KIND.jsonl: of a step (``metrics``), of an epoch that ended after it
@@ -274,17 +274,17 @@ class MetricsLog:
 
     def earlier_rows(self) -> Iterator[dict[str, Any]]:
         """The rows of metrics.jsonl so far."""
-        return self._files["metrics.jsonl"].rows()
+        return self.files["metrics.jsonl"].rows()
 
     def _file(self, name: str) -> JsonLines:
         """The file of this name; that of warnings is made for the first."""
-        if name not in self._files:
-            self._files[name] = JsonLines(self._warnings, resume_step=0)
-        return self._files[name]
+        if name not in self.files:
+            self.files[name] = JsonLines(self._warnings, resume_step=0)
+        return self.files[name]
 
     def close(self) -> None:
         """Closes files and sinks, each within CLOSE_S seconds, and says how much was lost."""
-        for name, file in self._files.items():
+        for name, file in self.files.items():
             self._try(name, file.close)
         for name, sink in self.sinks.items():
             # In a thread, since a sink may wait for the network for ever.

@@ -31,15 +31,16 @@ from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer, learning_rate
 from mclclip.models.tokenizer import fetch_tokenizer
 from mclclip.models.transforms import fast_transform
-from mclclip.objectives.base import Objective, Setting
+from mclclip.objectives.base import Objective, ObjectiveInputs
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import STARTED, Context, choose_memory
 from mclclip.ranks.step_boundary import StepBoundary
 from mclclip.run.artifacts import Layout, made_of
 from mclclip.run.recorder import PeakMemory, Recorder, StepProfiler
-from mclclip.train.loop import Judging, Trainee, Trainer
+from mclclip.train.loop import Judging, ModelWithObjective, Trainer
 from mclclip.train.symptoms import Symptoms
 from mclclip.util.caption_rules import HardCaptions
+from mclclip.util.options import protocol_of
 from mclclip.util.randomness import mix
 
 _WEIGHTS = 5  # purpose of a random number: initial weights of a stage with train.start=random
@@ -211,16 +212,18 @@ def start_from_trunk(model: Model, trunk: TrunkRows | None) -> None:
     trunk.start(model)
 
 
-def trainee_of(job: Job, opened: Opened, model: Model, objective: Objective) -> Trainee:
+def trainee_of(job: Job, opened: Opened, model: Model, objective: Objective) -> ModelWithObjective:
     """Model and objective as one module, on the device."""
     blocks = 0 if opened.trunk is None else opened.trunk.num_blocks
-    trainee = Trainee(model, objective, job.options.precision, blocks).to(job.context.device)
+    trainee = ModelWithObjective(model, objective, job.options.precision, blocks).to(
+        job.context.device
+    )
     if job.options.engine.compile == "step":
         trainee.compile()
     return trainee
 
 
-def engine_of(job: Job, trainee: Trainee, peaks: PeakMemory) -> Engine:
+def engine_of(job: Job, trainee: ModelWithObjective, peaks: PeakMemory) -> Engine:
     """The engine around model and objective, with the optimizer the options name; its phases go
     to ``peaks``."""
     options = job.options
@@ -247,7 +250,7 @@ def objective_of(
     """
     options = job.options
     objective = options.objective.build(
-        Setting(
+        ObjectiveInputs(
             model=model,
             context=job.context,
             seed=int(mix(job.config.seed, job.stage) >> np.uint64(33)),
@@ -268,7 +271,7 @@ def objective_of(
 
 def trainer_of(
     job: Job,
-    trainee: Trainee,
+    trainee: ModelWithObjective,
     engine: Engine,
     checkpoints: Checkpoints,
     plan: EpochPlan,
@@ -325,10 +328,16 @@ def checkpoints_of(job: Job, identity: str) -> Checkpoints:
     """The checkpoints of a training, whose inputs and options have the digest ``identity``.
 
     It is a part of the folder's name in the mirror, so that a training with other options or inputs
-    does not find these checkpoints.
+    does not find these checkpoints. Raises ValueError for a mirror inside the run directory.
     """
     options, folder = job.options.checkpoint, job.directory / "checkpoints"
     if options.mirror is not None:
+        is_folder, run_dir = protocol_of(options.mirror) is None, job.layout.run_dir.resolve()
+        if is_folder and Path(options.mirror).expanduser().resolve().is_relative_to(run_dir):
+            raise ValueError(
+                f"checkpoint.mirror={options.mirror!r} lies in the run directory {run_dir}, with "
+                "which it would be lost: give a folder outside of it, on another disk"
+            )
         inside = folder.relative_to(job.layout.run_dir)
         mirror = f"{options.mirror.rstrip('/')}/{inside}/{identity[:12]}"
         options = replace(options, mirror=mirror)
@@ -424,7 +433,7 @@ def _batches_of(
     batches = TrainingBatches(
         dataset,
         plan,
-        num_views=objective.num_views,
+        num_views=objective.reads.views,
         sentences=job.options.sentences,
         rank=job.context.rank,
         world_size=job.context.world_size,

@@ -23,11 +23,8 @@ from torch import Tensor, nn
 
 from mclclip.checkpoint import Checkpoints, Stateful
 from mclclip.data.batches import Batch
-from mclclip.data.epoch_plan import check_ranks
-from mclclip.engines import check_engine
 from mclclip.engines.engine import HALF, Engine
 from mclclip.models.model import Model
-from mclclip.models.optimizer import is_elementwise
 from mclclip.models.transforms import normalized
 from mclclip.objectives.base import Objective
 from mclclip.ranks import failures, signals
@@ -35,20 +32,20 @@ from mclclip.ranks.process_group import seed_everything, without_limit
 from mclclip.ranks.step_boundary import StepBoundary
 from mclclip.run import runlog
 from mclclip.run.recorder import NotFinite, Recorder, StepProfiler
-from mclclip.train.options import EvaluateConfig, TrainConfig
+from mclclip.train.options import EvaluateConfig
 from mclclip.train.symptoms import Symptoms
 
 log = logging.getLogger("mclclip")
 
 MIRROR_S = 60.0  # time for the mirror when the run must leave; the next start copies the rest
-MODEL = "model"  # name of the model within a Trainee, and so in checkpoints
+MODEL = "model"  # name of the model within a ModelWithObjective, and so in checkpoints
 
 
 Evaluate = Callable[[int], Mapping[str, float]]
 """Figures by name of the checkpoint of a step, the same on all ranks; all ranks call it."""
 
 
-class Trainee(nn.Module):
+class ModelWithObjective(nn.Module):
     """Model and objective as one module, so that engine and optimizer see both's parameters.
 
     precision     ``bf16`` and ``fp16`` are autocast around the model
@@ -62,7 +59,8 @@ class Trainee(nn.Module):
         self.model = model
         self.objective = objective
         self.precision = precision
-        self.seen: dict[str, Any] = {}  # what the objective was given last, without gradients
+        # What the objective was given last: features without gradients, and the batch.
+        self.seen: tuple[dict[str, Tensor], Batch] | None = None
         # Number format of the output of the first blocks in this precision.
         self.trunk_dtype: torch.dtype | None = None
         self._normalization: tuple[Tensor, Tensor] | None = None  # on the device
@@ -80,16 +78,13 @@ class Trainee(nn.Module):
         """This rank's loss and parts by name; or what ``finish`` makes of the features by name, in
         the place of the loss (``engines.gradient_cache``)."""
         with self._autocast(batch.views[0].device):
-            features = self.objective.features(self.model, batch)
-            features |= self.objective.added_features(self.model, batch)
+            features = self.objective.features(self.model, batch, {})
         return self.loss(features, batch) if finish is None else finish(features)
 
     def loss(self, features: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         """Features of the local batch -> {"loss": ..., parts}."""
-        marks = {"labels": batch.labels, "sample_id": batch.sample_id, "classes": batch.classes}
-        marks |= batch.extras
-        self.seen = {name: value.detach() for name, value in features.items()} | marks
-        parts: dict[str, Tensor] = self.objective(**features, **marks)
+        self.seen = {name: value.detach() for name, value in features.items()}, batch
+        parts: dict[str, Tensor] = self.objective(features, batch)
         return parts
 
     def on_device(self, batch: Batch, device: torch.device) -> Batch:
@@ -211,7 +206,7 @@ class Trainer:
     compiles           the first step compiles, for which ranks wait without a limit
     """
 
-    trainee: Trainee
+    trainee: ModelWithObjective
     engine: Engine
     checkpoints: Checkpoints
     recorder: Recorder
@@ -253,7 +248,7 @@ class Trainer:
                     if first:
                         device = self.engine.context.device
                         self.engine.fix_reduction_order(self.trainee.on_device(batch, device))
-                    self._step(batch, total)
+                    self.train_step(batch, total)
                 done = batch.step + 1
                 if self._evaluate(done):
                     self.recorder.end_epoch(done, leaving=True)
@@ -293,7 +288,7 @@ class Trainer:
             )  # fmt: skip
         return self.judging.patience_is_over
 
-    def _step(self, batch: Batch, total: int) -> None:
+    def train_step(self, batch: Batch, total: int) -> None:
         """One update, then the row, checkpoint and epoch row that are due."""
         lr, done = self.learning_rate(batch.step), batch.step + 1
         with self.profiler.step(batch.step):
@@ -346,14 +341,3 @@ class Trainer:
             f"{kept} in {self.checkpoints.directory}. Other settings want another run directory, "
             "or --force to move this training aside and make it again"
         )
-
-
-def check_training(name: str, options: TrainConfig, num_ranks: int) -> None:
-    """Raises ValueError where a training does not run on so many ranks. ``name`` is its option,
-    ``base`` or ``train``."""
-    check_ranks(name, options.global_batch, num_ranks)
-    elementwise = is_elementwise(options.optimizer)
-    try:
-        check_engine(options.engine, num_ranks, options.precision, elementwise)
-    except ValueError as error:
-        raise ValueError(f"{name}.{error}") from None

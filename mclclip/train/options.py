@@ -14,7 +14,7 @@ from mclclip.engines import EngineConfig
 from mclclip.models.options import LockConfig, LoraConfig
 from mclclip.objectives.base import AnyObjective, parse
 from mclclip.util.caption_rules import HardCaptions
-from mclclip.util.options import STRICT, BelowOne, Decay, PositiveShare, Share
+from mclclip.util.options import NO_RESULT, STRICT, BelowOne, Decay, PositiveShare, Share
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -68,7 +68,7 @@ class TrainConfig:
     """Adapters on the image tower; the adapted layers' own weights are frozen (null: none)."""
     patch_dropout: BelowOne = 0.0
     """Share of a picture's patches that an unlocked ViT does not see in training (FLIP)."""
-    engine: EngineConfig = EngineConfig()
+    engine: EngineConfig = field(default=EngineConfig(), metadata=NO_RESULT)
     optimizer: str = "adamw"
     """``adamw``, ``lars``, ``lion``, or ``timm:NAME`` for any other of timm's."""
     lr: PositiveFloat = 5e-4
@@ -97,11 +97,11 @@ class TrainConfig:
     """Largest gradient norm (null: no clipping)."""
     precision: Literal["fp32", "bf16", "fp16", "float64"] = "fp32"
     """``bf16`` is autocast, ``fp16`` autocast with loss scaling; ``float64`` serves checks."""
-    checkpoint: CheckpointConfig = CheckpointConfig()
+    checkpoint: CheckpointConfig = field(default=CheckpointConfig(), metadata=NO_RESULT)
     evaluate: EvaluateConfig = EvaluateConfig()
-    log_every: PositiveInt = 10
+    log_every: PositiveInt = field(default=10, metadata=NO_RESULT)
     """Steps between rows of metrics.jsonl."""
-    profile_steps: list[NonNegativeInt] = field(default_factory=list)
+    profile_steps: list[NonNegativeInt] = field(default_factory=list, metadata=NO_RESULT)
     """Steps recorded by torch.profiler, as traces below ``profile/``."""
     cached_text: bool = True
     """With a locked text tower: read text embeddings from disk instead of running the tower."""

@@ -30,7 +30,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from mclclip.engines.engine import Engine
 from mclclip.models.model import PatchDropout
-from mclclip.objectives.base import Objective
 from mclclip.ranks import collectives
 from mclclip.run.recorder import Recorder
 
@@ -228,16 +227,16 @@ class Symptoms:
 
     def figures(self, done: int, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The figures of the ``done``-th step, 0-dimensional, where it gives a row; else none."""
-        given, self.trainee.seen = self.trainee.seen, {}
+        (features, batch), self.trainee.seen = self.trainee.seen, None
         base, self._base = self._base, None
         if base is None and not self.recorder.gives_row(done):
             return {}
         with torch.no_grad():
-            chance = self.trainee.objective.chance(given, parts)
+            chance = self.trainee.objective.chance(features, batch, parts)
             if base is not None and chance is not None:
                 self._compare(parts["loss"], base, chance)
             found = {} if chance is None else {"chance_loss": chance}
-            return found | _of_features(self.trainee.objective, given)
+            return found | _of_features(features)
 
     def warn_of(self, row: Row | None) -> None:
         """Warns of the failures that a row, if there is one, is the first to show."""
@@ -283,10 +282,12 @@ def _has_two_modes(module: nn.Module) -> bool:
 # --- figures of features -----------------------------------------------------------------------
 
 
-def _of_features(objective: Objective, given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The spread of the features, and the share of the commonest answer where there are pairs."""
-    names = objective.counterparts or ("image_features",)
-    sides = [given[name] for name in names if given.get(name) is not None]
+def _of_features(features: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the spread of the features, and the share of the commonest answer where an image has
+    a counterpart: a momentum copy's features, its caption's, or its other view's."""
+    others = ("keys", "text_features", "image_features_1")
+    second = next((features[name] for name in others if name in features), None)
+    sides = [features["image_features"]] + ([] if second is None else [second])
     found = {"feature_spread": torch.stack([_spread(side) for side in sides]).min()}
     if len(sides) == 2 and sides[0].shape == sides[1].shape:
         cosines = _sampled(sides[0]) @ _sampled(sides[1]).T

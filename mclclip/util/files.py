@@ -13,6 +13,7 @@ import datetime
 import errno
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -26,6 +27,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, TextIO
 
 import numpy as np
+
+log = logging.getLogger("mclclip")
 
 # Errors of a disk that takes no more.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
@@ -177,7 +180,7 @@ def check_room(folder: Path, num_bytes: int, done: Iterable[Path], what: str, ad
 
 
 def move_aside(directory: Path, name: str | None = None) -> Path:
-    """Renames a directory to ``NAME.old-N`` with the first free N and returns the new path.
+    """Renames a directory to ``NAME.old-N`` with the first free N, logs and returns the new path.
 
     With ``name`` it becomes the first free one of ``name``, ``name_2``, ``name_3`` ...
     """
@@ -187,6 +190,7 @@ def move_aside(directory: Path, name: str | None = None) -> Path:
         number += 1
         aside = directory.with_name(f"{stem}{number}")
     os.rename(directory, aside)
+    log.info("moved %s aside, to %s", directory, aside.name)
     return aside
 
 

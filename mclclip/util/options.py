@@ -24,6 +24,9 @@ Decay = Annotated[float, Field(gt=0.0, lt=1.0)]
 PositiveShare = Annotated[float, Field(gt=0.0, le=1.0)]
 Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
 """A seed of a run: torch and NumPy take 63 bits."""
+NO_RESULT = {"changes": "speed, records or places, and no result"}
+"""Metadata of an option, or of a group of them, which artifacts may be made or resumed without
+regard to."""
 Cosine = Annotated[float, Field(ge=-1.0, le=1.0)]
 
 PROTOCOLS = ("s3", "gs", "az", "http", "https", "hf")
@@ -36,6 +39,13 @@ def brief(value: object) -> str:
     """A value for a message: its ``repr``, cut where it is long."""
     text = repr(value)
     return text if len(text) <= 200 else text[:200] + "..."
+
+
+def each_once(values: list[Value]) -> list[Value]:
+    """Returns the values; ValueError where one is named twice. A check of an option."""
+    if len(set(values)) != len(values):
+        raise ValueError("wanted each of them once")
+    return values
 
 
 def protocol_of(path: str | Path) -> str | None:

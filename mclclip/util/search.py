@@ -105,7 +105,7 @@ def cuts(count: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def _margin(dim: int) -> float:
+def cosine_margin(dim: int) -> float:
     """Bound on the error of a product of unit rows in float32, in any order of its sum.
 
     The sum makes at most dim roundings of the sum of |x_i y_i|, which is at most 1 (Cauchy).
@@ -189,7 +189,7 @@ class _Part:
         products, rows = self._in_order(query, near, k)
         if len(near) < len(self.different):
             scale = max(1.0, float(np.linalg.norm(query)))
-            unseen = float(proposed[-1]) + _margin(len(query)) * scale
+            unseen = float(proposed[-1]) + cosine_margin(len(query)) * scale
             if len(rows) < k or products[-1] <= unseen:
                 return self._in_order(query, np.arange(len(self.different)), k)
         return products, rows
@@ -304,7 +304,7 @@ class _Bank:
         """Yields pairs whose cosine is above ``above``: their places [P, 2] in ``queries`` and in
         the block, and the cosines [P]. With ``shift``, the distance from the first query to the
         block's first row, pairs come once, the lower row first."""
-        least = float(np.float32(above - _margin(self._rows.shape[1])))
+        least = float(np.float32(above - cosine_margin(self._rows.shape[1])))
         for numbers, limits, near in self._proposed(unit(queries), least):
             for part in cuts(len(near), _AT_ONCE):
                 query = np.searchsorted(limits, np.arange(part.start, part.stop), side="right") - 1

@@ -59,8 +59,8 @@ def open_folder(url: str, retries: int, timeout_s: float) -> Any:
     store. Names of objects are relative to it. Raises as `open_store` does, and what obstore raises
     where the folder cannot be made."""
     _check_process()
-    if protocol_of(url) in (None, "file"):
-        folder = Path(url.removeprefix("file://")).expanduser().absolute()
+    if protocol_of(url) is None:
+        folder = Path(url).expanduser().absolute()
         return obstore.store.LocalStore(folder, mkdir=True, automatic_cleanup=True)
     return _open(url, "", retries, timeout_s)
 

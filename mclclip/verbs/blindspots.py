@@ -45,6 +45,7 @@ from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Artifact, Force, read_manifest
 from mclclip.run.opened import Run
+from mclclip.run.steps import Made, Step, make
 from mclclip.util import files
 from mclclip.util.options import named_path
 from mclclip.util.search import Integers, NearPairs
@@ -123,7 +124,7 @@ def _run(
         if wanted[name] < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {wanted[name]}, wanted 1 or more")
     opened = Run.of(config)
-    index, first = opened.index, opened.stage(stage).embeddings
+    first = opened.stage(stage).embeddings
     second = _other_encoder(opened, config.num_stages, stage, other)
     if first.manifest.digest == second.manifest.digest:
         raise ValueError(
@@ -131,40 +132,55 @@ def _run(
             "nothing is told apart that it confuses: name another encoder"
         )
     directory = opened.layout.run_dir / "blindspots" / f"{first.name}-{second.name}"
-    open_artifact = partial(
-        Artifact.open,
-        directory,
-        kind="blindspots",
-        config={"encoder": first.name, "other": second.name, **wanted},
-        inputs={
-            "index": index.digest,
-            "embeddings": first.manifest.digest,
-            "other_embeddings": second.manifest.digest,
-        },
-        force=force,
-    )
-    if open_artifact(write=False).finished:
-        log.info("%s is finished: skipped", directory)
-        return directory
-    usable = np.ones(len(index), dtype=bool)
-    usable[index.bad_ids()] = False
-    for encoder in (first, second):
-        usable[encoder.left_out()] = False
-    pairs = near.near_pairs(first, usable, above, what="blindspots")
-    blind_spots = find(pairs, second, **wanted)
-    if not blind_spots.spots.num_pairs:
-        if (lowest := blind_spots.lowest) is None:
-            why = f"{first.name} has no pair of images whose cosine is above {above}; lower --above"
-        else:
-            why = (
-                f"of {blind_spots.confused:,} pairs above {above} for {first.name} none is below "
-                f"{below} for {second.name}, whose lowest cosine among them is {lowest:.4f}; raise "
-                "--below above it, lower --above, or name another encoder with --other"
-            )
-        raise ValueError(f"no blind spot: {why}")
-    # Opened for writing only now: where there is nothing to write, nothing is left behind.
-    _write(open_artifact(write=True), opened, blind_spots, usable)
+    step = BlindSpotPairs(first.name, second.name, **wanted)
+    make(step, directory, (opened, first, second), force)
     return directory
+
+
+@dataclass(frozen=True)
+class BlindSpotPairs(Step[tuple[Run, RowStore, RowStore]]):
+    """Pairs of images that one encoder confuses and another tells apart."""
+
+    kind = "blindspots"
+    encoder: str
+    other: str
+    above: float
+    below: float
+    per_image: int
+    max_pairs: int
+
+    def reads(self, how: tuple[Run, RowStore, RowStore]) -> dict[str, str]:
+        """The index and both embeddings."""
+        run, first, second = how
+        both = {"embeddings": first.manifest.digest, "other_embeddings": second.manifest.digest}
+        return {"index": run.index.digest} | both
+
+    def make(self, out: Artifact, how: tuple[Run, RowStore, RowStore]) -> Made:
+        """Raises ValueError, before anything is written, where there is no blind spot."""
+        run, first, second = how
+        usable = np.ones(len(run.index), dtype=bool)
+        usable[run.index.bad_ids()] = False
+        for encoder in (first, second):
+            usable[encoder.left_out()] = False
+        pairs = near.near_pairs(first, usable, self.above, what="blindspots")
+        caps = {"per_image": self.per_image, "max_pairs": self.max_pairs}
+        blind_spots = find(pairs, second, above=self.above, below=self.below, **caps)
+        if not blind_spots.spots.num_pairs:
+            if (lowest := blind_spots.lowest) is None:
+                why = (
+                    f"{first.name} has no pair of images whose cosine is above {self.above}; lower "
+                    "--above"
+                )
+            else:
+                why = (
+                    f"of {blind_spots.confused:,} pairs above {self.above} for {first.name} none "
+                    f"is below {self.below} for {second.name}, whose lowest cosine among them is "
+                    f"{lowest:.4f}; raise --below above it, lower --above, or name another encoder "
+                    "with --other"
+                )
+            raise ValueError(f"no blind spot: {why}")
+        out.begin()
+        return _write(out, self, run, blind_spots, usable)
 
 
 def _other_encoder(run: Run, num_stages: int, stage: int, other: str | None) -> RowStore:
@@ -327,17 +343,21 @@ def find(
 
 
 def _write(
-    artifact: Artifact, run: Run, blind_spots: BlindSpots, usable: NDArray[np.bool_]
-) -> None:
-    """Writes all files of the blind spots and finishes the artifact."""
-    directory, options = artifact.directory, artifact.config
+    out: Artifact,
+    step: BlindSpotPairs,
+    run: Run,
+    blind_spots: BlindSpots,
+    usable: NDArray[np.bool_],
+) -> Made:
+    """Writes all files of the blind spots."""
+    directory = out.directory
     spots, duplicates = blind_spots.spots, blind_spots.duplicates
     # An image counts once, and once more for each of its blind spots, up to the cap.
-    times = 1 + np.minimum(blind_spots.counts, options["per_image"])
+    times = 1 + np.minimum(blind_spots.counts, step.per_image)
     save_npy(directory / WEIGHTS, np.where(usable, times, 0).astype(np.float32))
     _write_pairs(directory / PAIRS, spots, run.index)
     _write_pairs(directory / DUPLICATES, duplicates, run.index)
-    _write_gallery(directory / GALLERY, spots, options, run)
+    _write_gallery(directory / GALLERY, spots, step, run)
     apart, _ = within_caps(spots.rows, 1, BENCHMARK_PAIRS)
     pairs = spots.rows[apart].tolist()
     _write_benchmark(directory / BENCHMARK, pairs, run)
@@ -356,17 +376,14 @@ def _write(
     log.info(
         "%s confuses %d pairs, of which %s tells %d apart and confuses %d too: %d blind spots are "
         "kept at %s (beyond the cap per image: %d, of all: %d)",
-        options["encoder"], blind_spots.confused, options["other"], spots.num_pairs,
+        step.encoder, blind_spots.confused, step.other, spots.num_pairs,
         duplicates.num_pairs, len(spots.rows), directory, spots.left_out["per_image"],
         spots.left_out["total"] + spots.left_out["pool"],
     )  # fmt: skip
-    artifact.finish(
-        counts,
-        dtype="float32",
-        content_digest=files.digest_json([artifact.identity, files.digest_array(spots.rows)]),
-        # The benchmark is left out of the records: its statements are filled in by hand.
-        records=files.records_of(directory, PAIRS, DUPLICATES, WEIGHTS, GALLERY),
-    )
+    # The benchmark is left out of the records: its statements are filled in by hand.
+    records = files.records_of(directory, PAIRS, DUPLICATES, WEIGHTS, GALLERY)
+    digest = files.digest_json([out.identity, files.digest_array(spots.rows)])
+    return Made(counts, records, "float32", digest)
 
 
 def _write_pairs(path: Path, kept: KeptPairs, index: SampleIndex) -> None:
@@ -389,17 +406,17 @@ def _write_pairs(path: Path, kept: KeptPairs, index: SampleIndex) -> None:
 # --- gallery -------------------------------------------------------------------------------------
 
 
-def _write_gallery(path: Path, spots: KeptPairs, options: dict[str, Any], run: Run) -> None:
+def _write_gallery(path: Path, spots: KeptPairs, step: BlindSpotPairs, run: Run) -> None:
     """Writes a PNG with the first pairs: two pictures beside each other, and their cosines below
     them."""
-    first, second = options["encoder"], options["other"]
+    first, second = step.encoder, step.other
     pairs, cosines = spots.rows[:GALLERY_PAIRS].tolist(), spots.cosines[:GALLERY_PAIRS].tolist()
     wide, high = 2 * SIDE + _GAP + _MARGIN, SIDE + 2 * _LINE + _MARGIN
     columns = min(COLUMNS, len(pairs))
     width = columns * wide + _MARGIN
     title = (
-        f"{spots.num_pairs:,} pairs that {first} confuses (cosine above {options['above']}) and "
-        f"{second} tells apart (below {options['below']}): the {len(pairs)} of the largest "
+        f"{spots.num_pairs:,} pairs that {first} confuses (cosine above {step.above}) and "
+        f"{second} tells apart (below {step.below}): the {len(pairs)} of the largest "
         "difference"
     )
     heading = wrap(title, max((width - 2 * _MARGIN) // _LETTERS, 20))

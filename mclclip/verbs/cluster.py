@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,15 +20,18 @@ from torch import Tensor
 from mclclip.clustering import kmeans
 from mclclip.clustering.centroids import Block, Tally, assign_blocks
 from mclclip.clustering.kmeans import Clustering
-from mclclip.config import Config, to_tree
+from mclclip.clustering.options import ClusterConfig
+from mclclip.config import Config
 from mclclip.data.arrays import open_npy, save_npy, write_npy_parts
 from mclclip.data.labels import ami, combine_stages, group_statistics, size_statistics
+from mclclip.data.options import LabelMode
 from mclclip.data.row_store import MeanBlocks, RowBlocks, RowStore
 from mclclip.data.sample_index import SampleIndex
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
-from mclclip.run.artifacts import Artifact, Force, Layout, Manifest
+from mclclip.run.artifacts import Artifact, Force, Layout
 from mclclip.run.runlog import count_of
+from mclclip.run.steps import Made, Step, make
 from mclclip.util.files import digest_array, records_of
 
 log = logging.getLogger("mclclip")
@@ -47,90 +51,139 @@ def run(config: Config, context: Context, *, stage: int, force: Force = False) -
     ``pseudo_labels.npy`` int64 [N, 1] of stage + 1. Raises ValueError for more clusters than
     samples, and RuntimeError where the embeddings are not those of the index.
     """
-    layout = Layout.of(config)
-    index = SampleIndex.open(layout.index)
+    layout, options = Layout.of(config), config.cluster
+    how = ClusteredStage(layout, SampleIndex.open(layout.index), stage, context)
+    clusters = StageClusters(replace(options, num_clusters=options.clusters_of(stage)), config.seed)
+    make(clusters, layout.clusters(stage), how, force)
+    if config.train.objective.reads.groups:
+        labels = PseudoLabels(options.label_mode)
+        make(labels, layout.pseudo_labels(stage + 1), how, force)
+    return layout.clusters(stage)
 
-    def open_artifact(write: bool) -> Artifact:
-        return collectives.on_main(lambda: _open(config, layout, stage, index, force, write))
 
-    artifact = open_artifact(write=False)
-    if artifact.finished:
-        log.info("%s is finished: skipped", artifact.directory)
-    else:
-        blocks = collectives.together(lambda: _read_rows(config, layout, stage, index))
-        valid = np.ones(len(index), dtype=bool)
-        valid[collectives.on_main(index.bad_ids)] = False
+@dataclass(frozen=True)
+class ClusteredStage:
+    """The stage whose embeddings are clustered."""
+
+    layout: Layout
+    index: SampleIndex
+    number: int
+    context: Context
+
+
+# --- clusters --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StageClusters(Step[ClusteredStage]):
+    """k-means of a stage's embeddings: centroids, nearest labels, similarities."""
+
+    kind = "clusters"
+    all_ranks = True
+    cluster: ClusterConfig
+    seed: int
+
+    def reads(self, how: ClusteredStage) -> dict[str, str]:
+        """The index and the embeddings, after a check that earlier stages are of this index."""
+        layout, index = how.layout, how.index
+        embeddings = index.manifest_of(layout.embeddings(how.number), "embeddings")
+        for earlier in range(how.number):
+            index.manifest_of(layout.clusters(earlier), "clusters")
+        inputs = {"index": index.digest, "embeddings": embeddings.digest}
+        if self.cluster.feature == "mean":
+            texts = index.manifest_of(layout.text_embeddings, "text_embeddings")
+            inputs["text_embeddings"] = texts.digest
+        return inputs
+
+    def make(self, out: Artifact, how: ClusteredStage) -> Made:
+        """Raises, before anything is written, for settings that cannot be clustered."""
+        blocks = collectives.together(lambda: self._read_rows(how))
+        valid = np.ones(len(how.index), dtype=bool)
+        valid[collectives.on_main(how.index.bad_ids)] = False
         # A sample that can be decoded again now may have no row yet.
         valid[collectives.on_main(blocks.rows.left_out)] = False
-        common = {"algorithm": config.cluster.algorithm, "valid": valid, "context": context}
-        clustering = _fit(config, stage, blocks, common)
-        # Opened for writing only now: settings that cannot be clustered leave nothing behind.
-        artifact = open_artifact(write=True)
-        _save_centroids(artifact.directory / "centroids.npy", clustering, context)
-        tally = _save_nearest(artifact.directory, config, blocks, clustering, common)
-        collectives.on_main(lambda: _finish(artifact, layout, stage, index, clustering, tally))
-    if config.train.objective.reads.groups:
-        collectives.on_main(lambda: _write_pseudo_labels(config, layout, stage + 1, index, force))
-    return artifact.directory
+        options, context = self.cluster, how.context
+        common = {"algorithm": options.algorithm, "valid": valid, "context": context}
+        clustering = self._fit(how.number, blocks, common)
+        directory = out.begin()
+        _save_centroids(directory / "centroids.npy", clustering, context)
+        tally = _save_nearest(directory, options, blocks, clustering, common)
+        return collectives.on_main(lambda: self._made(directory, how, clustering, tally))
 
+    def _read_rows(self, how: ClusteredStage) -> RowBlocks:
+        """The rows to cluster, of all shards in index order, after a check of their number."""
+        layout, index = how.layout, how.index
 
-def _open(
-    config: Config, layout: Layout, stage: int, index: SampleIndex, force: Force, write: bool
-) -> Artifact:
-    """Checks the inputs and returns the artifact of the clusters, which may be finished already.
+        def rows_of(directory: Path, kind: str) -> RowStore:
+            return RowStore.open(directory, index.manifest_of(directory, kind))
 
-    With ``write`` the directory of an unfinished one is prepared for writing.
-    """
-    embeddings = index.manifest_of(layout.embeddings(stage), "embeddings")
-    for earlier in range(stage):
-        index.manifest_of(layout.clusters(earlier), "clusters")
-    options = config.cluster
-    fields = {name: v for name, v in to_tree(options).items() if name != "label_mode"}
-    inputs = {"index": index.digest, "embeddings": embeddings.digest}
-    if options.feature == "mean":
-        texts = index.manifest_of(layout.text_embeddings, "text_embeddings")
-        inputs["text_embeddings"] = texts.digest
-    return Artifact.open(
-        layout.clusters(stage),
-        kind="clusters",
-        config=fields | {"num_clusters": options.clusters_of(stage), "seed": config.seed},
-        inputs=inputs,
-        force=force,
-        write=write,
-    )
+        images = rows_of(layout.embeddings(how.number), "embeddings")
+        if images.num_rows != [shard.stop - shard.start for shard in index.shards]:
+            raise RuntimeError(
+                f"embeddings at {images.directory} has {len(images):,} rows, the index has "
+                f"{len(index):,} (compared per shard): run 'mclclip embed --force' after "
+                "'mclclip index'"
+            )
+        if self.cluster.feature == "image":
+            return RowBlocks(images)
+        without = int((index.num_captions == 0).sum())
+        log.info("%d of %d samples have no caption: clustered by image alone", without, len(index))
+        texts = rows_of(layout.text_embeddings, "text_embeddings")
+        return MeanBlocks(images, texts, index.num_captions)
 
+    def _fit(self, stage: int, blocks: RowBlocks, common: dict[str, Any]) -> Clustering:
+        """The centroids; ``common`` are the arguments that fit and assign share."""
+        options = self.cluster
+        names = ("restarts", "max_iterations", "tolerance", "init", "init_samples")
+        settings = common | {name: getattr(options, name) for name in names}
+        settings["seed"] = (self.seed, stage)
+        num_clusters = options.clusters_of(stage)
+        if options.method == "two_level":
+            return kmeans.fit_two_level(
+                blocks, num_clusters, num_splits=options.num_splits, **settings
+            )
+        return kmeans.fit(blocks, num_clusters, **settings)
 
-def _read_rows(config: Config, layout: Layout, stage: int, index: SampleIndex) -> RowBlocks:
-    """The rows to cluster, of all shards in index order, after a check of their number."""
-
-    def rows_of(directory: Path, kind: str) -> RowStore:
-        return RowStore.open(directory, index.manifest_of(directory, kind))
-
-    images = rows_of(layout.embeddings(stage), "embeddings")
-    if images.num_rows != [shard.stop - shard.start for shard in index.shards]:
-        raise RuntimeError(
-            f"embeddings at {images.directory} has {len(images):,} rows, the index has "
-            f"{len(index):,} (compared per shard): run 'mclclip embed --force' after "
-            "'mclclip index'"
+    def _made(
+        self, directory: Path, how: ClusteredStage, clustering: Clustering, tally: Tally
+    ) -> Made:
+        """Returns sizes of clusters, inertia and agreement with earlier stages, and logs them."""
+        stage, index = how.number, how.index
+        labels = open_npy(directory / "cluster_labels.npy", "cluster")
+        sizes = tally.counts.numpy()
+        if empty := int((sizes == 0).sum()):
+            log.warning("stage %d: %d of %d clusters are empty", stage, empty, len(sizes))
+        agreement = {}
+        for earlier in range(stage):
+            before, num_clusters = _read_cluster_labels(how, earlier)
+            if len(sizes) * num_clusters <= _AMI_UP_TO:
+                agreement[f"stage_{earlier}"] = ami(before, labels[:, 0])
+        statistics = size_statistics(sizes)
+        log.info(
+            "stage %d: %s of %s to %s samples (median %s), inertia %.6g after %s%s",
+            stage,
+            count_of(statistics["num_groups"], "cluster"),
+            *(f"{statistics[name]:,.0f}" for name in ("smallest", "largest", "median")),
+            tally.inertia,
+            count_of(clustering.iterations, "iteration"),
+            "".join(f", AMI with {name} {value:z.2f}" for name, value in agreement.items()),
         )
-    if config.cluster.feature == "image":
-        return RowBlocks(images)
-    without = int((index.num_captions == 0).sum())
-    log.info("%d of %d samples have no caption: clustered by image alone", without, len(index))
-    texts = rows_of(layout.text_embeddings, "text_embeddings")
-    return MeanBlocks(images, texts, index.num_captions)
-
-
-def _fit(config: Config, stage: int, blocks: RowBlocks, common: dict[str, Any]) -> Clustering:
-    """The centroids; ``common`` are the arguments that fit and assign share."""
-    options = config.cluster
-    names = ("restarts", "max_iterations", "tolerance", "init", "init_samples")
-    settings = common | {name: getattr(options, name) for name in names}
-    settings["seed"] = (config.seed, stage)
-    num_clusters = options.clusters_of(stage)
-    if options.method == "two_level":
-        return kmeans.fit_two_level(blocks, num_clusters, num_splits=options.num_splits, **settings)
-    return kmeans.fit(blocks, num_clusters, **settings)
+        counts = {
+            "samples": len(index),
+            "bad_samples": len(index) - int(sizes.sum()),
+            "inertia": tally.inertia,
+            "iterations": clustering.iterations,
+            "restart": clustering.restart,
+            "empty_clusters": empty,
+            "sizes": statistics,
+            "cluster_sizes": sizes.tolist() if len(sizes) <= _SIZES_UP_TO else None,
+            "ami": agreement,
+        }
+        if self.cluster.feature == "mean":  # samples without a caption are clustered by image
+            counts["without_caption"] = int((index.num_captions == 0).sum())
+        names = ("centroids.npy", "cluster_labels.npy", "similarities.npy")
+        records = records_of(directory, *names)
+        return Made(counts, records, dtype="int32", digest=digest_array(labels))
 
 
 def _save_centroids(path: Path, clustering: Clustering, context: Context) -> None:
@@ -150,7 +203,7 @@ def _save_centroids(path: Path, clustering: Clustering, context: Context) -> Non
 
 def _save_nearest(
     directory: Path,
-    config: Config,
+    options: ClusterConfig,
     blocks: RowBlocks,
     clustering: Clustering,
     common: dict[str, Any],
@@ -158,7 +211,7 @@ def _save_nearest(
     """Finds the nearest centroids on all ranks, and writes labels and similarities block by block.
     Returns the counts of the clusters and the sum of the distances.
     """
-    options, shape = config.cluster, (len(common["valid"]), config.cluster.labels_per_sample)
+    shape = len(common["valid"]), options.labels_per_sample
     tally = Tally(clustering.num_clusters)
     nearest = assign_blocks(
         blocks, clustering.centroids, labels_per_sample=shape[1], held=clustering.held, **common
@@ -213,93 +266,39 @@ def _on_main_of_all(
     collectives.together(raise_error)
 
 
-def _finish(
-    artifact: Artifact,
-    layout: Layout,
-    stage: int,
-    index: SampleIndex,
-    clustering: Clustering,
-    tally: Tally,
-) -> None:
-    """Writes the manifest: sizes of clusters, inertia, agreement with earlier stages."""
-    labels = open_npy(artifact.directory / "cluster_labels.npy", "cluster")
-    sizes = tally.counts.numpy()
-    if empty := int((sizes == 0).sum()):
-        log.warning("stage %d: %d of %d clusters are empty", stage, empty, len(sizes))
-    agreement = {}
-    for earlier in range(stage):
-        before, manifest = _read_cluster_labels(layout, earlier, index)
-        if len(sizes) * manifest.config["num_clusters"] <= _AMI_UP_TO:
-            agreement[f"stage_{earlier}"] = ami(before, labels[:, 0])
-    statistics = size_statistics(sizes)
-    log.info(
-        "stage %d: %s of %s to %s samples (median %s), inertia %.6g after %s%s",
-        stage,
-        count_of(statistics["num_groups"], "cluster"),
-        *(f"{statistics[name]:,.0f}" for name in ("smallest", "largest", "median")),
-        tally.inertia,
-        count_of(clustering.iterations, "iteration"),
-        "".join(f", AMI with {name} {value:z.2f}" for name, value in agreement.items()),
-    )
-    counts = {
-        "samples": len(index),
-        "bad_samples": len(index) - int(sizes.sum()),
-        "inertia": tally.inertia,
-        "iterations": clustering.iterations,
-        "restart": clustering.restart,
-        "empty_clusters": empty,
-        "sizes": statistics,
-        "cluster_sizes": sizes.tolist() if len(sizes) <= _SIZES_UP_TO else None,
-        "ami": agreement,
-    }
-    if artifact.config["feature"] == "mean":  # samples without a caption are clustered by image
-        counts["without_caption"] = int((index.num_captions == 0).sum())
-    names = ("centroids.npy", "cluster_labels.npy", "similarities.npy")
-    artifact.finish(
-        counts,
-        dtype="int32",
-        content_digest=digest_array(labels),
-        records=records_of(artifact.directory, *names),
-    )
-
-
-def _read_cluster_labels(
-    layout: Layout, stage: int, index: SampleIndex
-) -> tuple[np.ndarray, Manifest]:
-    """The cluster labels int32 [N] of a stage (the nearest of several), and their manifest."""
-    directory = layout.clusters(stage)
-    manifest = index.manifest_of(directory, "clusters")
+def _read_cluster_labels(how: ClusteredStage, stage: int) -> tuple[np.ndarray, int]:
+    """The cluster labels int32 [N] of a stage (the nearest of several), and how many clusters."""
+    directory = how.layout.clusters(stage)
+    manifest = how.index.manifest_of(directory, "clusters")
     manifest.check(directory)
     labels = open_npy(directory / "cluster_labels.npy", "cluster")
-    return np.array(labels[:, 0]), manifest
+    return np.array(labels[:, 0]), manifest.config["cluster"]["num_clusters"]
 
 
-def _write_pseudo_labels(
-    config: Config, layout: Layout, stage: int, index: SampleIndex, force: Force
-) -> None:
-    """Combines the cluster labels of all stages before ``stage`` (MCL, Eq. 2)."""
-    stages = [_read_cluster_labels(layout, earlier, index) for earlier in range(stage)]
-    artifact = Artifact.open(
-        layout.pseudo_labels(stage),
-        kind="pseudo_labels",
-        config={"label_mode": config.cluster.label_mode},
-        inputs={"index": index.digest}
-        | {f"clusters_{number}": manifest.digest for number, (_, manifest) in enumerate(stages)},
-        force=force,
-    )
-    if artifact.finished:
-        log.info("%s is finished: skipped", artifact.directory)
-        return
-    labels, radices = combine_stages(
-        [labels for labels, _ in stages],
-        [manifest.config["num_clusters"] for _, manifest in stages],
-        config.cluster.label_mode,
-    )
-    save_npy(artifact.directory / "pseudo_labels.npy", labels[:, None])
-    counts = {"samples": len(index)} | group_statistics(labels, radices)
-    artifact.finish(
-        counts,
-        dtype="int64",
-        content_digest=digest_array(labels),
-        records=records_of(artifact.directory, "pseudo_labels.npy"),
-    )
+# --- pseudo labels ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PseudoLabels(Step[ClusteredStage]):
+    """The cluster labels of all stages up to this one, combined for the next (MCL, Eq. 2)."""
+
+    kind = "pseudo_labels"
+    label_mode: LabelMode
+
+    def reads(self, how: ClusteredStage) -> dict[str, str]:
+        """The index, and the clusters of all stages."""
+        inputs = {"index": how.index.digest}
+        for number in range(how.number + 1):
+            manifest = how.index.manifest_of(how.layout.clusters(number), "clusters")
+            inputs[f"clusters_{number}"] = manifest.digest
+        return inputs
+
+    def make(self, out: Artifact, how: ClusteredStage) -> Made:
+        """Writes pseudo_labels.npy int64 [N, 1]."""
+        stages = [_read_cluster_labels(how, number) for number in range(how.number + 1)]
+        cluster_labels, nums_clusters = zip(*stages, strict=True)
+        labels, radices = combine_stages(cluster_labels, nums_clusters, self.label_mode)
+        save_npy(out.begin() / "pseudo_labels.npy", labels[:, None])
+        counts = {"samples": len(how.index)} | group_statistics(labels, radices)
+        records = records_of(out.directory, "pseudo_labels.npy")
+        return Made(counts, records, dtype="int64", digest=digest_array(labels))

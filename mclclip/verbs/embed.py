@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mclclip.config import Config
+from mclclip.config import Config, rules
 from mclclip.data import locations
 from mclclip.data.arrays import open_npy, save_npy
 from mclclip.data.extras import directory_of, drawn
@@ -32,15 +32,16 @@ from mclclip.data.row_store import RowBatch, left_out, num_restored, shards_done
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TarDataset, read_excluded, tokenized
 from mclclip.models import memory
-from mclclip.models.loading import load_towers, prepare_model
+from mclclip.models.loading import load_towers
 from mclclip.models.model import Model, unit
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Artifact, Force, Layout, is_finished, made_of, read_manifest
+from mclclip.run.steps import Made, Step, make
 from mclclip.util import files
 from mclclip.util.caption_rules import HardCaptions
 from mclclip.util.randomness import mix
-from mclclip.verbs.embed_passes import Passes, finish_shards, forward, image_batches, write_missing
+from mclclip.verbs.embed_passes import Passes, forward, image_batches, made_of_shards, write_missing
 
 log = logging.getLogger("mclclip")
 
@@ -80,96 +81,137 @@ def run(
     texts = [edits for reader in every for edits in reader.stored_texts]
     if text is not None:
         texts = [None, *texts] if text else []
-    wanted: dict[Path, HardCaptions | None] = {layout.embeddings(stage): None}
-    wanted |= {directory_of(layout, edits): edits for edits in texts}
     if texts:
         if without := len(index.without_caption("embed with text")):
             log.info("embed: %d of %d samples have no caption to embed", without, len(index))
-    for directory, edits in wanted.items():
-        artifact = collectives.on_main(
-            partial(_open, config, layout, stage, index, directory, edits, force)
-        )
-        if artifact.finished:
-            log.info("%s is finished: skipped", artifact.directory)
-            continue
-        model = load_towers(layout.export(stage)).eval()
-        rows = None
-        if artifact.kind == "embeddings" and config.trunk_cache.enabled:
-            rows = TrunkRows.open_together(layout, config.trunk_cache.folder, index)
-            collectives.together(partial(rows.start, model), "embed")
-        model.to(context.device)
-        collectives.on_main(partial(check_shards, index.directory, index.shards, config.data))
-        source = TarDataset(index, config.data, model.preprocess_val, trunk=rows)
-        collectives.together(source.check, "embed")
-        _embed(config, context, source, model, artifact, edits)
+    how, options = Pass(config, context, layout, index, stage), config.embed
+    precision = options.dtype, options.precision
+
+    def embed(step: Step[Pass], directory: Path, how: Pass) -> None:
+        make(step, directory, how, collectives.on_main(partial(how.remake, directory, force)))
+
+    embed(Embeddings(*precision, options.feature), layout.embeddings(stage), how)
+    for edits in texts:
+        step = TextEmbeddings(*precision, None if edits is None else edits.drawn_by)
+        embed(step, directory_of(layout, edits), replace(how, edits=edits))
     return layout.embeddings(stage)
 
 
-def _open(
-    config: Config,
-    layout: Layout,
-    stage: int,
-    index: SampleIndex,
-    directory: Path,
-    edits: HardCaptions | None,
-    force: Force,
-) -> Artifact:
-    of_images = directory == layout.embeddings(stage)
-    kind = "embeddings" if of_images else "text_embeddings"
-    # The batch size is left out, since it changes results by rounding only.
-    fields: dict[str, Any] = {"dtype": config.embed.dtype, "precision": config.embed.precision}
-    encoder = read_manifest(layout.export(stage), "export")
-    inputs = {"index": index.digest, "encoder": encoder.digest}
-    if of_images:
-        fields["feature"] = config.embed.feature
-        if config.trunk_cache.enabled:
-            inputs["trunk_cache"] = read_manifest(layout.trunk_cache, locations.TRUNK_CACHE).digest
-    if edits is not None:
-        fields["drawn_by"] = [*edits.drawn_by]
-    excluded = read_excluded(index, config.data.exclude)
-    restored = num_restored(directory, index, excluded) if is_finished(directory) else 0
-    if restored and not force:
-        log.warning(
-            "%s has no rows of %d samples that have changed since, or were in data.exclude then: "
-            "--force embeds them", directory, restored,
+@dataclass(frozen=True)
+class Pass:
+    """A pass of a stage's encoder over the samples of the index, of texts with these ``edits``."""
+
+    config: Config
+    context: Context
+    layout: Layout
+    index: SampleIndex
+    stage: int
+    edits: HardCaptions | None = None
+
+    def remake(self, directory: Path, force: Force) -> Force:
+        """How finished embeddings are treated: any force makes them again where samples that have
+        no row have been restored since, and a warning counts these without one."""
+        if not is_finished(directory):
+            return force
+        excluded = read_excluded(self.index, self.config.data.exclude)
+        restored = num_restored(directory, self.index, excluded)
+        if restored and not force:
+            log.warning(
+                "%s has no rows of %d samples that have changed since, or were in data.exclude "
+                "then: --force embeds them", directory, restored,
+            )  # fmt: skip
+        return bool(force) if restored else force
+
+    def inputs(self) -> dict[str, str]:
+        """The digests of the index and of the encoder."""
+        encoder = read_manifest(self.layout.export(self.stage), "export")
+        return {"index": self.index.digest, "encoder": encoder.digest}
+
+    def source(self, model: Model, rows: TrunkRows | None = None) -> TarDataset:
+        """The samples as the model takes them, after a check of their shards."""
+        data = self.config.data
+        collectives.on_main(partial(check_shards, self.index.directory, self.index.shards, data))
+        source = TarDataset(self.index, data, model.preprocess_val, trunk=rows)
+        collectives.together(source.check, "embed")
+        return source
+
+    def write(
+        self, out: Artifact, passes: Callable[[Sequence[Shard]], Passes], dtype: str, width: int,
+        **counts: int,
+    ) -> Made:  # fmt: skip
+        """Writes the shards that are missing, rows [width] of each sample or caption."""
+        num_bad = write_missing(
+            self.config, self.context, self.index, out.begin(), passes,
+            kind=out.kind, dtype=dtype, empty=(width,),
         )  # fmt: skip
-    force = bool(force) if restored else force
-    return Artifact.open(directory, kind=kind, config=fields, inputs=inputs, force=force)
+        written = out.identity, self.index, out.directory, num_bad, counts, dtype
+        return collectives.on_main(lambda: made_of_shards(*written))
 
 
-def _embed(
-    config: Config,
-    context: Context,
-    source: TarDataset,
-    model: Model,
-    artifact: Artifact,
-    edits: HardCaptions | None,
-) -> None:
-    """Embeds the missing shards of images, of captions, or of their edits, then finishes the
-    artifact together."""
-    index, per_row = source.index, 1 if edits is None else edits.per_caption
+@dataclass(frozen=True)
+class Embeddings(Step[Pass]):
+    """Unit features of every image."""
 
-    def features(pixels: Tensor) -> np.ndarray:
-        if config.embed.feature == "pooled":
-            encode = partial(model.encode_tail, pixels, model.first_block, project=False)
-        else:
-            encode = partial(model.encode_image, pixels)
-        return unit(forward(config, context, encode)).cpu().numpy()
+    kind = "embeddings"
+    all_ranks = True
+    dtype: str
+    precision: str
+    feature: str
 
-    passes = partial(image_batches, config, context, source, model, encode=features)
-    counts = {}
-    if artifact.kind == "text_embeddings":
-        passes = partial(_caption_batches, config, context, source, model, edits)
-        counts = {
-            "captions": int(index.num_captions.sum()),
-            "without_caption": int((index.num_captions == 0).sum()),
-        }
-    num_bad = write_missing(
-        config, context, index, artifact.directory, passes,
-        kind=artifact.kind, dtype=config.embed.dtype, empty=(per_row * model.embed_dim,),
-    )  # fmt: skip
-    written = artifact.directory, num_bad, counts, config.embed.dtype
-    collectives.on_main(lambda: finish_shards(artifact, index, *written))
+    def reads(self, how: Pass) -> dict[str, str]:
+        """The index and the encoder, and what stands for images."""
+        inputs = how.inputs()
+        if how.config.trunk_cache.enabled:
+            cache = read_manifest(how.layout.trunk_cache, locations.TRUNK_CACHE)
+            inputs["trunk_cache"] = cache.digest
+        return inputs
+
+    def make(self, out: Artifact, how: Pass) -> Made:
+        """Embeds the shards that are missing."""
+        config, context = how.config, how.context
+        model, rows = load_towers(how.layout.export(how.stage)).eval(), None
+        if config.trunk_cache.enabled:
+            rows = TrunkRows.open_together(how.layout, config.trunk_cache.folder, how.index)
+            collectives.together(partial(rows.start, model), "embed")
+        source = how.source(model.to(context.device), rows)
+
+        def features(pixels: Tensor) -> np.ndarray:
+            if self.feature == "pooled":
+                encode = partial(model.encode_tail, pixels, model.first_block, project=False)
+            else:
+                encode = partial(model.encode_image, pixels)
+            return unit(forward(config, context, encode)).cpu().numpy()
+
+        passes = partial(image_batches, config, context, source, model, encode=features)
+        return how.write(out, passes, self.dtype, model.embed_dim)
+
+
+@dataclass(frozen=True)
+class TextEmbeddings(Step[Pass]):
+    """Unit features of every caption, or of the edits of each."""
+
+    kind = "text_embeddings"
+    all_ranks = True
+    dtype: str
+    precision: str
+    drawn_by: tuple[object, ...] | None
+    """Of edits (``HardCaptions.drawn_by``)."""
+
+    def reads(self, how: Pass) -> dict[str, str]:
+        """The index and the encoder."""
+        return how.inputs()
+
+    def make(self, out: Artifact, how: Pass) -> Made:
+        """Embeds the shards that are missing."""
+        model = load_towers(how.layout.export(how.stage)).eval().to(how.context.device)
+        source = how.source(model)
+        passes = partial(_caption_batches, how.config, how.context, source, model, how.edits)
+        per_caption = 1 if how.edits is None else how.edits.per_caption
+        captions = how.index.num_captions
+        return how.write(
+            out, passes, self.dtype, per_caption * model.embed_dim,
+            captions=int(captions.sum()), without_caption=int((captions == 0).sum()),
+        )  # fmt: skip
 
 
 def _caption_batches(
@@ -257,13 +299,16 @@ def write_trunk(
 
     def finish() -> None:
         directory = artifact.directory
-        save_npy(directory / WITHOUT, left_out(folder, len(index.shards)))
+        without = left_out(folder, len(index.shards))
+        save_npy(directory / WITHOUT, without)
         counts = {"shape": list(shape), "rows": locations.recorded_folder(directory, folder)}
         records = files.records_of(directory, WITHOUT)
-        without = finish_shards(artifact, index, folder, num_bad, counts, dtype, records)
+        written = folder, num_bad, counts, dtype, records
+        made = made_of_shards(artifact.identity, index, *written)
+        artifact.finish(made.counts, dtype=dtype, content_digest=made.digest, records=made.records)
         log.info(
             "embed: what %d blocks make of %d images is in %s (%.3g GiB); %d have no row",
-            blocks, len(index), folder, size / 2**30, without,
+            blocks, len(index), folder, size / 2**30, len(without),
         )  # fmt: skip
 
     collectives.on_main(finish)
@@ -283,19 +328,11 @@ def _stored(rows: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _frozen_blocks(config: Config, layout: Layout) -> int:
-    """Number of first blocks that no stage trains; ValueError for none."""
-    model = memory.load_shapes(str(layout.export(0)), text=config.model.text)
-    with memory.faked(model):
-        arguments = config.train.model_arguments() | {"precision": "fp32"}
-        prepare_model(model, **arguments, seed=config.seed)
-    if not model.num_frozen_blocks:
-        stem = f" (the stem and {model.num_blocks - 1} residual blocks)"
-        raise ValueError(
-            f"trunk_cache.enabled, but train.lock.image_blocks={config.train.lock.image_blocks} "
-            f"trains all of the image tower's {model.num_blocks} blocks"
-            f"{'' if model.layout.embedding else stem}: lower it, or leave trunk_cache out"
-        )
-    return model.num_frozen_blocks
+    """Number of first blocks that no stage trains. Raises ValueError for none."""
+    export, trained = layout.export(0), config.train.lock.image_blocks
+    rules.check(replace(config, model=replace(config.model, name=f"local-dir:{export}")))
+    assert isinstance(trained, int), "a rule has refused all blocks"
+    return memory.load_shapes(str(export), text=False).num_blocks - trained
 
 
 def _open_trunk(

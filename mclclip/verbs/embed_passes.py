@@ -26,7 +26,7 @@ from mclclip.models.model import Model
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import runlog
-from mclclip.run.artifacts import Artifact
+from mclclip.run.steps import Made
 from mclclip.util import files
 
 Passes = Generator[Iterator[RowBatch], None, None]
@@ -127,27 +127,27 @@ def write_missing(
     return BadSamples(index, config.data.max_bad_fraction).share(reasons)
 
 
-def finish_shards(
-    artifact: Artifact,
+def made_of_shards(
+    identity: str,
     index: SampleIndex,
     folder: Path,
     num_bad: int,
     counts: Mapping[str, Any],
     dtype: str,
     records: Mapping[str, files.Record] | None = None,
-) -> int:
-    """Finishes an artifact whose shards have all been written to ``folder``, with these further
-    ``counts``; returns the number of samples without a row. ``records`` are those of its files;
-    None: the shards and their notes are its files.
+) -> Made:
+    """Returns what the manifest says of shards that have all been written to ``folder``.
+
+    ``identity`` is that of the artifact, ``counts`` are further ones. ``records`` are those of its
+    files; None: the shards and their notes are its files.
     """
     notes = all_notes(folder, len(index.shards))
     without = sorted(sample_id for note in notes.values() for sample_id in note.reasons)
     common = {"samples": len(index), "shards": len(index.shards), "bad_samples": num_bad}
     # Which samples have no row depends on the shards' bytes too.
-    digest = files.digest_json([artifact.identity, without]) if without else None
+    digest = files.digest_json([identity, without]) if without else None
     if records is None:
         beside = (str(Path(name).with_suffix(".json")) for name in notes)
         records = {name: note.record for name, note in notes.items()}
         records |= files.records_of(folder, *beside)
-    artifact.finish(common | dict(counts), dtype=dtype, content_digest=digest, records=records)
-    return len(without)
+    return Made(common | dict(counts), records, dtype, digest)

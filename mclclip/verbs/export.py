@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from mclclip import checkpoint
 from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
-from mclclip.export import write_export
+from mclclip.export import ExportStep
 from mclclip.models import soup, transformers_folder, weights
 from mclclip.models.clip import is_without_weights
 from mclclip.models.encoder import save_concat
@@ -34,6 +35,7 @@ from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Force, Layout
+from mclclip.run.steps import make
 from mclclip.train.loop import MODEL
 from mclclip.util import files
 from mclclip.util.options import with_prefix
@@ -68,17 +70,33 @@ def join(
 # --- one stage -------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class StageExport(ExportStep):
+    """The encoder of a stage.
+
+    ema    whether the average of the weights is exported (None: the training kept none)
+    model  what determines an encoder that is not trained here
+    seed   of its weights, where they are random
+    """
+
+    kind = "export"
+    stage: int
+    variant: str
+    ema: bool | None
+    model: Mapping[str, Any] | None
+    seed: int | None
+
+
 def _stage(config: Config, stage: int, variant: str, force: Force) -> Path:
     layout, options = Layout.of(config, variant), _options(config, stage)
     is_trained = stage > 0 or config.base is not None
-    fields: dict[str, Any] = {"stage": stage, "variant": layout.variant if stage else "mcl"}
-    inputs = {}
+    ema, given, seed, inputs = None, None, None, dict[str, str]()
     if is_trained:
         inputs["train"] = artifacts.read_manifest(layout.train(stage), "train").digest
-        if options.ema_decay is not None:
-            fields["ema"] = config.export.ema
+        ema = None if options.ema_decay is None else config.export.ema
     else:
-        fields |= _untrained_identity(config)
+        given = _given_encoder(config)
+        seed = None if config.model.pretrained else config.seed
         if config.model.pretrained is None and is_without_weights(config.model.name):
             beside = "" if config.model.image_weights is None else " beside model.image_weights"
             log.warning("stage 0 has random weights%s: model.pretrained and base are null", beside)
@@ -87,8 +105,7 @@ def _stage(config: Config, stage: int, variant: str, force: Force) -> Path:
 
     def write(directory: Path) -> dict[str, Any]:
         if is_trained:
-            averaged = config.export.ema and options.ema_decay is not None
-            state = checkpoint.trained_state(layout.train(stage), averaged=averaged)
+            state = checkpoint.trained_state(layout.train(stage), averaged=bool(ema))
             model = _filled(config, layout, stage, state)
         else:
             model = _base(config, layout, stage)
@@ -98,7 +115,9 @@ def _stage(config: Config, stage: int, variant: str, force: Force) -> Path:
         model.save(directory, None if own else weights.base_digest(layout.export(0)))
         return {"parameters": sum(p.numel() for p in model.parameters())}
 
-    return write_export(layout.export(stage), "export", fields, inputs, force, write)
+    step = StageExport(stage, layout.variant if stage else "mcl", ema, given, seed)
+    make(step, layout.export(stage), (inputs, write), force)
+    return layout.export(stage)
 
 
 def write_step(config: Config, stage: int, variant: str, *, step: int, directory: Path) -> None:
@@ -120,14 +139,10 @@ def _options(config: Config, stage: int) -> TrainConfig:
     return config.train if stage > 0 or config.base is None else config.base
 
 
-def _untrained_identity(config: Config) -> dict[str, Any]:
-    """Fields of the manifest that determine an encoder which is not trained here."""
+def _given_encoder(config: Config) -> dict[str, Any]:
+    """Returns what determines an encoder that is not trained here; files count by their content."""
     model = config.model
-    fields: dict[str, Any] = {"name": model.name, "pretrained": model.pretrained}
-    if not model.text:
-        fields["text"] = False
-    if model.long_context:
-        fields["long_context"] = True
+    fields = {name: getattr(model, name) for name in ("name", "pretrained", "text", "long_context")}
     if isinstance(model.name, str):
         path = Path(model.name.removeprefix("local-dir:"))
         if model.name.startswith(transformers_folder.PREFIX):
@@ -136,9 +151,7 @@ def _untrained_identity(config: Config) -> dict[str, Any]:
             fields["name"] = files.digest_file(weights.find_weights(path))
         elif path.is_file():
             fields["name"] = files.digest_json(files.read_json(path))
-    if model.pretrained is None:
-        fields["seed"] = config.seed  # the weights are random, unless a directory brings them
-    elif Path(model.pretrained).is_file():
+    if model.pretrained is not None and Path(model.pretrained).is_file():
         fields["pretrained"] = files.digest_file(Path(model.pretrained))
     if model.image_weights is not None:
         fields["image_weights"] = files.digest_file(
@@ -211,17 +224,31 @@ def _join(config: Config, variant: str, force: Force) -> dict[str, Path]:
     layout = Layout.of(config, variant)
     stages = {f"stage_{number}": layout.export(number) for number in range(config.num_stages + 1)}
     inputs = {n: artifacts.read_manifest(p, "export").digest for n, p in stages.items()}
-    writers: dict[str, Callable[[Path], dict[str, Any]]] = {
-        f"concat_{kind}": partial(_concat, stages, kind) for kind in config.export.concat
+    made: dict[str, tuple[ExportStep, Callable[[Path], dict[str, Any]]]] = {
+        f"concat_{kind}": (Concat(kind), partial(_concat, stages, kind))
+        for kind in config.export.concat
     }
     if config.export.soup:
-        writers["soup_uniform"] = partial(_soup, config, layout, [*stages.values()], force)
-    joined = {}
-    for name, write in writers.items():
-        kind = name.partition("_")[0]
-        path = layout.joined(name)
-        joined[name] = write_export(path, kind, {"name": name}, inputs, force, write)
-    return joined
+        soup_of = partial(_soup, config, layout, [*stages.values()], force)
+        made["soup_uniform"] = UniformSoup(), soup_of
+    for name, (step, write) in made.items():
+        make(step, layout.joined(name), (inputs, write), force)
+    return {name: layout.joined(name) for name in made}
+
+
+@dataclass(frozen=True)
+class Concat(ExportStep):
+    """The features of all stages beside each other."""
+
+    kind = "concat"
+    variant: Variant
+
+
+@dataclass(frozen=True)
+class UniformSoup(ExportStep):
+    """The mean of the weights of all stages."""
+
+    kind = "soup"
 
 
 def _concat(stages: dict[str, Path], variant: Variant, directory: Path) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import json
 import logging
 import math
 import shlex
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from mclclip.data.arrays import save_npy
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Artifact, Force, refuse_foreign
+from mclclip.run.steps import Made, Step, make
 from mclclip.util import files, search
 from mclclip.util.options import named_path
 
@@ -149,25 +150,36 @@ def _run(config: Config, stage: int, name: str, options: Options, force: Force) 
         _log_scores(inputs)
         _log_near_pairs(inputs, config.seed)
         return None
-    within = "all" if inputs.labels is None else "clusters"
-    fields = asdict(options) | {
-        "stage": stage,
-        "within": None if options.near_duplicates is None else within,
-        "against": [other.name for other in inputs.others],
-        "against_cosine": (options.against_cosine or AGAINST) if inputs.others else None,
-    }
-    directory = Path(config.run_dir) / "filters" / name
-    open_artifact = partial(
-        Artifact.open, directory, kind="filter", inputs=inputs.digests, force=force, config=fields
+    within: Within = "all" if inputs.labels is None else "clusters"
+    options = replace(
+        options,
+        within=None if options.near_duplicates is None else within,
+        against=[other.name for other in inputs.others],
+        against_cosine=(options.against_cosine or AGAINST) if inputs.others else None,
     )
+    directory = Path(config.run_dir) / "filters" / name
     refuse_foreign(directory, "--name")
-    if open_artifact(write=False).finished:
-        log.info("%s is finished: skipped", directory)
-        return directory
-    decisions = _decide(inputs, options)
-    # Opened for writing only now: where nothing is left, nothing is left behind.
-    _write(open_artifact(write=True), inputs, decisions)
+    make(Filter(stage, options), directory, inputs, force)
     return directory
+
+
+@dataclass(frozen=True)
+class Filter(Step[CurateInputs]):
+    """Which samples are kept, and why the others are left out."""
+
+    kind = "filter"
+    stage: int
+    filters: Options
+
+    def reads(self, how: CurateInputs) -> Mapping[str, str]:
+        """The digests of all that is read."""
+        return how.digests
+
+    def make(self, out: Artifact, how: CurateInputs) -> Made:
+        """Raises ValueError, before anything is written, where nothing is left."""
+        decisions = _decide(how, self.filters)
+        out.begin()
+        return _write(out, self.filters, how, decisions)
 
 
 def _log_scores(inputs: CurateInputs) -> None:
@@ -346,10 +358,10 @@ def _log_near_pairs(inputs: CurateInputs, seed: int) -> None:
 # --- what is written -----------------------------------------------------------------------------
 
 
-def _write(artifact: Artifact, inputs: CurateInputs, decisions: Decisions) -> None:
-    """Writes the files of the decisions and finishes the artifact; logs what is left out, and the
-    override that trains on the rest."""
-    directory, reasons, scores = artifact.directory, decisions.reasons, decisions.scores
+def _write(out: Artifact, options: Options, inputs: CurateInputs, decisions: Decisions) -> Made:
+    """Writes the files of the decisions; logs what is left out, and the override that trains on the
+    rest."""
+    directory, reasons, scores = out.directory, decisions.reasons, decisions.scores
     names = [WEIGHTS, REASONS, *([] if scores is None else [SCORES]), LEFT_OUT]
     save_npy(directory / WEIGHTS, (reasons == 0).astype(np.float32))
     save_npy(directory / REASONS, reasons)
@@ -364,12 +376,6 @@ def _write(artifact: Artifact, inputs: CurateInputs, decisions: Decisions) -> No
         "without_score": len(reasons) - with_score,
         **decisions.counts,
     }
-    artifact.finish(
-        counts,
-        dtype="float32",
-        content_digest=files.digest_json([artifact.identity, files.digest_array(reasons)]),
-        records=files.records_of(directory, *names),
-    )
     log.info(
         "filter: %s of %s samples are kept; left out: %s; %s have no score",
         f"{by_reason['kept']:,}", f"{len(reasons):,}",
@@ -380,11 +386,13 @@ def _write(artifact: Artifact, inputs: CurateInputs, decisions: Decisions) -> No
         log.info(
             "filter: %s near pairs (compared: within %s) link %s groups of samples, the largest of "
             "%s; %s samples are left out that a chain alone links to one that is kept",
-            f"{copies['pairs']:,}", artifact.config["within"], f"{copies['groups']:,}",
+            f"{copies['pairs']:,}", options.within, f"{copies['groups']:,}",
             f"{copies['largest_group']:,}", f"{copies['by_chain']:,}",
         )  # fmt: skip
     path = shlex.quote(str((directory / WEIGHTS).resolve()))
     log.info("filter: to train on what is kept: %s", f"train.plan.weights={path}")
+    digest = files.digest_json([out.identity, files.digest_array(reasons)])
+    return Made(counts, files.records_of(directory, *names), "float32", digest)
 
 
 def _write_left_out(path: Path, inputs: CurateInputs, decisions: Decisions) -> None:

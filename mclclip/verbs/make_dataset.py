@@ -7,7 +7,8 @@ import importlib
 import inspect
 import io
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from mclclip.data.datasets.sources import Sources
 from mclclip.data.shard_writer import PackedSample, check_foreign, write_shards
 from mclclip.run import runlog
 from mclclip.run.artifacts import Artifact
+from mclclip.run.steps import Made, Step, make
 from mclclip.util import files
 
 log = logging.getLogger("mclclip")
@@ -32,38 +34,41 @@ SPLITS = ("train", "test", "unlabeled")
 def run(name: str, out: Path, *, seed: int = 0, force: bool = False, **options: Any) -> Path:
     """Writes the data set ``name`` below ``out`` (skips what is finished) and returns ``out``.
 
-    ``patterns`` takes the options of ``write_patterns``. The others are those of
-    ``data.datasets.NAMES``: they take the options of ``write_splits`` and of the data set. Options
-    that are None are left at their defaults. ``force`` moves shards of other settings aside. Raises
+    ``patterns`` takes the fields of ``Patterns``. The others are those of ``data.datasets.NAMES``:
+    they take ``source`` (entries ``NAME=FOLDER``), ``download``, ``samples_per_shard`` and the
+    options of the data set. Options that are None are left at their defaults. ``force`` moves
+    shards of other settings aside. Raises
     ValueError for an unknown name or option and for wrong values or files, FileNotFoundError for
     missing files.
     """
     if seed < 0:
         raise ValueError(f"seed is {seed}: wanted 0 or more")
     given = {option: value for option, value in options.items() if value is not None}
+    out = Path(out)
     if name == "patterns":
-        _check_options(name, given, _options_of(write_patterns))
-        return write_patterns(Path(out), seed=seed, force=force, **given)
+        _check_options(name, given, {f.name for f in fields(Patterns)} - {"name", "seed"})
+        check_foreign(out, "make-dataset", "shards")
+        make(Patterns(seed=seed, **given), out, None, force)
+        return out
     if name not in datasets.NAMES:
         raise ValueError(
             f"no built-in data set {name!r}: there is 'patterns', {', '.join(datasets.NAMES)}"
         )
     build = importlib.import_module(f"mclclip.data.datasets.{name}").build
-    own, shared = _options_of(build), _options_of(write_splits)
-    _check_options(name, given, {**own, **shared})
-    settings = own | {option: given.pop(option) for option in own if option in given}
-    return write_splits(Path(out), name, build, settings, seed=seed, force=force, **given)
+    parameters = inspect.signature(build).parameters.values()
+    settings = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    _check_options(name, given, {*settings, "source", "download", "samples_per_shard"})
+    folders, download = _folders(given.pop("source", ())), given.pop("download", False)
+    per_shard = given.pop("samples_per_shard", SAMPLES_PER_SHARD)
+    check_foreign(out, "make-dataset", *SPLITS)
+    places = {key: str(folder.absolute()) for key, folder in folders.items()}
+    splits = Splits(name, seed, per_shard, places, settings | given)
+    make(splits, out, (build, Sources(folders, download)), force)
+    return out
 
 
-def _options_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The keyword options of a function with their defaults, but for ``seed`` and ``force``."""
-    parameters = inspect.signature(function).parameters.values()
-    keywords = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-    return {name: keywords[name] for name in keywords if name not in ("seed", "force")}
-
-
-def _check_options(name: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    if unknown := sorted(given.keys() - known.keys()):
+def _check_options(name: str, given: Mapping[str, Any], known: Set[str]) -> None:
+    if unknown := sorted(given.keys() - known):
         raise ValueError(
             f"the data set {name} has no option {unknown[0]}: it has {', '.join(sorted(known))}"
         )
@@ -72,101 +77,87 @@ def _check_options(name: str, given: Mapping[str, Any], known: Mapping[str, Any]
 # --- data sets with a train and a test split ---------------------------------------------------
 
 
-def write_splits(
-    out: Path,
-    name: str,
-    build: Callable[..., Mapping[str, Any]],
-    settings: Mapping[str, Any],
-    *,
-    seed: int,
-    force: bool,
-    source: Sequence[str] = (),
-    download: bool = False,
-    samples_per_shard: int = SAMPLES_PER_SHARD,
-) -> Path:
-    """Writes ``out/SPLIT/*.tar`` for every split that ``build`` makes of ``settings``.
-
-    ``source`` has entries ``NAME=FOLDER``. A sample's ``.json`` holds its attributes; the manifest
-    counts the samples of each split. A split without samples is left out.
-    """
-    folders = {}
+def _folders(source: Sequence[str]) -> dict[str, Path]:
+    """The folders of entries ``NAME=FOLDER``."""
+    folders: dict[str, Path] = {}
     for entry in source:
         key, equals, folder = entry.partition("=")
         if not key or not equals or not folder or key in folders:
             raise ValueError(f"--source {entry}: wanted NAME=FOLDER, each name once")
         folders[key] = Path(folder)
-    places = {key: str(folder.absolute()) for key, folder in folders.items()}
-    config = {"name": name, "seed": seed, "samples_per_shard": samples_per_shard}
-    # What came later than others counts where it is given: older data sets stay finished.
-    options = {name: value for name, value in settings.items() if (name, value) != ("digits", None)}
-    config |= {"sources": places, "options": options}
-    check_foreign(out, "make-dataset", *SPLITS)
-    artifact = Artifact.open(out, kind="dataset", config=config, inputs={}, force=force)
-    if artifact.finished:
-        log.info("%s is finished: skipped", out)
-        return out
-    counts: dict[str, Any] = {"samples": {}, "shards": {}}
-    records: dict[str, files.Record] = {}
-    sources = Sources(folders, download)
-    splits = build(sources, seed, **settings)
-    sources.check_asked()
-    for split, samples in splits.items():
+    return folders
 
-        def counted(split: str = split, samples: Any = samples) -> Iterator[PackedSample]:
-            shown = runlog.progress(samples, total=None, description=split)
-            for number, sample in enumerate(shown, start=1):
-                counts["samples"][split] = number
-                yield sample
 
-        written: dict[str, files.Record] = {}
-        if shards := write_shards(counted(), out / split, samples_per_shard, written):
-            counts["shards"][split] = len(shards)
-        records |= {f"{split}/{name}": record for name, record in written.items()}
-    log.info("%s: %s", out, ", ".join(f"{n:,} {split}" for split, n in counts["samples"].items()))
-    artifact.finish(counts, records=records)
-    return out
+Build = Callable[..., Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Splits(Step[tuple[Build, Sources]]):
+    """Shards ``SPLIT/*.tar`` of a data set, with the attributes of a sample in its ``.json``."""
+
+    kind = "dataset"
+    name: str
+    seed: int
+    samples_per_shard: int
+    sources: Mapping[str, str]
+    options: Mapping[str, Any]
+
+    def make(self, out: Artifact, how: tuple[Build, Sources]) -> Made:
+        """Writes every split, and counts its samples; one without samples is left out."""
+        counts: dict[str, Any] = {"samples": {}, "shards": {}}
+        records: dict[str, files.Record] = {}
+        build, sources = how
+        splits = build(sources, self.seed, **self.options)
+        sources.check_asked()
+        folder = out.begin()
+        for split, samples in splits.items():
+
+            def counted(split: str = split, samples: Any = samples) -> Iterator[PackedSample]:
+                shown = runlog.progress(samples, total=None, description=split)
+                for number, sample in enumerate(shown, start=1):
+                    counts["samples"][split] = number
+                    yield sample
+
+            written: dict[str, files.Record] = {}
+            if shards := write_shards(counted(), folder / split, self.samples_per_shard, written):
+                counts["shards"][split] = len(shards)
+            records |= {f"{split}/{name}": record for name, record in written.items()}
+        samples_of = (f"{n:,} {split}" for split, n in counts["samples"].items())
+        log.info("%s: %s", folder, ", ".join(samples_of))
+        return Made(counts, records)
 
 
 # --- patterns ----------------------------------------------------------------------------------
 
 
-def write_patterns(
-    out: Path,
-    *,
-    seed: int = 0,
-    force: bool = False,
-    num_samples: int = NUM_SAMPLES,
-    num_pairs: int = NUM_PAIRS,
-    samples_per_shard: int = SAMPLES_PER_SHARD,
-) -> Path:
-    """Renders the demo's pictures below ``out`` (skips what is finished) and returns ``out``.
+@dataclass(frozen=True)
+class Patterns(Step[None]):
+    """The demo's pictures.
 
-    ``out/shards/*.tar`` holds the training pictures in img2dataset's layout, ``out/pairs`` the
-    minimal pairs in MMVP-VLM's layout, ``num_pairs`` of each attribute.
+    ``shards/*.tar`` holds the training pictures in img2dataset's layout, ``pairs`` the minimal
+    pairs in MMVP-VLM's layout, ``num_pairs`` of each attribute.
     """
-    config = {
-        "name": "patterns",
-        "seed": seed,
-        "num_samples": num_samples,
-        "num_pairs": num_pairs,
-        "samples_per_shard": samples_per_shard,
-        "mention_rates": dict(patterns.MENTION_RATES),
-    }
-    check_foreign(out, "make-dataset", "shards")
-    artifact = Artifact.open(out, kind="dataset", config=config, inputs={}, force=force)
-    if artifact.finished:
-        log.info("%s is finished: skipped", out)
-        return out
-    log.info("render %d pictures and %d pairs per attribute", num_samples, num_pairs)
-    samples, written = draw_samples(num_samples, seed), dict[str, files.Record]()
-    shards = write_shards(samples, out / "shards", samples_per_shard, written)
-    pictures = _write_pairs(out / "pairs", num_pairs, seed)
-    artifact.finish(
-        {"samples": num_samples, "shards": len(shards), "questions": len(pictures)},
-        records={f"shards/{name}": record for name, record in written.items()}
-        | files.records_of(out, "pairs/Questions.csv", *(f"pairs/{name}" for name in pictures)),
-    )
-    return out
+
+    kind = "dataset"
+    name: str = "patterns"
+    seed: int = 0
+    num_samples: int = NUM_SAMPLES
+    num_pairs: int = NUM_PAIRS
+    samples_per_shard: int = SAMPLES_PER_SHARD
+
+    def make(self, out: Artifact, how: None) -> Made:
+        """Renders all pictures."""
+        count, folder = self.num_samples, out.begin()
+        log.info("render %d pictures and %d pairs per attribute", count, self.num_pairs)
+        samples, written = draw_samples(count, self.seed), dict[str, files.Record]()
+        shards = write_shards(samples, folder / "shards", self.samples_per_shard, written)
+        pictures = _write_pairs(folder / "pairs", self.num_pairs, self.seed)
+        names = ("pairs/Questions.csv", *(f"pairs/{name}" for name in pictures))
+        return Made(
+            {"samples": count, "shards": len(shards), "questions": len(pictures)},
+            {f"shards/{name}": record for name, record in written.items()}
+            | files.records_of(folder, *names),
+        )
 
 
 def draw_samples(count: int, seed: int) -> Iterator[PackedSample]:

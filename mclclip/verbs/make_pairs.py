@@ -20,8 +20,9 @@ import hashlib
 import logging
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
@@ -34,12 +35,12 @@ from mclclip.eval.captions import read_captions_of_shards
 from mclclip.eval.items import CONFUSED
 from mclclip.run.artifacts import Artifact, Force, Layout, Manifest, run_above
 from mclclip.run.runlog import progress
+from mclclip.run.steps import Made, Step, make
 from mclclip.util import files
 from mclclip.util.caption_rules import RULES, check_rules, false_edits, spoken
 from mclclip.util.randomness import mix, permute
 
 log = logging.getLogger("mclclip")
-KIND = "pairs"
 PAIRS = "pairs.jsonl"  # of the blind spots
 _RULE, _CAPTION = 1, 2  # purposes of draws
 # Row of a picture -> a caption of it, a false one, and the row that names its unit.
@@ -81,35 +82,56 @@ def run(
     images, texts = read.images, [list[str]() for _ in read.images]
     for row, text in zip(read.caption_image, read.captions, strict=True):
         texts[row].append(text)
-    sizes = [image.size for image in images]
-    known = {"sizes": sizes, "keys": [image.key for image in images], "captions": texts}
-    opened: dict[str, Any] = {
-        "kind": KIND,
-        "config": {"rules": chosen, "per_rule": per_rule, "seed": seed},
-        "inputs": {"shards": files.digest_json(known)},
-    }
+    spots = None
     if confused is not None:
-        blind, spots = _read_spots(Path(confused), sizes)
-        opened["inputs"]["confused"] = blind.digest
-    # Nothing is written before there is an item: captions that fit no rule leave nothing behind.
-    if (done := Artifact.open(Path(out), **opened, force=force, write=False).manifest) is not None:
-        log.info("make-pairs: %s is finished, nothing to do", out)
-        return done
-    items = {rule: _items(rule, images, texts, per_rule, seed) for rule in chosen}
-    if confused is not None:
-        items[CONFUSED] = _confused_items(spots, images, texts, per_rule, seed)
-    fitting = {rule: own for rule, own in items.items() if own}
-    if not fitting:
-        raise NoItems(
-            f"no rule of {', '.join(chosen)} fits any of the {sum(map(len, texts)):,} captions in "
-            f"{shards}: the rules are for English sentences, give other --rules or --shards"
-        )
-    counts = {rule: len(own) for rule, own in items.items()}
-    listed = ", ".join(f"{rule} {count}" for rule, count in counts.items())
-    artifact = Artifact.open(Path(out), **opened, force=force)
-    records = _write(artifact.directory, fitting, images)
-    log.info("make-pairs: %s; mark what is wrong in %s", listed, Path(out) / "gallery.html")
-    return artifact.finish({"images": len(images), "items": counts}, records=records)
+        spots = _read_spots(Path(confused), [image.size for image in images])
+    source = CaptionedPictures(shards, images, texts, spots)
+    return make(MinimalPairs(tuple(chosen), per_rule, seed), Path(out), source, force)
+
+
+class CaptionedPictures(NamedTuple):
+    """Pictures with their captions, and the blind spots (``_read_spots``)."""
+
+    shards: Path
+    images: Sequence[Any]
+    texts: Sequence[Sequence[str]]
+    spots: tuple[Manifest, list[list[int]]] | None
+
+
+@dataclass(frozen=True)
+class MinimalPairs(Step[CaptionedPictures]):
+    """Minimal pairs of pictures, with their gallery and suite."""
+
+    kind = "pairs"
+    rules: tuple[str, ...]
+    per_rule: int
+    seed: int
+
+    def reads(self, how: CaptionedPictures) -> dict[str, str]:
+        """The pictures by their keys and sizes, their captions, and the blind spots."""
+        sizes, keys = [[getattr(i, name) for i in how.images] for name in ("size", "key")]
+        pictures = {"sizes": sizes, "keys": keys, "captions": how.texts}
+        inputs = {"shards": files.digest_json(pictures)}
+        return inputs if how.spots is None else inputs | {"confused": how.spots[0].digest}
+
+    def make(self, out: Artifact, how: CaptionedPictures) -> Made:
+        """Raises NoItems, before anything is written, where no caption fits a rule."""
+        drawn = how.images, how.texts, self.per_rule, self.seed
+        items = {rule: _items(rule, *drawn) for rule in self.rules}
+        if how.spots is not None:
+            items[CONFUSED] = _confused_items(how.spots[1], *drawn)
+        fitting = {rule: of_rule for rule, of_rule in items.items() if of_rule}
+        if not fitting:
+            raise NoItems(
+                f"no rule of {', '.join(self.rules)} fits any of the "
+                f"{sum(map(len, how.texts)):,} captions in {how.shards}: the rules are for English "
+                "sentences, give other --rules or --shards"
+            )
+        counts = {rule: len(of_rule) for rule, of_rule in items.items()}
+        records = _write(out.begin(), fitting, how.images)
+        listed = ", ".join(f"{rule} {count}" for rule, count in counts.items())
+        log.info("make-pairs: %s; mark what is wrong in %s", listed, out.directory / "gallery.html")
+        return Made({"images": len(how.images), "items": counts}, records)
 
 
 def _items(

@@ -15,7 +15,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -42,12 +42,12 @@ from mclclip.data.table_formats import CAPTION_COLUMNS, suffix_of
 from mclclip.data.tables import Row, Table, open_table
 from mclclip.run.artifacts import Artifact, Force, Manifest
 from mclclip.run.runlog import count_of, progress
+from mclclip.run.steps import Made, Step, make
 from mclclip.util import advice
 from mclclip.util.files import Record, Roots
 from mclclip.util.options import refuse_url
 
 log = logging.getLogger("mclclip")
-KIND = "shards"
 _KEY_DIGITS = 9
 _REST = "train"  # the folder of what is not held out
 
@@ -96,22 +96,96 @@ def pack(
             "captions; name the column with --caption-column if one of these holds them",
             table.path, ", ".join(CAPTION_COLUMNS), table.columns,
         )  # fmt: skip
-    settings = _settings(table, samples_per_shard, key_prefix, allow_roots, held_out)
-    opened: Any = {"kind": KIND, "config": settings, "inputs": table.inputs()}
-    # Nothing is written before there is a sample: data without any leave nothing behind.
-    done = Artifact.open(out, **opened, force=force, write=False).manifest
-    if done is not None:
-        log.info("pack: %s is finished, nothing to do", out)
-        return done
-    findings = Findings()
-    rows, total = _joined(table, findings)
-    samples = _samples(rows, table, Roots(table.root, *allow_roots), findings, held_out, key_prefix)
-    first = next(samples, None)
-    if first is None:
-        raise _nothing_usable(table, findings, source, command)
-    artifact = Artifact.open(out, **opened, force=force)
-    samples = itertools.chain([first], samples)
-    return _write(artifact, samples, total, samples_per_shard, findings, table)
+    step = Shards(
+        images=os.path.abspath(table.root),
+        path_column=table.image_column,
+        caption_column=tuple(table.caption_columns),
+        samples_per_shard=samples_per_shard,
+        delimiter=table.delimiter,
+        key_prefix=key_prefix,
+        allow_roots=tuple(os.path.abspath(folder) for folder in allow_roots),
+        held_out=dict(held_out),
+    )
+    return make(step, out, (table, source, command), force)
+
+
+@dataclass(frozen=True)
+class Shards(Step[tuple[Table, Path, Sequence[str]]]):
+    """Captioned pictures as shards."""
+
+    kind = "shards"
+    images: str
+    path_column: str
+    caption_column: tuple[str, ...]
+    samples_per_shard: int
+    delimiter: str | None
+    key_prefix: str
+    allow_roots: tuple[str, ...]
+    held_out: Mapping[str, float]
+
+    def reads(self, how: tuple[Table, Path, Sequence[str]]) -> Mapping[str, str]:
+        """The digests of the table, or of the files that stand for it."""
+        return how[0].inputs()
+
+    def make(self, out: Artifact, how: tuple[Table, Path, Sequence[str]]) -> Made:
+        """Raises ValueError, before anything is written, where no image can be used."""
+        (table, source, command), findings = how, Findings()
+        rows, total = _joined(table, findings)
+        roots = Roots(table.root, *map(Path, self.allow_roots))
+        samples = _samples(rows, table, roots, findings, self.held_out, self.key_prefix)
+        first = next(samples, None)
+        if first is None:
+            raise _nothing_usable(table, findings, source, command)
+        out.begin()
+        samples = itertools.chain([first], samples)
+        return self._write(out.directory, samples, total, findings, table)
+
+    def _write(
+        self,
+        out: Path,
+        samples: Iterator[PackedSample],
+        total: int | None,
+        findings: Findings,
+        table: Table,
+    ) -> Made:
+        shares: dict[str, dict[str, int]] = {
+            folder: {"samples": 0, "captions": 0, "shards": 0}
+            for folder in ([*self.held_out, _REST] if self.held_out else [""])
+        }
+        several = 0
+        records: dict[str, Record] = {}
+
+        def counted() -> Iterator[PackedSample]:
+            nonlocal several
+            for sample in progress(samples, total=total, description="pack"):
+                share = shares[sample.folder]
+                share["samples"] += 1
+                share["captions"] += len(sample.captions)
+                several += len(sample.captions) > 1
+                yield sample
+
+        for path in write_shards(counted(), out, self.samples_per_shard, records):
+            shares["" if path.parent == out else path.parent.name]["shards"] += 1
+        counts: dict[str, Any] = {
+            name: sum(share[name] for share in shares.values())
+            for name in ("samples", "captions", "shards")
+        }
+        if self.held_out:
+            counts["shares"] = shares
+        log.info(
+            "pack: %s with %s in %s",
+            *(count_of(counts[name + "s"], name) for name in ("sample", "caption", "shard")),
+        )
+        if several:
+            log.info(
+                "pack: some have several captions; sources that read all have "
+                "captions: json:captions"
+            )
+        for line in findings.lines():
+            log.warning("pack: %s", line)
+        if spelling := _explain_missing(table, findings):
+            log.warning("pack: %s", spelling)
+        return Made({**counts, "findings": findings.to_json()}, records)
 
 
 def _explain_missing(table: Table, findings: Findings) -> str | None:
@@ -138,76 +212,6 @@ def _nothing_usable(
         other = advice.again(command, *new, instead=source)
         told += f". Its files are named from {table.root}; {where}: {other}"
     return ValueError(f"no usable image in {table.path}: {told}")
-
-
-def _settings(
-    table: Table,
-    samples_per_shard: int,
-    key_prefix: str,
-    allow_roots: Sequence[Path],
-    held_out: Mapping[str, float],
-) -> dict[str, Any]:
-    """The configuration of the artifact: all that changes it beside the data."""
-    roots = [os.path.abspath(folder) for folder in allow_roots]
-    captions = [*table.caption_columns]
-    further = {"allow_roots": roots, "held_out": dict(held_out)}
-    return {
-        "images": os.path.abspath(table.root),
-        "path_column": table.image_column,
-        "caption_column": captions if len(captions) > 1 else next(iter(captions), None),
-        "samples_per_shard": samples_per_shard,
-        "delimiter": table.delimiter,
-        "key_prefix": key_prefix,
-    } | {name: value for name, value in further.items() if value}
-
-
-def _write(
-    artifact: Artifact,
-    samples: Iterator[PackedSample],
-    total: int | None,
-    samples_per_shard: int,
-    findings: Findings,
-    table: Table,
-) -> Manifest:
-    held_out = artifact.config.get("held_out")
-    shares: dict[str, dict[str, int]] = {
-        folder: {"samples": 0, "captions": 0, "shards": 0}
-        for folder in ([*held_out, _REST] if held_out else [""])
-    }
-    several = 0
-    records: dict[str, Record] = {}
-
-    def counted() -> Iterator[PackedSample]:
-        nonlocal several
-        for sample in progress(samples, total=total, description="pack"):
-            share = shares[sample.folder]
-            share["samples"] += 1
-            share["captions"] += len(sample.captions)
-            several += len(sample.captions) > 1
-            yield sample
-
-    out = artifact.directory
-    for path in write_shards(counted(), out, samples_per_shard, records):
-        shares["" if path.parent == out else path.parent.name]["shards"] += 1
-    counts: dict[str, Any] = {
-        name: sum(share[name] for share in shares.values())
-        for name in ("samples", "captions", "shards")
-    }
-    if held_out:
-        counts["shares"] = shares
-    log.info(
-        "pack: %s with %s in %s",
-        *(count_of(counts[name + "s"], name) for name in ("sample", "caption", "shard")),
-    )
-    if several:
-        log.info(
-            "pack: some have several captions; sources that read all have captions: json:captions"
-        )
-    for line in findings.lines():
-        log.warning("pack: %s", line)
-    if spelling := _explain_missing(table, findings):
-        log.warning("pack: %s", spelling)
-    return artifact.finish({**counts, "findings": findings.to_json()}, records=records)
 
 
 def _check(

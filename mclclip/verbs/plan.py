@@ -12,11 +12,10 @@ import json
 import logging
 from typing import Any
 
-from mclclip.config import Config
+from mclclip.config import Config, rules
 from mclclip.plan import costs, memory, steps, table
 from mclclip.plan.machine import GIB, Machine, Speed
 from mclclip.ranks.process_group import pick_device
-from mclclip.train.loop import check_training
 from mclclip.util.files import clean_lines
 
 __all__ = ["Machine", "Speed", "make", "run"]
@@ -45,10 +44,13 @@ def run(
             "--gpus-per-node, --gpu-memory-gib and --peak-tflops, or plan for a CPU with device=cpu"
         )
     print(json.dumps(plan, indent=2) if as_json else clean_lines(table.text(plan)))
-    for name, options in config.trainings.items():
-        memory.check(plan["memory"][name], name, options, machine)
-    if warning := costs.check_disk(plan["disk"], config, machine):
-        log.warning("%s", warning)
+    for name, measured in plan["memory"].items():
+        memory.check(measured, name, machine)
+    lacking = costs.missing_disk(plan["disk"], config, machine)
+    if lacking is not None and not machine.elsewhere:
+        raise ValueError(lacking)
+    if lacking is not None:
+        log.warning("%s", lacking)
 
 
 def make(
@@ -62,22 +64,19 @@ def make(
     options = config.trainings
     if not options:
         raise ValueError("num_stages is 0 and base is null: there is no training to plan")
-    for name, training in options.items():
-        check_training(name, training, machine.ranks)
+    rules.check(config, num_ranks=machine.ranks)
     counted = steps.count(config, samples)
     measured = {name: memory.measure(config, name, options[name], machine) for name in options}
-    times = costs.hours(config, counted, measured, machine, speed or Speed())
     return {
         "run_dir": config.run_dir,
         "nodes": machine.nodes,
         "gpus_per_node": machine.gpus_per_node,
         "ranks": machine.ranks,
+        "elsewhere": machine.elsewhere,
         "on_cpu": config.device == "cpu",
         "limit": None if machine.memory_gib is None else round(machine.memory_gib * GIB),
-        "samples": counted["samples"],
-        "trainings": counted["trainings"],
+        **counted,
         "memory": measured,
-        "hours": times,
-        "decoding": costs.decoding(config, times["passes"], machine),
-        "disk": costs.disk(config, counted, measured) | {"elsewhere": machine.elsewhere},
+        "hours": costs.hours(config, counted, measured, machine, speed or Speed()),
+        "disk": costs.disk(config, counted, measured),
     }

@@ -43,9 +43,9 @@ from mclclip.run import artifacts
 from mclclip.run.artifacts import Layout
 from mclclip.run.lock import RunLock
 from mclclip.run.opened import JOINED, Run
+from mclclip.run.steps import identity_of
 from mclclip.util import files
 from mclclip.verbs import plan
-from mclclip.verbs.train import RECORDS
 
 log = logging.getLogger("mclclip")
 
@@ -226,7 +226,7 @@ class Race:
         tree = {name: v for name, v in to_tree(self.base).items() if name not in _FREE}
         tree["data"] = {"sources": tree["data"]["sources"], "pixels": tree["data"]["pixels"]}
         for name in self.base.trainings:
-            tree[name] = {k: v for k, v in tree[name].items() if k not in RECORDS}
+            tree[name] = identity_of(getattr(self.base, name))
         return files.as_json(tree)  # type: ignore[no-any-return]
 
     def run(self, context: Context) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from mclclip import __version__
 from mclclip import config as configuration
-from mclclip.report import clusters, environment, pictures, scores, story
+from mclclip.report import clusters, duration, environment, pictures, scores, story
 from mclclip.report.pictures import Thumbnails
 from mclclip.report.scores import Comparisons
 from mclclip.report.verdict import Verdict
@@ -65,7 +65,7 @@ def render(run: Run) -> str:
 
 def _content(run: Run) -> dict[str, Any]:
     """All variables of the template."""
-    thumbnails, trained = Thumbnails(run), _section(lambda: story.trainings(run), "")
+    thumbnails, trained = Thumbnails(run), _section(lambda: story.trainings(run))
     trainings = trained["content"] or []
     comparisons = scores.comparisons(run)
     verdict = comparisons.verdict
@@ -75,7 +75,7 @@ def _content(run: Run) -> dict[str, Any]:
     clustered = sections["clusters"]["content"] or ()
     content = {
         **sections,
-        "chapters": _section(lambda: story.chapters(run, trainings, clustered, comparisons), ""),
+        "chapters": _section(lambda: story.chapters(run, trainings, clustered, comparisons)),
         "joined": story.joined(run, comparisons),
         "version": __version__,
         "name": run.directory.resolve().name,
@@ -90,7 +90,7 @@ def _content(run: Run) -> dict[str, Any]:
         "rank_hours": story.total([one["rank_hours"] for one in trainings]),
         "colours": story.COLOURS,
         "summary": _summary(run, trainings, comparisons),
-        "not_there": [one["empty"] for one in sections.values() if one["empty"]],
+        "not_there": [name for name, section in sections.items() if section["empty"]],
     }
     return content | {"lost": thumbnails.lost()}
 
@@ -102,54 +102,29 @@ def _sections(
     tuned = None if verdict is None else verdict.tuned
     recommended = "stage_0" if verdict is None else verdict.recommended
     return {
-        "tables": _section(
-            lambda: scores.tables(run.result_rows, scores.references()),
-            "figures ('mclclip eval')",
-        ),
-        "exchanges": _section(
-            lambda: pictures.exchanges(run, thumbnails, tuned),
-            "minimal pairs or queries that were measured for two encoders",
-        ),
-        "clusters": _section(
-            lambda: clusters.clustered(run, thumbnails),
-            "clusters ('mclclip cluster --stage 0')",
-            samples_of=run,
-        ),
-        "agreement": _section(
-            lambda: clusters.agreement(run),
-            "two groupings to compare: clusters of two stages, or data.sources.NAME.attributes",
-            samples_of=run,
-        ),
-        "anchors": _section(
-            lambda: pictures.anchors(run, thumbnails, recommended),
-            "embeddings of more than a few samples ('mclclip embed --stage 0')",
-            samples_of=run,
-        ),
-        "blindspots": _section(
-            lambda: pictures.blindspots(run, thumbnails),
-            "blind spots ('mclclip blindspots')",
-            samples_of=run,
-        ),
-        "filters": _section(lambda: pictures.filters(run), "filters ('mclclip filter')"),
-        "curves": _section(lambda: story.curves(run), "records of a training"),
+        "tables": _section(lambda: scores.tables(run.result_rows, scores.references())),
+        "exchanges": _section(lambda: pictures.exchanges(run, thumbnails, tuned)),
+        "clusters": _section(lambda: clusters.clustered(run, thumbnails), run),
+        "agreement": _section(lambda: clusters.agreement(run), run),
+        "anchors": _section(lambda: pictures.anchors(run, thumbnails, recommended), run),
+        "blindspots": _section(lambda: pictures.blindspots(run, thumbnails), run),
+        "filters": _section(lambda: pictures.filters(run)),
+        "curves": _section(lambda: story.curves(run)),
     }
 
 
-def _section(
-    make: Callable[[], Sequence[Any]], needs: str, *, samples_of: Run | None = None
-) -> dict[str, Any]:
-    """A part of the page: its ``content``, which ``make`` returns, or None. It is ``empty``, which
-    is what the run does not have, or ``missing`` for a reason: files are missing or damaged, or the
-    samples of a run that it shows cannot be read."""
-    part: dict[str, Any] = {"content": None, "missing": "", "empty": ""}
+def _section(make: Callable[[], Sequence[Any]], samples_of: Run | None = None) -> dict[str, Any]:
+    """A part of the page: its ``content``, which ``make`` returns, or None. It is ``empty`` where
+    the run has none, or ``missing`` for a reason: files are missing or damaged, or the samples of a
+    run that it shows cannot be read."""
     try:
         if samples_of is not None:
             _ = samples_of.dataset
         content = make()
     except (FileNotFoundError, RuntimeError, ValueError) as error:
         log.warning("report: a part is left out: %s", error)
-        return part | {"missing": f"{error}."}
-    return part | ({"content": content} if content else {"empty": needs})
+        return {"content": None, "missing": f"{error}.", "empty": False}
+    return {"content": content or None, "missing": "", "empty": not content}
 
 
 def _summary(
@@ -168,10 +143,10 @@ def _summary(
                 more = f"{row.model} has {value} {row.unit.name}, {other} {base}: {first.verdict}"
                 tiles.append((change, what, more))
     if run.layout.index.is_dir():
-        if samples := _section(lambda: [len(run.index)], "")["content"]:
+        if samples := _section(lambda: [len(run.index)])["content"]:
             tiles.append((f"{samples[0]:,}", "samples", ""))
     if (seconds := story.total([one["seconds"] for one in trainings])) is not None:
         steps = sum(one["steps"] for one in trainings)
         more = f"{steps:,} steps in {len(trainings)} trainings"
-        tiles.append((story.duration(seconds), "of training", more))
+        tiles.append((duration(seconds), "of training", more))
     return tiles

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -31,7 +31,7 @@ from mclclip.eval.images import SUFFIXES, StoredImage, read_shards
 from mclclip.eval.outcomes import Unit
 from mclclip.eval.protocols import BenchmarkConfig
 from mclclip.eval.results import Result
-from mclclip.export import write_export
+from mclclip.export import ExportStep
 from mclclip.figures import drawing
 from mclclip.models import soup, weights
 from mclclip.models.encoder import Encoder
@@ -39,6 +39,7 @@ from mclclip.models.loading import has_texts, load_towers
 from mclclip.models.model import Model
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Force, refuse_foreign
+from mclclip.run.steps import make
 from mclclip.util import files
 
 log = logging.getLogger("mclclip")
@@ -105,15 +106,6 @@ def run(
     if out.resolve() in {path.resolve() for path in paths}:
         raise ValueError(f"--out {out} is one of the models: give a new folder")
     _check_models(paths, judge, images, any_base)
-    fields = {
-        "method": method,
-        "models": [*named],
-        "metrics": [*metrics],
-        "alpha": alpha,
-        "alphas": None if alphas is None else [*alphas],
-        "benchmarks": {name: asdict(one) for name, one in judge.benchmarks.items()},
-        "images": None if images is None else str(images),
-    }
     inputs = {name: files.digest_file(weights.find_weights(path)) for name, path in named.items()}
     search = _Search(named, images, judge, tuple(metrics), out / "scores")
     choose: dict[Method, Callable[[], Choice]] = {
@@ -121,7 +113,26 @@ def run(
         "greedy": partial(_greedy, search),
         "wise": partial(_wise, search, alpha, alphas),
     }
-    return write_export(out, "soup", fields, inputs, force, partial(_write, search, choose[method]))
+    step = Soup(
+        method, tuple(named), tuple(metrics), alpha, None if alphas is None else tuple(alphas),
+        judge.benchmarks, None if images is None else str(images),
+    )  # fmt: skip
+    make(step, out, (inputs, partial(_write, search, choose[method])), force)
+    return out
+
+
+@dataclass(frozen=True)
+class Soup(ExportStep):
+    """An average of the weights of models, and how their shares are chosen."""
+
+    kind = "soup"
+    method: Method
+    models: tuple[str, ...]
+    metrics: tuple[str, ...]
+    alpha: float | None
+    alphas: tuple[float, ...] | None
+    benchmarks: Mapping[str, BenchmarkConfig]
+    images: str | None
 
 
 def _write(search: _Search, choose: Callable[[], Choice], directory: Path) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from the options, and ``loop`` runs the steps.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from mclclip.checkpoint import keep_finished, path_of
-from mclclip.config import Config, TrainConfig, to_tree
+from mclclip.config import Config, TrainConfig, rules
 from mclclip.data import locations
 from mclclip.data.coverage import check_coverage, coverage_report
+from mclclip.data.decode import Pixels
 from mclclip.data.epoch_plan import total_steps
 from mclclip.data.extras import directory_of, survey
 from mclclip.data.groups import GroupSizes, LabelBlocks, StageGroups
@@ -25,21 +28,22 @@ from mclclip.data.labels import permute_labels, read_pseudo_labels
 from mclclip.data.locations import TrunkRows
 from mclclip.data.sample_index import SampleIndex
 from mclclip.models import weights
+from mclclip.models.options import ModelConfig
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact, Force, Layout
 from mclclip.run.recorder import PeakMemory
 from mclclip.run.runlog import count_of
+from mclclip.run.steps import Made, Step, look, make
 from mclclip.train import build
 from mclclip.train.build import Job, Opened
-from mclclip.train.loop import Evaluate, Judging, Trainee, check_training
+from mclclip.train.loop import Evaluate, Judging, ModelWithObjective
+from mclclip.train.options import EvaluateConfig
 from mclclip.util.files import digest_file, move_aside
 
 log = logging.getLogger("mclclip")
 
-# Options of TrainConfig that change records or speed, not weights: a resumed run may change them.
-RECORDS = ("checkpoint", "log_every", "profile_steps", "engine")
 _GROUPS = "grouped_index"  # folder of a training
 
 
@@ -68,32 +72,59 @@ def run(
     options = _options(config, layout, stage)
     index = collectives.on_main(lambda: SampleIndex.open(layout.index))
     job = Job.of(config, options, context, layout, stage, index)
-    check_training(job.name, options, context.world_size)
-    peaks = PeakMemory(context.device)
-    artifact = collectives.on_main(lambda: _on_disk(job, force))
-    if artifact.finished:
-        log.info("%s is finished: skipped", job.directory)
-        collectives.on_main(lambda: _keep_finished(job))
-        return job.directory
-    opened = _opened(job)
-    model = build.build_model(job)
-    collectives.together(lambda: build.start_from_trunk(model, opened.trunk))
-    objective = build.objective_of(job, model, opened.classes)
-    artifact = collectives.on_main(lambda: _begin(job, opened, artifact, force))
-    trainee = build.trainee_of(job, opened, model, objective)
-    steps, exported = _train(job, opened, trainee, artifact, evaluate, peaks)
-    if context.is_main:
-        counts = {"steps": steps, "samples_seen": steps * options.global_batch}
-        counts |= {} if exported is None else {"exported_step": exported}
-        lacking = {k: len(v) for k, v in job.left_out.items() if k.startswith("without_")}
-        records = StageGroups(job.directory / _GROUPS).records()
-        artifact.finish(counts | lacking, records=records)
-    collectives.on_main(lambda: _keep_finished(job))
+    rules.check(config, num_ranks=context.world_size, training=job.name)
+    how = TrainingRun(job, evaluate, PeakMemory(context.device))
+    make(collectives.on_main(lambda: _step_of(job)), job.directory, how, force)
+    collectives.on_main(lambda: keep_finished(job.directory, options.checkpoint.keep_every))
     return job.directory
 
 
-def _keep_finished(job: Job) -> None:
-    keep_finished(job.directory, job.options.checkpoint.keep_every)
+@dataclass(frozen=True)
+class TrainingRun:
+    """A training, what measures its checkpoints, and its peaks of memory."""
+
+    job: Job
+    evaluate: Evaluate | None
+    peaks: PeakMemory
+
+
+@dataclass(frozen=True)
+class Training(Step[TrainingRun]):
+    """Weights and optimizer after the last step, as a checkpoint.
+
+    data    ``pixels``, how images become pixels, where they are read
+    steps   of the training that this is a control of (None: it is none, or ``train`` says it)
+    """
+
+    kind = "train"
+    all_ranks = True
+    stage: int
+    variant: str
+    seed: int
+    model: ModelConfig
+    train: TrainConfig
+    data: Mapping[str, Pixels]
+    steps: int | None
+
+    def reads(self, how: TrainingRun) -> dict[str, str]:
+        """The artifacts and files that a training depends on."""
+        return _inputs(how.job)
+
+    def make(self, out: Artifact, how: TrainingRun) -> Made:
+        """Trains from the last checkpoint on, or from the start."""
+        job = how.job
+        opened = _opened(job)
+        model = build.build_model(job)
+        collectives.together(lambda: build.start_from_trunk(model, opened.trunk))
+        objective = build.objective_of(job, model, opened.classes)
+        collectives.on_main(lambda: _begin(job, opened, out))
+        trainee = build.trainee_of(job, opened, model, objective)
+        steps, exported = _train(how, opened, trainee, out.identity, self.steps)
+        counts = {"steps": steps, "samples_seen": steps * job.options.global_batch}
+        counts |= {} if exported is None else {"exported_step": exported}
+        lacking = {k: len(v) for k, v in job.left_out.items() if k.startswith("without_")}
+        groups = StageGroups(job.directory / _GROUPS)
+        return Made(counts | lacking, collectives.on_main(groups.records))
 
 
 def _options(config: Config, layout: Layout, stage: int) -> TrainConfig:
@@ -101,25 +132,24 @@ def _options(config: Config, layout: Layout, stage: int) -> TrainConfig:
     options = config.base if stage == 0 else config.train
     if options is None:
         raise ValueError("stage 0 is a given encoder (base is null): there is nothing to train")
-    if layout.variant != "mcl" and layout.variant not in options.objective.controls:
+    if layout.variant != "mcl" and not options.objective.reads.groups:
         raise ValueError(
             f"--variant {layout.variant} does not apply to train.objective.kind="
-            f"{options.objective.kind}, which has "
-            f"{', '.join(options.objective.controls) or 'no controls'}: leave it out"
+            f"{options.objective.kind}, which reads no groups: leave it out"
         )
     return options
 
 
-def _on_disk(job: Job, force: Force) -> Artifact:
-    """The artifact of a training as it lies on disk: finished, begun or neither. Writes nothing."""
-    return Artifact.open(
-        job.directory,
-        kind="train",
-        config=_settings(job),
-        inputs=_inputs(job),
-        force=force,
-        write=False,
-    )
+def _step_of(job: Job) -> Training:
+    """What a training is; of one that it controls its number of steps is read."""
+    options, is_control = job.options, job.layout.variant != "mcl"
+    if options.evaluate.metric is None:  # figures that are only recorded
+        options = replace(options, evaluate=EvaluateConfig())
+    return Training(
+        job.stage, job.layout.variant, job.config.seed, job.config.model_of(job.name), options,
+        data={} if job.reads_trunk else {"pixels": job.pixels},
+        steps=_controlled_steps(job) if is_control and options.steps is None else None,
+    )  # fmt: skip
 
 
 def _opened(job: Job) -> Opened:
@@ -144,44 +174,17 @@ def _opened(job: Job) -> Opened:
     return Opened(classes, copies, trunk)
 
 
-def _settings(job: Job) -> dict[str, Any]:
-    """The options that the weights depend on, and the steps of a control."""
-    options = {k: v for k, v in to_tree(job.options).items() if k not in RECORDS}
-    del options["plan"]["weights"]  # their digest is among the inputs
-    if job.options.evaluate.metric is None:  # figures that are only recorded
-        del options["evaluate"]
-    model = to_tree(job.config.model_of(job.name))
-    given = model.pop("image_weights")  # in later stages the base's digest stands for it
-    if given is not None and (job.stage == 0 or job.config.trained_model is not None):
-        model["image_weights"] = digest_file(weights.checked_image_weights(given))
-    settings = {
-        "stage": job.stage,
-        "variant": job.layout.variant,
-        "seed": job.config.seed,
-        "model": model,
-        "train": options,
-    }
-    if not job.reads_trunk:
-        settings["data"] = {"pixels": job.pixels}
-    if job.layout.variant != "mcl" and job.options.steps is None:
-        settings["steps"] = _controlled_steps(job)
-    return settings
-
-
-def _begin(job: Job, opened: Opened, artifact: Artifact, force: Force) -> Artifact:
-    """Opens the artifact for writing, with the grouped index in it; writes nothing if the groups do
-    not fit."""
+def _begin(job: Job, opened: Opened, out: Artifact) -> None:
+    """Opens the directory for writing, with the grouped index in it; writes nothing if the groups
+    do not fit."""
     groups, bad_ids = StageGroups(job.directory / _GROUPS), job.index.bad_ids()
     planned = None if groups.written else _planned(job, bad_ids)
-    if force and groups.damage() is not None:
+    if out.force and groups.damage() is not None:
         move_aside(job.directory)
-    artifact = Artifact.open(
-        job.directory, kind="train", config=artifact.config, inputs=artifact.inputs, force=force
-    )
+    out.begin()
     _report_samples(job, opened)
     if not groups.written:  # with --force the ones found before may have been moved aside
         groups.write(*(planned or _planned(job, bad_ids)), bad_ids)
-    return artifact
 
 
 def _report_samples(job: Job, opened: Opened) -> None:
@@ -219,7 +222,8 @@ def _controlled_steps(job: Job) -> int:
     options = job.options
     mcl = Job.of(job.config, options, job.context, Layout.of(job.config), job.stage, job.index)
     # Raises where the controlled training was made with other options or labels than those of now.
-    _on_disk(mcl, force=False)  # it is no control, so that its settings do not come here again
+    # It is no control, so that this is not called again.
+    look(_step_of(mcl), mcl.directory, TrainingRun(mcl, None, PeakMemory(job.context.device)))
     controlled = StageGroups(mcl.directory / _GROUPS)
     if not controlled.written:
         raise RuntimeError(
@@ -259,6 +263,10 @@ def _inputs(job: Job) -> dict[str, str]:
         inputs["attribute"] = job.classes.digest
     if job.weights is not None:
         inputs["weights"] = job.weights.digest
+    file = job.config.model_of(job.name).image_weights
+    # In later stages the base's digest stands for it.
+    if file is not None and (job.stage == 0 or job.config.trained_model is not None):
+        inputs["model.image_weights"] = digest_file(weights.checked_image_weights(file))
     if job.stage == 0:
         return inputs
     inputs["base"] = artifacts.read_manifest(layout.export(0), "export").digest
@@ -281,24 +289,18 @@ def _inputs(job: Job) -> dict[str, str]:
 
 
 def _train(
-    job: Job,
-    opened: Opened,
-    trainee: Trainee,
-    artifact: Artifact,
-    evaluate: Evaluate | None,
-    peaks: PeakMemory,
+    how: TrainingRun, opened: Opened, trainee: ModelWithObjective, identity: str, steps: int | None
 ) -> tuple[int, int | None]:
     """Trains model and objective; returns the number of steps of the whole training, and the one
     that is exported where it may be another than the last."""
+    job, evaluate, peaks = how.job, how.evaluate, how.peaks
     options = job.options
     groups = StageGroups(job.directory / _GROUPS)
     grouped, known_bad = collectives.on_main(groups.read)
     engine = build.engine_of(job, trainee, peaks)
     plan = job.plan(grouped)
-    total = artifact.config.get("steps") or total_steps(
-        options.steps, options.epochs, plan.steps_per_epoch
-    )
-    checkpoints, judging = build.checkpoints_of(job, artifact.identity), None
+    total = steps or total_steps(options.steps, options.epochs, plan.steps_per_epoch)
+    checkpoints, judging = build.checkpoints_of(job, identity), None
     if (when := options.evaluate).every is not None:
         assert evaluate is not None, "whoever asks for evaluations passes what makes them"
         every = when.every * (plan.steps_per_epoch if when.unit == "epochs" else 1)
@@ -317,7 +319,7 @@ def _train(
         trainer = build.trainer_of(
             job, trainee, engine, checkpoints, plan, start, total, judging, peaks
         )
-        steps = range(start, total)
-        loader = build.loader_of(job, opened, plan, known_bad, trainee.model, steps)
+        left = range(start, total)
+        loader = build.loader_of(job, opened, plan, known_bad, trainee.model, left)
         total = trainer.run(loader, start, total, f"stage {job.stage}")
     return total, judging.kept_step if judging else None

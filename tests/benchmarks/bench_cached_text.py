@@ -20,7 +20,7 @@ from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.ranks.process_group import SINGLE
-from mclclip.train.loop import Trainee
+from mclclip.train.loop import ModelWithObjective
 from tests.benchmarks import timing
 
 UCM_RECIPE = timing.ROOT / "launch" / "recipes" / "ucm.yaml"
@@ -53,7 +53,7 @@ def batches_of(model: Model, size: int) -> tuple[Batch, Batch]:
 
 def engine_of(model: Model) -> Engine:
     """The product's training step around a model."""
-    trainee = Trainee(model, InfoNCE())
+    trainee = ModelWithObjective(model, InfoNCE())
     optimizer = partial(build_optimizer, weight_decay=0.2, betas=(0.9, 0.98), eps=1e-6)
     return Engine(trainee, optimizer, SINGLE)
 

@@ -68,13 +68,14 @@ def verb(config: Config, rank: int = 0, world_size: int = 1, store: str = "") ->
         timeout = datetime.timedelta(seconds=600)
         process_group.join(context.device, rank, world_size, timeout, init_method=store)
     started = []
-    original = embed._embed
+    original = embed.load_towers
 
-    def timed(*arguments: Any) -> None:
+    def timed(*arguments: Any) -> Any:
+        model = original(*arguments)
         started.append(time.perf_counter())
-        original(*arguments)
+        return model
 
-    embed._embed = timed
+    embed.load_towers = timed
     embed.run(config, context, stage=0, force=True)
     spent = time.perf_counter() - started[0]
     if world_size > 1:

@@ -181,7 +181,7 @@ def one_iteration(sharded: bool) -> tuple[float, float]:
             torch.manual_seed(context.rank)
             centroids = torch.randn(len(holder.held), MILLION_DIM).mul_(MILLION_DIM**-0.5)
             sums, counts = holder.sums(centroids)
-            kmeans._means(holder, centroids, sums, counts)
+            kmeans.means_of(holder, centroids, sums, counts)
 
     begun_s = time.perf_counter()
     peak = memory.peak_mib(iterate)

@@ -38,10 +38,10 @@ from mclclip.models.loading import load_towers
 from mclclip.models.memory import StepMeter
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
-from mclclip.objectives.base import Objective, ObjectiveOptions, Setting, parse
+from mclclip.objectives.base import Objective, ObjectiveInputs, ObjectiveOptions, parse
 from mclclip.objectives.moco import QueuedKeys
 from mclclip.ranks.process_group import Context
-from mclclip.train.loop import Trainee
+from mclclip.train.loop import ModelWithObjective
 from tests.benchmarks import timing
 
 SINGLE = Context(0, 1)
@@ -61,7 +61,7 @@ class Variant:
     ``from_features``: whether its loss can be timed alone; one that changes pictures cannot.
     """
 
-    options: dict[str, Any]
+    options: Any
     num_classes: int = 100
     tile: int | None = None
     from_features: bool = True
@@ -86,9 +86,7 @@ def _centers(kind: str) -> Variant:
 
 def _sum(first: str, **second: Any) -> Variant:
     modified = {"kind": "ifm", "term": "modified", **second}
-    return Variant(
-        {"kind": "weighted_sum", "terms": [{"objective": {"kind": first}}, {"objective": modified}]}
-    )
+    return Variant([{"kind": first}, modified])
 
 
 SCHEDULE, LEARNABLE = {"schedule": "cosine"}, {"learnable": True}
@@ -175,7 +173,7 @@ class Classes:
 class Case:
     """A variant with its model and one batch of two groups, ready to be stepped."""
 
-    trainee: Trainee
+    trainee: ModelWithObjective
     batch: Batch
     engine: Engine | None = None
     outside: list[Any] = field(init=False)
@@ -217,7 +215,7 @@ class Case:
 def build(variant: Variant, model: Any) -> Objective:
     """The objective on one process; a queue is full of other samples' keys."""
     classes = Classes(variant.num_classes)
-    setting = Setting(model=model, context=SINGLE, seed=0, classes=classes)
+    setting = ObjectiveInputs(model=model, context=SINGLE, seed=0, classes=classes)
     objective = variant.parsed.build(setting)
     if variant.tile is not None:
         objective.tile = variant.tile  # type: ignore[assignment]
@@ -254,12 +252,12 @@ def loss_alone(variant: Variant, size: int, dim: int) -> Case:
 
     options = variant.parsed
     batch = Batch(
-        views=[features() for _ in range(options.num_views)],
+        views=[features() for _ in range(options.reads.views)],
         text_features=features() if options.reads.captions else None,
         **marks(variant, size),
     )
     model: Any = Ready(dim)
-    return Case(Trainee(model, build(variant, model)), batch)
+    return Case(ModelWithObjective(model, build(variant, model)), batch)
 
 
 def training(variant: Variant, size: int, recipe: str) -> Case:
@@ -268,10 +266,10 @@ def training(variant: Variant, size: int, recipe: str) -> Case:
     model = encoder(recipe)
     reads = options.reads
     model.lock("all", True, True, reads.captions, reads.logit_scale)
-    trainee = Trainee(model, build(variant, model)).train()
+    trainee = ModelWithObjective(model, build(variant, model)).train()
     shape = size, model.num_channels, model.image_size, model.image_size
     batch = Batch(
-        views=[torch.randn(shape, generator=random) for _ in range(options.num_views)],
+        views=[torch.randn(shape, generator=random) for _ in range(options.reads.views)],
         text=torch.randint(1, 49_000, (size, 20), generator=random) if reads.captions else None,
         **marks(variant, size),
     )

@@ -28,7 +28,7 @@ from mclclip.models.loading import load_towers
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.ranks.process_group import Context, pick_device
-from mclclip.train.loop import Trainee
+from mclclip.train.loop import ModelWithObjective
 from tests.benchmarks import memory, peers, synthetic, timing
 
 WARM_UP = 2  # steps that are not counted
@@ -79,7 +79,7 @@ def ours(setting: Setting) -> Measured:
     if setting.compiled:
         model.compile_blocks()
     engine = Engine(
-        Trainee(model, InfoNCE(), setting.precision),
+        ModelWithObjective(model, InfoNCE(), setting.precision),
         partial(build_optimizer, weight_decay=0.2),
         Context(device=device),
     )

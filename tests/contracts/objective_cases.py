@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mclclip.objectives.base import ObjectiveOptions, parse
+from pydantic import TypeAdapter
+
+from mclclip.objectives.base import options_class, parse
 from tests import toys
 from tests.objective_loops import (
     Loop,
@@ -44,7 +46,7 @@ class Case:
     or a network of its own is, where all other objectives are computed in fp32.
     """
 
-    settings: dict[str, Any]
+    settings: Any
     loop: Callable[[], Loop]
     cached: bool = True
     zero: bool = True
@@ -53,20 +55,21 @@ class Case:
     frozen_text: bool = False
     autocast: bool = False
 
-    def options(self) -> ObjectiveOptions:
+    @property
+    def kind(self) -> str:
+        return "sum" if isinstance(self.settings, list) else self.settings["kind"]
+
+    def options(self) -> Any:
         return options_of(self.settings)
 
 
-def options_of(settings: dict[str, Any]) -> ObjectiveOptions:
+def options_of(settings: Any) -> Any:
     """The checked options; those of toys are found by their modules."""
-    if settings["kind"] == "weighted_sum":
-        terms = [t | {"objective": options_of(t["objective"])} for t in settings["terms"]]
-        return parse(settings | {"terms": terms})
+    if isinstance(settings, list):
+        return parse([options_of(each) for each in settings])
     if settings["kind"] in toys.KINDS:
-        options: Any = importlib.import_module(toys.KINDS[settings["kind"]]).Options
-        made: ObjectiveOptions = options(**settings)
-        return made
-    return parse(settings)
+        return importlib.import_module(toys.KINDS[settings["kind"]]).Options(**settings)
+    return TypeAdapter(options_class(settings["kind"])).validate_python(settings)
 
 
 LEARNABLE = {"learnable": True, "start": 0.3}
@@ -192,34 +195,19 @@ CASES: dict[str, Case] = {
         resnet=True,
         autocast=True,
     ),
-    "weighted_sum": Case(
-        {
-            "kind": "weighted_sum",
-            "terms": [
-                {"objective": V3 | {"temperature": 0.4}, "weight": 0.25},
-                {"objective": {"kind": "nt_xent"}, "weight": 0.75},
-            ],
-        },
+    "sum": Case(
+        [V3 | {"temperature": 0.4, "weight": 0.25}, {"kind": "nt_xent", "weight": 0.75}],
         weighted((0.25, lambda: batch_keys(0.4)), (0.75, contrastive("views", info_nce, 0.5))),
     ),
-    "weighted_sum-toy": Case(
-        {
-            "kind": "weighted_sum",
-            "terms": [
-                {"objective": {"kind": "info_nce"}, "weight": 0.7},
-                {"objective": {"kind": "toy_alignment"}, "weight": 0.3},
-            ],
-        },
+    "sum-toy": Case(
+        [{"kind": "info_nce", "weight": 0.7}, {"kind": "toy_alignment", "weight": 0.3}],
         weighted((0.7, contrastive("captions", info_nce)), (0.3, lambda: toy_alignment)),
     ),
-    "weighted_sum-equal_captions": Case(
-        {
-            "kind": "weighted_sum",
-            "terms": [
-                {"objective": {"kind": "info_nce", "equal_captions": "positives"}, "weight": 0.7},
-                {"objective": {"kind": "hcl", "equal_captions": "masked"}, "weight": 0.3},
-            ],
-        },
+    "sum-equal_captions": Case(
+        [
+            {"kind": "info_nce", "equal_captions": "positives", "weight": 0.7},
+            {"kind": "hcl", "equal_captions": "masked", "weight": 0.3},
+        ],
         weighted(
             (0.7, contrastive("captions", info_nce_of_equals)),
             (0.3, contrastive("captions", hard(1.0, 0.1))),
@@ -236,28 +224,22 @@ CASES: dict[str, Case] = {
         preserved("features", end=3.0),
     ),
     "preserve-exact": Case(
-        {
-            "kind": "weighted_sum",
-            "terms": [
-                {"objective": {"kind": "info_nce"}},
-                {"objective": {"kind": "preserve", "exact": True}, "weight": 0.5},
-                {"objective": {"kind": "preserve", "exact": True, "what": "features"}},
-            ],
-        },
+        [
+            {"kind": "info_nce"},
+            {"kind": "preserve", "exact": True, "weight": 0.5},
+            {"kind": "preserve", "exact": True, "what": "features"},
+        ],
         weighted(
             (1.0, contrastive("captions", info_nce)),
             (0.5, preserved("similarities", prefix="copied")),
             (1.0, preserved("features", prefix="copied")),
         ),
     ),
-    "weighted_sum-edited": Case(
-        {
-            "kind": "weighted_sum",
-            "terms": [
-                {"objective": {"kind": "info_nce", "hard_captions": {}}, "weight": 0.7},
-                {"objective": {"kind": "hcl"}, "weight": 0.3},
-            ],
-        },
+    "sum-edited": Case(
+        [
+            {"kind": "info_nce", "hard_captions": {}, "weight": 0.7},
+            {"kind": "hcl", "weight": 0.3},
+        ],
         weighted((0.7, lambda: edited("own", 1)), (0.3, contrastive("captions", hard(1.0, 0.1)))),
     ),
     "toy_two_views": Case(

@@ -22,11 +22,11 @@ from mclclip.data.batches import Batch
 from mclclip.engines.engine import Engine
 from mclclip.models.loading import load_towers, prepare_model
 from mclclip.models.optimizer import build_optimizer
-from mclclip.objectives.base import Facts, Objective, ObjectiveOptions, Setting, kinds
+from mclclip.objectives.base import Objective, ObjectiveInputs, ObjectiveOptions, kinds
 from mclclip.objectives.contrast import DIGESTS
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import SINGLE
-from mclclip.train.loop import Trainee
+from mclclip.train.loop import ModelWithObjective
 from tests import tiny
 from tests.contracts.objective_cases import CASES, Case
 from tests.distributed.conftest import here
@@ -55,9 +55,7 @@ def batch_of(options: ObjectiveOptions, seed: int, rows: int, groups: int) -> Ba
     """What the options read, of samples of which some are repeated; every third step is masked at
     another length."""
     random, reads = torch.Generator().manual_seed(seed), options.reads
-    drawn = [
-        torch.randn(rows, 3, 32, 32, generator=random).double() for _ in range(options.num_views)
-    ]
+    drawn = [torch.randn(rows, 3, 32, 32, generator=random).double() for _ in range(reads.views)]
     classes = torch.randint(0, NUM_CLASSES, (rows, max(reads.num_classes_per_sample, 1)),
                             generator=random)  # fmt: skip
     if classes.shape[1] > 1:  # distinct ones; some rows have fewer, one has none
@@ -127,7 +125,7 @@ def built(
     options: ObjectiveOptions, tile: int = 2048, precision: str = "float64"
 ) -> tuple[Towers, Objective]:
     model: Any = Towers()
-    objective = options.build(Setting(model, SINGLE, SEED, precision, classes=Classes()))
+    objective = options.build(ObjectiveInputs(model, SINGLE, SEED, precision, classes=Classes()))
     for module in objective.modules():
         if hasattr(module, "tile"):
             module.tile = tile
@@ -140,9 +138,8 @@ def forward(model: Towers, objective: Objective, batch: Batch, step: int) -> Any
     for part in objective.outside():
         part.zero_grad()
         part.begin(step)
-    features = objective.features(model, batch) | objective.added_features(model, batch)
-    marks = {"labels": batch.labels, "sample_id": batch.sample_id, "classes": batch.classes}
-    parts = objective(**features, **marks, **batch.extras)
+    features = objective.features(model, batch, {})
+    parts = objective(features, batch)
     features |= batch.extras
     seen = Step(objective, features, batch.labels[:, 0], batch.sample_id, batch.classes,
                 batch.prefix_length, step, batch.extras)  # type: ignore[arg-type]  # fmt: skip
@@ -161,7 +158,7 @@ def leaves_of(model: Towers, objective: Objective) -> dict[str, Tensor]:
 
 
 def test_every_kind_has_a_case() -> None:
-    assert {*kinds()} <= {case.settings["kind"] for case in CASES.values()}, "add it to CASES"
+    assert {*kinds()} <= {case.kind for case in CASES.values()}, "add it to CASES"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -221,13 +218,13 @@ def pulled_back(name: str, autocast: bool, again: bool = False) -> list[Tensor]:
     floats = {n: v.detach().float() for n, v in seen.features.items() if v.is_floating_point()}
     given = seen.features | floats
     leaves = [v.requires_grad_() for v in floats.values() if v.ndim > 1]
-    marks = {"labels": batch.labels, "sample_id": batch.sample_id, "classes": batch.classes}
+    batch.extras = {name: given[name] for name in batch.extras}
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        loss = objective(**given, **marks)["loss"]
+        loss = objective(given, batch)["loss"]
     return [loss, *torch.autograd.grad(loss, leaves, create_graph=again, allow_unused=True)]
 
 
-OWN = [n for n, case in CASES.items() if case.settings["kind"] in TILED]
+OWN = [n for n, case in CASES.items() if case.kind in TILED]
 
 
 @pytest.mark.parametrize("name", [n for n, case in CASES.items() if not case.autocast])
@@ -248,6 +245,18 @@ def wrong(kind: str, message: str, **options: Any) -> Any:
 
 V3 = {"version": "v3"}
 CLOSEST = {"pairs": "n_closest", "num_closest": 1}
+MOCO = {"kind": "moco", "queue_size": 4096}
+WRONG_LISTS: list[tuple[list[dict[str, Any]], str]] = [
+    ([], "the list of objectives is empty"),
+    ([{"kind": "hcl"}, {"kind": "hcl", "wight": 2}], "objective.1.wight': did you mean 'weight'"),
+    ([{"kind": "hcl"}, {"weight": 2.0}], "objective.1.kind' is required"),
+    ([{"kind": "feature_dropout"}, {"kind": "info_nce"}], r"want \[1, 2\] views"),
+    ([{"kind": "info_nce", "hard_captions": {"rules": [rule]}} for rule in ("colour", "size")],
+     "want different hard_captions"),
+    ([{"kind": "mlcd", "labels_per_sample": n} for n in (1, 2)], "read different classes"),
+    ([MOCO, {"kind": "nt_xent"}, MOCO], "moco and moco each make features of their own"),
+    ([{"kind": "nt_xent"}, {"kind": "feature_dropout"}], "put it first"),
+]  # fmt: skip
 WRONG = [
     wrong("hcl", "tau_plus", tau_plus=1.0),
     wrong("hcl", "beta", beta=-1.0),
@@ -295,16 +304,13 @@ WRONG = [
     wrong("preserve", "temperature belongs to what=similarities", what="features",
           temperature=0.1),
     wrong("preserve", "'features' or 'similarities'", what="weights"),
-    wrong("weighted_sum", r"terms want \[1, 2\] views",
-          terms=[{"objective": {"kind": kind}} for kind in ("feature_dropout", "info_nce")]),
-    wrong("weighted_sum", "terms want different hard_captions",
-          terms=[{"objective": {"kind": "info_nce", "hard_captions": {"rules": [rule]}}}
-                 for rule in ("colour", "size")]),
+    wrong("ifm", "weight=0.5 is for one of several objectives", weight=0.5),
+    wrong("ifm", "weight", weight=0.0),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("tree", "message"), WRONG)
-def test_wrong_options_are_one_line(tree: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("tree", "message"), [*WRONG, *WRONG_LISTS])
+def test_wrong_options_are_one_line(tree: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         config.from_tree({"run_dir": "x", "train": {"objective": tree}})
     assert "\n" not in str(caught.value)
@@ -357,11 +363,11 @@ def make_engine(name: str, engine: str, precision: str, **options: Any) -> Engin
         model, lock=lock, lora=None, seed=0, precision=precision, grad_checkpointing=False
     )
     objective = own.build(
-        Setting(model, context, SEED, precision, classes=Classes())  # type: ignore[arg-type]
+        ObjectiveInputs(model, context, SEED, precision, classes=Classes())  # type: ignore[arg-type]
     )
     made = build_engine(
         engine,
-        Trainee(model, objective, precision),
+        ModelWithObjective(model, objective, precision),
         lambda module: build_optimizer(module, weight_decay=0.1),
         context,
         blocks=model.blocks(),
@@ -409,14 +415,15 @@ def run(
 
 
 def fits(case: Case, engine: str, options: dict[str, Any]) -> bool:
-    """Whether the objective can be trained so, and its check allows it."""
-    own = case.options()
-    carried = engine in own.engines and (case.zero or engine != "deepspeed")
-    facts = Facts(8, 8, "fp32", engine, zero_stage=options.get("zero_stage"))
+    """Whether the objective can be trained so, and its rules allow it."""
+    how = {"name": engine} | {k: v for k, v in options.items() if k == "zero_stage"}
+    training = {"objective": case.options(), "engine": how, "global_batch": GLOBAL_BATCH}
+    cluster = {"num_clusters": 8, "labels_per_sample": 8}
     try:
-        own.check(facts)
+        config.from_tree({"run_dir": "x", "train": training, "cluster": cluster})
     except ValueError:
         return False
+    carried = case.zero or engine != "deepspeed"
     return carried and (case.cached or "micro_batch" not in options)
 
 
@@ -433,12 +440,12 @@ def cells(
     found, kinds = [], set()
     for name, case in CASES.items():
         fitting = [v for v in variants if fits(case, *v[1:])]
-        first = case.settings["kind"] not in kinds or (others and name in COPIES)
+        first = case.kind not in kinds or (others and name in COPIES)
         quick = (fitting[0] if fitting else None) if first else others
         found += kept(
             [(name, *v) for v in fitting], *(n for n, v in enumerate(fitting) if v == quick)
         )
-        kinds.add(case.settings["kind"])
+        kinds.add(case.kind)
     return found
 
 

@@ -4,22 +4,28 @@ is one line."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from PIL import Image
 
 from mclclip.cli import process
+from mclclip.config import Config
 from mclclip.data.shard_writer import PackedSample, write_shards
+from mclclip.export import convert
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import INTENT, MANIFEST, Force, is_finished
+from mclclip.run.artifacts import INTENT, MANIFEST, Artifact, Force, Manifest, is_finished
 from mclclip.verbs import (
+    blindspots,
     cluster,
     embed,
     export,
@@ -28,10 +34,12 @@ from mclclip.verbs import (
     make_pairs,
     pack,
     reshard,
+    soup,
     train,
 )
 from mclclip.verbs import filter as filtering
 from tests import damage, tiny
+from tests.contracts import identity_cases as identity
 
 Call = Callable[..., object]
 
@@ -65,9 +73,9 @@ def of_run(function: Call, *overrides: str, **flags: Any) -> Call:
 
 
 def call_pack(folder: Path, change: Any = (), force: Any = False) -> object:
-    options = {"samples_per_shard": 2} | dict(change)
     table, images = folder / "run" / "table.csv", (folder / "data" / "pictures").resolve()
-    return pack.pack(images, folder / "run" / "packed", captions=table, **options, force=force)
+    options = {"captions": table, "samples_per_shard": 2} | dict(change)
+    return pack.pack(images, folder / "run" / "packed", **options, force=force)
 
 
 def call_make_dataset(folder: Path, change: Any = (), force: Any = False) -> object:
@@ -242,3 +250,148 @@ def test_a_missing_input_is_one_line_and_nothing_is_written(folder: Path, verb: 
     shutil.rmtree(folder / "run" / verb.artifact)
     assert verb.advice in refused(folder, verb)
     assert not is_finished(folder / "run" / verb.artifact)
+
+
+# --- the identity of an artifact ---------------------------------------------------------------
+
+Identities = dict[str, Any]
+
+
+class Noted:
+    """Stands for what opens artifacts: notes the identity of each, and calls it finished."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
+        self.run, self.by_folder = run.resolve(), Identities()
+        monkeypatch.setattr(Artifact, "open", self.open)
+
+    def open(self, directory: Path, *, kind: str, config: Any, inputs: Any, **_: Any) -> Artifact:
+        plain = json.loads(json.dumps([kind, config, inputs], default=str))
+        self.by_folder[str(directory.resolve())] = plain
+        manifest = Manifest(kind, dict(config), dict(inputs), {}, "digest")
+        return Artifact(directory, kind, dict(config), dict(inputs), manifest)
+
+    def of(self, call: Callable[[], object]) -> Identities:
+        """The identities that a call notes, by folder below the run where it lies there."""
+        self.by_folder = {}
+        call()
+        return {k.removeprefix(f"{self.run}/"): v for k, v in self.by_folder.items()}
+
+
+@pytest.fixture
+def noted(made: Path, monkeypatch: pytest.MonkeyPatch) -> Noted:
+    return Noted(monkeypatch, made / "run")
+
+
+def options_of(config: Any, prefix: str = "") -> Iterator[str]:
+    """The dotted names of all options, but of an objective or a mapping as one."""
+    for field in dataclasses.fields(config):
+        value, name = getattr(config, field.name), f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value) and field.name != "objective":
+            yield from options_of(value, f"{name}.")
+        else:
+            yield name
+
+
+def test_every_option_has_a_row_that_says_whether_it_counts(made: Path) -> None:
+    config = damage.options(made / "run", made / "data")
+    assert {*options_of(config)} == identity.CONFIG.keys() | identity.ELSEWHERE.keys()
+    assert not identity.CONFIG.keys() & identity.ELSEWHERE.keys()
+
+
+def all_verbs(config: Config) -> None:
+    export.stage(config, SINGLE, stage=0)
+    embed.run(config, SINGLE, stage=0, text=True)
+    cluster.run(config, SINGLE, stage=0)
+    reshard.run(config, SINGLE, stage=1)
+    train.run(config, SINGLE, stage=1)
+    export.stage(config, SINGLE, stage=1)
+    export.join(config, SINGLE)
+
+
+def test_a_change_of_an_option_is_refused_where_it_changes_the_result(
+    made: Path, noted: Noted, tmp_path: Path
+) -> None:
+    (tmp_path / "excluded").write_text("patterns/000000000\n")
+    places = {"folder": tmp_path, "excluded": tmp_path / "excluded", "judged": identity.JUDGED}
+
+    def refusing(overrides: str) -> set[str]:
+        words = overrides.format(**places).split()
+        config = damage.options(made / "run", made / "data", "export.soup=true", *words)
+        now = noted.of(lambda: all_verbs(config))
+        return {name for name in before.keys() & now.keys() if now[name] != before[name]}
+
+    before = Identities()
+    before = noted.of(
+        lambda: all_verbs(damage.options(made / "run", made / "data", "export.soup=true"))
+    )
+    assert len(before) == 9
+    wrong = {
+        option: refused
+        for option, (overrides, expected) in identity.CONFIG.items()
+        if (refused := refusing(overrides)) != expected
+    }
+    assert not wrong
+
+
+def call_blindspots(folder: Path, change: Any = (), force: Any = False) -> object:
+    flags: dict[str, Any] = {"other": "1"} | dict(change)
+    return of_run(blindspots.run)(folder, flags, force)
+
+
+def call_soup(folder: Path, change: Any = (), force: Any = False) -> object:
+    judge: Any = SimpleNamespace(benchmarks={}, read_texts=[])
+    options: dict[str, Any] = {"method": "uniform", "judge": judge} | dict(change)
+    models = [str(folder / "run" / f"stage_{stage}" / "export") for stage in (0, 1)]
+    return soup.run(models=models, out=folder / "run" / "soup", **options, force=force)
+
+
+def call_convert(folder: Path, change: Any = (), force: Any = False) -> object:
+    options: dict[str, Any] = {"to": "hf"} | dict(change)
+    model, out = folder / "run" / "stage_1" / "export", folder / "run" / "converted"
+    return convert.run(options.pop("to"), model, out, **options, force=force)
+
+
+FLAGS: dict[str, tuple[Call, list[Callable[..., object]], set[str]]] = {
+    "pack": (call_pack, [pack.pack], {"source", "out"}),
+    "make-dataset": (call_make_dataset, [make_dataset.Patterns], {"name"}),
+    "make-pairs": (call_make_pairs, [make_pairs.run], {"shards", "out"}),
+    "filter": (
+        VERBS["filter"].call, [filtering.run, filtering.Options], {"config", "context", "filters"},
+    ),
+    "blindspots": (call_blindspots, [blindspots.run], {"config", "context"}),
+    "soup": (call_soup, [soup.run], {"models", "out"}),
+    "convert": (call_convert, [convert.run], {"model", "out"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_change_of_a_flag_is_refused_where_it_changes_the_result(
+    made: Path, noted: Noted, tmp_path: Path, name: str
+) -> None:
+    call, functions, places = FLAGS[name]
+    parameters = {p for function in functions for p in inspect.signature(function).parameters}
+    assert parameters - places - {"force"} == identity.FLAGS[name].keys()
+    table = tmp_path / "table.csv"
+    table.write_text("filepath,title\n0.png,another\n")
+    paths = {
+        "table": table, "folder": tmp_path, "pictures": made / "data" / "pictures",
+        "embeddings": made / "run" / "stage_1" / "embeddings",
+        "own": made / "run" / "stage_0" / "embeddings",
+    }  # fmt: skip
+    before = noted.of(lambda: call(made))
+    assert len(before) == 1
+    for option, (value, refused) in identity.FLAGS[name].items():
+        several = isinstance(value, dict) and option in value
+        change = value if several else {option: filled(value, paths)}
+        now = noted.of(lambda change=change: call(made, change))  # type: ignore[misc]
+        assert (now != before) == refused, option
+
+
+def filled(value: Any, paths: dict[str, Path]) -> Any:
+    """A value of a row with the paths that it names."""
+    if isinstance(value, list):
+        return [filled(item, paths) for item in value]
+    if not isinstance(value, str) or "{" not in value:
+        return value
+    text = value.format(**paths)
+    return Path(text) if value.startswith("{") else text

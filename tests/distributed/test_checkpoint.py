@@ -419,7 +419,7 @@ def save_to_mirror(directory: Path, mirror: str) -> State:
 
 
 def test_other_ranks_on_a_fresh_disk_go_on_from_the_mirror(ranks: Ranks, tmp_path: Path) -> None:
-    mirror = f"file://{tmp_path}/mirror"
+    mirror = str(tmp_path / "mirror")
     saved = ranks(3, save_to_mirror, tmp_path / "a", mirror)[0]
     assert steps(tmp_path / "mirror") == [5, 7]
     for step, loaded in ranks(2, load_from_mirror, tmp_path / "b", mirror):

@@ -21,7 +21,7 @@ from mclclip.engines.engine import Engine
 from mclclip.models.loading import load_towers
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.info_nce import InfoNCE
-from mclclip.train.loop import Trainee
+from mclclip.train.loop import ModelWithObjective
 from tests import tiny
 from tests.distributed import test_engines
 from tests.distributed.conftest import here
@@ -271,7 +271,7 @@ def resnet(name: str, options: dict[str, Any]) -> tuple[list[float], dict[str, A
     """Five steps of a ResNet beside a frozen text tower."""
     torch.set_num_threads(1)
     context = here()
-    trainee = Trainee(load_towers(tiny.RESNET, seed=1).train(), InfoNCE())
+    trainee = ModelWithObjective(load_towers(tiny.RESNET, seed=1).train(), InfoNCE())
     for part, parameter in trainee.named_parameters():
         parameter.requires_grad_("visual" in part or "logit_scale" in part)
     make = partial(build_optimizer, weight_decay=0.1, name="lion")

@@ -17,7 +17,7 @@ from mclclip.models.loading import load_towers
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.ranks import collectives, process_group
-from mclclip.train.loop import Trainee
+from mclclip.train.loop import ModelWithObjective
 from tests import tiny
 from tests.distributed.conftest import here
 from tests.engines import build_engine
@@ -35,7 +35,7 @@ def make_engine(
     torch.set_num_threads(1)
     context = here()
     model = load_towers(tiny.of_few_ids(tiny.MODEL), seed=1).train()
-    trainee = Trainee(model, InfoNCE(), precision)
+    trainee = ModelWithObjective(model, InfoNCE(), precision)
     if precision == "float64":
         trainee.double()
     engine = build_engine(
@@ -148,7 +148,7 @@ def gradient_with_dropout(micro_batch: int | None, seed: int = 0) -> dict[str, n
     context = here()
     engine = build_engine(
         "ddp",
-        Trainee(model, InfoNCE()).double(),
+        ModelWithObjective(model, InfoNCE()).double(),
         lambda module: build_optimizer(module, weight_decay=0.1),
         context,
         blocks=model.blocks(),

@@ -314,7 +314,7 @@ def run_on_a_full_disk(options: dict[str, Any]) -> str:
 def die_among_the_blocks(options: dict[str, Any]) -> None:
     """Rank 0, as if by SIGKILL, with labels of some blocks written and not of all."""
     if collectives.rank() == 0:
-        blocks, left = centroids._of_block, [3]
+        blocks, left = centroids.assign_block, [3]
 
         def die(*args: Any) -> Any:
             left[0] -= 1
@@ -322,7 +322,7 @@ def die_among_the_blocks(options: dict[str, Any]) -> None:
                 os._exit(9)
             return blocks(*args)
 
-        centroids._of_block = die
+        centroids.assign_block = die
     labels_and_similarities(options)
 
 

@@ -14,7 +14,7 @@ from mclclip.models.loading import load_towers
 from mclclip.models.optimizer import build_optimizer
 from mclclip.models.towers import MemoryFormat
 from mclclip.objectives.info_nce import InfoNCE
-from mclclip.train.loop import Trainee
+from mclclip.train.loop import ModelWithObjective
 from tests import tiny
 from tests.distributed.conftest import here
 from tests.distributed.test_engines import assert_close, train, whole
@@ -35,7 +35,7 @@ def steps(name: str, memory_format: MemoryFormat) -> tuple[list[float], dict[str
     model = load_towers(tiny.of_few_ids(TOWER), seed=1).train()
     model.memory_format = memory_format
     context = here()
-    trainee = Trainee(model, InfoNCE(), "float64").double()
+    trainee = ModelWithObjective(model, InfoNCE(), "float64").double()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         engine = build_engine(

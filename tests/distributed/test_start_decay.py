@@ -19,7 +19,7 @@ from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.contrast import Learnable, Temperature
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.ranks.process_group import SINGLE
-from mclclip.train.loop import Trainee
+from mclclip.train.loop import ModelWithObjective
 from tests import tiny
 from tests.distributed.conftest import here
 from tests.distributed.test_engines import assert_close, batch_of, train, whole
@@ -39,7 +39,7 @@ def make_engine(name: str, precision: str, decay: float = DECAY, **options: Any)
     objective = InfoNCE("captions", Temperature(Learnable(), dtype))
     engine = build_engine(
         name,
-        Trainee(model, objective, precision).to(dtype),
+        ModelWithObjective(model, objective, precision).to(dtype),
         lambda module: build_optimizer(module, weight_decay=0.0, start_decay=decay),
         here(),
         blocks=model.blocks(),

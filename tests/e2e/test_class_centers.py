@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -12,10 +11,9 @@ import pytest
 import torch
 
 import mclclip
-from mclclip import checkpoint, config, method
+from mclclip import checkpoint
 from mclclip.eval import results
 from mclclip.models.loading import load_towers
-from mclclip.ranks.process_group import SINGLE
 from tests import tiny
 from tests.e2e.conftest import Shell
 from tests.matrix import in_soak, kept
@@ -152,38 +150,6 @@ def test_from_scratch_and_then_the_text_tower(
     )
     for name in before:
         assert torch.equal(before[name], after[name]) == name.startswith("visual."), name
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["train.objective.labels_per_sample=5"], "is more than cluster.labels_per_sample=4"),
-        (["cluster.labels_per_sample=22"], "cluster.labels_per_sample"),
-        (["train.objective.sample_rate=0.01"], "draws none of 21 classes"),
-        (["controls=[ungrouped]"], "leave them out"),
-        (["base.objective.kind=mlcd"], "needs the clusters of a stage before"),
-        (
-            [f"trained_model={{name: {json.dumps(tiny.MODEL | {'embed_dim': 12})}}}"],
-            "set train.objective.centers=normal",
-        ),
-        (
-            [
-                f"trained_model={{name: {json.dumps(tiny.MODEL | {'embed_dim': 12})}}}",
-                "train.objective.centers=normal",
-            ],
-            "set export.concat=[] and export.soup=false",
-        ),
-    ],
-    ids=str,
-)
-def test_mistakes_are_one_line(
-    done: tuple[Path, Path], tmp_path: Path, options: list[str], words: str
-) -> None:
-    untrained(done, tmp_path / "run")
-    with pytest.raises(ValueError, match=re.escape(words)) as refused:
-        method.run(config.load(done[0], [f"run_dir={tmp_path / 'run'}", *options]), SINGLE)
-    assert "\n" not in str(refused.value)
-    assert not (tmp_path / "run/stage_1").exists()
 
 
 def test_a_mistake_does_not_stand_in_the_way(

@@ -104,15 +104,15 @@ class Slow:
     """The first rank's part of opening a training takes three times the limit."""
 
     def __call__(self) -> None:
-        from mclclip.verbs import train
+        from mclclip.ranks import collectives
 
-        begin = getattr(train, "_begin")  # noqa: B009
+        on_main = collectives.on_main
 
-        def slowly(*arguments: Any) -> Any:
-            time.sleep(3 * LIMIT_S)
-            return begin(*arguments)
+        def slowly(work: Callable[[], Any]) -> Any:
+            setattr(collectives, "on_main", on_main)  # noqa: B010
+            return on_main(lambda: (time.sleep(3 * LIMIT_S), work())[1])
 
-        setattr(train, "_begin", slowly)  # noqa: B010
+        setattr(collectives, "on_main", slowly)  # noqa: B010
 
 
 def test_the_work_of_one_rank_is_waited_for_without_a_limit(

@@ -162,12 +162,3 @@ def test_an_evaluation_changes_nothing_of_the_training(
     assert digests[0] == digests[1]
     states = [checkpoint.load_model_state(d / "checkpoints", 6) for d in (on, off)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
-
-def test_a_benchmark_that_is_not_there_is_named(
-    shell: Shell, indexed: Path, tmp_path: Path
-) -> None:
-    line = shell.refused(
-        *command(indexed, tmp_path / "run", *RECORDED, "base.evaluate.suite=[pets]")
-    )
-    assert "evaluate names the benchmark 'pets': wanted one of pairs" in line

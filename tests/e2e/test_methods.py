@@ -28,10 +28,8 @@ OBJECTIVES = {
     "sigmoid": "{kind: sigmoid, between: views}",
     "ifm": f"{{kind: ifm, {VIEWS}}}",
     "hcl": f"{{kind: hcl, {VIEWS}}}",
-    "sum": f"{{kind: weighted_sum, terms: [{{objective: {{kind: nt_xent}}}}, "
-    f"{{objective: {{kind: ifm, term: modified, {VIEWS}}}}}]}}",
-    "sum_moco": "{kind: weighted_sum, terms: [{objective: {kind: moco, queue_size: 40}}, "
-    "{objective: {kind: nt_xent}}]}",
+    "sum": f"[{{kind: nt_xent}}, {{kind: ifm, term: modified, {VIEWS}}}]",
+    "sum_moco": "[{kind: moco, queue_size: 40}, {kind: nt_xent}]",
     "supcon": "{kind: supcon, attribute: shape}",
     "simlap": "{kind: simlap, attribute: shape, label_dim: 8, hidden_dim: 8}",
     "classes": "{kind: single_label, attribute: shape, centers: normal, sample_rate: 1.0, "

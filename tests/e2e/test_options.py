@@ -98,7 +98,7 @@ def test_the_moving_average_is_exported(shell: Shell, based: Any, tmp_path: Path
 @in_soak
 def test_a_mirror_serves_the_same_training_only(shell: Shell, based: Any, tmp_path: Path) -> None:
     """On a fresh disk it brings the training back; one with other options starts from its base."""
-    mirror = f"train.checkpoint.mirror=file://{tmp_path / 'mirror'}"
+    mirror = f"train.checkpoint.mirror={tmp_path / 'mirror'}"
     stage_one(shell, based, tmp_path / "first", mirror)
 
     def again(name: str, *options: str) -> str:

@@ -116,8 +116,6 @@ def test_run_makes_the_copies_that_its_trainings_need(shell: Shell, tmp_path: Pa
         "train.objective.sample_rate=1",
     )
     assert "not trained on groups" in line
-    line = shell.refused("run", "--config", str(path), "reshard.enabled=true", "reshard.url=s3://b")
-    assert "'run' would train before that" in line
     # Other clusters are other groups: copies and trainings are made again.
     forced = shell.ok(
         "run", "--config", str(path), "reshard.enabled=true", "cluster.num_clusters=2", "--force"

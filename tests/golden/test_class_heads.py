@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from mclclip.objectives.class_centers import Margin, ShardedClassCenters
 from mclclip.objectives.mlcd import ClassCenterLoss
+from tests.objective_loops import parts_of
 
 K, D, B, L, SCALE = 50, 16, 32, 4, 30.0
 
@@ -27,7 +28,8 @@ def ours(kind: str, margin: Margin, labels: Tensor) -> tuple[Tensor, Tensor, Ten
     centers = ShardedClassCenters(K, D, lambda a, b: rows[a:b], dtype=torch.float64)
     features.requires_grad_()
     objective = ClassCenterLoss(centers, kind, scale=SCALE, margin=margin, tile=11)  # type: ignore[arg-type]
-    loss = objective(functional.normalize(features, dim=1), labels)["loss"]
+    unit = functional.normalize(features, dim=1)
+    loss = parts_of(objective, image_features=unit, classes=labels)["loss"]
     loss.backward()
     assert features.grad is not None and centers.grad is not None
     return loss.detach(), features.grad, centers.grad  # all classes are touched

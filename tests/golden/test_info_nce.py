@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mclclip.objectives.info_nce import InfoNCE
+from tests.objective_loops import parts_of
 
 
 def inputs(dtype: torch.dtype) -> list[Tensor]:
@@ -25,7 +26,8 @@ def test_mask_of_ones_is_clip_loss(dtype: torch.dtype, tolerance: float, tile: i
     image, text, scale = inputs(dtype)
     labels, ids = torch.full((16, 1), 4), torch.arange(16)
     unit = (functional.normalize(image, dim=-1), functional.normalize(text, dim=-1))
-    found = InfoNCE(tile=tile)(
+    found = parts_of(
+        InfoNCE(tile=tile),
         image_features=unit[0],
         text_features=unit[1],
         logit_scale=scale,

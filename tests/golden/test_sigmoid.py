@@ -9,6 +9,7 @@ from open_clip.loss import SigLipLoss
 from torch.nn import functional
 
 from mclclip.objectives.sigmoid import Sigmoid
+from tests.objective_loops import parts_of
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
@@ -19,10 +20,11 @@ def test_mask_of_ones_is_siglip(dtype: torch.dtype, tolerance: float, tile: int)
     scale, bias = (torch.tensor(value, dtype=dtype) for value in (10.0, -10.0))
     inputs = [tensor.requires_grad_() for tensor in (image, text, scale, bias)]
     unit = [functional.normalize(x, dim=-1) for x in (image, text)]
-    found = Sigmoid(tile=tile)(
-        unit[0],
-        torch.full((16, 1), 4),
-        torch.arange(16),
+    found = parts_of(
+        Sigmoid(tile=tile),
+        image_features=unit[0],
+        labels=torch.full((16, 1), 4),
+        sample_id=torch.arange(16),
         text_features=unit[1],
         logit_scale=scale,
         logit_bias=bias,

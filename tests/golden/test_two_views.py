@@ -13,7 +13,8 @@ from torch import Tensor
 import mclclip.util.torchvision_fix  # noqa: F401  lightly imports torchvision
 from mclclip.objectives.base import Objective
 from mclclip.objectives.contrast import Temperature
-from mclclip.objectives.info_nce import InfoNCE, SupervisedContrast
+from mclclip.objectives.info_nce import InfoNCE
+from mclclip.objectives.supcon import SupervisedContrast
 from tests import objective_loops as loops
 
 TEMPERATURES = [0.1, 0.5]

@@ -30,7 +30,7 @@ from mclclip.objectives.class_centers import ShardedClassCenters, normal_rows
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.objectives.mlcd import ClassCenterLoss, negative_draw
 from mclclip.ranks.process_group import Context, pick_device
-from mclclip.train.loop import Trainee
+from mclclip.train.loop import ModelWithObjective
 from tests import tiny
 from tests.benchmarks import synthetic
 from tests.gpu import Skip
@@ -329,7 +329,7 @@ class Step:
             random = torch.Generator().manual_seed(1)
             batch.text = None
             batch.text_features = torch.randn(self.batch, model.embed_dim, generator=random)
-        trainee = Trainee(model, InfoNCE(), self.precision)
+        trainee = ModelWithObjective(model, InfoNCE(), self.precision)
         make = partial(build_optimizer, weight_decay=0.2)
         return Engine(trainee, make, Context(device=device)), batch.to(device)
 

@@ -21,6 +21,7 @@ from mclclip.objectives.mlcd import ClassCenterLoss, Kind, negative_draw
 from mclclip.ranks.process_group import Context
 from mclclip.util.pair_products import pair_products
 from tests.gpu.checks import Where, check, close, random, same_bits, unit
+from tests.objective_loops import parts_of
 
 CPU = torch.device("cpu")
 
@@ -132,7 +133,7 @@ class Head:
             centers, self.kind, scale=32.0, margin=self.margin, tile=self.tile
         )
         features = self.features.to(device, dtype, copy=True).requires_grad_()
-        output = objective(features, self.positives)
+        output = parts_of(objective, image_features=features, classes=self.positives)
         output["loss"].backward()  # type: ignore[no-untyped-call]
         assert features.grad is not None and centers.grad is not None
         assert centers.touched is not None

@@ -26,10 +26,10 @@ from mclclip.objectives.class_centers import ShardedClassCenters, normal_rows
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.objectives.mlcd import ClassCenterLoss
 from mclclip.ranks import collectives, process_group
-from mclclip.ranks.collectives import _GatherWithGrad
+from mclclip.ranks.collectives import GatherWithGrad
 from mclclip.ranks.process_group import Context
 from mclclip.ranks.step_boundary import StepBoundary
-from mclclip.train.loop import Trainee
+from mclclip.train.loop import ModelWithObjective
 from tests import tiny
 from tests.gpu import Skip
 from tests.gpu.checks import Where, check, close, make_repeatable, same_bits
@@ -89,7 +89,7 @@ def make_engine(
     as they are for several: DDP is what the plain one becomes for a context of two ranks.
     """
     model = model or tiny_clip(device)
-    trainee = Trainee(model, objective or InfoNCE(), precision).to(device)
+    trainee = ModelWithObjective(model, objective or InfoNCE(), precision).to(device)
     make = partial(build_optimizer, name=optimizer, weight_decay=0.1, lr=LR)
     options |= {"precision": precision}
     if name in ("plain", "ddp"):
@@ -434,7 +434,7 @@ def groups(where: Where) -> str:
             dist.all_reduce(x, op=dist.ReduceOp.MAX)
             dist.all_reduce(x)
         x = torch.randn(4, 3, device=where.device, requires_grad=True)
-        gathered: Tensor = _GatherWithGrad.apply(x)  # type: ignore[no-untyped-call]
+        gathered: Tensor = GatherWithGrad.apply(x)  # type: ignore[no-untyped-call]
         gathered.square().sum().backward()  # type: ignore[no-untyped-call]
         assert x.grad is not None
         same_bits("gradient of a gather", x.grad, 2 * x)

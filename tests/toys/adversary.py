@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor, nn
 
-from mclclip.objectives.base import BatchFields, Objective, ObjectiveOptions, Reads, Setting
+from mclclip.objectives.base import (
+    BatchFields,
+    Features,
+    Objective,
+    ObjectiveInputs,
+    ObjectiveOptions,
+    Reads,
+    encode,
+)
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.ranks import collectives
-from mclclip.ranks.collectives import OutsideParameters
+from mclclip.ranks.collectives import UnwrappedParameters
 from mclclip.util.options import STRICT
 
 
@@ -25,11 +34,11 @@ class Options(ObjectiveOptions):
 
     @property
     def reads(self) -> Reads:
-        return Reads(captions=True, logit_scale=True, groups=True)
+        return Reads(captions=True, logit_scale=True, groups=True, pixels=True)
 
-    def build(self, setting: Setting) -> Objective:
-        wide = torch.float64 if setting.precision == "float64" else torch.float32
-        return Adversary(self.size, Pattern(setting.context.device, wide))
+    def build(self, inputs: ObjectiveInputs) -> Objective:
+        wide = torch.float64 if inputs.precision == "float64" else torch.float32
+        return Adversary(self.size, Pattern(inputs.context.device, wide))
 
 
 class Pattern:
@@ -75,14 +84,17 @@ class Adversary(Objective):
         super().__init__()
         self.size, self.pattern, self.inner = size, pattern, InfoNCE()
 
-    def outside(self) -> Sequence[OutsideParameters]:
+    def outside(self) -> Sequence[UnwrappedParameters]:
         return [self.pattern]
 
-    def features(self, model: nn.Module, batch: BatchFields) -> dict[str, Tensor]:
-        changed = batch.views[0] + self.size * torch.tanh(self.pattern.pixels)
-        return dict(model(image=changed, text=batch.text, text_features=batch.text_features))
+    def features(
+        self, model: nn.Module, batch: BatchFields, features: Features
+    ) -> dict[str, Tensor]:
+        changed = copy.copy(batch)
+        changed.views = [batch.views[0] + self.size * torch.tanh(self.pattern.pixels)]
+        return encode(model, changed, features)
 
-    def forward(self, **features: Any) -> dict[str, Tensor]:
+    def forward(self, features: Features, batch: BatchFields) -> dict[str, Tensor]:
         largest = self.pattern.pixels.detach().abs().max()
-        found: dict[str, Tensor] = self.inner(**features)
+        found: dict[str, Tensor] = self.inner(features, batch)
         return found | {"max_pattern": largest}

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
-from mclclip.objectives.base import Objective, ObjectiveOptions, Reads, Setting
+from mclclip.objectives.base import (
+    BatchFields,
+    Features,
+    Objective,
+    ObjectiveInputs,
+    ObjectiveOptions,
+    Reads,
+)
 from mclclip.util.options import STRICT
 
 
@@ -21,14 +28,13 @@ class Options(ObjectiveOptions):
     def reads(self) -> Reads:
         return Reads(captions=True)
 
-    def build(self, setting: Setting) -> Objective:
+    def build(self, inputs: ObjectiveInputs) -> Objective:
         return Alignment()
 
 
 class Alignment(Objective):
     """Mean of one minus the cosine."""
 
-    def forward(
-        self, image_features: Tensor, text_features: Tensor, **unused: Any
-    ) -> dict[str, Tensor]:
-        return {"loss": 1.0 - (image_features * text_features).sum(dim=1).mean()}
+    def forward(self, features: Features, batch: BatchFields) -> dict[str, Tensor]:
+        cosines = (features["image_features"] * features["text_features"]).sum(dim=1)
+        return {"loss": 1.0 - cosines.mean()}

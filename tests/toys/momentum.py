@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mclclip.objectives.base import BatchFields, Objective, ObjectiveOptions, Setting
+from mclclip.objectives.base import (
+    BatchFields,
+    Features,
+    Objective,
+    ObjectiveInputs,
+    ObjectiveOptions,
+    Reads,
+    encode,
+)
 from mclclip.ranks import collectives
 from mclclip.util.options import STRICT
 
@@ -23,11 +31,12 @@ class Options(ObjectiveOptions):
     momentum: float = 0.9
     queue: int = 48
 
-    num_views: ClassVar[int] = 2
-    engines: ClassVar[tuple[str, ...]] = ("ddp",)
+    @property
+    def reads(self) -> Reads:
+        return Reads(views=2, weights=True)
 
-    def build(self, setting: Setting) -> Objective:
-        return Momentum(setting.model, self.momentum, self.queue)
+    def build(self, inputs: ObjectiveInputs) -> Objective:
+        return Momentum(inputs.model, self.momentum, self.queue)
 
 
 class Momentum(Objective):
@@ -45,14 +54,15 @@ class Momentum(Objective):
         self.register_buffer("filled", torch.zeros((), dtype=torch.int64))
         self.keys: Tensor | None = None
 
-    def features(self, model: nn.Module, batch: BatchFields) -> dict[str, Tensor]:
-        features = model(image=batch.views[0])
+    def features(
+        self, model: nn.Module, batch: BatchFields, features: Features
+    ) -> dict[str, Tensor]:
         with torch.no_grad():
-            features["keys"] = self.copy(image=batch.views[1])["image_features"]
-        return dict(features)
+            keys = self.copy(image=batch.views[1])["image_features"]
+        return encode(model, batch, features, num_views=1) | {"keys": keys}
 
-    def forward(self, image_features: Tensor, keys: Tensor, **unused: Any) -> dict[str, Tensor]:
-        self.keys = keys.detach()
+    def forward(self, features: Features, batch: BatchFields) -> dict[str, Tensor]:
+        image_features, self.keys = features["image_features"], features["keys"].detach()
         positive = (image_features * self.keys).sum(dim=1, keepdim=True)
         logits = torch.cat([positive, image_features @ self.queue.T.clone()], dim=1) / 0.2
         return {"loss": functional.cross_entropy(logits, torch.zeros_like(logits[:, 0]).long())}

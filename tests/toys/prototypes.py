@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -11,9 +11,16 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 from torch.nn import functional
 
-from mclclip.objectives.base import Objective, ObjectiveOptions, Reads, Setting
+from mclclip.objectives.base import (
+    BatchFields,
+    Features,
+    Objective,
+    ObjectiveInputs,
+    ObjectiveOptions,
+    Reads,
+)
 from mclclip.ranks import collectives
-from mclclip.ranks.collectives import OutsideParameters
+from mclclip.ranks.collectives import UnwrappedParameters
 from mclclip.util.options import STRICT
 
 
@@ -27,13 +34,13 @@ class Options(ObjectiveOptions):
     def reads(self) -> Reads:
         return Reads(clusters=1)
 
-    def build(self, setting: Setting) -> Objective:
-        assert setting.classes is not None
-        rows = torch.empty(setting.classes.num_classes, setting.model.feature_dim)
-        if not setting.shapes_only:
-            rows = torch.from_numpy(np.array(setting.classes.centroids()))
-        wide = torch.float64 if setting.precision == "float64" else torch.float32
-        return Prototypes(Rows(rows.to(setting.context.device, wide)))
+    def build(self, inputs: ObjectiveInputs) -> Objective:
+        assert inputs.classes is not None
+        rows = torch.empty(inputs.classes.num_classes, inputs.model.feature_dim)
+        if not inputs.shapes_only:
+            rows = torch.from_numpy(np.array(inputs.classes.centroids()))
+        wide = torch.float64 if inputs.precision == "float64" else torch.float32
+        return Prototypes(Rows(rows.to(inputs.context.device, wide)))
 
 
 class Rows:
@@ -74,9 +81,10 @@ class Prototypes(Objective):
         super().__init__()
         self.prototypes = prototypes
 
-    def outside(self) -> Sequence[OutsideParameters]:
+    def outside(self) -> Sequence[UnwrappedParameters]:
         return [self.prototypes]
 
-    def forward(self, image_features: Tensor, classes: Tensor, **unused: Any) -> dict[str, Tensor]:
-        logits = 4.0 * image_features @ self.prototypes.rows.T
-        return {"loss": functional.cross_entropy(logits, classes[:, 0].to(logits.device))}
+    def forward(self, features: Features, batch: BatchFields) -> dict[str, Tensor]:
+        assert batch.classes is not None
+        logits = 4.0 * features["image_features"] @ self.prototypes.rows.T
+        return {"loss": functional.cross_entropy(logits, batch.classes[:, 0].to(logits.device))}

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 from torch.nn import functional
 
-from mclclip.objectives.base import Objective, ObjectiveOptions, Setting
+from mclclip.objectives.base import (
+    BatchFields,
+    Features,
+    Objective,
+    ObjectiveInputs,
+    ObjectiveOptions,
+    Reads,
+)
 from mclclip.ranks import collectives
 from mclclip.util.options import STRICT
 
@@ -21,9 +28,11 @@ class Options(ObjectiveOptions):
     kind: Literal["toy_two_views"] = "toy_two_views"
     temperature: float = 0.5
 
-    num_views: ClassVar[int] = 2
+    @property
+    def reads(self) -> Reads:
+        return Reads(views=2)
 
-    def build(self, setting: Setting) -> Objective:
+    def build(self, inputs: ObjectiveInputs) -> Objective:
         return TwoViews(self.temperature)
 
 
@@ -34,10 +43,8 @@ class TwoViews(Objective):
         super().__init__()
         self.temperature = temperature
 
-    def forward(
-        self, image_features: Tensor, image_features_1: Tensor, **unused: Any
-    ) -> dict[str, Tensor]:
-        views = image_features, image_features_1
+    def forward(self, features: Features, batch: BatchFields) -> dict[str, Tensor]:
+        views = features["image_features"], features["image_features_1"]
         every = [collectives.gather_with_grad(view) for view in views]
         own = torch.arange(len(views[0]), device=views[0].device)
         own = own + collectives.rank() * len(views[0])

@@ -28,12 +28,6 @@ BASES: tuple[dict[str, Any], ...] = (
     {"run_dir": "run", "train": {"lock": {"image_blocks": 6}}},
     {"run_dir": "run", "train": {"objective": {"kind": "supcon"}}},
     {"run_dir": "run", "train": {"objective": {"kind": "info_nce"}}},
-    {
-        "run_dir": "run",
-        "train": {
-            "objective": {"kind": "weighted_sum", "terms": [{"objective": {"kind": "info_nce"}}]}
-        },
-    },
 )
 UNKNOWN = "\0"  # stands for the values that an f-string fills in, and for "..."
 ADVICE = re.compile(r"(?<![\w.])([a-z_]+(?:\.\w+)+)=([^\s,;:)`'\"]+)")

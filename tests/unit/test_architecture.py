@@ -27,7 +27,16 @@ ROOMS: dict[str, set[str]] = {
     "train/loop": {"ranks", "run", "data", "models", "objectives", "engines", "checkpoint"},
     "train/symptoms": {"ranks", "run", "models", "objectives", "engines"},
     "train/options": {"data", "models", "objectives", "engines", "checkpoint"},
-    "config": {"run", "data", "models", "objectives", "clustering", "eval", "train/options"},
+    "config": {
+        "ranks",
+        "run",
+        "data",
+        "models",
+        "objectives",
+        "clustering",
+        "eval",
+        "train/options",
+    },
     # A run directory, opened for whoever reads one: above the rooms whose files lie there.
     "run/opened": {"ranks", "run", "data", "models", "eval", "config"},
     "figures": {"ranks", "run", "data", "eval", "config", "run/opened"},

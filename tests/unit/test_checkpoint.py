@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import obstore
@@ -490,7 +491,8 @@ def test_going_on_costs_no_more_than_one_save(
     with pytest.MonkeyPatch.context() as patch:
         break_in("list", patch)
         checkpoints.save(4, Source(4))
-        checkpoints._settle()
+        with pytest.raises(RuntimeError):
+            checkpoints.wait()
     checkpoints.save(6, Source(6))
     checkpoints.wait()
     assert checkpoints.steps() == [6] and len(warnings_of(caplog)) == 1
@@ -625,6 +627,22 @@ def test_a_training_without_a_checkpoint_does_not_begin_anew_while_its_mirror_fa
     assert fresh.steps() == [] and fresh.resume(Source(1)) == 2
 
 
+def test_a_step_that_the_disk_has_no_room_for_is_not_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mirror: str
+) -> None:
+    saved(tmp_path / "a", 2, mirror=mirror)
+    size = sum(path.stat().st_size for path in (tmp_path / "a/step_00000002").iterdir())
+    fresh = Checkpoints(tmp_path / "b", CheckpointConfig(mirror=mirror))
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=size - 1))
+        with pytest.raises(ValueError, match="step 2 of the mirror"):
+            fresh.resume(Source(1))
+    assert not (tmp_path / "b").exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=size))
+    assert fresh.resume(Source(1)) == 2
+    fresh.wait()
+
+
 def test_a_damaged_step_does_not_keep_others_from_the_mirror(tmp_path: Path, mirror: str) -> None:
     saved(tmp_path / "a", 2, 4)
     os.truncate(tmp_path / "a" / "step_00000004" / "__0_0.distcp", 100)
@@ -652,7 +670,7 @@ def test_files_come_from_the_mirror_in_blocks(
 ) -> None:
     mirror, name = tmp_path / "mirror", "step_00000002/state.json"
     saved(tmp_path / "a", 2, mirror=str(mirror))
-    monkeypatch.setattr("mclclip.checkpoint.mirror._BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("mclclip.checkpoint.mirror.BLOCK_BYTES", block_bytes)
     fresh = Checkpoints(tmp_path / "b", CheckpointConfig(mirror=str(mirror)))
     assert fresh.resume(Source(1)) == 2
     assert (tmp_path / "b" / name).read_bytes() == (tmp_path / "a" / name).read_bytes()
@@ -661,7 +679,7 @@ def test_files_come_from_the_mirror_in_blocks(
 @pytest.mark.parametrize(
     "url",
     ["http://host/run", "ftp://host/run", "hf://datasets/a/b/run", "s3://b/run?sig=SECRET"]
-    + ["s3://user:SECRET@b/run"],
+    + ["s3://user:SECRET@b/run", "file:///mnt/run", "file://host/run", "file:/mnt/run"],
 )
 def test_a_mirror_that_cannot_be_written_to_is_refused(tmp_path: Path, url: str) -> None:
     with pytest.raises(ValueError, match="mirror") as refused:

@@ -93,7 +93,7 @@ def test_flags_are_the_arguments_of_the_function(words: str, function: str) -> N
     args = entry.parse_words(words.split())
     module, _, name = f"mclclip.{function}".rpartition(".")
     called = inspect.signature(getattr(importlib.import_module(module), name))
-    called.bind(*(() if args.standalone else (None, None)), **entry._flags(args))
+    called.bind(*(() if args.standalone else (None, None)), **entry.flags_of(args))
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:

@@ -197,7 +197,7 @@ def test_killed_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     # At the end of each file, and at each of the three blocks of labels.
     places: list[tuple[Any, str, int]] = [(cluster, "write_npy_parts", n) for n in range(3)]
     places += [(arrays, "whole_file", n) for n in range(3)]
-    places += [(centroids, "_of_block", n) for n in range(3)]
+    places += [(centroids, "assign_block", n) for n in range(3)]
     places += [(cluster, "save_npy", 0), (cluster, "digest_array", 0), (cluster, "digest_array", 1)]
     for module, name, number in places:
         with monkeypatch.context() as patched:

@@ -38,14 +38,6 @@ def mistake(path: Path | None, *overrides: str) -> str:
 # --- load, override, dump ----------------------------------------------------------------------
 
 
-def test_an_encoder_to_measure_is_one_that_is_made() -> None:
-    words = ["num_stages=2", "export.soup=false", "export.concat=[raw]"]
-    named = [*words, "eval.encoders=[stage_0,stage_2,concat_raw]"]
-    assert config.load("demo", named).eval.encoders == ["stage_0", "stage_2", "concat_raw"]
-    with pytest.raises(ValueError, match="eval.encoders names 'soup_uniform', which the run does "):
-        config.load("demo", [*words, "eval.encoders=[soup_uniform]"])
-
-
 def test_only_the_run_directory_is_required() -> None:
     assert load(None, ["run_dir=runs/a"]).run_dir == "runs/a"
     with pytest.raises(ValueError, match="option 'run_dir' is required: set run_dir=VALUE"):
@@ -151,7 +143,7 @@ def test_an_unknown_option_is_named_with_the_nearest(
         ("train.engine.micro_batch=0", ["'train.engine.micro_batch'", "0"]),
         ("train=5", ["'train'", "5", "dictionary"]),
         ("eval.suite.m.kind=mmvp", ["'eval.suite.m.path' is required"]),
-        ("controls=[ungrouped, ungrouped]", ["controls names one twice"]),
+        ("controls=[ungrouped, ungrouped]", ["'controls'", "each of them once"]),
     ],
 )
 def test_a_wrong_value_is_named_with_its_path(override: str, parts: list[str]) -> None:
@@ -294,15 +286,6 @@ def test_null_drops_a_benchmark_of_a_recipe(tmp_path: Path) -> None:
     recipe.write_text("run_dir: x\neval: {suite: {coco: {kind: retrieval, path: y}}}\n")
     assert list(config.load(recipe).eval.suite) == ["coco"]
     assert config.load(recipe, ["eval.suite.coco=null"]).eval.suite == {}
-
-
-def test_pooled_features_of_joined_encoders_are_refused_before_the_run() -> None:
-    """The run would end at its last step."""
-    probe = "eval.suite.x={kind: linear_probe, path: y, options: {feature: pooled}}"
-    message = "eval.suite.x.options.feature=pooled, which the joined encoders of export.concat="
-    assert message in mistake(None, probe)
-    for override in ("export.concat=[]", "num_stages=0", "eval.suite.x.options.feature=projected"):
-        load(None, ["run_dir=x", probe, override])
 
 
 # --- values as they are typed, and bounds ------------------------------------------------------

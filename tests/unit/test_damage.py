@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mclclip.cli import entry
 from mclclip.config import Config, dump
+from mclclip.data.datasets.sources import Sources
 from mclclip.data.groups import StageGroups
 from mclclip.data.labels import ClassLabels
 from mclclip.data.locations import TextFeatures
@@ -24,6 +25,7 @@ from mclclip.data.shard_writer import PackedSample
 from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import INTENT, MANIFEST, Layout, made_of, parse_manifest
+from mclclip.run.steps import make
 from mclclip.util import files
 from mclclip.verbs import cluster, embed, export, index, make_dataset, make_pairs, pack, train
 from tests import damage
@@ -275,15 +277,14 @@ def test_packing_verbs_list_every_file_for_doctor(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    make_dataset.write_patterns(run / "patterns", num_samples=20, num_pairs=2, samples_per_shard=3)
+    few = {"num_samples": 20, "num_pairs": 2, "samples_per_shard": 3}
+    make_dataset.run("patterns", run / "patterns", **few)
     make_pairs.run(run / "patterns" / "shards", run / "pairs", captions="txt")
     pictures = run / "patterns" / "pairs" / "MLLM_VLM Images"
     pack.pack(pictures, run / "data", samples_per_shard=2, held_out={"choose": 0.4})
     samples = [PackedSample(str(number), b"x", "jpg", ["a"]) for number in range(3)]
-    make_dataset.write_splits(
-        run / "splits", "mine", lambda *_: {"train": samples}, {}, seed=0, force=False,
-        samples_per_shard=2,
-    )  # fmt: skip
+    splits = make_dataset.Splits("mine", 0, 2, {}, {})
+    make(splits, run / "splits", (lambda *_: {"train": samples}, Sources()))
     (run / "pairs" / "struck.txt").write_text("written by a user")
     assert entry.main(["doctor", str(run)]) == 0
     capsys.readouterr()

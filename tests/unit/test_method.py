@@ -30,32 +30,6 @@ def tree(run_dir: Path, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"train": {"objective": CLIP}}, "train.objective.kind=info_nce reads captions, and the"),
-        ({"base": {"objective": CLIP}}, "base.objective.kind=info_nce reads captions, and the"),
-        (
-            {
-                "base": {"objective": VIEWS, "evaluate": {"every": 1, "metric": "held_out/loss"}},
-                "eval": {"suite": {"held_out": {"kind": "contrastive_loss", "path": "."}}},
-            },
-            "metric=held_out/loss is a loss, of which the smaller one is better, .* set it to min",
-        ),
-        (
-            {"eval": {"suite": {"pets": {"kind": "zeroshot", "path": "."}}}},
-            "eval.suite.pets compares images with texts, and the model has no text tower",
-        ),
-    ],
-)
-def test_a_model_without_texts_is_asked_for_none(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        method.run(config.from_tree(tree(tmp_path / "run", **changes)), SINGLE)
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_benchmark_that_needs_faiss_says_so_before_stage_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,23 +69,6 @@ def test_a_model_of_transformers_is_looked_for_before_anything_is_written(tmp_pa
     with pytest.raises(FileNotFoundError, match="'me/clip'"):
         method.run(config.from_tree(whole), SINGLE)
     assert not (tmp_path / "run").exists()
-
-
-def test_an_image_encoder_is_trained_on_clusters_of_a_clip(tmp_path: Path) -> None:
-    """Its width is known before the run begins; centroids have another one."""
-    changes: dict[str, Any] = {
-        "model": {"name": tiny.MODEL},
-        "base": None,
-        "trained_model": {"name": tree(tmp_path)["model"]["name"], "projector": [12, 6]},
-        "train": {"objective": {"kind": "mlcd", "centers": "centroids"}},
-        "cluster": {"labels_per_sample": 8},
-        "export": {"concat": [], "soup": False},
-    }
-    with pytest.raises(ValueError, match="centroids of 8 dimensions .* whose features have 6:"):
-        method.run(config.from_tree(tree(tmp_path / "run", **changes)), SINGLE)
-    changes["trained_model"].pop("projector")
-    with pytest.raises(ValueError, match="whose features have 192:"):
-        method.run(config.from_tree(tree(tmp_path / "run", **changes)), SINGLE)
 
 
 def test_a_checkpoint_is_not_chosen_by_training_images(tmp_path: Path) -> None:

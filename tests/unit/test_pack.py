@@ -20,7 +20,7 @@ from mclclip import config
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Manifest, read_manifest
 from mclclip.verbs import index
-from mclclip.verbs.pack import KIND, pack
+from mclclip.verbs.pack import pack
 from tests.tars import read_tar
 
 Rows = list[list[str]]
@@ -70,14 +70,16 @@ def test_images_byte_for_byte_with_running_keys(tmp_path: Path, images: Path) ->
         "sha256": hashlib.sha256(b"bytes of a.jpg").hexdigest(),
     }
     assert manifest.counts == {"samples": 3, "captions": 3, "shards": 2, "findings": {}}
-    assert read_manifest(tmp_path / "out", KIND) == manifest
+    assert read_manifest(tmp_path / "out", "shards") == manifest
     assert manifest.config == {
         "images": str(images),
         "path_column": "filepath",
-        "caption_column": "title",
+        "caption_column": ["title"],
         "samples_per_shard": 2,
         "delimiter": ",",
         "key_prefix": "",
+        "allow_roots": [],
+        "held_out": {},
     }
 
 
@@ -116,7 +118,7 @@ def test_a_table_without_captions_makes_shards_without_captions(
     assert json.loads(found["000000001.json"])["captions"] == []
     assert json.loads(found["000000001.json"])["class"] == "y"
     assert (manifest.counts["samples"], manifest.counts["captions"]) == (2, 0)
-    assert manifest.config["caption_column"] is None
+    assert manifest.config["caption_column"] == []
     assert manifest.counts["findings"] == {
         "no_caption": {"count": 2, "examples": ["a.jpg", "b.PNG"]}
     }

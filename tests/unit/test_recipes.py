@@ -195,7 +195,7 @@ def test_the_shares_in_headers_and_readme_are_those_of_the_plan() -> None:
     assert f"0 / 0 % | {' / '.join(mixed)} %" in readme
     assert f"8,191 / 8,191 | {' / '.join(negatives)} |" in readme
     assert f"{negatives[0]} negatives on average" in words(FOLDER / "cc12m_vitl14_paper.yaml")
-    left = {row["left_out"] for row in (*ours, *paper)}
+    left = {row["remainder"] for row in (*ours, *paper)}
     assert left == {7_643} and "7,643 (0.1 %) | 7,643 (0.1 %)" in readme
 
 

@@ -239,7 +239,7 @@ class StandIn:
     off as float32 allows."""
 
     def __init__(self, dim: int) -> None:
-        self.error, self.asked = 0.9 * search._margin(dim), []
+        self.error, self.asked = 0.9 * search.cosine_margin(dim), []
 
     def add(self, rows: np.ndarray) -> None:
         self.rows = rows.astype(np.float64)

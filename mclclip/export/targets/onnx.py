@@ -38,7 +38,7 @@ IS_MODEL = True
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16")
 IMAGE, TEXT, DESCRIPTION = "image.onnx", "text.onnx", "encoder.json"
 _OPSET = 18
-_MOST_BYTES = 2_000_000_000  # a protobuf message holds 2 GiB
+MOST_BYTES = 2_000_000_000  # a protobuf message holds 2 GiB
 _LEAST_HALVED = 64  # numbers of a tensor from which on halving it saves anything
 _NEEDS = ("--to onnx", "pip install 'mclclip[export]'")
 
@@ -120,10 +120,10 @@ def _export(
     onnx: Any, graph: nn.Module, name: str, example: Tensor, path: Path, half: bool
 ) -> None:
     size = num_bytes(graph, of_images=name == "pixels")
-    if size > _MOST_BYTES:
+    if size > MOST_BYTES:
         raise ValueError(
             f"the weights of {path.name} have {size:,} bytes, and a graph in one file holds at "
-            f"most {_MOST_BYTES:,}: convert a smaller model, or one stage instead of a concat"
+            f"most {MOST_BYTES:,}: convert a smaller model, or one stage instead of a concat"
         )
     rows = {0: "batch"}
     fused = torch.backends.mha.get_fastpath_enabled()

@@ -313,11 +313,11 @@ def test_the_error_bound_is_never_exceeded(
     for seed, shift in ((0, 0.0), (1, 2.0), (2, 0.2)):
         rows, centroids = unit(400, 96, seed, shift), unit(600, 96, seed + 10, shift)
         search = Search(centroids, algorithm, 0, how)
-        coarse, error = search._lower(rows)
+        coarse, error = search.bound_errors(rows)
         truth = rows.double() @ (centroids.double() - centroids.mean(dim=0).double()).T
         if algorithm == "euclidean":
             truth -= centroids.double().square().sum(dim=1) / 2.0
-        found = multiply(coarse, search._coarse)[:, : len(centroids)].double()
+        found = multiply(coarse, search.coarse)[:, : len(centroids)].double()
         allowed = error + (2.0**-8 * found.abs() if products == "bfloat16" else 0.0)
         assert ((found - truth).abs() <= allowed).all()
         # And not so wide that it would say nothing, but where parts of 8 numbers may be rounded.
@@ -330,7 +330,7 @@ def test_the_error_bound_holds_where_bfloat16_loses_most() -> None:
     signs = torch.randn(64, generator=torch.Generator().manual_seed(0)).sign()
     rows, centroids = signs[None] * (1.0 + 2.0**-8 - 2.0**-20), torch.stack([signs, -signs])
     search = Search(centroids, "spherical", 0, Arithmetic(products="bfloat16"))
-    coarse, error = search._lower(rows)
+    coarse, error = search.bound_errors(rows)
     lost = (coarse.double() @ centroids.double().T - rows.double() @ centroids.double().T).abs()
     assert (lost > 0.24).all() and (lost <= error).all()
 
@@ -340,14 +340,14 @@ def test_the_precision_that_torch_is_set_to(precision: str) -> None:
     try:
         torch.set_float32_matmul_precision(precision)
         search = Search(unit(70, 8, 0), "spherical", 0, Arithmetic(products="float32"))
-        assert search._rounding == "inputs"
+        assert search.rounding == "inputs"
         for algorithm in ALGORITHMS:
             how = Arithmetic(products="float32")
             assert check_nearest("cpu", how, (65, 100, 513), [20], [3], algorithm) == 0
     finally:
         torch.set_float32_matmul_precision("highest")
     search = Search(unit(70, 8, 0), "spherical", 0, Arithmetic(products="float32"))
-    assert search._rounding == "none"
+    assert search.rounding == "none"
 
 
 def test_the_threshold_keeps_the_best_whatever_the_errors() -> None:
@@ -359,7 +359,7 @@ def test_the_threshold_keeps_the_best_whatever_the_errors() -> None:
         error = torch.full((2000, 1), 1e-5)
         off = torch.from_numpy(truth + 1e-5 * rng.uniform(-1, 1, size=truth.shape))
         coarse = off.bfloat16().float()
-        threshold = search._threshold(coarse.amax(dim=1, keepdim=True), error)
+        threshold = search.find_threshold(coarse.amax(dim=1, keepdim=True), error)
         best = torch.from_numpy(truth.argmax(axis=1))[:, None]
         assert (coarse.gather(1, best) >= threshold).all()
         assert (coarse.gather(1, best) < coarse.amax(dim=1, keepdim=True)).any()

@@ -495,7 +495,7 @@ def test_within_clusters_copies_in_one_cluster_are_found(config: Config) -> None
     together = {pair for pair in pairs if labels[pair[0]] == labels[pair[1]]}
     assert EXACT <= together  # the recall of exact copies is 1 in any clustering
     found = done(config, near_duplicates=0.95, name="default")
-    assert read_manifest(found, "filter").config["within"] == "clusters"
+    assert read_manifest(found, "filter").config["filters"]["within"] == "clusters"
     assert read_manifest(found, "filter").counts["near_duplicates"]["pairs"] == len(together)
     everywhere = done(config, near_duplicates=0.95, within="all", name="everywhere")
     assert left_out(found, "near_duplicate") <= left_out(everywhere, "near_duplicate")

@@ -431,6 +431,7 @@ def test_spawned_workers(bad_index: SampleIndex, tmp_path: Path) -> None:
 
 # Reads a batch and ends with its loader alive.
 PROGRAM = """
+import os
 import sys
 from pathlib import Path
 from mclclip.data.loader import Loader
@@ -451,30 +452,47 @@ if __name__ == "__main__":
         fresh=method == "spawn",
     )
     batches = iter(loader)
-    print(next(batches).step)
+    print(next(batches).step, flush=True)
     if how == "raise":
         raise KeyError("its own error")
     if how == "exit":
         sys.exit(7)
+    if how == "kill":
+        os.kill(os.getpid(), 9)
     for batch in batches:
         break
 """
 ENDS = {"break": 0, "exit": 7, "raise": 1}
 
 
-def check_end(index: SampleIndex, folder: Path, method: str, how: str) -> None:
+def run_program(
+    index: SampleIndex, folder: Path, method: str, how: str
+) -> subprocess.CompletedProcess[str]:
     (folder / "program.py").write_text(PROGRAM)
+    (folder / "tmp").mkdir()
     root = Path(__file__).parents[3]
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, folder / "program.py", index.directory, index.digest] + [method, how],
         capture_output=True,
         text=True,
         timeout=600,
-        env=os.environ | {"PYTHONPATH": str(root)},
+        env=os.environ | {"PYTHONPATH": str(root), "TMPDIR": str(folder / "tmp")},
     )
+
+
+def check_end(index: SampleIndex, folder: Path, method: str, how: str) -> None:
+    done = run_program(index, folder, method, how)
     assert (done.returncode, done.stdout) == (ENDS[how], "0\n")
     said = done.stderr.strip()
     assert said.endswith("KeyError: 'its own error'") if how == "raise" else not said, said
+
+
+def test_a_program_that_is_killed_leaves_no_data_set_behind(
+    index: SampleIndex, tmp_path: Path
+) -> None:
+    done = run_program(index, tmp_path, "spawn", "kill")
+    assert (done.returncode, done.stdout) == (-9, "0\n"), done.stderr
+    assert [path for path in (tmp_path / "tmp").rglob("*") if path.is_file()] == []
 
 
 def test_a_program_that_fails_while_it_reads_ends(index: SampleIndex, tmp_path: Path) -> None:

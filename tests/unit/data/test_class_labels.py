@@ -17,7 +17,7 @@ SIMILARITIES = np.array(
     [[0.9, 0.8, 0.7], [0.5, 0.4, 0.3], [0.95, 0.75, 0.1], [0, 0, 0]], dtype=np.float16
 )
 
-CONFIG = {"num_clusters": 5, "labels_per_sample": 3}
+CONFIG = {"cluster": {"num_clusters": 5, "labels_per_sample": 3}}
 
 
 @pytest.fixture

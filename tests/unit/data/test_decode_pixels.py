@@ -30,14 +30,14 @@ JPEGS: list[dict[str, Any]] = [
 def by_simplejpeg(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For every picture that is decoded to an array, whether simplejpeg did it."""
     decoded: list[bool] = []
-    inner = decoding._decoded_jpeg
+    inner = decoding.decode_by_simplejpeg
 
     def noting(*arguments: Any) -> Any:
         found = inner(*arguments)
         decoded.append(found is not None)
         return found
 
-    monkeypatch.setattr(decoding, "_decoded_jpeg", noting)
+    monkeypatch.setattr(decoding, "decode_by_simplejpeg", noting)
     return decoded
 
 

@@ -26,6 +26,7 @@ from tests.matrix import kept
 stable = settings(max_examples=35, deadline=None, derandomize=True, database=None)
 POLICIES = ("drop", "backoff", "mask", "wrap", "carry")
 ORDERS = ("round_robin", "proportional")
+SAMPLES, TURN = 1, 5  # words of the keys
 STUCK = [  # group sizes that leave some groups without any batch of 8, unless one is lent
     ([8, 3], (2,)),
     ([16, 8, 3], (3,)),
@@ -100,10 +101,10 @@ class Node:
 
 
 def shuffled(case: Case, length: int, label: int, elements: list[int]) -> list[int]:
-    key = mix(*case.key, epoch_plan._SAMPLES, length, label)
+    key = mix(*case.key, SAMPLES, length, label)
     size = min(case.block, max(1, len(elements) // 8))
     if case.block > 1 and elements:  # turned, cut into blocks, and the whole ones shuffled
-        turn = int(mix(key, epoch_plan._TURN)) % len(elements)
+        turn = int(mix(key, TURN)) % len(elements)
         elements = elements[turn:] + elements[:turn]
     cuts = [elements[start : start + size] for start in range(0, len(elements), size)]
     short = [cuts.pop()] if cuts and len(cuts[-1]) < size else []

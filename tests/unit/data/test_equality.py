@@ -221,7 +221,7 @@ def test_what_is_read_before_a_training_is_bounded(
     monkeypatch.setattr(
         TarDataset, "captions_of", lambda self, ids: read.extend(ids) or whole(self, ids)
     )
-    monkeypatch.setattr("mclclip.data.extras._MOST_READ", 5)
+    monkeypatch.setattr("mclclip.data.extras.MOST_READ", 5)
     captions, _ = equal_rows(batches_of(index), clean_caption)
     assert (captions.num_batches, captions.num_rows, len(read)) == (1, 4, 4)
     captions, _ = equal_rows(batches_of(index, global_batch=12), clean_caption)

@@ -64,7 +64,7 @@ def test_blocks_of_every_size_give_what_one_sort_gives(case) -> None:
     wanted = by_one_sort(labels, left_out)
     for rows in {1, 2, 3, 8, 17, 64, max(len(labels), 1), len(labels) + 1}:
         for ranges, joined in ((1, 100), (5, 3), (4096, 1)):
-            with patch.multiple(groups, _RANGES=ranges, _JOINED=joined):
+            with patch.multiple(groups, RANGES=ranges, JOINED=joined):
                 grouped = in_memory(LabelBlocks(labels, radices, left_out, rows))
             for found, array in zip(arrays_of(grouped), wanted, strict=True):
                 assert found.dtype == np.int64 and np.array_equal(found, array)
@@ -78,7 +78,7 @@ def test_blocks_of_every_size_give_what_one_sort_gives(case) -> None:
 @pytest.mark.parametrize("rows", [1000, 4096, 100_000])
 def test_larger_labels_are_merged_from_many_blocks(tmp_path, kind, rows, monkeypatch) -> None:
     """Even groups, one group of half of the samples beside tiny ones, a group for each sample."""
-    monkeypatch.setattr(groups, "_RANGES", 100)
+    monkeypatch.setattr(groups, "RANGES", 100)
     random, samples = np.random.default_rng(0), 30_000
     labels = {
         "even": random.integers(0, 100, samples),
@@ -105,9 +105,9 @@ def test_labels_may_be_mapped_and_of_any_integers(tmp_path, dtype) -> None:
 
 def test_memory_grows_neither_with_samples_nor_with_groups(tmp_path, monkeypatch) -> None:
     """Peak of numpy and Python beyond the labels: that of a block, for many groups and few."""
-    monkeypatch.setattr(groups, "_DENSE", 1000)
-    monkeypatch.setattr(groups, "_RANGES", 256)
-    monkeypatch.setattr(groups, "_JOINED", 1000)
+    monkeypatch.setattr(groups, "DENSE", 1000)
+    monkeypatch.setattr(groups, "RANGES", 256)
+    monkeypatch.setattr(groups, "JOINED", 1000)
     peaks = {}
     for samples in (100_000, 800_000):
         for count in (1, 10_000):

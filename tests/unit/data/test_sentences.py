@@ -113,9 +113,6 @@ def test_draws_depend_on_sample_and_epoch_and_on_nothing_else(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["train.sentences={number: 2}", "train.lock.text=false"], "train.cached_text=false"),
-        (["train.sentences={number: 2}", "train.objective={kind: nt_xent}"], "reads none"),
-        (["train.sentences={number: 2}", "train.objective={kind: preserve}"], "whole ones are st"),
         (["base.sentences={number: all}"], "which is the whole caption"),
         (["train.sentences={number: 0}"], "train.sentences"),
         (["train.sentences={leave_out_first: 1.5}"], "train.sentences.leave_out_first"),

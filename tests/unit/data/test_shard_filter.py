@@ -66,7 +66,7 @@ def test_hex_digits_become_the_upper_and_the_lower_half() -> None:
 def test_order_is_checked_across_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, at_once: int
 ) -> None:
-    monkeypatch.setattr(shard_filter, "_UIDS_AT_ONCE", at_once)
+    monkeypatch.setattr(shard_filter, "UIDS_AT_ONCE", at_once)
     good = [(0, 5), (0, 5), (1, 0), (1, 2), (3, 1)]
     digests = {digest_uids(save(tmp_path / "good.npy", np.array(good, UID)))}
     assert "good.npy names 1 samples again that it has named: each is taken once" in caplog.text

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mclclip.data import samples as samples_module
-from mclclip.data.batches import _AUGMENTATION, Batch, TrainingBatches, kept_rng, seed_generators
+from mclclip.data.batches import Batch, TrainingBatches, kept_rng, seed_generators
 from mclclip.data.decode import decode_image
 from mclclip.data.locations import TextFeatures
 from mclclip.data.sample_index import SampleIndex
@@ -29,6 +29,7 @@ from tests.unit.data.test_batches import (
     text_of,
 )
 
+AUGMENTATION = int.from_bytes(b"augment", "big")  # a word of the key
 BAD = set(range(2, NUM_SAMPLES, 9))
 BARE = set(range(0, NUM_SAMPLES, 3)) | set(range(100, 150))  # among them a whole shard
 
@@ -78,7 +79,7 @@ def expected(
     raw = batches.dataset.read_many([sample_id])[0]
     assert isinstance(raw, samples_module.RawSample)
     with kept_rng():
-        seed_generators(int(mix(3, 1, epoch, _AUGMENTATION, sample_id, view)))
+        seed_generators(int(mix(3, 1, epoch, AUGMENTATION, sample_id, view)))
         return augment(decode_image(raw.image, 10_000))  # type: ignore[no-any-return]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from mclclip.models.loading import load_towers
 from mclclip.models.optimizer import build_optimizer
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.ranks.process_group import SINGLE
-from mclclip.train.loop import Trainee
+from mclclip.train.loop import ModelWithObjective
 from tests import tiny
 
 GLOBAL_BATCH = 256
@@ -40,13 +41,13 @@ class WithParameters(InfoNCE):
         super().__init__()
         self.weight = nn.Parameter(torch.tensor([1.5]))
 
-    def forward(self, **inputs: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
-        inputs["logit_scale"] = inputs["logit_scale"] * self.weight[0]
-        return super().forward(**inputs)
+    def forward(self, features: Any, batch: Any) -> dict[str, Tensor]:
+        scale = features["logit_scale"] * self.weight[0]
+        return super().forward({**features, "logit_scale": scale}, batch)
 
 
 def make_engine(objective: nn.Module, micro_batch: int | None = None) -> Engine:
-    trainee = Trainee(load_towers(tiny.MODEL, seed=1).train(), objective)
+    trainee = ModelWithObjective(load_towers(tiny.MODEL, seed=1).train(), objective)
     make = partial(build_optimizer, weight_decay=0.1)
     return Engine(trainee, make, SINGLE, micro_batch=micro_batch)
 

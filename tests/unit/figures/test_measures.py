@@ -79,7 +79,7 @@ def test_uniformity_is_the_mean_over_pairs(monkeypatch: pytest.MonkeyPatch) -> N
     ]
     expected = math.log(sum(pairs) / len(pairs))
     assert uniformity(rows) == pytest.approx(expected)
-    monkeypatch.setattr(spread, "_TILE", 4)
+    monkeypatch.setattr(spread, "TILE", 4)
     assert uniformity(3.0 * rows[::-1]) == pytest.approx(expected)
     assert uniformity(rows + 10.0) > expected  # a narrow cone is less uniform
 
@@ -100,7 +100,7 @@ def planted(noise: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_histograms_are_those_of_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap, "_TILE", 7)
+    monkeypatch.setattr(overlap, "TILE", 7)
     features, labels = planted(0.8)
     unit = features / np.linalg.norm(features, axis=1, keepdims=True)
     cosines: dict[bool, list[float]] = {True: [], False: []}
@@ -143,7 +143,7 @@ def test_two_classes_taken_for_alike_are_compared_with_all_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """SimLAP's Fig. 1b, by loops: in the dimensions that they share they look like one class."""
-    monkeypatch.setattr(overlap, "_TILE", 7)
+    monkeypatch.setattr(overlap, "TILE", 7)
     features, labels = planted(1.0)
     features[:, 4] = np.where(labels == 2, -7.0, 7.0)
     few = quietest_dimensions(features, labels, (0, 1), 2)

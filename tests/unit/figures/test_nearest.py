@@ -42,7 +42,7 @@ def test_faiss_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_examples_are_the_most_similar_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     # A cluster's rows lie in several blocks.
-    monkeypatch.setattr("mclclip.figures.nearest_labels._BLOCK", 7)
+    monkeypatch.setattr("mclclip.figures.nearest_labels.BLOCK", 7)
     rng = np.random.default_rng(0)
     clusters, cosines = rng.integers(0, 4, (40, 2)), rng.random((40, 2))
     found = examples_of(clusters, cosines, [[2, 0], [2, 9]], 3)

@@ -237,18 +237,18 @@ def test_stage_0_trains_the_text_tower_alone(data: Path, file: str, tmp_path: Pa
             assert same, name
     assert not torch.equal(base.clip.text_projection, given.clip.text_projection)
     # The content counts, not the path, and in later stages the base stands for it.
-    made = read_manifest(tmp_path / "run/stage_0/train", "train").config["model"]
+    made = read_manifest(tmp_path / "run/stage_0/train", "train")
     copied = tmp_path / "copy.safetensors"
     copied.write_bytes(Path(file).read_bytes())
     again = lit(tmp_path / "run", data, str(copied))
     assert train.run(again, SINGLE, stage=0) == tmp_path / "run/stage_0/train"
-    assert made["image_weights"] != file
-    later = read_manifest(tmp_path / "run/stage_1/train", "train").config["model"]
-    assert "image_weights" not in later
+    assert len(made.inputs["model.image_weights"]) == 64
+    later = read_manifest(tmp_path / "run/stage_1/train", "train")
+    assert "model.image_weights" not in later.inputs and file not in str((made, later))
     other = given_state()
     other["conv1.0.weight"] += 1
     save_file(other, copied)
-    with pytest.raises(ValueError, match="model.image_weights was"):
+    with pytest.raises(ValueError, match="model.image_weights"):
         train.run(again, SINGLE, stage=0)
 
 
@@ -259,7 +259,7 @@ def test_a_given_tower_is_exported_as_stage_0(data: Path, file: str, tmp_path: P
     assert torch.equal(
         model.visual.trunk.conv1[0].weight, given_state()["conv1.0.weight"].half().float()
     )
-    assert len(read_manifest(directory, "export").config["image_weights"]) == 64
+    assert len(read_manifest(directory, "export").config["model"]["image_weights"]) == 64
     tower = {"vision_cfg": TOWER["vision_cfg"], "embed_dim": 12}
     alone = lit(tmp_path / "alone", data, file, "base=null", f"model.name={json.dumps(tower)}")
     assert not load_towers(export.stage(alone, SINGLE, stage=0)).reads_texts

@@ -15,6 +15,7 @@ import mclclip.util.torchvision_fix  # noqa: F401
 # isort: split
 from open_clip.hf_model import HFTextEncoder
 
+from mclclip.models import towers
 from mclclip.models.loading import load_towers
 from mclclip.models.lora import add_lora
 from mclclip.models.memory import load_shapes
@@ -268,8 +269,14 @@ def test_an_attention_pool_of_open_clips_own_transformer(images: Tensor) -> None
     )
 
 
-def test_towers_that_are_not_understood_encode_but_do_not_split(vit: Model, images: Tensor) -> None:
-    vit._layout = "the image tower is a Strange"
+def test_towers_that_are_not_understood_encode_but_do_not_split(
+    images: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Any) -> None:
+        raise ValueError("the image tower is a Strange")
+
+    monkeypatch.setattr(towers, "vision_transformer_layout", refuse)
+    vit = load_towers(CONFIGS / "tiny_vit.json")
     assert vit.encode_image(images).shape == (3, 32)
     for use in (lambda: vit.lock(1), lambda: vit.encode_trunk(images, 1)):
         with pytest.raises(ValueError, match="the image tower is a Strange"):

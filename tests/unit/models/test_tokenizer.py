@@ -76,15 +76,15 @@ def test_ids_are_open_clips_where_it_leaves_some_out() -> None:
 
 
 def test_words_are_forgotten_before_they_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizers, "_MOST_WORDS", 5)
+    monkeypatch.setattr(tokenizers, "MOST_WORDS", 5)
     kept = with_words_kept()
     assert torch.equal(kept(TEXTS), open_clip.SimpleTokenizer()(TEXTS))
-    assert 0 < len(kept.encode._words) <= 5
+    assert 0 < len(kept.encode.words) <= 5
 
 
 def test_it_travels_with_its_words() -> None:
     kept = with_words_kept()
     wanted = kept(TEXTS)
     for other in (pickle.loads(pickle.dumps(kept)), copy.deepcopy(kept)):
-        assert other.encode._tokenizer is other and other.encode._words == kept.encode._words
+        assert other.encode.tokenizer is other and other.encode.words == kept.encode.words
         assert torch.equal(other(TEXTS), wanted)

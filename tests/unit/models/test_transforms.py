@@ -16,10 +16,10 @@ from mclclip.models.transforms import (
     PlainTransform,
     SimCLROptions,
     SimCLRTransform,
-    _brightness,
-    _contrast,
-    _hue,
-    _saturation,
+    adjust_brightness,
+    adjust_contrast,
+    adjust_hue,
+    adjust_saturation,
     training,
 )
 
@@ -90,10 +90,10 @@ def test_a_view_has_the_same_bits_in_any_batch(side: int, channels: int, threads
 def test_colours_change_as_torchvision_changes_them(channels: int) -> None:
     made = transform(channels, strength=1.0, jitter=1.0)
     adjust = {
-        _brightness: ops.adjust_brightness,
-        _contrast: ops.adjust_contrast,
-        _saturation: ops.adjust_saturation,
-        _hue: ops.adjust_hue,
+        adjust_brightness: ops.adjust_brightness,
+        adjust_contrast: ops.adjust_contrast,
+        adjust_saturation: ops.adjust_saturation,
+        adjust_hue: ops.adjust_hue,
     }
     image = picture(channels)
     image[:8] = image[:8, :, :1]  # grey, without a hue

@@ -8,17 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from mclclip.objectives.base import parse
+from mclclip.objectives.base import ObjectiveInputs, parse
 from mclclip.objectives.contrast import ContrastOptions, Temperature
-from mclclip.objectives.info_nce import (
-    HardNegatives,
-    HardOptions,
-    ImplicitModification,
-    InfoNCE,
-    ModifiedOptions,
-    SupervisedContrast,
-)
-from mclclip.objectives.row_losses import excess
+from mclclip.objectives.hcl import HardNegatives
+from mclclip.objectives.hcl import Options as HardOptions
+from mclclip.objectives.ifm import ImplicitModification
+from mclclip.objectives.ifm import Options as ModifiedOptions
+from mclclip.objectives.info_nce import InfoNCE
+from mclclip.objectives.row_losses import softplus_of_difference
+from mclclip.objectives.supcon import SupervisedContrast
+from mclclip.ranks.process_group import SINGLE
 from tests import objective_loops as loops
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -49,19 +48,24 @@ def test_what_is_missing_or_does_not_fit_is_told_in_one_line() -> None:
     marks = {"labels": torch.zeros(3, 1, dtype=torch.int64), "sample_id": torch.arange(3)}
     scale = torch.tensor(1.0)
     with pytest.raises(ValueError, match="reads image_features_1, and was given image_features,"):
-        loss(image_features=image, logit_scale=scale, **marks)
+        loops.parts_of(loss, image_features=image, logit_scale=scale, **marks)
     with pytest.raises(ValueError, match=r"image_features_1 \(2, 3\) must both be \[b, D\]"):
-        loss(image_features=image, image_features_1=image[:2], logit_scale=scale, **marks)
+        loops.parts_of(
+            loss, image_features=image, image_features_1=image[:2], logit_scale=scale, **marks
+        )
     with pytest.raises(ValueError, match=r"classes \(3,\) must be \[3, l\]"):
-        SupervisedContrast(num_views=1)(image_features=image, classes=torch.arange(3), **marks)
+        one_view = SupervisedContrast(num_views=1)
+        loops.parts_of(one_view, image_features=image, classes=torch.arange(3), **marks)
     with pytest.raises(ValueError, match=r"labels \(3,\) and sample_id \(3,\)"):
-        loss(image_features=image, image_features_1=image, **marks | {"labels": torch.zeros(3)})
+        loops.parts_of(
+            loss, image_features=image, image_features_1=image, **marks | {"labels": torch.zeros(3)}
+        )
 
 
 def test_excess_is_exact_for_large_differences() -> None:
     negatives = torch.tensor([-800.0, 0.0, 40.0, 800.0, float("-inf")], dtype=torch.float64)
     negatives.requires_grad_()
-    found = excess(negatives, torch.zeros(5, dtype=torch.float64))
+    found = softplus_of_difference(negatives, torch.zeros(5, dtype=torch.float64))
     expected = [0.0, 0.6931471805599453, 40.0 + 4.248354255291589e-18, 800.0, 0.0]
     loops.close(found, torch.tensor(expected, dtype=torch.float64), 1e-15)
     found.sum().backward()
@@ -74,7 +78,8 @@ def test_excess_is_exact_for_large_differences() -> None:
 
 def run(name: str, batch: loops.Batch) -> dict[str, Tensor]:
     options = options_of(name)
-    loss = options.objective(options.new_temperature(batch.first.dtype))
+    precision = "float64" if batch.first.dtype == torch.float64 else "fp32"
+    loss = options.build(ObjectiveInputs(None, SINGLE, 0, precision))
     second = "text_features" if options.between == "captions" else "image_features_1"
     return batch.run(loss, second)
 
@@ -106,7 +111,8 @@ def test_large_scales_stay_finite(name: str) -> None:
 def test_half_precision_features_are_widened() -> None:
     image, text = loops.draw(9, 6, dtype=torch.float32).unit()
     ids = torch.arange(6)
-    output = InfoNCE()(
+    output = loops.parts_of(
+        InfoNCE(),
         image_features=image.bfloat16(),
         text_features=text.half(),
         logit_scale=torch.tensor(7.0),

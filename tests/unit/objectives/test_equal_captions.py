@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mclclip.objectives.base import Objective, Setting, parse
+from mclclip.objectives.base import Objective, ObjectiveInputs, parse
 from mclclip.objectives.contrast import DIGESTS
 from mclclip.ranks.process_group import SINGLE
 from tests import objective_loops as loops
@@ -29,7 +29,7 @@ def built(kind: str, equal_captions: str, precision: str = "float64") -> Objecti
     model: Any = Towers()
     options = parse({"kind": kind, "equal_captions": equal_captions})
     assert options.reads.digests == (equal_captions != "negatives")
-    return options.build(Setting(model, SINGLE, 0, precision))
+    return options.build(ObjectiveInputs(model, SINGLE, 0, precision))
 
 
 def run(objective: Objective, batch: loops.Batch) -> dict[str, Tensor]:
@@ -38,9 +38,8 @@ def run(objective: Objective, batch: loops.Batch) -> dict[str, Tensor]:
     features = {"image_features": image, "text_features": text, "logit_scale": batch.scale}
     features["logit_bias"] = torch.tensor(-2.0, dtype=image.dtype)
     marks = {"labels": batch.labels[:, None], "sample_id": batch.sample_id}
-    parts: dict[str, Tensor] = objective(
-        **features, **marks, **dict(zip(DIGESTS, batch.digests, strict=False))
-    )
+    digests = dict(zip(DIGESTS, batch.digests, strict=False))
+    parts = loops.parts_of(objective, **features, **marks, **digests)
     parts["loss"].backward()
     return parts
 
@@ -133,7 +132,7 @@ def test_loss_of_features_that_are_alike_is_chance(kind: str, how: str) -> None:
     marks = {"labels": batch.labels[:, None], "sample_id": batch.sample_id}
     marks |= dict(zip(DIGESTS, batch.digests, strict=True))
     given = {"image_features": image, "text_features": text, **marks}
-    chance = objective.chance(given, {name: part.detach() for name, part in parts.items()})
+    chance = objective.chance(*loops.split(given), {n: part.detach() for n, part in parts.items()})
     assert chance is not None
     if kind != "sigmoid":
         loops.close(chance, run(objective, batch)["loss"].detach())
@@ -142,6 +141,6 @@ def test_loss_of_features_that_are_alike_is_chance(kind: str, how: str) -> None:
     losses = []
     for bias in torch.linspace(-8, 8, 3201, dtype=torch.float64):
         given |= {"logit_scale": torch.tensor(1e-9).double(), "logit_bias": bias}
-        losses.append(objective(**given)["loss"])
+        losses.append(loops.parts_of(objective, **given)["loss"])
     of_one_row = 8 * torch.ones(())  # the least loss of one logit per row is no more than that
     assert 0 < chance <= torch.stack(losses).min() + 1e-6 < of_one_row

@@ -12,10 +12,10 @@ from torch.nn import functional
 from mclclip.data.batches import Batch
 from mclclip.engines.engine import Engine
 from mclclip.models.transforms import PixelFormat
-from mclclip.objectives.base import Facts, Setting, parse
+from mclclip.objectives.base import ObjectiveInputs, parse
 from mclclip.objectives.feature_dropout import Adversary, FeatureDropout, Options, Viewmaker
 from mclclip.ranks.process_group import SINGLE
-from mclclip.train.loop import Trainee
+from mclclip.train.loop import ModelWithObjective
 from tests import objective_loops as loops
 from tests.engines import build_engine
 from tests.matrix import in_soak
@@ -45,20 +45,20 @@ class Encoder(nn.Module):
         return {"image_features": functional.normalize(flat, dim=1)}
 
 
-def trainee_of(**options: Any) -> Trainee:
+def trainee_of(**options: Any) -> ModelWithObjective:
     model = Encoder()
     given = {"temperature": TEMPERATURE, "width": 2, "residual_blocks": 1} | options
-    setting = Setting(model=model, context=SINGLE, seed=SEED, precision="float64")
+    setting = ObjectiveInputs(model=model, context=SINGLE, seed=SEED, precision="float64")
     objective = Options(**given).build(setting)
-    return Trainee(model, objective, "float64")  # type: ignore[arg-type]
+    return ModelWithObjective(model, objective, "float64")  # type: ignore[arg-type]
 
 
-def dropout(trainee: Trainee) -> FeatureDropout:
+def dropout(trainee: ModelWithObjective) -> FeatureDropout:
     assert isinstance(trainee.objective, FeatureDropout)
     return trainee.objective
 
 
-def network(trainee: Trainee) -> Viewmaker:
+def network(trainee: ModelWithObjective) -> Viewmaker:
     return dropout(trainee).adversary.network
 
 
@@ -81,7 +81,7 @@ def batch_of(rows: int = 4, step: int = STEP, double: bool = True) -> Batch:
     )
 
 
-def engine_of(trainee: Trainee, **options: Any) -> Engine:
+def engine_of(trainee: ModelWithObjective, **options: Any) -> Engine:
     outside = trainee.objective.outside()
     return build_engine(
         "ddp",
@@ -104,7 +104,7 @@ def same(first: list[Tensor], second: list[Tensor]) -> bool:
 # --- values ------------------------------------------------------------------------------------
 
 
-def by_loops(trainee: Trainee, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+def by_loops(trainee: ModelWithObjective, batch: Batch) -> tuple[Tensor, list[Tensor]]:
     """The loss, and the changed views as pixels, from the papers' formulas."""
     maker, model = network(trainee), trainee.model
     weights = dict(maker.named_parameters())
@@ -174,9 +174,9 @@ def test_without_a_budget_it_is_nt_xent_to_the_bit(double: bool) -> None:
     for number, view in enumerate(batch.views):
         assert torch.equal(dropout(trainee).changed(view, number, batch.sample_id), view)
     parts = trainee(batch)
-    setting: Any = Setting(model=trainee.model, context=SINGLE, seed=0, precision="float64")
+    setting: Any = ObjectiveInputs(model=trainee.model, context=SINGLE, seed=0, precision="float64")
     plain = parse({"kind": "nt_xent", "temperature": TEMPERATURE}).build(setting)
-    wanted = Trainee(trainee.model, plain, "float64")(batch)
+    wanted = ModelWithObjective(trainee.model, plain, "float64")(batch)
     assert torch.equal(parts["loss"], wanted["loss"]) and float(parts["view_change"]) == 0.0
     parts["loss"].backward()
     assert all(not p.grad.any() for p in network(trainee).parameters() if p.grad is not None)
@@ -264,10 +264,9 @@ def test_in_a_sum_the_adversary_climbs_the_whole_loss() -> None:
     """Its gradient is that of both terms, which see the same views."""
     small = {"kind": "feature_dropout", "width": 2, "residual_blocks": 1}
     ifm = {"kind": "ifm", "between": "views", "temperature": 0.5}
-    terms = [{"objective": small, "weight": 0.25}, {"objective": ifm, "weight": 0.75}]
-    options, model = parse({"kind": "weighted_sum", "terms": terms}), Encoder()
-    setting = Setting(model=model, context=SINGLE, seed=SEED, precision="float64")
-    trainee = Trainee(model, options.build(setting), "float64")  # type: ignore[arg-type]
+    options, model = parse([small | {"weight": 0.25}, ifm | {"weight": 0.75}]), Encoder()
+    setting = ObjectiveInputs(model=model, context=SINGLE, seed=SEED, precision="float64")
+    trainee = ModelWithObjective(model, options.build(setting), "float64")  # type: ignore[arg-type]
     (adversary,) = trainee.objective.outside()
     assert isinstance(adversary, Adversary)
     weights = list(adversary.network.parameters())
@@ -301,7 +300,7 @@ def test_a_compiled_step_is_the_same_in_every_step() -> None:
 
 def test_the_seed_makes_the_network() -> None:
     def made(seed: int) -> list[Tensor]:
-        setting: Any = Setting(model=Encoder(), context=SINGLE, seed=seed)
+        setting: Any = ObjectiveInputs(model=Encoder(), context=SINGLE, seed=seed)
         built: Any = Options(width=2).build(setting)
         return bits_of(built.adversary.network)
 
@@ -315,18 +314,11 @@ def test_the_seed_makes_the_network() -> None:
 # --- what is refused ---------------------------------------------------------------------------
 
 
-def test_fp16_with_micro_batches_is_refused_and_either_alone_is_taken() -> None:
-    for precision, micro in (("fp16", None), ("bf16", 4)):
-        Options().check(Facts(2, 1, precision, "ddp", micro_batch=micro))
-    with pytest.raises(ValueError, match=r"^engine.micro_batch=4 with precision=fp16"):
-        Options().check(Facts(2, 1, "fp16", "ddp", micro_batch=4))
-
-
 def test_an_image_that_is_too_small_and_a_single_view_are_refused() -> None:
     small: Any = Encoder()
     small.image_size = (4, 9)
     with pytest.raises(ValueError, match="at least 5 pixels a side, and the model takes 4 x 9"):
-        Options().build(Setting(model=small, context=SINGLE, seed=0))
+        Options().build(ObjectiveInputs(model=small, context=SINGLE, seed=0))
     batch = batch_of()
     batch.views.pop()
     with pytest.raises(ValueError, match="changes two views, and got 1"):

@@ -13,6 +13,7 @@ from torch.nn import functional
 from mclclip.objectives.base import parse
 from mclclip.objectives.info_nce import InfoNCE
 from mclclip.util.caption_rules import HardCaptions
+from tests import objective_loops as loops
 
 SCOPES = ("own", "global")
 
@@ -48,7 +49,7 @@ def test_without_an_edit_the_bits_are_those_of_the_plain_loss(scope: str, dtype:
     for loss in (InfoNCE(), loss_of(scope, 2)):
         given = features(9, 2, absent=range(9))
         given = {n: x.detach().to(dtype).requires_grad_() for n, x in given.items()}
-        parts = loss(**given, **marks([0, 0, 1, 1, 1, 2, 2, 2, 3]))
+        parts = loops.parts_of(loss, **given, **marks([0, 0, 1, 1, 1, 2, 2, 2, 3]))
         parts["loss"].backward()
         gradients = [given[n].grad for n in ("image_features", "text_features")]
         found.append([parts["loss"].detach(), *gradients])
@@ -64,7 +65,7 @@ def test_without_an_edit_the_bits_are_those_of_the_plain_loss(scope: str, dtype:
 def test_edits_that_do_not_count_have_no_gradient(scope: str, tile: int) -> None:
     labels = [0, 0, 1, 1, 2]
     given, loss = features(5, 2, absent=[1, 4]), loss_of(scope, 2, tile)
-    parts = loss(**given, **marks(labels))
+    parts = loops.parts_of(loss, **given, **marks(labels))
     assert parts["rows_with_edits"] == (3 if scope == "own" else 4)
     names = ("edited_features_0", "edited_features_1", "image_features")
     grads = torch.autograd.grad(parts["loss"], [given[name] for name in names])
@@ -89,7 +90,9 @@ def test_global_meets_the_edits_of_its_group_alone() -> None:
 
     def loss(edits: Tensor) -> float:
         features = given | {"edited_features_0": edits}
-        return float(loss_of("global", 1)(**features, **marks(labels))["loss"].detach())
+        return float(
+            loops.parts_of(loss_of("global", 1), **features, **marks(labels))["loss"].detach()
+        )
 
     moved = sum(of_image(p, turned) - of_image(p, edits) for p in (2, 3))
     assert loss(turned) - loss(edits) == pytest.approx(moved / 8, abs=1e-12)
@@ -100,12 +103,10 @@ def test_the_loss_of_features_that_say_nothing() -> None:
     given = features(4, 2, absent=[3]) | marks([0] * 4)
     for scope, of_image in (("own", 3 * math.log(6) + math.log(4)), ("global", 4 * math.log(10))):
         loss = loss_of(scope, 2)
-        chance = loss.chance(given, loss(**given))
+        chance = loss.chance(*loops.split(given), loops.parts_of(loss, **given))
         assert float(chance) == pytest.approx((of_image / 4 + math.log(4)) / 2)
 
 
 def test_terms_may_differ_in_the_scope() -> None:
-    terms = [
-        {"objective": {"kind": "info_nce", "hard_captions": {"scope": scope}}} for scope in SCOPES
-    ]
-    assert parse({"kind": "weighted_sum", "terms": terms}).reads.edits.per_caption == 1
+    terms = [{"kind": "info_nce", "hard_captions": {"scope": scope}} for scope in SCOPES]
+    assert parse(terms).reads.edits.per_caption == 1

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mclclip.objectives.base import Reads, Setting
+from mclclip.objectives.base import ObjectiveInputs, Reads
 from mclclip.objectives.class_centers import Margin, ShardedClassCenters
 from mclclip.objectives.mlcd import ClassCenterLoss, Options, negative_draw
 from mclclip.ranks.process_group import SINGLE
-from tests.objective_loops import dense_loss
+from tests.objective_loops import dense_loss, parts_of
 
 K, D, B, L = 40, 6, 10, 3
 KINDS = ("mlcd", "mlc", "single_label")
@@ -65,7 +65,7 @@ def loss_and_gradients(
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """What the objective returns, and the gradients of raw features and of all class centers."""
     raw = features.clone().requires_grad_()
-    output = objective(functional.normalize(raw, dim=1), labels)
+    output = parts_of(objective, image_features=functional.normalize(raw, dim=1), classes=labels)
     output["loss"].backward()
     centers = objective.centers
     assert raw.grad is not None and centers.grad is not None and centers.touched is not None
@@ -153,7 +153,10 @@ def test_the_loss_scale_is_taken_out_of_the_class_centers() -> None:
     scaled = head()
     scaled.centers.begin(0, loss_scale=1024.0)
     raw = features.clone().requires_grad_()
-    (1024.0 * scaled(functional.normalize(raw, dim=1), labels)["loss"]).backward()
+    (
+        1024.0
+        * parts_of(scaled, image_features=functional.normalize(raw, dim=1), classes=labels)["loss"]
+    ).backward()
     assert raw.grad is not None and scaled.centers.grad is not None
     torch.testing.assert_close(raw.grad, 1024.0 * plain)
     touched = scaled.centers.touched
@@ -162,7 +165,9 @@ def test_the_loss_scale_is_taken_out_of_the_class_centers() -> None:
 
 def test_figures() -> None:
     features, labels = features_of(), labels_of()
-    output = head("mlcd", negatives=range(0, K, 2))(functional.normalize(features, dim=1), labels)
+    objective = head("mlcd", negatives=range(0, K, 2))
+    unit = functional.normalize(features, dim=1)
+    output = parts_of(objective, image_features=unit, classes=labels)
     cosine = functional.normalize(features, dim=1) @ functional.normalize(rows_of(), dim=1).T
     pairs = [(i, j) for i, row in enumerate(labels.tolist()) for j in row if j >= 0]
     positives = {j for _, j in pairs}
@@ -184,7 +189,11 @@ def test_saturation() -> None:
         rows = torch.zeros(8, D, dtype=torch.float64)
         rows[:, 0], rows[:, 1] = cosine, (1 - cosine**2) ** 0.5
         feature = torch.eye(D, dtype=torch.float64)[:1]
-        output = head("mlcd", rows, [], scale=64.0)(feature, torch.arange(8)[None])
+        output = parts_of(
+            head("mlcd", rows, [], scale=64.0),
+            image_features=feature,
+            classes=torch.arange(8)[None],
+        )
         assert float(output["saturated_share"]) == share
 
 
@@ -196,7 +205,8 @@ def test_saturation_of_a_coupled_loss(kind: str) -> None:
     for cosine, share in ((0.9, 0.0), (0.5, 1.0)):
         rows[:, 0] = torch.tensor([0.9, cosine])
         rows[:, 1] = (1.0 - rows[:, 0].square()).sqrt()
-        output = head(kind, rows, scale=64.0)(feature, torch.zeros(1, 1, dtype=torch.int64))
+        objective, classes = head(kind, rows, scale=64.0), torch.zeros(1, 1, dtype=torch.int64)
+        output = parts_of(objective, image_features=feature, classes=classes)
         assert float(output["saturated_share"]) == share
         assert "positive_loss" not in output  # it has no such terms
 
@@ -244,7 +254,7 @@ def test_centroids_that_are_no_start(bad: float) -> None:
         options = Options(scale=16.0, margin="none", sample_rate=1.0)
         model = SimpleNamespace(feature_dim=D)
         classes = SimpleNamespace(centroids=lambda: centroids, num_classes=K)
-        options.build(Setting(model=model, context=SINGLE, seed=0, classes=classes))
+        options.build(ObjectiveInputs(model=model, context=SINGLE, seed=0, classes=classes))
 
 
 def test_an_attribute_is_its_classes() -> None:

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mclclip import config
 from mclclip.models.loading import load_towers
 from mclclip.models.lora import add_lora
-from mclclip.objectives.base import Setting, parse
+from mclclip.objectives.base import ObjectiveInputs, parse
 from mclclip.objectives.moco import BatchKeys, MomentumCopy, QueuedKeys, predictor_of
 from mclclip.ranks.process_group import SINGLE
 from tests import tiny
@@ -44,7 +43,7 @@ class Model(nn.Module):
 def built(tree: dict[str, Any]) -> tuple[Model, Any]:
     model = Model()
     options = parse({"kind": "moco", **tree})
-    setting = Setting(model=model, context=SINGLE, seed=3, precision="float64")
+    setting = ObjectiveInputs(model=model, context=SINGLE, seed=3, precision="float64")
     return model, options.build(setting)
 
 
@@ -69,13 +68,6 @@ def test_defaults_are_those_of_the_papers() -> None:
     assert (len(v2.queue), v2.temperature, v2.copy.base) == (65_536, 0.2, 0.999)
     assert (v3.temperature, v3.copy.base) == (1.0, 0.99)
     assert (v2.copy.schedule, v3.copy.schedule) == ("constant", "cosine")
-
-
-def test_a_queue_smaller_than_a_batch_is_refused_before_the_run() -> None:
-    objective = {"kind": "moco", "queue_size": 100}
-    tree = {"run_dir": "x", "train": {"objective": objective, "global_batch": 128}}
-    with pytest.raises(ValueError, match="queue_size=100 is less than global_batch=128"):
-        config.from_tree(tree)
 
 
 # --- the momentum copy -------------------------------------------------------------------------

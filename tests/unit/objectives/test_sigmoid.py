@@ -16,9 +16,10 @@ from torch.nn import functional
 
 from mclclip import config
 from mclclip.models.loading import load_towers
-from mclclip.objectives.base import Setting
+from mclclip.objectives.base import ObjectiveInputs
 from mclclip.objectives.sigmoid import Sigmoid
 from mclclip.ranks.process_group import SINGLE
+from tests.objective_loops import parts_of
 
 VIT = json.loads((Path(__file__).parents[2] / "configs" / "tiny_vit.json").read_text())
 NAMES = ("image", "text", "scale", "bias")
@@ -50,15 +51,15 @@ def fast(inputs: Inputs, image: Tensor, text: Tensor) -> Tensor:
 
 
 def found(inputs: Inputs, image: Tensor, text: Tensor) -> dict[str, Tensor]:
-    result: dict[str, Tensor] = Sigmoid()(
-        image,
-        inputs.labels[:, None],
-        inputs.sample_id,
+    return parts_of(
+        Sigmoid(),
+        image_features=image,
         text_features=text,
         logit_scale=inputs.scale,
         logit_bias=inputs.bias,
+        labels=inputs.labels[:, None],
+        sample_id=inputs.sample_id,
     )
-    return result
 
 
 def test_large_logits_stay_finite() -> None:
@@ -105,14 +106,11 @@ def built(tree: dict[str, Any], model_config: dict[str, Any]) -> tuple[Any, Any,
     assert training is not None
     model = load_towers(model_config, seed=1)
     model.lock(**training.model_arguments()["lock"])
-    objective = training.objective.build(Setting(model=model, context=SINGLE, seed=0))
-    given = batch(training.objective.num_views)
+    objective = training.objective.build(ObjectiveInputs(model=model, context=SINGLE, seed=0))
+    given = batch(training.objective.reads.views)
     if not training.objective.reads.captions:
         given.text = None
-    features = objective.features(model, given)
-    parts: dict[str, Tensor] = objective(
-        **features, labels=given.labels, sample_id=given.sample_id, classes=None
-    )
+    parts: dict[str, Tensor] = objective(objective.features(model, given, {}), given)
     parts["loss"].backward()  # type: ignore[no-untyped-call]
     return model, objective, parts
 

@@ -7,18 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional
 
-from mclclip.objectives.base import Setting, parse
+from mclclip.objectives.base import ObjectiveInputs, parse
 from mclclip.objectives.contrast import CosineSchedule, Learnable
 from mclclip.objectives.simlap import Options, SimLAP
 from mclclip.ranks.process_group import Context
+from tests.objective_loops import parts_of
 
 CLASSES, DIM, ROWS = 4, 6, 9
 
 
-def batch() -> dict[str, Tensor]:
+def batch() -> dict[str, Any]:
     """Two views of samples of four classes, one of which (3) has one sample."""
     rng = np.random.default_rng(0)
     views = [torch.tensor(rng.normal(size=(ROWS, DIM))) for _ in range(2)]
@@ -45,7 +45,7 @@ def test_a_batch_without_any_positive_has_loss_and_gradient_zero() -> None:
     given = batch()
     given["classes"] = torch.zeros(ROWS, 1, dtype=torch.int64)
     module = objective(pairs="distinct")
-    found = module(**given)
+    found = parts_of(module, **given)
     assert (float(found["loss"].detach()), int(found["rows_without_positives"])) == (0.0, ROWS)
     found["loss"].backward()
     for leaf in (given["image_features"], *module.filter.parameters()):
@@ -56,66 +56,68 @@ def test_keys_of_a_momentum_copy() -> None:
     """With the copy's features of both views, the loss is that of two views, without gradient
     through the candidates; with those of one view, only the first view's rows count."""
     given, module = batch(), objective(norm="layer")
-    expected = module(**given)["loss"]
+    expected = parts_of(module, **given)["loss"]
     second, first = given["image_features_1"], given["image_features"]
-    both = module(**given, keys=first, keys_1=second)["loss"]
+    both = parts_of(module, **given, keys=first, keys_1=second)["loss"]
     torch.testing.assert_close(both, expected)
-    one = module(**{**given, "image_features_1": None}, keys=second)["loss"]
-    other = module(**{**given, "image_features": second, "image_features_1": None}, keys=first)
+    one = parts_of(module, **{**given, "image_features_1": None}, keys=second)["loss"]
+    other = parts_of(
+        module, **{**given, "image_features": second, "image_features_1": None}, keys=first
+    )
     torch.testing.assert_close((one + other["loss"]) / 2, expected)
     assert torch.autograd.grad(one, second, allow_unused=True) == (None,)
 
 
 def test_the_draw_moves_with_the_step_and_not_otherwise() -> None:
     given, module = batch(), objective()
-    first = module(**given)["loss"]
-    assert torch.equal(module(**given)["loss"], first)
+    first = parts_of(module, **given)["loss"]
+    assert torch.equal(parts_of(module, **given)["loss"], first)
     found = []
     for step in range(3):
         module.begin(step, 100, 0.0)
-        found.append(float(module(**given)["loss"].detach()))
+        found.append(float(parts_of(module, **given)["loss"].detach()))
     assert len({*found, float(first.detach())}) > 1
     module.begin(17, 100, 0.5)
-    assert torch.equal(module(**given)["loss"], first)
+    assert torch.equal(parts_of(module, **given)["loss"], first)
 
 
 def test_temperature_may_be_learned_scheduled_or_the_models() -> None:
-    given, expected = batch(), objective()(**batch())["loss"]
+    given, expected = batch(), parts_of(objective(), **batch())["loss"]
     learned = objective(temperature=Learnable(start=0.2))
-    found = learned(**given)
+    found = parts_of(learned, **given)
     torch.testing.assert_close(found["loss"], expected)
     (gradient,) = torch.autograd.grad(found["loss"], list(learned.temperature.parameters()))
     assert gradient.abs().max() > 0.0
     cosine = CosineSchedule(min=0.2, max=0.9, half_period=1.0)
     scheduled = objective(temperature=cosine)
     scheduled.begin(17, 100, 1.0)
-    torch.testing.assert_close(scheduled(**given)["loss"], expected)
+    torch.testing.assert_close(parts_of(scheduled, **given)["loss"], expected)
     logit_scale = torch.tensor(5.0, dtype=torch.float64)
     models = objective(temperature=None)
-    torch.testing.assert_close(models(**given, logit_scale=logit_scale)["loss"], expected)
+    torch.testing.assert_close(parts_of(models, **given, logit_scale=logit_scale)["loss"], expected)
     with pytest.raises(ValueError, match="takes the logit scale of the model, which gives none"):
-        models(**given)
+        parts_of(models, **given)
     assert parse({"kind": "simlap", "temperature": None}).reads.logit_scale
 
 
-def setting() -> Setting:
+def setting() -> ObjectiveInputs:
     classes = SimpleNamespace(num_classes=CLASSES, centroids=lambda: np.eye(CLASSES))
     model = SimpleNamespace(feature_dim=DIM)
-    return Setting(model, Context(), seed=5, precision="float64", classes=classes)
+    return ObjectiveInputs(model, Context(), seed=5, precision="float64", classes=classes)
 
 
 def test_n_closest_by_means_and_by_embeddings(tmp_path: Path) -> None:
     given = batch()
     arbitrary = parse({"kind": "simlap"}).build(setting())
     arbitrary.begin(17, 100, 0.0)
-    expected = arbitrary(**given)["loss"]
+    expected = parts_of(arbitrary, **given)["loss"]
     np.save(tmp_path / "means.npy", np.eye(CLASSES, 7))
     every = {"kind": "simlap", "pairs": "n_closest", "num_closest": CLASSES - 1}
     by_file = {"attribute": "breed", "class_means": str(tmp_path / "means.npy")}
     for more in ({}, {"closest_by": "label_embeddings"}, by_file):
         module = parse(every | more).build(setting())
         module.begin(17, 100, 0.0)
-        torch.testing.assert_close(module(**given)["loss"], expected)
+        torch.testing.assert_close(parts_of(module, **given)["loss"], expected)
     with pytest.raises(ValueError, match="num_closest is 4, with 4 classes: wanted at most 3"):
         parse(every | {"num_closest": 4}).build(setting())
 
@@ -132,10 +134,10 @@ def test_bad_files_of_class_means_are_refused_in_one_line(tmp_path: Path) -> Non
 def test_bad_batches_are_refused_in_one_line() -> None:
     given, module = batch(), objective()
     with pytest.raises(ValueError, match="classes of a batch are 0 to 4, and the label filter has"):
-        module(**given | {"classes": given["classes"] + (given["classes"] == 3)})
+        parts_of(module, **given | {"classes": given["classes"] + (given["classes"] == 3)})
     with pytest.raises(ValueError, match="classes of a batch are -1 to 2"):
-        module(**given | {"classes": given["classes"] - 1})
+        parts_of(module, **given | {"classes": given["classes"] - 1})
     with pytest.raises(ValueError, match=r"classes \(9,\) must be \[9, 1\]"):
-        module(**given | {"classes": given["classes"][:, 0]})
+        parts_of(module, **given | {"classes": given["classes"][:, 0]})
     with pytest.raises(ValueError, match="two views of an image, and image_features_1 is none"):
-        module(**given | {"image_features_1": None})
+        parts_of(module, **given | {"image_features_1": None})

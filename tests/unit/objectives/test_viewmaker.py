@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from mclclip.objectives.feature_dropout import Viewmaker, _Mirrored, bounded, keyed_noise
+from mclclip.objectives.feature_dropout import MirroredConv2d, Viewmaker, bounded, keyed_noise
 from tests import objective_loops as loops
 
 
@@ -52,7 +52,7 @@ def test_values_and_gradients_are_those_of_loops(
 def test_borders_are_mirrored_as_torch_mirrors_them() -> None:
     images = torch.rand(2, 3, 6, 9, dtype=torch.float64)
     for border in (1, 4, 5):
-        layer = _Mirrored(3, 2, 2 * border + 1, dtype=torch.float64)
+        layer = MirroredConv2d(3, 2, 2 * border + 1, dtype=torch.float64)
         padded = functional.pad(images, [border] * 4, mode="reflect")
         torch.testing.assert_close(
             layer(images), functional.conv2d(padded, layer.weight, layer.bias)

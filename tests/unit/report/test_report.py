@@ -16,7 +16,7 @@ from mclclip.eval import results
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.results import Reference, Result
 from mclclip.ranks.process_group import SINGLE
-from mclclip.report import clusters, pictures, scores, story
+from mclclip.report import clusters, duration, pictures, scores, story
 from mclclip.report.pictures import Thumbnails, one_of_each
 from mclclip.run.artifacts import Layout, read_manifest
 from mclclip.run.opened import Run
@@ -414,7 +414,7 @@ def test_pairs_of_all_types_come_first() -> None:
     [(None, "not recorded"), (90.0, "90 s"), (600.0, "10 min"), (11_520.0, "3 h 12 min")],
 )
 def test_durations_in_words(seconds: float | None, words: str) -> None:
-    assert story.duration(seconds) == words
+    assert duration(seconds) == words
 
 
 def test_a_sum_that_lacks_a_part_is_unknown() -> None:

@@ -239,14 +239,14 @@ def test_time_in_which_nobody_looked_does_not_count(
 
     def look(after_s: float, beat: int, pid: int = 1) -> tuple[float, bool]:
         now_s[0] += after_s
-        living = lock._is_living(RECORD | {"host": "elsewhere", "pid": pid}, beat)
-        assert living is (lock._beats or None)
-        return round(lock._silent_s, 3), lock._beats
+        living = lock.is_living(RECORD | {"host": "elsewhere", "pid": pid}, beat)
+        assert living is (lock.beats or None)
+        return round(lock.silent_s, 3), lock.beats
 
     assert look(0.0, 7) == (0.0, False)
     assert look(0.2, 7) == (0.2, False)
-    assert look(600.0, 7) == (0.2 + run_lock._MAX_SILENCE_S, False)
-    assert look(0.2, 7) == (0.4 + run_lock._MAX_SILENCE_S, False)
+    assert look(600.0, 7) == (0.2 + run_lock.MAX_SILENCE_S, False)
+    assert look(0.2, 7) == (0.4 + run_lock.MAX_SILENCE_S, False)
     assert look(0.2, 6) == (0.0, True)  # its clock went back, its heart beats
     assert look(0.2, 6) == (0.2, True)
     assert look(0.2, 6, pid=2) == (0.0, True)  # another took the lock

@@ -172,7 +172,7 @@ def test_what_nobody_watches_counts_in_all_but_for_no_phase(measured: Measured) 
 def test_without_a_mark_to_set_back_there_is_the_whole_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(measures, "_CLEAR", tmp_path / "no" / "such")
+    monkeypatch.setattr(measures, "CLEAR", tmp_path / "no" / "such")
     with caplog.at_level(logging.INFO, "mclclip"):
         peaks = PeakMemory(CPU)
         for phase in measures.PHASES:

@@ -264,17 +264,17 @@ def test_a_row_that_does_not_fit_leaves_no_trace(tmp_path: Path) -> None:
     """A disk that takes half of a row, as seen by the file object."""
     lines = runlog.JsonLines(tmp_path / "m.jsonl", resume_step=0)
     lines.write({"step": 1})
-    whole = lines._file
+    whole = lines.file
 
     def half(data: bytes) -> int:
         return whole.write(data[: len(data) // 2])
 
-    lines._file = SimpleNamespace(  # type: ignore[assignment]
+    lines.file = SimpleNamespace(  # type: ignore[assignment]
         write=half, fileno=whole.fileno, truncate=whole.truncate
     )
     with pytest.raises(OSError, match="No space left"):
         lines.write({"step": 2})
-    lines._file = whole
+    lines.file = whole
     lines.write({"step": 3})
     lines.close()
     assert tiny.rows(tmp_path / "m.jsonl") == [{"step": 1}, {"step": 3}]
@@ -285,7 +285,7 @@ def test_what_fails_is_said_once_counted_and_ends_nothing(
 ) -> None:
     good, bad = Sink(), Sink(ConnectionError("no\nroute"))
     metrics = runlog.MetricsLog(tmp_path, resume_step=0, sinks={"bad": bad, "good": good})
-    metrics._files["epochs.jsonl"].close()  # so that writing fails
+    metrics.files["epochs.jsonl"].close()  # so that writing fails
     for step in (1, 2, 3):
         metrics.write(step, {"loss": 0.5})
         metrics.write(step, {"loss": 0.5}, "epochs")

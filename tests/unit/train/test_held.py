@@ -22,8 +22,8 @@ from mclclip.util.caption_rules import all_edits
 from mclclip.verbs import cluster, embed, export, index, train
 from tests import tiny
 
-TERM = "{objective: {kind: preserve%s}, weight: 0.5}"
-SUM = "train.objective={kind: weighted_sum, terms: [{objective: {kind: info_nce}}%s]}"
+TERM = "{kind: preserve%s, weight: 0.5}"
+SUM = "train.objective=[{kind: info_nce}%s]"
 
 
 def held(*terms: str) -> str:

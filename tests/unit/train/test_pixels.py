@@ -19,7 +19,7 @@ from mclclip.models.transforms import fast_transform
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, Layout, read_manifest
 from mclclip.train.build import Job
-from mclclip.train.loop import Trainee
+from mclclip.train.loop import ModelWithObjective
 from mclclip.verbs import index, train
 from tests import tiny
 from tests.batches import grouped_index, training_batches
@@ -65,7 +65,9 @@ def batches_of(config: Config, pixels: decode.Pixels, model: Any, **options: Any
 
 def prepared(batch: Batch, config: Config, model: Any) -> Batch:
     assert config.base is not None
-    return Trainee(model, nn.Identity(), config.base.precision).on_device(batch, SINGLE.device)
+    return ModelWithObjective(model, nn.Identity(), config.base.precision).on_device(
+        batch, SINGLE.device
+    )
 
 
 def test_batches_are_open_clips_within_two_of_255(data: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from mclclip.train.symptoms import FAILURES, ROWS, Course, Failure, Symptoms
 from mclclip.verbs import export, index, train
 from tests import tiny
 from tests.distributed.conftest import here
+from tests.objective_loops import parts_of, split
 
 NOTHING_LEARNED = ("lr=1e-9", "warmup=0", "objective.kind=info_nce", "objective.temperature=1.0")
 
@@ -180,7 +181,7 @@ def test_chance_of_info_nce_is_the_logarithm_of_its_candidates() -> None:
     given |= {"sample_id": torch.tensor([0, 1, 2, 3, 3])}
     loss = InfoNCE("captions", Temperature(0.1))
     expected = torch.tensor([3.0, 3.0, 3.0, 1.0, 1.0]).log().mean()
-    torch.testing.assert_close(loss.chance(given, loss(**given)), expected)
+    torch.testing.assert_close(loss.chance(*split(given), parts_of(loss, **given)), expected)
 
 
 def test_chance_of_the_sigmoid_loss_is_the_least_of_any_bias() -> None:
@@ -188,7 +189,7 @@ def test_chance_of_the_sigmoid_loss_is_the_least_of_any_bias() -> None:
     biases = torch.linspace(-9.0, 9.0, 4001, dtype=torch.float64)
     own, other = torch.nn.functional.softplus(-biases), torch.nn.functional.softplus(biases)
     least = (own + 5 * other).min()
-    torch.testing.assert_close(Sigmoid().chance(given, {}), least, rtol=1e-5, atol=0)
+    torch.testing.assert_close(Sigmoid().chance(*split(given), {}), least, rtol=1e-5, atol=0)
 
 
 # --- the table ---------------------------------------------------------------------------------

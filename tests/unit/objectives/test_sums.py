@@ -1,4 +1,4 @@
-"""Sums of objectives of which one makes features of its own."""
+"""Lists of objectives of which one makes features of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mclclip.objectives.base import Setting, parse
+from mclclip.objectives.base import ObjectiveInputs, parse
 from mclclip.ranks.process_group import SINGLE
 
 MOCO = {"kind": "moco", "queue_size": 8}
@@ -31,33 +31,26 @@ class Model(nn.Module):
 
 
 def built(model: Model, *terms: dict[str, Any]) -> Any:
-    options = parse({"kind": "weighted_sum", "terms": [{"objective": t} for t in terms]})
-    setting = Setting(model=model, context=SINGLE, seed=0)
-    return options.build(setting)
+    return parse(terms).build(ObjectiveInputs(model=model, context=SINGLE, seed=0))
 
 
-def drawn() -> tuple[Model, Any, dict[str, Tensor]]:
-    """A model, a batch of two views, and the marks of its samples."""
+def drawn() -> tuple[Model, Any]:
+    """A model and a batch of two views."""
     torch.manual_seed(0)
     model, views = Model(), [torch.randn(5, 4), torch.randn(5, 4)]
-    batch = SimpleNamespace(views=views, text=None, text_features=None, prefix_length=0)
-    return model, batch, {"labels": torch.zeros(5, 1).long(), "sample_id": torch.arange(5)}
+    return model, SimpleNamespace(
+        views=views, text=None, text_features=None, prefix_length=0, classes=None, extras={},
+        labels=torch.zeros(5, 1).long(), sample_id=torch.arange(5),
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "terms",
-    [
-        (MOCO, VIEWS),
-        (VIEWS, MOCO),
-        ({"kind": "weighted_sum", "terms": [{"objective": MOCO}]}, VIEWS),
-    ],
-)
+@pytest.mark.parametrize("terms", [(MOCO, VIEWS), (VIEWS, MOCO)])
 def test_a_momentum_copy_leaves_both_views_to_the_other_term(terms: tuple[Any, ...]) -> None:
-    model, batch, marks = drawn()
+    model, batch = drawn()
 
     def losses(*terms: Any) -> float:
         objective = built(model, *terms)
-        return float(objective(**objective.features(model, batch), **marks)["loss"])
+        return float(objective(objective.features(model, batch, {}), batch)["loss"])
 
     alone = losses(MOCO) + losses(VIEWS)
     assert losses(*terms) == pytest.approx(alone, rel=1e-5)
@@ -66,7 +59,7 @@ def test_a_momentum_copy_leaves_both_views_to_the_other_term(terms: tuple[Any, .
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_every_term_is_told_of_every_step(place: int) -> None:
     """A momentum copy moves in whichever term it is, as the formula says."""
-    model, batch, marks = drawn()
+    model, batch = drawn()
     momentum = {"momentum": 0.5, "momentum_schedule": "cosine"}
     terms: list[dict[str, Any]] = [VIEWS, VIEWS]
     terms.insert(place, MOCO | momentum)
@@ -74,15 +67,10 @@ def test_every_term_is_told_of_every_step(place: int) -> None:
     wanted = model.layer.weight.detach().clone()
     for step in range(3):
         objective.begin(step, 4, 0.0)
-        objective(**objective.features(model, batch), **marks)
+        objective(objective.features(model, batch, {}), batch)
         with torch.no_grad():
             model.layer.weight += 1.0
         objective.stepped(model)
         kept = 1.0 - 0.5 * (1.0 + math.cos(math.pi * (step + 1) / 4)) / 2.0
         wanted = kept * wanted + (1.0 - kept) * model.layer.weight.detach()
         torch.testing.assert_close(objective.terms[place].copy.model.layer.weight, wanted)
-
-
-def test_two_copies_are_refused_when_they_are_built() -> None:
-    with pytest.raises(ValueError, match="0_moco and 2_weighted_sum of weighted_sum each make"):
-        built(Model(), MOCO, VIEWS, {"kind": "weighted_sum", "terms": [{"objective": MOCO}]})

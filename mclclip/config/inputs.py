@@ -1,0 +1,78 @@
+"""Checks, before the first verb, that the files and samples that a run reads are there and fit."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+from mclclip.config.options import Config
+from mclclip.data import extras, samples
+from mclclip.data.epoch_plan import check_samples as check_numbers
+from mclclip.data.labels import SampleWeights
+from mclclip.data.sample_index import SampleIndex
+from mclclip.eval.protocols import evaluator
+from mclclip.models.loading import check_tokenizer, load_towers, refuse_folded_norms
+from mclclip.ranks import collectives
+from mclclip.run.artifacts import Layout, is_finished
+
+log = logging.getLogger("mclclip")
+
+
+def check(config: Config) -> None:
+    """Raises ValueError or FileNotFoundError for files that are wrong or missing: that of excluded
+    samples, image weights, tokenizers. Warns of figures that will be those of chance."""
+    samples.excluded_keys(config.data.exclude)
+    for name, options in config.trainings.items():
+        model = config.model_of(name)
+        if model.image_weights is not None:
+            towers = load_towers(model.name, image_weights=model.image_weights, text=model.text)
+            towers.lock(**options.model_arguments()["lock"])
+            refuse_folded_norms(towers.train())
+    suite, trained = config.eval.suite, config.trained_model
+    with_text = [name for name, each in suite.items() if evaluator(each.kind).reads_text]
+    _check_tokenizers(config, reads_text=bool(with_text))
+    if with_text and trained is not None and trained.pretrained is None:
+        log.warning(
+            "%s compare images with texts, but no stage trains the text tower of trained_model: "
+            "its figures will be those of chance (launch/recipes/lit.yaml trains one)",
+            ", ".join(with_text),
+        )
+
+
+def _check_tokenizers(config: Config, reads_text: bool) -> None:
+    """Raises FileNotFoundError where texts are to be read by a tokenizer that cannot be had."""
+    trainings = config.trainings.items()
+    models = [config.model_of(n) for n, each in trainings if each.objective.reads.captions]
+    if reads_text or (config.has_stages and config.needs_text_embeddings):
+        models.append(config.model)
+    first = Layout.of(config).export(0)  # has a copy of the tokenizer's files
+    names = [
+        first if model is config.model and is_finished(first) else model.name
+        for model in models
+        if model.text
+    ]
+    for number, name in enumerate(names):
+        if name not in names[:number]:
+            check_tokenizer(name)
+
+
+def check_samples(config: Config, index: SampleIndex) -> None:
+    """Raises ValueError, before stage 0 takes hours, for options that the samples cannot meet. All
+    ranks call it."""
+    collectives.on_main(lambda: samples.read_excluded(index, config.data.exclude))
+    if config.has_stages and config.cluster.feature == "mean":
+        index.without_caption("cluster.feature=mean")
+    most = max(config.clusters, default=1)
+    has_base = collectives.on_main(lambda: is_finished(Layout.of(config).export(0)))
+    for name, options in config.trainings.items():
+        reads, reader = options.objective.reads, options.reader(name)
+        lacking = index.left_out(reader, captions=reads.captions, attribute=reads.attribute)
+        weights = SampleWeights.open(index, config.data, options.plan, f"{name}.plan")
+        draws = None if weights is None else weights.num_draws
+        batch, policy = options.global_batch, options.plan.policy
+        check_numbers(name, batch, policy, most, len(index), len(lacking), draws)
+        if reads.digests and config.trunk_cache.enabled and name == "train":
+            extras.check_checksums(index)
+        if reads.edits and not has_base:  # each training surveys them too
+            survey = partial(extras.survey, reads.edits, index, config.data, name)
+            collectives.on_main(survey)

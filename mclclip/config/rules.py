@@ -1,0 +1,436 @@
+"""Every rule between options of two owners, as one table, and the one function that checks it.
+
+A rule of a single option (its type, its range) stands with the option. Rules about objectives look
+at what they read.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
+from typing import Any, Literal
+
+from mclclip.config.options import Config
+from mclclip.eval.protocols import evaluator
+from mclclip.models.options import ModelConfig, architecture_of, more_than_crops, num_blocks
+from mclclip.train.options import TrainConfig
+
+Needs = Literal["options", "ranks", "run"]
+"""What a rule looks at: the options alone; the number of ranks too; or, before a whole run, the
+architectures of its models and the folders that it reads, which takes seconds."""
+_TRAINING = "TRAINING"  # stands for `base` and `train` in the name of an option
+_COMPARE = {"=": operator.eq, "!=": operator.ne, "<": operator.lt, ">": operator.gt}
+_CONDITION = re.compile(r"([\w.]+)(?:(!=|=|<|>)(.*))?")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The options that a rule looks at: the whole configuration, and one of its trainings."""
+
+    config: Config
+    training: str = "train"
+    num_ranks: int = 1
+
+    @property
+    def options(self) -> TrainConfig:
+        """Options of the training."""
+        options = self.config.base if self.training == "base" else self.config.train
+        assert options is not None, "base is null"
+        return options
+
+    @property
+    def model(self) -> ModelConfig:
+        """Options of the model that the training starts from."""
+        return self.config.model_of(self.training)
+
+    @property
+    def objective(self) -> str:
+        """The training's objective, as messages name it."""
+        return self.options.reader(self.training)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A row of the table.
+
+    option  the option that its line names; ``TRAINING.lr`` is checked for every training of a run
+    line    says what is wrong, and what to do; something false where the rule is kept
+    """
+
+    option: str
+    line: Callable[[Subject], object]
+    needs: Needs = "options"
+
+
+def excludes(*conditions: str, because: str, needs: Needs = "options") -> Rule:
+    """The options that meet all ``conditions`` are not taken together.
+
+    A condition is ``OPTION`` (set), ``OPTION=VALUE`` (of a collection: VALUE is in it),
+    ``OPTION!=VALUE``, ``OPTION<NUMBER`` or ``OPTION>NUMBER``. An option that is null meets none.
+    """
+
+    def line(at: Subject) -> str:
+        parts = [_meets(at, condition) for condition in conditions]
+        return f"{' and '.join(parts)}: {because}" if all(parts) else ""
+
+    return Rule(_CONDITION.match(conditions[0])[1], line, needs)  # type: ignore[index]
+
+
+def _meets(at: Subject, condition: str) -> str:
+    """The option of a condition as its user wrote it, if it meets the condition, else ''."""
+    name, sign, text = re.fullmatch(_CONDITION, condition).groups()  # type: ignore[union-attr]
+    name = name.replace(_TRAINING, at.training)
+    value: Any = at if name == "num_ranks" else at.config
+    for part in name.split("."):
+        value = None if value is None else getattr(value, part)
+    if value is None:
+        return ""
+    plain = str(value).lower() if isinstance(value, bool) else value
+    if not sign:
+        meets = bool(value)
+    elif sign in "<>":
+        number = value if not isinstance(value, list) else min(value) if sign == "<" else max(value)
+        meets = _COMPARE[sign](number, float(text))
+    elif isinstance(value, frozenset | list):
+        meets = (text in value) == (sign == "=")
+    else:
+        meets = _COMPARE[sign](str(plain), text)
+    if not meets:
+        return ""
+    if ".objective." in name:  # a property, which follows from the kind
+        name = f"{name.partition('.')[0]}.objective.kind"
+        plain = attrgetter(name)(at.config)
+    return f"{name}={plain}" if isinstance(plain, str | int | float | list) else name
+
+
+# --- what some rows ask for ----------------------------------------------------------------------
+
+
+def _image_blocks(at: Subject) -> object:
+    """The line for more trained blocks than the image tower has, where its blocks are known."""
+    number, blocks = at.options.lock.image_blocks, None
+    if isinstance(number, int) and number:  # else no tower has to be built and counted
+        blocks = num_blocks(at.model)
+    if not isinstance(number, int) or blocks is None or number <= blocks:
+        return None
+    is_resnet = isinstance(architecture_of(at.model)[1].get("layers"), list)
+    of = f" (the stem and {blocks - 1} residual blocks)" if is_resnet else ""
+    name = repr(at.model.name) if isinstance(at.model.name, str) else "the model"
+    return (
+        f"{at.training}.lock.image_blocks={number}, and the image tower of {name} has {blocks} "
+        f"blocks{of}: give 0 to {blocks}, or 'all'"
+    )
+
+
+def _patch_dropout(at: Subject) -> object:
+    """The line for patches that cannot be dropped: the tower is no vision transformer of
+    open_clip's own, or its first blocks are locked, which run as in evaluation."""
+    share, vision = at.options.patch_dropout, architecture_of(at.model)[1]
+    if not share or not vision:
+        return None
+    layers, trained = vision.get("layers", 12), at.options.lock.image_blocks
+    other = vision.get("timm_model_name") or vision.get("backbone")
+    begins = f"{at.training}.patch_dropout={share}"
+    if other or isinstance(layers, list):
+        return (
+            f"{begins}, and the image tower is {other or 'an open_clip ResNet'}: patches are "
+            "dropped in open_clip's own vision transformers alone; leave it out"
+        )
+    locked = layers - trained if isinstance(layers, int) and isinstance(trained, int) else 0
+    return locked > 0 and (
+        f"{begins}, and {at.training}.lock.image_blocks={trained} locks the first {locked} of "
+        f"{layers} blocks, which see whole pictures: set {at.training}.lock.image_blocks=all, or "
+        "leave patch_dropout out"
+    )
+
+
+def _long_context(at: Subject, option: str) -> object:
+    """The line for a text tower of the model ``option`` that cannot be stretched, as far as its
+    configuration is at hand; the loader refuses others."""
+    model: ModelConfig | None = getattr(at.config, option)
+    if model is None or not model.long_context or not (architecture := architecture_of(model)[0]):
+        return None
+    from mclclip.models.towers import longer_config  # seconds, for torch
+
+    return _refusal(lambda: longer_config(architecture), f"{option}.")
+
+
+def _refusal(accept: Callable[[], object], prefix: str = "") -> str:
+    """The message of the ValueError that ``accept`` raises; '' where it raises none."""
+    try:
+        accept()
+    except ValueError as error:
+        return f"{prefix}{error}"
+    return ""
+
+
+def _texts_wanted(at: Subject) -> list[str]:
+    """Benchmarks that compare images with texts."""
+    suite = at.config.eval.suite
+    return [name for name, benchmark in suite.items() if evaluator(benchmark.kind).reads_text]
+
+
+def _reads_texts(model: ModelConfig) -> bool:
+    from mclclip.models.loading import has_texts  # seconds, for torch
+
+    return model.text and has_texts(model.name)
+
+
+def _width(model: ModelConfig) -> int:
+    """Width of the features that an objective gets of a model; reads no weights."""
+    from mclclip.models.loading import has_texts, model_config
+    from mclclip.models.memory import load_shapes
+
+    if model.projector:
+        return model.projector[-1]
+    if has_texts(model.name):
+        width: int = model_config(model.name)["embed_dim"]
+        return width
+    return load_shapes(model.name, text=False).embed_dim
+
+
+def _centroids(at: Subject) -> object:
+    """The line for centroids of another width than the features that are compared with them."""
+    given, trained = at.config.model, at.config.trained_model
+    if trained is None or not at.options.objective.reads.centroids:
+        return None
+    widths = _width(replace(given, projector=[])), _width(trained)  # embeddings lie before it
+    return widths[0] != widths[1] and (
+        f"trained_model has features of {widths[1]} dimensions, and centroids of {widths[0]} "
+        f"cannot start the class centers of {at.objective}: set {at.training}.objective.centers="
+        "normal"
+    )
+
+
+def _architectures(at: Subject) -> object:
+    """The line for stages that are to be joined with a base of another architecture."""
+    from mclclip.models.loading import model_config
+
+    given, trained, export = at.config.model, at.config.trained_model, at.config.export
+    if trained is None or not (export.concat or export.soup):
+        return None
+    equal = model_config(given.name) == model_config(trained.name)
+    return not (equal and given.long_context == trained.long_context) and (
+        "trained_model has another architecture than model, and only stages of one architecture "
+        "can be joined: set export.concat=[] and export.soup=false"
+    )
+
+
+def _global_batch(at: Subject) -> object:
+    """The line for a batch that the ranks do not divide, with numbers that do."""
+    batch, ranks = at.options.global_batch, at.num_ranks
+    fits = [n for n in range(1, min(max(2 * ranks, 128), batch) + 1) if batch % n == 0]
+    return batch % ranks and (
+        f"{at.training}.global_batch={batch} cannot be cut over {ranks} ranks: use one of {fits} "
+        f"ranks, or a multiple of {ranks} as {at.training}.global_batch"
+    )
+
+
+def _optimizer(at: Subject) -> object:
+    """The line for an optimizer that there is not, or that DeepSpeed does not run."""
+    from mclclip.models.optimizer import is_elementwise  # seconds, for torch
+
+    if missing := _refusal(lambda: is_elementwise(at.options.optimizer), f"{at.training}."):
+        return missing
+    if at.num_ranks == 1 or at.options.engine.name != "deepspeed":
+        return None
+    return not is_elementwise(at.options.optimizer) and (
+        f"{at.training}.optimizer={at.options.optimizer} looks at whole parameters, as LARS and "
+        f"LAMB do, which {at.training}.engine.name=deepspeed does not run: take another "
+        "optimizer, or engine.name=ddp or fsdp"
+    )
+
+
+def _metric(at: Subject) -> object:
+    """The line for a benchmark that a training is to be evaluated on and that is not there."""
+    suite, how = at.config.eval.suite, at.options.evaluate
+    lacking = [name for name in how.suite if name not in suite]
+    names = how.suite or list(suite)
+    if how.every is not None and not names:
+        return f"{at.training}.evaluate.every={how.every}, and eval.suite has no benchmark: set it"
+    option, among = ("suite", list(suite)) if lacking else ("metric", names)
+    if not lacking and how.metric is not None:
+        lacking = [name for name in [how.metric.partition("/")[0]] if name not in names]
+    return lacking and (
+        f"{at.training}.evaluate.{option} names the benchmark {lacking[0]!r}: wanted one of "
+        f"{', '.join(among) or 'eval.suite, which is empty'}"
+    )
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+_TRUNK = "trunk_cache.enabled=true"
+_HELD = "train.objective.reads.base"
+_HOLDS = "the objective holds the model near stage 0, and"
+
+RULES: tuple[Rule, ...] = (
+    # --- where stages start
+    excludes("base.start!=base", because="it says where later stages start: set train.start"),
+    excludes("train.start!=base", "trained_model",
+             because="both say where stages start: leave one out"),
+    excludes("train.start=random", "export.soup=true", "num_stages>0",
+             because="every stage has weights of its own, and a soup averages models of one base "
+             "only: set export.soup=false"),
+    excludes("trained_model", "train.objective.reads.num_classes_per_sample=0",
+             because="with this objective every stage starts from the base model, and with others, "
+             "such as mlcd or simlap, from an encoder of its own: leave trained_model out"),
+    Rule("trained_model", _architectures, "run"),
+    # --- what objectives read
+    excludes("base.objective.reads.clusters>0",
+             because="it needs the clusters of a stage before: set it in train.objective"),
+    excludes("base.objective.reads.base",
+             because="it reads what stage 0 has, which it makes: set it in train.objective"),
+    Rule("TRAINING.objective.labels_per_sample", lambda at: (
+        (number := at.options.objective.reads.clusters) > at.config.cluster.labels_per_sample
+        and f"{at.training}.objective.labels_per_sample={number} is more than "
+        f"cluster.labels_per_sample={at.config.cluster.labels_per_sample}, what is stored: raise "
+        "the latter")),
+    Rule("TRAINING.objective", lambda at: (
+        at.options.objective.reads.captions and not _reads_texts(at.model)
+        and f"{at.objective} reads captions, and the model has no text tower: take an objective "
+        "of views, such as nt_xent, or a CLIP model"), "run"),
+    Rule("TRAINING.objective.centers", _centroids, "run"),
+    Rule("cluster.num_clusters", lambda at: (
+        (rate := at.options.objective.reads.drawn)
+        and round(rate * (fewest := at.config.cluster.fewest)) == 0
+        and f"cluster.num_clusters={fewest}, of which {at.training}.objective.sample_rate={rate} "
+        "draws none: raise one")),
+    Rule("TRAINING.objective.queue_size", lambda at: (
+        0 < (queued := at.options.objective.reads.queued) < at.options.global_batch
+        and f"{at.training}.global_batch={at.options.global_batch} and {at.training}.objective."
+        f"queue_size={queued}, which has to hold the keys of a batch: raise queue_size")),
+    excludes("TRAINING.engine.zero_stage=3", "TRAINING.engine.name=deepspeed",
+             "TRAINING.objective.reads.weights=true",
+             because="a momentum copy follows parameters, which are shared out at this stage: set "
+             "engine.zero_stage to 1 or 2, or engine.name=fsdp"),
+    excludes("TRAINING.engine.micro_batch", "TRAINING.precision=fp16",
+             "TRAINING.objective.reads.pixels=true",
+             because="the gradient of an adversary, which changes pixels, would be multiplied by "
+             "the loss scale: set precision=bf16, or leave micro_batch out"),
+    excludes("TRAINING.sentences", "TRAINING.objective.reads.captions=false",
+             because="it draws sentences of captions, and the objective reads none: leave it out"),
+    excludes("train.sentences", "train.lock.text=false", "train.cached_text=true",
+             "train.objective.reads.captions=true",
+             because="it draws other texts in every epoch, and text embeddings are stored once: "
+             "set train.cached_text=false, which runs the text tower, or leave train.sentences "
+             "out"),
+    # --- trainings that are held near stage 0
+    excludes(_HELD, "train.start!=base",
+             because=f"{_HOLDS} stages then have other weights than stage 0: leave it out"),
+    excludes(_HELD, "model.projector",
+             because=f"{_HOLDS} it stands between the encoder and the objective: leave it out"),
+    excludes(f"{_HELD}=images", "embed.feature=pooled",
+             because=f"{_HOLDS} these features are not those of training: set embed.feature="
+             "projected, or exact: true in the objective"),
+    excludes(f"{_HELD}=texts", "train.sentences",
+             because=f"{_HOLDS} whole captions are stored, of which it trains on parts: leave it "
+             "out, or set exact: true in the objective"),
+    # --- the image tower
+    Rule("TRAINING.lock.image_blocks", _image_blocks),
+    Rule("TRAINING.patch_dropout", _patch_dropout),
+    Rule("data.pixels", lambda at: (
+        at.config.data.pixels == "fast" and (more := more_than_crops(at.model))
+        and "data.pixels=fast only crops and resizes, and the augmentation asks for "
+        f"{', '.join(more)}: set data.pixels=exact, or leave that out of model.augmentation")),
+    excludes(_TRUNK, "train.objective.reads.views>1",
+             because="all views of an image would be equal: take an objective of one view"),
+    Rule("trunk_cache.enabled", lambda at: (
+        at.config.trunk_cache.enabled
+        and (blocks := at.config.train.lock.image_blocks) in ("all", num_blocks(at.config.model))
+        and f"{_TRUNK} and train.lock.image_blocks={blocks}, which freezes no block: give the "
+        "number of the last blocks that are trained, fewer than there are")),
+    excludes(_TRUNK, "train.start=random",
+             because="stages have other first blocks than stage 0: leave one out"),
+    excludes(_TRUNK, "trained_model",
+             because="it has other first blocks than stage 0 has: leave one out"),
+    Rule("trunk_cache.enabled", lambda at: (
+        at.config.trunk_cache.enabled
+        and (augmentation := at.config.model.augmentation) not in ({}, {"kind": "none"})
+        and f"{_TRUNK} and model.augmentation={augmentation}, which would have no effect, since "
+        "every epoch has the same crops: leave it out")),
+    excludes(_TRUNK, "reshard.enabled=true",
+             because="it copies images, which are not read then: leave one out"),
+    # --- the text tower
+    *(rule for option in ("model", "trained_model") for rule in (
+        excludes(f"{option}.long_context=true", f"{option}.text=false",
+                 because="the former stretches the text tower: leave one out"),
+        Rule(f"{option}.long_context", partial(_long_context, option=option)),
+    )),
+    # --- stages, controls and what is measured
+    Rule("cluster.num_clusters", lambda at: (
+        isinstance(numbers := at.config.cluster.num_clusters, list)
+        and len(numbers) < at.config.num_stages
+        and f"cluster.num_clusters={numbers} is for {len(numbers)} clusterings, and num_stages="
+        f"{at.config.num_stages} has one for each stage: give as many, or one number for all")),
+    Rule("controls", lambda at: (
+        at.config.controls and not at.config.train.objective.reads.groups
+        and f"controls={at.config.controls} do not apply to {at.objective}, which reads no groups: "
+        "leave them out")),
+    Rule("eval.encoders", lambda at: (
+        (absent := [n for n in at.config.eval.encoders or [] if n not in at.config.encoders])
+        and f"eval.encoders names {absent[0]!r}, which the run does not make: wanted some of "
+        f"{', '.join(at.config.encoders)}, without the prefix of a control")),
+    Rule("eval.suite", lambda at: (
+        at.config.has_stages and at.config.export.concat
+        and (pooled := [name for name, benchmark in at.config.eval.suite.items()
+                        if benchmark.options.get("feature") == "pooled"])
+        and f"eval.suite.{pooled[0]}.options.feature=pooled, which the joined encoders of "
+        f"export.concat={at.config.export.concat} do not have: set export.concat=[], or "
+        "feature=projected")),
+    Rule("eval.suite", lambda at: (
+        (names := _texts_wanted(at)) and not _reads_texts(at.config.model)
+        and f"eval.suite.{names[0]} compares images with texts, and the model has no text tower: "
+        "leave it out, or take a CLIP model"), "run"),
+    Rule("TRAINING.evaluate", _metric),
+    Rule("TRAINING.evaluate.metric", lambda at: (
+        (how := at.options.evaluate).metric is not None and how.mode == "max"
+        and (judge := at.config.eval.suite.get(how.metric.partition("/")[0]))
+        and evaluator(judge.kind).is_loss
+        and f"{at.training}.evaluate.metric={how.metric} is a loss, of which the smaller one is "
+        "better, and evaluate.mode is max: set it to min"), "run"),
+    excludes("reshard.url", "reshard.enabled=true", "num_stages>0", needs="run",
+             because="copies are uploaded there between the verbs 'reshard' and 'train', and 'run' "
+             "would train before that: leave it out, or call the verbs"),
+    # --- ranks
+    Rule("TRAINING.global_batch", _global_batch, "ranks"),
+    Rule("TRAINING.engine.shard_ranks", lambda at: (
+        at.num_ranks > 1 and at.options.engine.name == "fsdp"
+        and at.num_ranks % (at.options.engine.shard_ranks or 1)
+        and f"{at.training}.engine.shard_ranks={at.options.engine.shard_ranks} does not divide the "
+        f"{at.num_ranks} ranks: give a divisor, such as the number of GPUs of a node"), "ranks"),
+    Rule("TRAINING.optimizer", _optimizer, "ranks"),
+    excludes("TRAINING.engine.name=deepspeed", "TRAINING.precision=float64", "num_ranks>1",
+             needs="ranks", because="DeepSpeed trains float32 parameters: set engine.name=ddp or "
+             "fsdp"),
+)  # fmt: skip
+
+
+def check(
+    config: Config,
+    *,
+    num_ranks: int | None = None,
+    run: bool = False,
+    training: str | None = None,
+) -> None:
+    """Raises ValueError for the first broken rule, with the lines of the others as its notes.
+
+    ``num_ranks`` and ``run`` check the rows that need the number of ranks, or are for a whole run,
+    too; ``training`` only those of one of the trainings.
+    """
+    known = {"options", *(["ranks"] if num_ranks else []), *(["run"] if run else [])}
+    lines = []
+    for rule in RULES:
+        names = [*config.trainings] if _TRAINING in rule.option else ["train"]
+        for name in names:
+            if rule.needs in known and training in (None, name):
+                at = Subject(config, name, num_ranks or 1)
+                lines += [str(line)] if (line := rule.line(at)) else []
+    if lines:
+        error = ValueError(lines[0])
+        for line in lines[1:]:
+            error.add_note(line)
+        raise error
