@@ -252,7 +252,9 @@ def _exchanged(
     ]
     examples: dict[str, list[dict[str, Any]]] = {"won": [], "lost": []}
     for name, each in rows.items():
-        turns = one_of_each(each, [f"{kinds[n]} {own.unit[n]}" for n in range(len(own))])
+        turns = one_of_each(
+            each, [f"{kinds[n]} {own.resampling_group[n]}" for n in range(len(own))]
+        )
         turns = one_of_each(turns, kinds)
         shown = [own.items[n] for n in turns if own.items[n] in items]
         for item in shown[:EXAMPLES]:
