@@ -55,6 +55,7 @@ from mclclip.ranks.process_group import Context
 from mclclip.ranks.workers import map_in_pool
 from mclclip.run import runlog
 from mclclip.run.artifacts import Artifact, Force, Layout, is_finished, refuse_foreign
+from mclclip.run.steps import Made, Step, make
 from mclclip.util import files
 from mclclip.util.options import protocol_of
 
@@ -81,30 +82,94 @@ def run(config: Config, context: Context, *, stage: int, force: Force = False) -
     layout = Layout.of(config)
     check(config, stage)
     directory = layout.relocated(stage, config.relocate.folder)
-    named = files.full_disk_names(directory, "relocate.folder")
     index = collectives.on_main(lambda: SampleIndex.open(layout.index))
-    begun = collectives.on_main(named(partial(_begin, config, layout, stage, index, force)))
-    if begun is None:
-        log.info("%s is finished: skipped", directory)
-        return directory
-    artifact, of, num_shards = begun
-    mine = range(context.rank, num_shards, context.world_size)
-
-    def copy() -> None:
-        left: dict[int, str] = {}
-        calls = [(of, number) for number in mine]
-        try:
-            with closing(map_in_pool(write_shard, calls, config.data.index_workers)) as written:
-                what = "relocate, shards"
-                for of_shard in runlog.progress(written, total=len(mine), description=what):
-                    left |= of_shard
-                    index.check_bad_fraction(left, config.data.max_bad_fraction)
-        finally:
-            _opened.cache_clear()
-
-    collectives.together(named(copy), "relocate")
-    collectives.on_main(named(partial(_finish, artifact, of, num_shards, index)))
+    collectives.on_main(lambda: refuse_foreign(directory, "relocate.folder"))
+    step = Relocated(stage, config.relocate.samples_per_shard)
+    make(step, directory, Relocation(config, context, layout, index), force)
+    collectives.on_main(lambda: _remove_notes(directory))
     return directory
+
+
+@dataclass(frozen=True)
+class Relocation:
+    """A call of the verb."""
+
+    config: Config
+    context: Context
+    layout: Layout
+    index: SampleIndex
+
+
+@dataclass(frozen=True)
+class Relocated(Step[Relocation]):
+    """Samples of a stage in shards in the order of its groups, and the table of their places."""
+
+    kind = KIND
+    all_ranks = True
+    stage: int
+    samples_per_shard: int
+
+    def reads(self, how: Relocation) -> dict[str, str]:
+        """The index and the pseudo labels."""
+        _, _, digest = read_pseudo_labels(how.layout.pseudo_labels(self.stage), how.index)
+        return {"index": how.index.digest, "pseudo_labels": digest}
+
+    def make(self, out: Artifact, how: Relocation) -> Made:
+        """Writes the shards that are missing, each rank its part, and the table."""
+        data, context, index = how.config.data, how.context, how.index
+        named = files.full_disk_names(out.directory, "relocate.folder")
+        of, num_shards = collectives.on_main(named(partial(self._begin, out, how)))
+        mine = range(context.rank, num_shards, context.world_size)
+
+        def copy() -> None:
+            left: dict[int, str] = {}
+            calls = [(of, number) for number in mine]
+            try:
+                with closing(map_in_pool(write_shard, calls, data.index_workers)) as written:
+                    what = "relocate, shards"
+                    for of_shard in runlog.progress(written, total=len(mine), description=what):
+                        left |= of_shard
+                        index.check_bad_fraction(left, data.max_bad_fraction)
+            finally:
+                _opened.cache_clear()
+
+        collectives.together(named(copy), "relocate")
+        return collectives.on_main(named(partial(_write_table, of, num_shards, index)))
+
+    def _begin(self, out: Artifact, how: Relocation) -> tuple[Copies, int]:
+        """Checks the inputs, and sorts the samples by group on disk, unless they are; returns what
+        is to be written and the number of shards."""
+        data, index, directory = how.config.data, how.index, out.directory
+        labels, radices, _ = read_pseudo_labels(how.layout.pseudo_labels(self.stage), index)
+        check_shards(index.directory, index.shards, data)
+        needed = int(index.image_size.sum()) + int(index.text_size.sum())
+        needed += (_HEADERS_BYTES + 64) * len(index)  # and the table's row
+        needed += _TAR_BYTES * -(-len(index) // self.samples_per_shard)
+        begun = [] if is_finished(directory) else directory.glob("*.tar")  # finished: moved aside
+        advice = "name another disk in relocate.folder"
+        files.check_room(directory, needed, begun, "the copy", advice)
+        blocks = LabelBlocks(labels, radices)
+        sizes = blocks.sizes()
+        if not sizes.num_samples:
+            raise ValueError(
+                f"no sample has a pseudo label of stage {self.stage}: there is nothing to copy"
+            )
+        groups = StageGroups(out.begin() / _GROUPS)
+        if not groups.written:
+            groups.write(blocks, sizes, np.zeros(0, np.int64))
+        of = Copies(
+            index.directory, index.digest, groups.directory, directory,
+            self.samples_per_shard, data.max_open_files, data.remote,
+        )  # fmt: skip
+        GroupedIndex.open(groups.directory, "relocate")  # a killed call may have written it
+        return of, -(-sizes.num_samples // of.samples_per_shard)
+
+
+def _remove_notes(directory: Path) -> None:
+    """Removes what a finished table was made from."""
+    for path in directory.glob("*.tar"):
+        path.with_suffix(".json").unlink(missing_ok=True)
+    shutil.rmtree(directory / _GROUPS, ignore_errors=True)
 
 
 def check(config: Config, stage: int = 1) -> None:
@@ -121,46 +186,9 @@ def check(config: Config, stage: int = 1) -> None:
         raise ValueError(f"relocate.folder={folder} is a file: give a folder")
 
 
-def _begin(
-    config: Config, layout: Layout, stage: int, index: SampleIndex, force: Force
-) -> tuple[Artifact, Copies, int] | None:
-    """Checks the inputs, and sorts the samples by group on disk, unless they are; returns what is
-    to be written and the number of shards, None where all is finished."""
-    directory = layout.relocated(stage, config.relocate.folder)
-    refuse_foreign(directory, "relocate.folder")
-    labels, radices, digest = read_pseudo_labels(layout.pseudo_labels(stage), index)
-    open_artifact = partial(
-        Artifact.open, directory, kind=KIND,
-        config={"stage": stage, "samples_per_shard": config.relocate.samples_per_shard},
-        inputs={"index": index.digest, "pseudo_labels": digest}, force=force,
-    )  # fmt: skip
-    if open_artifact(write=False).finished:
-        return None
-    check_shards(index.directory, index.shards, config.data)
-    needed = int(index.image_size.sum()) + int(index.text_size.sum()) + _HEADERS_BYTES * len(index)
-    needed += _TAR_BYTES * -(-len(index) // config.relocate.samples_per_shard)
-    needed += 64 * len(index)  # of the table
-    begun = [] if is_finished(directory) else directory.glob("*.tar")  # a finished one is moved
-    files.check_room(directory, needed, begun, "the copy", "name another disk in relocate.folder")
-    blocks = LabelBlocks(labels, radices)
-    sizes = blocks.sizes()
-    if not sizes.num_samples:
-        raise ValueError(f"no sample has a pseudo label of stage {stage}: there is nothing to copy")
-    artifact = open_artifact(write=True)
-    groups = StageGroups(directory / _GROUPS)
-    if not groups.written:
-        groups.write(blocks, sizes, np.zeros(0, np.int64))
-    of = Copies(
-        index.directory, index.digest, groups.directory, directory,
-        config.relocate.samples_per_shard, config.data.max_open_files, config.data.remote,
-    )  # fmt: skip
-    GroupedIndex.open(groups.directory, "relocate")  # a call that was killed may have written it
-    return artifact, of, -(-sizes.num_samples // of.samples_per_shard)
-
-
-def _finish(artifact: Artifact, of: Copies, num_shards: int, index: SampleIndex) -> None:
-    """Writes the table, and removes what it was made from once the artifact is finished."""
-    directory = artifact.directory
+def _write_table(of: Copies, num_shards: int, index: SampleIndex) -> Made:
+    """Writes the table of places by the notes on all shards."""
+    directory = of.directory
     num_labelled, num_groups = (g := GroupedIndex.open(of.grouped)).num_samples, g.num_groups
     records, left = dict[str, files.Record](), dict[int, str]()
     with files.whole_file(directory / TABLE) as file:
@@ -192,10 +220,6 @@ def _finish(artifact: Artifact, of: Copies, num_shards: int, index: SampleIndex)
         "without_label": len(index) - num_labelled,
         "not_copied": dict(reasons),
     }
-    artifact.finish(counts, records=records | files.records_of(directory, TABLE))
-    for number in range(num_shards):
-        of.note(number).unlink(missing_ok=True)
-    shutil.rmtree(of.grouped)
     log.info(
         "relocate: %d samples in %d groups are in %d shards (%.2f GiB) at %s; %d have no pseudo "
         "label and are not copied",
@@ -209,6 +233,7 @@ def _finish(artifact: Artifact, of: Copies, num_shards: int, index: SampleIndex)
             len(left), ", ".join(f"{n} {why}" for why, n in reasons.items()),
             files.clean(", ".join(some)),
         )  # fmt: skip
+    return Made(counts, records | files.records_of(directory, TABLE))
 
 
 # --- one shard after the other, in any process ----------------------------------------------
