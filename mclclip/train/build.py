@@ -156,8 +156,8 @@ class Job:
         training that it controls took."""
         if self.config.data.pixels == "auto" and self.layout.variant != "mcl":
             original = made_of(Layout.of(self.config).train(self.stage)).get("config", {})
-            if "data" in original:
-                taken: Pixels = original["data"]["pixels"]
+            taken: Pixels | None = original.get("data", {}).get("pixels")
+            if taken is not None:  # it read pictures
                 return taken
         return self.config.pixels_of(self.name)
 
