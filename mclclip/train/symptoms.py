@@ -236,7 +236,7 @@ class Symptoms:
             if base is not None and chance is not None:
                 self._compare(parts["loss"], base, chance)
             found = {} if chance is None else {"chance_loss": chance}
-            # Positives of classes are other samples, and their nearest counterparts need not be own.
+            # Where samples of a class belong together, the nearest counterpart may be another one's.
             pairs = chance is not None or batch.classes is None
             return found | _of_features(features, pairs)
 
