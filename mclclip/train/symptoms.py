@@ -236,7 +236,7 @@ class Symptoms:
             if base is not None and chance is not None:
                 self._compare(parts["loss"], base, chance)
             found = {} if chance is None else {"chance_loss": chance}
-            # Where samples of a class belong together, the nearest counterpart may be another one's.
+            # Where samples of a class belong together, another's counterpart may be the nearest.
             pairs = chance is not None or batch.classes is None
             return found | _of_features(features, pairs)
 
