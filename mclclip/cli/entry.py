@@ -292,7 +292,7 @@ def run_verb(args: argparse.Namespace) -> int:
 
         shipped.find_recipe(recipe)
     if args.verb == "race":
-        from mclclip.config import remedies
+        from mclclip.util import remedies
 
         if recipe is None or not args.remedies:
             raise ValueError(

@@ -30,7 +30,6 @@ from typing import Any
 from mclclip import config as configuration
 from mclclip import method
 from mclclip.config import Config, to_tree
-from mclclip.config.remedies import BASE, CONTROL, Remedy
 from mclclip.data.epoch_plan import total_steps
 from mclclip.eval import results
 from mclclip.plan import steps as planned
@@ -45,6 +44,7 @@ from mclclip.run.lock import RunLock
 from mclclip.run.opened import JOINED, Run
 from mclclip.run.steps import identity_of
 from mclclip.util import files
+from mclclip.util.remedies import BASE, CONTROL, Remedy
 from mclclip.verbs import plan
 
 log = logging.getLogger("mclclip")
