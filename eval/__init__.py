@@ -2,6 +2,6 @@
 
 Imported as ``mclclip.eval``. ``protocols`` has one module per protocol. ``images``, ``captions``
 and ``items`` read data sets; ``features`` extracts features and ranks by them; ``metrics`` has
-formulas in pure numpy; ``outcomes`` holds how every item came out and compares encoders by it,
-``results`` the rows; ``run`` is the verb.
+formulas in pure numpy; ``outcomes`` stores the result of every item and compares encoders by them;
+``results`` reads and writes the rows. The verb is ``mclclip/verbs/eval.py``.
 """

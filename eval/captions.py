@@ -1,7 +1,7 @@
 """Images with captions, in the layouts of many data sets; in one language or in several.
 
 A reader of a layout returns the files that are candidates with or without a caption, and (file,
-caption) pairs; ``_joined`` makes images and captions of them. See ``images`` for errors.
+caption) pairs; ``_join`` makes images and captions of them. See ``images`` for errors.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ def read_captions(
     rule = _rule(path, images, protocol)
     split = split or rule.split
     if path.is_dir():
-        named = _caption_files(path, images)
+        texts = _caption_files(path, images)
     elif path.suffix in _READERS:
-        named = _READERS[path.suffix](path, split)
+        texts = _READERS[path.suffix](path, split)
     else:
         raise ValueError(
             f"{path}: captions come as {', '.join(_READERS)}, or as a folder of .txt files"
         )
-    return _joined(images, named, protocol, path, f" in the split {split!r}" if split else "")
+    return _join(images, texts, protocol, path, f" in the split {split!r}" if split else "")
 
 
 def read_languages(
@@ -97,17 +97,17 @@ def read_languages(
     if path.suffix not in _LANGUAGE_READERS:
         raise ValueError(f"{path}: captions by language come as {', '.join(_LANGUAGE_READERS)}")
     names, pairs = _LANGUAGE_READERS[path.suffix](path)
-    chosen = sorted(pairs) if languages is None else languages
-    if not chosen:
+    requested = sorted(pairs) if languages is None else languages
+    if not requested:
         what = "has no captions in any language" if languages is None else "was asked for none"
-        known = ", ".join(sorted(pairs)) or "not there"
-        raise ValueError(f"{path} {what}: languages are {known}")
-    if unknown := [name for name in chosen if name not in pairs]:
-        known = ", ".join(sorted(pairs))
-        raise ValueError(f"{path} has no captions in {unknown[0]!r}: its languages are {known}")
+        available = ", ".join(sorted(pairs)) or "not there"
+        raise ValueError(f"{path} {what}: languages are {available}")
+    if unknown := [name for name in requested if name not in pairs]:
+        available = ", ".join(sorted(pairs))
+        raise ValueError(f"{path} has no captions in {unknown[0]!r}: its languages are {available}")
     return {
-        name: _joined(images, (names, pairs[name]), protocol, path, f" in {name!r}")
-        for name in chosen
+        name: _join(images, (names, pairs[name]), protocol, path, f" in {name!r}")
+        for name in requested
     }
 
 
@@ -118,9 +118,9 @@ def read_captions_of_shards(directory: Path, captions: str) -> ImageTexts:
     texts, owners = [], []
     ranges = zip(table["text_offset"].to_pylist(), table["text_size"].to_pylist(), strict=True)
     for row, (image, (offset, size)) in enumerate(zip(images, ranges, strict=True)):
-        own = parse_captions(read_range(image.path, offset, size), captions)
-        texts += own
-        owners += [row] * len(own)
+        captions_of_image = parse_captions(read_range(image.path, offset, size), captions)
+        texts += captions_of_image
+        owners += [row] * len(captions_of_image)
     return ImageTexts(images, texts, np.array(owners, dtype=np.int64))
 
 
@@ -135,13 +135,13 @@ def _rule(path: Path, images: Path, protocol: str) -> CaptionRule:
     return CAPTION_RULES[protocol]
 
 
-def _joined(root: Path, named: NamedTexts, protocol: str, path: Path, part: str) -> ImageTexts:
+def _join(root: Path, texts: NamedTexts, protocol: str, path: Path, part: str) -> ImageTexts:
     """Joins candidates and pairs: equal files are one image, with as many captions as the protocol
     takes. ValueError for another size than the protocol's, and for a file outside of ``root``.
 
     ``path``, ``part``: the file that gives the names, and what of it, for messages.
     """
-    rule, (names, pairs) = CAPTION_RULES[protocol], named
+    rule, (names, pairs) = CAPTION_RULES[protocol], texts
     rows = {name: row for row, name in enumerate(names)}
     counts: Counter[int] = Counter()
     owners, captions = [], []
@@ -152,13 +152,13 @@ def _joined(root: Path, named: NamedTexts, protocol: str, path: Path, part: str)
             owners.append(row)
             captions.append(caption)
     images = [below(root, name, str(path)) for name in rows]
-    got, wanted = (len(images), len(captions)), (rule.num_images, rule.num_captions)
-    if 0 in got:
+    numbers, published = (len(images), len(captions)), (rule.num_images, rule.num_captions)
+    if 0 in numbers:
         raise ValueError(f"{path} has no captions{part}")
-    if wanted not in (got, (None, None)):
+    if published not in (numbers, (None, None)):
         raise ValueError(
-            f"{path} has {got[0]} images and {got[1]} captions{part}, {protocol} has "
-            f"{wanted[0]} and {wanted[1]}: use the protocol 'table' for other data"
+            f"{path} has {numbers[0]} images and {numbers[1]} captions{part}, {protocol} has "
+            f"{published[0]} and {published[1]}: use the protocol 'table' for other data"
         )
     return ImageTexts(images, captions, np.array(owners, dtype=np.int64))
 

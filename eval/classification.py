@@ -1,5 +1,5 @@
-"""Images with classes: features of a train and a test set, and the figures by which zero-shot
-classification, linear probe and kNN report them."""
+"""Images with classes: the features of a train and a test set, and the figures that zero-shot
+classification, linear probe and kNN report."""
 
 from __future__ import annotations
 
@@ -33,10 +33,12 @@ Feature = Literal["projected", "pooled"]
 
 @dataclass(frozen=True)
 class LabelledFeatures:
-    """Unit features [N, E] and labels [N] of both parts; ``protocol`` says how they were made,
-    and ``test_items`` [Q] names the test images. Of images with several labels the labels are
-    [N, K], as in ``LabelledImages``. ``valid`` [N]: which of train are a published validation set;
-    None where there is none."""
+    """Unit features [N, E] and labels [N] of train and test.
+
+    ``protocol`` says how they were made, and ``test_items`` [Q] names the test images. If images
+    have several labels, labels are [N, K] as in ``LabelledImages``. ``valid`` [N] is True for the
+    rows of train that form the published validation set; None if the data set has none.
+    """
 
     train: Features
     train_labels: IntArray
@@ -69,8 +71,8 @@ def extract(
     """The features of the ``parts`` of ``root`` (``read_parts``), the same on every rank; train
     holds those of valid too.
 
-    The log and the protocol count test images that are copies of a train image, since these need no
-    generalisation. Raises ValueError where the encoder has no such ``feature``.
+    The log and the protocol count test images that are copies of a train image, since answering
+    them needs no generalisation. Raises ValueError if the encoder has no such ``feature``.
     """
     learnt = [part for name, part in parts.items() if name != "test"]
     train = [image for part in learnt for image in part.images]
@@ -129,11 +131,11 @@ def count_copies(train: Sequence[Any], test: Sequence[Any], context: Context) ->
 
     def digests(images: Sequence[Any]) -> list[str]:
         compared = [image for image in images if _size_of(image) in sizes]
-        parts = over_ranks(context, len(compared), lambda own: [*map(_digest, compared[own])])
+        parts = over_ranks(context, len(compared), lambda share: [*map(_digest, compared[share])])
         return [digest for part in parts for digest in part]
 
-    known = set(digests(train))
-    return sum(digest in known for digest in digests(test))
+    train_digests = set(digests(train))
+    return sum(digest in train_digests for digest in digests(test))
 
 
 def _size_of(image: Any) -> int:
@@ -172,11 +174,11 @@ def ranked_figures(
     return [
         figure(
             name,
-            own,
+            of_metric,
             {**protocol, "chance": round(chance, 2)},
             level="headline" if name == headline else "table",
         )
-        for name, (own, chance) in outcomes.items()
+        for name, (of_metric, chance) in outcomes.items()
     ]
 
 
@@ -186,16 +188,18 @@ def mean_of_top1_and_top5(ranks: IntArray, items: Sequence[str]) -> Outcomes:
 
 
 def area(scores: FloatArray, positive: BoolArray, items: Sequence[str]) -> Outcomes:
-    """The area under the ROC curve of ``scores`` [N], those of the second class against the first;
-    a tied pair counts as wrong. ValueError where a class has no image."""
+    """The area under the ROC curve of ``scores`` [N] for the second class against the first.
+
+    A tied pair counts as wrong. Raises ValueError if a class has no image.
+    """
     if positive.all() or not positive.any():
         raise ValueError("roc_auc wants images of both classes: one of them has none")
     return Outcomes(items, scores, truth=positive, statistic="roc_auc")
 
 
 def area_figures(strict: Outcomes, protocol: Mapping[str, Any]) -> list[Measurement]:
-    """The figure of ``area``, and where pairs tie ``roc_auc_half_ties``: scikit-learn's figure,
-    which counts them half."""
+    """The figure of ``area``. If pairs tie, also ``roc_auc_half_ties``, which counts a tied pair as
+    half right, as scikit-learn does."""
     half = replace(strict, statistic="roc_auc_half_ties")
     protocol = {**protocol, "chance": 50.0}
     figures = [figure("roc_auc", strict, protocol, level="headline")]
@@ -245,15 +249,15 @@ def accuracy_figures(
 ) -> list[Measurement]:
     """``accuracy`` and ``mean_per_class`` in percent of labels [Q] predicted for ``data.test``.
 
-    ``metric`` names the headline. Chance of each figure is what it is where every answer is the
-    most frequent class of the train images: 0 where no test image is of that class.
+    ``metric`` names the headline. The chance of a figure is its value if every answer were the most
+    frequent class of the train images; it is 0 if no test image is of that class.
     """
     truth, items = data.test_labels, data.test_items
     frequent = np.full(len(truth), np.bincount(data.train_labels).argmax())
     outcomes = {}
     for name, strata in (("accuracy", None), ("mean_per_class", [*map(str, truth)])):
-        own, by_chance = (
+        answered, by_chance = (
             Outcomes(items, answers == truth, strata) for answers in (predicted, frequent)
         )
-        outcomes[name] = own, 100 * by_chance.value()
+        outcomes[name] = answered, 100 * by_chance.value()
     return ranked_figures(outcomes, metric, protocol)

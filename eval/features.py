@@ -108,8 +108,8 @@ class Extractor:
         if not batches.items:
             raise ValueError(f"there are no {what} to encode")
 
-        def run(own: slice) -> Features:
-            numbers = range(own.start, own.stop)
+        def run(share: slice) -> Features:
+            numbers = range(share.start, share.stop)
             loader = Loader[Tensor | str](
                 batches,
                 numbers,
@@ -123,10 +123,10 @@ class Extractor:
                     if isinstance(batch, str):
                         raise ValueError(batch)
                     features = encode(batch.to(self.context.device)).float()
-                    got, wanted = tuple(features.shape), (len(batch), self.encoder.embed_dim)
-                    if got != wanted:
+                    got, expected = tuple(features.shape), (len(batch), self.encoder.embed_dim)
+                    if got != expected:
                         raise RuntimeError(
-                            f"the encoder gave {what} features of shape {got}, expected {wanted}"
+                            f"the encoder gave {what} features of shape {got}, expected {expected}"
                         )
                     if not bool(torch.isfinite(features).all()):
                         raise RuntimeError(
@@ -260,13 +260,13 @@ def rank_queries(
     ranker = _Ranker(candidates, candidate_image, context.device, counting)
     step = max(1, chunk_bytes // (4 * len(candidates)))
 
-    def of_share(own: slice) -> IntArray:
-        ranks = np.empty((2, own.stop - own.start), dtype=np.int64)
+    def of_share(share: slice) -> IntArray:
+        ranks = np.empty((2, share.stop - share.start), dtype=np.int64)
         block = torch.empty(min(step, max(len(ranks[0]), 1)), len(candidates), device=ranker.device)
-        for start in range(own.start, own.stop, step):
-            chunk = slice(start, min(start + step, own.stop))
+        for start in range(share.start, share.stop, step):
+            chunk = slice(start, min(start + step, share.stop))
             of_chunk = ranker.ranks(queries[chunk], query_image[chunk], block)
-            ranks[:, start - own.start : chunk.stop - own.start] = of_chunk
+            ranks[:, start - share.start : chunk.stop - share.start] = of_chunk
         return ranks
 
     strict, optimistic = np.concatenate(over_ranks(context, len(queries), of_share), axis=1)
@@ -307,10 +307,10 @@ class _Ranker:
         row = torch.from_numpy(np.repeat(np.arange(len(near)), np.diff(starts))).to(self.device)
         values = near[row, torch.from_numpy(right).to(self.device)]
         within = (values >= low[row]) & (values <= high[row])
-        own = np.bincount(row[within].cpu().numpy(), minlength=len(near))
+        right_near = np.bincount(row[within].cpu().numpy(), minlength=len(near))
         # More candidates than these are cheaper in one product of matrices than one by one.
         most = 64 + len(self.candidates) / 16
-        greater, rows, columns, dense = self.count(near, low, high, own, most)
+        greater, rows, columns, dense = self.count(near, low, high, right_near, most)
         wrong = images[rows] != self.images[columns]
         rows, columns = rows[wrong], columns[wrong]
         ends = np.searchsorted(rows, np.arange(len(queries) + 1))
@@ -346,10 +346,12 @@ class _Ranker:
 _Counted = tuple[IntArray, IntArray, IntArray, BoolArray]
 """Candidates above the bounds [q]; rows and columns of those between them, in order; and queries
 [q] with more than ``most`` of these, which are not listed. Queries with no others between the
-bounds than ``own`` [q] list none."""
+bounds than ``right_near`` [q] list none."""
 
 
-def _count_by_row(near: Tensor, low: Tensor, high: Tensor, own: IntArray, most: float) -> _Counted:
+def _count_by_row(
+    near: Tensor, low: Tensor, high: Tensor, right_near: IntArray, most: float
+) -> _Counted:
     values, bounds = near.numpy(), (low.numpy(), high.numpy())
     num, width = near.shape
     higher, enough = np.empty((2, width), dtype=np.bool_)
@@ -361,18 +363,20 @@ def _count_by_row(near: Tensor, low: Tensor, high: Tensor, own: IntArray, most: 
         above[row] = np.count_nonzero(higher)
         in_doubt = np.count_nonzero(enough) - above[row]
         dense[row] = in_doubt > most
-        if own[row] < in_doubt and not dense[row]:
+        if right_near[row] < in_doubt and not dense[row]:
             columns[row] = np.flatnonzero(enough ^ higher)
     rows = np.repeat(np.arange(num), [len(listed) for listed in columns])
     return above, rows, np.concatenate(columns), dense
 
 
-def _count_whole(near: Tensor, low: Tensor, high: Tensor, own: IntArray, most: float) -> _Counted:
+def _count_whole(
+    near: Tensor, low: Tensor, high: Tensor, right_near: IntArray, most: float
+) -> _Counted:
     higher = near > high[:, None]
     between = (near >= low[:, None]) & ~higher
     in_doubt = between.sum(dim=1).cpu().numpy()
     dense = in_doubt > most
-    listed = torch.from_numpy(np.flatnonzero((own < in_doubt) & ~dense)).to(near.device)
+    listed = torch.from_numpy(np.flatnonzero((right_near < in_doubt) & ~dense)).to(near.device)
     row, column = between[listed].nonzero(as_tuple=True)
     above = higher.sum(dim=1).cpu().numpy()
     return above, listed[row].cpu().numpy(), column.cpu().numpy(), dense

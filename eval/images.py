@@ -104,8 +104,8 @@ def read_lines(
     """The name and the JSON value of every line of a file that is not blank; ValueError for a file
     of more than ``max_bytes``."""
     lines = read_bounded(path, max_bytes).split(b"\n")
-    named = [(f"{path} line {n}", line) for n, line in enumerate(lines, start=1) if line.strip()]
-    return [(name, parse_json(line, name, unique_keys=unique_keys)) for name, line in named]
+    numbered = [(f"{path} line {n}", line) for n, line in enumerate(lines, start=1) if line.strip()]
+    return [(name, parse_json(line, name, unique_keys=unique_keys)) for name, line in numbered]
 
 
 # --- links -------------------------------------------------------------------------------------
@@ -166,10 +166,10 @@ def read_shards(
     wrong = {r: f for r, f in findings.to_json().items() if r.partition(":")[0] not in allowed}
     if wrong or not len(table):
         got = ", ".join(f"{f['count']} {r}" for r, f in wrong.items()) or "no sample"
-        wanted = [*([f"a caption ({captions})"] if captions else []), *attributes]
+        needs = [*([f"a caption ({captions})"] if captions else []), *attributes]
         raise ValueError(
             f"{directory} holds {got}: an evaluation wants whole shards in which every "
-            f"sample has {', '.join(wanted)}. {'; '.join(findings.lines())}"
+            f"sample has {', '.join(needs)}. {'; '.join(findings.lines())}"
         )
     columns = (table[c].to_pylist() for c in ("key", "shard", "image_offset", "image_size"))
     images = [
@@ -226,18 +226,20 @@ def labels_of(root: Path, table: str | None = None) -> list[str]:
     elif table:
         labels = {label for _, label in _table_rows(root, table, several=True)}
     elif shards := class_shards(root):
-        named = class_names(root)
-        labels = map(str, range(len(named))) if named else {label for _, label in _members(shards)}
+        listed = class_names(root)
+        labels = (
+            map(str, range(len(listed))) if listed else {label for _, label in _members(shards)}
+        )
     else:
         labels = _class_folders(root)
     labels = list(labels)
     if not labels:
-        wanted = (
+        layout = (
             "a row per image, such as 1.jpg,cat"
             if table
             else "a folder per class, such as cat/, or tar shards with jpg and cls"
         )
-        raise ValueError(f"{root / (table or '')} has no images: wanted {wanted}")
+        raise ValueError(f"{root / (table or '')} has no images: wanted {layout}")
     return sorted(labels)
 
 
@@ -279,10 +281,10 @@ def read_parts(
     where = root / (table or "")
     if several and table and where.is_dir():
         files = {part: _voc_files(where, part, part == "valid") for part in parts}
-        classes = {label for own in files.values() for label in own}
+        classes = {label for files_by_class in files.values() for label in files_by_class}
         names = _names_to_learn(classes, classes, where)
         lists = {part: _voc_images(root, table, names, part) for part in parts if files[part]}
-        _check_apart([one.images for one in lists.values()], where)
+        _check_apart([labelled.images for labelled in lists.values()], where)
         return lists
     for folder in () if table else (root / "train", root / "test"):
         if not folder.is_dir():
@@ -314,18 +316,18 @@ def _check_apart(parts: Iterable[Iterable[Path]], where: Path) -> None:
         )
 
 
-def _names_to_learn(known: set[str], asked: set[str], where: Path) -> dict[str, str]:
-    """Label -> class name of the classes that can be learnt, which must have all that are asked."""
-    if len(known) < 2:
-        raise ValueError(f"train of {where} has images of {len(known)} classes: wanted at least 2")
-    if not asked:
+def _names_to_learn(learnt: set[str], tested: set[str], where: Path) -> dict[str, str]:
+    """Label -> class name of the classes ``learnt``, which must have all the ``tested`` ones."""
+    if len(learnt) < 2:
+        raise ValueError(f"train of {where} has images of {len(learnt)} classes: wanted at least 2")
+    if not tested:
         raise ValueError(f"test of {where} has no images to test")
-    if strangers := sorted(asked - known):
+    if strangers := sorted(tested - learnt):
         raise ValueError(
             f"test of {where} has {len(strangers)} classes that train lacks, such as "
             f"{strangers[0]!r}"
         )
-    return {label: readable(label) for label in sorted(known)}
+    return {label: readable(label) for label in sorted(learnt)}
 
 
 def _voc_files(folder: Path, part: Part, optional: bool = False) -> dict[str, Path]:
@@ -378,7 +380,7 @@ def class_shards(root: Path) -> list[Path]:
         if _class_folders(root).keys() - {"train", "valid", "test"}
         else [root, root / "test"]
     )
-    return next((found for place in places if (found := sorted(place.glob("*.tar")))), [])
+    return next((shards for place in places if (shards := sorted(place.glob("*.tar")))), [])
 
 
 def class_names(root: Path) -> list[str]:
@@ -454,8 +456,8 @@ def _table_rows(
         if not file or not label.strip():
             raise ValueError(f"{line} has no filepath or no label: complete it")
         if split and split[0].strip() not in parts:
-            wanted = ", ".join(parts)
-            raise ValueError(f"{line} has the split {split[0]!r}: wanted one of {wanted}")
+            splits = ", ".join(parts)
+            raise ValueError(f"{line} has the split {split[0]!r}: wanted one of {splits}")
         if [word.strip() for word in split] in ([], [part]):
             pairs.append((below(root, file, line), label.strip()))
     times = Counter(image for image, _ in pairs)

@@ -80,7 +80,7 @@ class ItemSet:
 
     @property
     def left_out(self) -> int:
-        """Number of items that were left out, but for the struck ones."""
+        """Number of items that were left out, without the struck ones."""
         return sum(self.read.values()) - len(self.items) - self.struck
 
 
@@ -150,10 +150,10 @@ class _Record:
     def texts(self, value: Any, count: int | None = None) -> list[Any]:
         """Returns ``value``, the candidates of an item, after a check that it is a list of
         ``count`` texts (None: two or more); the first one is true."""
-        wanted = "at least 2" if count is None else str(count)
+        expected = "at least 2" if count is None else str(count)
         if not isinstance(value, list) or len(value) < 2 or len(value) != (count or len(value)):
             got = f"{len(value)} texts" if isinstance(value, list) else f"{value!r:.80}"
-            raise ValueError(f"{self.where} has {got} to choose from, wanted a list of {wanted}")
+            raise ValueError(f"{self.where} has {got} to choose from, wanted a list of {expected}")
         return value
 
     def item(
@@ -196,8 +196,9 @@ def _sugarcrepe(record: _Record) -> Item:
     return record.item([image], texts)
 
 
-def _made_pair(record: _Record) -> Item:
-    """As SugarCrepe's; items of two pictures that are confused with each other name one unit."""
+def _read_made_pair(record: _Record) -> Item:
+    """Reads a record like SugarCrepe's. The two items of a confused pair of pictures name the same
+    unit."""
     return replace(_sugarcrepe(record), unit=str(record.value.get("unit", "")))
 
 
@@ -348,7 +349,7 @@ LAYOUTS: Mapping[str, PublishedLayout] = {
     "pairs": PublishedLayout(
         {part: f"{part}.json" for part in (*RULES, CONFUSED)},
         {},
-        _made_pair,
+        _read_made_pair,
         "minimal pairs, which 'mclclip make-pairs' writes: data/*.json, images/ (of its shards, "
         "under their terms)",
         captions="data",
@@ -383,24 +384,24 @@ def read_items(
     root, layout = Path(root), LAYOUTS[name]
     there = root / (layout.captions if captions is None else captions)
     beside = there.parent if there.is_file() else there
-    written = [p for p, file in layout.files.items() if layout.made and (beside / file).is_file()]
-    chosen = list(parts if parts is not None else written or layout.files)
+    on_disk = [p for p, file in layout.files.items() if layout.made and (beside / file).is_file()]
+    to_read = list(parts if parts is not None else on_disk or layout.files)
     if layout.made and (root / INTENT).exists():
         raise ValueError(
             f"{root} is not finished: call 'mclclip make-pairs' again as it was called"
         )
-    if not chosen or (strange := [part for part in chosen if part not in layout.files]):
-        got = repr(strange[0]) if chosen else "empty"
+    if not to_read or (strange := [part for part in to_read if part not in layout.files]):
+        got = repr(strange[0]) if to_read else "empty"
         raise ValueError(f"parts is {got}: the parts of {name} are {', '.join(layout.files)}")
     folder = root / (layout.images if images is None else images)
     items: list[Item] = []
     read: dict[str, int] = {}
-    for part in dict.fromkeys(chosen):
-        one_file = len(chosen) == 1 and there.is_file()
+    for part in dict.fromkeys(to_read):
+        one_file = len(to_read) == 1 and there.is_file()
         path = there if one_file else there / layout.files[part]
-        own = _read_part(path, layout, part, folder)
-        items += own
-        read[part] = len(own)
+        items_of_part = _read_part(path, layout, part, folder)
+        items += items_of_part
+        read[part] = len(items_of_part)
     paths = dict.fromkeys(path_of(image) for item in items for image in item.images)
     check_inside(paths, root, *([folder] if images is not None else []))
     absent = {path for path in paths if not path.is_file()}
@@ -410,22 +411,22 @@ def read_items(
             f"{len(absent)} images of {name} are not in {folder}, such as {such}: get them, or set "
             f"missing: leave_out; {layout.source}"
         )
-    others = {*written} - {*read}
-    struck = _struck(root / STRUCK, {i.name for i in items}, others) if layout.made else set()
+    others = {*on_disk} - {*read}
+    struck = _read_struck(root / STRUCK, {i.name for i in items}, others) if layout.made else set()
     left = [item for item in items if item.name not in struck]
-    kept = [item for item in left if not absent & {*map(path_of, item.images)}]
+    complete = [item for item in left if not absent & {*map(path_of, item.images)}]
     if not left:
         raise ValueError(f"{root / STRUCK} names all items of {name}: take some out of the list")
     for part in dict.fromkeys(item.part for item in left):
-        if not any(item.part == part for item in kept):
+        if not any(item.part == part for item in complete):
             raise ValueError(
                 f"no item of the part {part!r} has its images in {folder}: name the parts that do "
                 f"in the option parts; {layout.source}"
             )
-    return ItemSet(_with_units(kept, folder), read, len(absent), len(items) - len(left))
+    return ItemSet(_with_units(complete, folder), read, len(absent), len(items) - len(left))
 
 
-def _struck(path: Path, names: set[str], not_read: set[str]) -> set[str]:
+def _read_struck(path: Path, names: set[str], not_read: set[str]) -> set[str]:
     """The items that a file names, one per line (# begins a remark); those of the parts that are
     ``not_read`` do not count. ValueError for a line that names no item."""
     if not path.exists():
@@ -452,8 +453,8 @@ def _read_part(path: Path, layout: PublishedLayout, part: str, folder: Path) -> 
         content: Any = [value for _, value in lines]
     else:
         content = read_json(path, unique_keys=True)
-    wanted = dict if layout.by_id else list
-    if not isinstance(content, wanted):
+    top_type = dict if layout.by_id else list
+    if not isinstance(content, top_type):
         kind = "an object of ids" if layout.by_id else "a list of items"
         raise ValueError(f"{path} is {type(content).__name__} at its top, wanted {kind}")
     items: dict[str, Item] = {}

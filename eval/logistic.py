@@ -38,8 +38,8 @@ ROWS = 4096  # rows whose float64 copies and logits are held at a time
 
 
 def choose_solver(num_rows: int) -> Solver:
-    """scikit-learn, which copies all rows to float64, or for ``LARGE`` sets torch, which copies
-    them in blocks and runs on a GPU too."""
+    """Returns scikit_learn, which copies all rows to float64, or for ``LARGE`` sets torch, which
+    copies them in blocks and also runs on a GPU."""
     return "torch" if num_rows >= LARGE else "scikit_learn"
 
 
@@ -77,8 +77,8 @@ class Classifier:
         return np.concatenate(ranks)
 
     def preferences(self, rows: Features) -> FloatRows:
-        """How much each row [Q] is of the second of two classes; without the biases, which are
-        equal for all rows and would hide small differences in their last digits."""
+        """Scores [Q] of the second of two classes against the first, without the biases: these are
+        equal for all rows and would round away small differences."""
         assert len(self.classes) == 2
         preferences: FloatRows = rows @ (self.weight[1] - self.weight[0])
         return preferences
@@ -159,7 +159,7 @@ class _Problem:
 
 
 def _solve_by_torch(problem: _Problem, max_iterations: int) -> bool:
-    """Moves the problem to its minimum, and returns whether it got there."""
+    """Moves the problem to its minimum, and returns whether L-BFGS got there."""
     optimizer = torch.optim.LBFGS(
         [problem.weight, problem.bias],
         max_iter=max_iterations,
@@ -174,7 +174,7 @@ def _solve_by_torch(problem: _Problem, max_iterations: int) -> bool:
 
 
 def _solve_by_scikit_learn(problem: _Problem, max_iterations: int) -> bool:
-    """Likewise."""
+    """Moves the problem to its minimum, and returns whether the solver got there."""
     # Imported here, since it takes half a second that other commands need not spend.
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression

@@ -53,10 +53,11 @@ def stratified_interval(
 
 
 def design_effect(residuals: FloatArray, unit: IntArray) -> float:
-    """How many times the variance of a sum of ``residuals`` [N] is what it were if items were
-    independent, when those of a unit [N] belong together (Kish, Survey Sampling, 1965).
+    """The factor by which items that belong together raise the variance of a sum of ``residuals``
+    [N], compared with independent items (Kish, Survey Sampling, 1965). Items with the same number
+    in ``unit`` [N] belong together.
 
-    It is kept between 1 and the mean number of items per unit, which is taken where all residuals
+    It is clamped between 1 and the mean number of items per unit, and is that mean if all residuals
     are 0.
     """
     largest = len(unit) / len(np.unique(unit))
@@ -88,15 +89,15 @@ def ranks_with_ties(similarity: FloatArray, positive: BoolArray) -> tuple[IntArr
 
 
 def hits_at(ranks: IntArray, k: int) -> BoolArray:
-    """Returns whether each query's rank is at most ``k``, [Q] (ValueError unless k >= 1)."""
+    """Returns [Q], True where a query's rank is at most ``k`` (ValueError unless k >= 1)."""
     if k < 1:
         raise ValueError(f"recall at {k} is not defined: k counts from 1")
     return ranks <= k
 
 
 def chance_at(k: int, candidates: int, right: IntArray) -> float:
-    """The expected share of queries with a right candidate among the first ``k``, where
-    ``candidates`` stand in a random order, of which ``right`` [Q] are right for each query."""
+    """The expected share of queries with a right candidate among the first ``k`` of ``candidates``
+    in random order; ``right`` [Q] is the number of right candidates of each query."""
     numbers, queries = np.unique(right, return_counts=True)
     every = math.comb(candidates, min(k, candidates))
     missed = [math.comb(candidates - int(n), min(k, candidates)) / every for n in numbers]
@@ -137,7 +138,7 @@ class Ranking:
         return float(np.sum(right * (below + ties * wrong))) / pairs if pairs else math.nan
 
     def precision(self, weights: FloatArray) -> float:
-        """Average precision, interpolated at recalls 0, 0.1, ..., 1, likewise.
+        """Average precision, interpolated at recalls 0, 0.1, ..., 1, with items weighted as above.
 
         At each recall it takes the highest precision at that recall or a higher one. Of items that
         tie, negatives come first. Source: Everingham et al., PASCAL VOC 2007, section 4.1 of its

@@ -1,9 +1,9 @@
-"""How every item of a benchmark came out, from which figures are computed and encoders compared,
-and what figures are measured in: percent of right answers, or nats of a loss.
+"""The outcome of every item of a benchmark. Figures are computed and encoders are compared from
+these. A figure's unit is percent of right answers, or nats of a loss.
 
 An Arrow file per encoder and benchmark holds the outcomes of all its metrics. It lies in
-``outcomes/`` beside results.jsonl. Its name is the digest of its bytes, and the rows of
-results.jsonl carry it, so that a file that does not belong to its rows is noticed.
+``outcomes/`` beside results.jsonl. Its name is the digest of its bytes. The rows of results.jsonl
+hold this name, so a file that does not belong to its rows is noticed.
 """
 
 from __future__ import annotations
@@ -46,17 +46,19 @@ class Unit:
     smaller_is_better: bool = False
 
     def decimals(self, values: Iterable[float]) -> int:
-        """Digits behind the point of all ``values`` of a column: 3 significant ones of the largest;
-        1 or 2 of percent, of others as many more as it takes for different values to look
-        different."""
-        known = set(values)
-        largest = max(map(abs, known), default=0.0)
+        """The number of digits behind the point for all ``values`` of a column.
+
+        Percent gets 1 or 2. Other units get 3 significant digits of the largest value, or more if
+        different values would look equal.
+        """
+        distinct = set(values)
+        largest = max(map(abs, distinct), default=0.0)
         if self == PERCENT:
             return 1 if largest >= 9.995 or not largest else 2
         before = math.floor(math.log10(largest)) + 1 if largest else 0  # digits before the point
         least = max(1, _SIGNIFICANT - before)
         told_apart = (
-            d for d in range(least, _MOST) if len({f"{v:.{d}f}" for v in known}) == len(known)
+            d for d in range(least, _MOST) if len({f"{v:.{d}f}" for v in distinct}) == len(distinct)
         )
         return next(told_apart, least)
 
@@ -86,15 +88,15 @@ _MEANS = ("mean", "mean_loss")
 
 @dataclass(frozen=True)
 class Outcomes:
-    """The outcomes of all items of one metric. The metric is the statistic of the values of every
-    stratum, and the unweighted mean over strata.
+    """The outcomes of all items of one metric. The metric is the unweighted mean over strata of the
+    statistic of each stratum's values.
 
     items      [n] names of the items, the same for every encoder on the same data
     values     float32 [n] (others are converted): a share in [0, 1], such as 1 for a right answer;
                a loss in nats; or a score that ranks items
     strata     [n] names, such as classes; None: all items are one stratum
-    units      [n] names of what was drawn independently, where several items are of one thing, such
-               as the captions of an image; None: items are independent
+    units      [n] names of resampling groups: items of one group, such as the captions of an image,
+               are drawn together; None: items are independent
     truth      [n] whether an item is a positive; None for means
     statistic  of the values of a stratum
     """
@@ -126,16 +128,16 @@ class Outcomes:
         return _numbers(self.strata, len(self), each=False)
 
     @cached_property
-    def unit(self) -> IntArray:
-        """[n] numbers of the units, from 0 on."""
+    def resampling_group(self) -> IntArray:
+        """[n] numbers of the resampling groups, from 0 on."""
         return _numbers(self.units, len(self), each=True)
 
     def value(self, weights: FloatArray | None = None) -> float:
         """The metric; of shares it is a fraction. ``weights`` [n]: how often each item counts
         (default: once).
 
-        A stratum without weight is left out, and one of rankings without a positive or without a
-        negative too: its statistic is not defined. NaN where no stratum is left.
+        A stratum whose statistic is not defined is left out: one without weight, or of rankings one
+        without a positive or without a negative item. NaN if no stratum is left.
         """
         weight = np.ones(len(self)) if weights is None else np.asarray(weights, dtype=np.float64)
         if self.statistic in _MEANS:
@@ -149,8 +151,8 @@ class Outcomes:
             else ranking.precision(weight[rows])
             for rows, ranking in self._rankings
         ]
-        known = [value for value in values if not math.isnan(value)]
-        return float(np.mean(known)) if known else math.nan
+        defined = [value for value in values if not math.isnan(value)]
+        return float(np.mean(defined)) if defined else math.nan
 
     def of_each_stratum(self) -> dict[str, Outcomes]:
         """The outcomes of each stratum by its name, in order; none where there are no strata."""
@@ -177,11 +179,10 @@ class Outcomes:
         return np.split(order, np.flatnonzero(np.diff(self.stratum[order])) + 1)
 
 
-def joined(parts: Mapping[str, Outcomes]) -> Outcomes:
-    """The outcomes whose metric is the mean of the means of ``parts``.
+def join_outcomes(parts: Mapping[str, Outcomes]) -> Outcomes:
+    """The outcomes whose metric is the mean of the metrics of ``parts``.
 
-    An item or unit that occurs in several parts, such as an image of which several things are
-    asked, is one unit.
+    An item or unit in several parts, such as an image with several questions, is one unit.
     """
     return Outcomes(
         items=[f"{name}:{item}" for name, part in parts.items() for item in part.items],
@@ -194,8 +195,8 @@ def joined(parts: Mapping[str, Outcomes]) -> Outcomes:
 def _numbers(names: Sequence[str] | None, count: int, *, each: bool) -> IntArray:
     if names is None:
         return np.arange(count) if each else np.zeros(count, dtype=np.int64)
-    known = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return np.fromiter((known[name] for name in names), dtype=np.int64, count=count)
+    number_of = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return np.fromiter((number_of[name] for name in names), dtype=np.int64, count=count)
 
 
 # --- on disk -----------------------------------------------------------------------------------
@@ -206,17 +207,17 @@ _COLUMNS = ("items", "strata", "units")
 def encode(outcomes: Mapping[str, Outcomes]) -> tuple[str, bytes]:
     """The name and the bytes of the file that holds the outcomes of every metric."""
     tables = []
-    for metric, own in outcomes.items():
+    for metric, of_metric in outcomes.items():
         texts = {
-            name: pa.array(getattr(own, name) or [None] * len(own), pa.string())
+            name: pa.array(getattr(of_metric, name) or [None] * len(of_metric), pa.string())
             for name in _COLUMNS
         }
-        columns = {"metric": pa.array([metric] * len(own), pa.string()), **texts}
+        columns = {"metric": pa.array([metric] * len(of_metric), pa.string()), **texts}
         encoded = {name: column.dictionary_encode() for name, column in columns.items()}
-        encoded["value"] = pa.array(own.values, pa.float32())
-        truth = [None] * len(own) if own.truth is None else own.truth
+        encoded["value"] = pa.array(of_metric.values, pa.float32())
+        truth = [None] * len(of_metric) if of_metric.truth is None else of_metric.truth
         encoded["truth"] = pa.array(truth, pa.bool_())
-        encoded["statistic"] = pa.array([own.statistic] * len(own)).dictionary_encode()
+        encoded["statistic"] = pa.array([of_metric.statistic] * len(of_metric)).dictionary_encode()
         tables.append(pa.table(encoded))
     sink = io.BytesIO()
     table = pa.concat_tables(tables).unify_dictionaries()
@@ -245,12 +246,12 @@ def read(path: Path) -> dict[str, Outcomes]:
     parts = zip(starts, [*starts[1:], len(metrics)], strict=True)
     decoded = {}
     for start, stop in parts:
-        own = table.slice(start, stop - start)
-        texts: dict[str, Any] = {name: own[name].to_pylist() for name in _COLUMNS}
+        rows = table.slice(start, stop - start)
+        texts: dict[str, Any] = {name: rows[name].to_pylist() for name in _COLUMNS}
         texts = {name: None if column[0] is None else column for name, column in texts.items()}
-        statistic = own["statistic"][0].as_py()
-        truth = None if statistic in _MEANS else own["truth"].to_numpy()
-        values = own["value"].to_numpy()
+        statistic = rows["statistic"][0].as_py()
+        truth = None if statistic in _MEANS else rows["truth"].to_numpy()
+        values = rows["value"].to_numpy()
         decoded[metrics[start]] = Outcomes(values=values, truth=truth, statistic=statistic, **texts)
     return decoded
 
@@ -306,9 +307,11 @@ def difference(a: Outcomes, b: Outcomes) -> Difference:
     units.
     """
     check_same_items(a, b)
-    value, num_units = a.value() - b.value(), int(a.unit.max()) + 1
+    value, num_units = a.value() - b.value(), int(a.resampling_group.max()) + 1
     if a.statistic != "mean":
-        drawn = _drawn(a.unit, lambda weights: a.value(weights) - b.value(weights))
+        drawn = _draw_statistics(
+            a.resampling_group, lambda weights: a.value(weights) - b.value(weights)
+        )
         low, high = map(float, np.quantile(drawn, [0.025, 0.975]))
     if a.truth is not None:
         tail = min(np.count_nonzero(drawn <= 0), np.count_nonzero(drawn >= 0))
@@ -355,19 +358,19 @@ def mcnemar(wins: int, losses: int) -> float:
 
 
 def sign_test(ranking: Outcomes, value: float) -> tuple[float, float, float]:
-    """The bounds of a 95 % interval and the p-value of a difference of rankings that stays the same
-    whichever units are drawn, as of a perfect ranking against a collapsed one: every unit of the
-    rarer kind of item counts as one that was won."""
+    """The bounds of a 95 % interval and the p-value of a difference of rankings that is equal for
+    every draw of units, such as that of a perfect and a collapsed ranking. Every unit of the rarer
+    kind of item counts as a win."""
     count = _rarer_units(ranking)
     least = value * (2 * wilson_interval(count, count)[0] - 1)
     return min(least, value), max(least, value), mcnemar(count, 0)
 
 
 def _rarer_units(ranking: Outcomes) -> int:
-    """Units of positives or of negatives, of which there are fewer."""
+    """The number of units with positives or that with negatives, whichever is smaller."""
     assert ranking.truth is not None
     kinds = (ranking.truth, ~ranking.truth)
-    return min(len(np.unique(ranking.unit[kind])) for kind in kinds)
+    return min(len(np.unique(ranking.resampling_group[kind])) for kind in kinds)
 
 
 def permutation(values: FloatArray) -> float:
@@ -393,17 +396,21 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def by_unit(a: Outcomes, b: Outcomes) -> tuple[FloatArray, FloatArray, IntArray]:
-    """Each unit's part of the difference [U], the largest that it could have [U], its stratum [U].
+    """Each unit's part of the difference [U], the largest possible part [U], its stratum [U].
 
-    All strata are one where a unit has items in two of them, or a stratum has one unit.
+    All strata become one if a unit has items in two of them, or a stratum has one unit.
     """
     counts = np.bincount(a.stratum)
     weight = 1.0 / (len(counts) * counts[a.stratum])
     gained = weight * (a.values.astype(np.float64) - b.values)
-    added, largest = (np.bincount(a.unit, of).astype(np.float64) for of in (gained, weight))
+    added, largest = (
+        np.bincount(a.resampling_group, of).astype(np.float64) for of in (gained, weight)
+    )
     first = np.full(len(added), -1)
-    first[a.unit[::-1]] = a.stratum[::-1]
-    nested = bool((first[a.unit] == a.stratum).all()) and int(np.bincount(first).min()) > 1
+    first[a.resampling_group[::-1]] = a.stratum[::-1]
+    nested = (
+        bool((first[a.resampling_group] == a.stratum).all()) and int(np.bincount(first).min()) > 1
+    )
     stratum = first if nested else np.zeros(len(added), dtype=np.int64)
     return added, largest, stratum
 
@@ -411,23 +418,23 @@ def by_unit(a: Outcomes, b: Outcomes) -> tuple[FloatArray, FloatArray, IntArray]
 def bootstrap_strata(
     values: FloatArray, largest: FloatArray, stratum: IntArray
 ) -> Iterator[tuple[int, FloatArray, FloatArray]]:
-    """Of each stratum the number of its units, their different rows of ``values`` [U, S], and how
-    many units have each.
+    """Yields for each stratum the number of its units, the distinct rows of their ``values``
+    [U, S], and how many units have each row.
 
-    So that no interval is empty, a few invented units (``_PSEUDO_UNITS``) with the mean ``largest``
-    value [U], 0 and its negative are among them; a stratum gets its share of them.
+    A few invented units (``_PSEUDO_UNITS``) with the mean ``largest`` value [U], 0 and its negative
+    are added, so that no interval is empty; each stratum gets its share of them.
     """
     for number in range(int(stratum.max()) + 1):
-        own = stratum == number
-        rows, counts = np.unique(values[own].round(12), axis=0, return_counts=True)
-        most = np.full((1, values.shape[1]), largest[own].mean())
-        pseudo = float(own.mean()) * _PSEUDO_UNITS * np.array([1.0, 2.0, 1.0])
+        in_stratum = stratum == number
+        rows, counts = np.unique(values[in_stratum].round(12), axis=0, return_counts=True)
+        most = np.full((1, values.shape[1]), largest[in_stratum].mean())
+        pseudo = float(in_stratum.mean()) * _PSEUDO_UNITS * np.array([1.0, 2.0, 1.0])
         rows = np.concatenate([rows, most, 0 * most, -most])
-        yield int(own.sum()), rows, np.concatenate([counts, pseudo])
+        yield int(in_stratum.sum()), rows, np.concatenate([counts, pseudo])
 
 
 def widened(count: int) -> float:
-    """U / (U - 1): the variance of U drawn units is smaller than that of what they come from."""
+    """U / (U - 1), the factor from the variance of U drawn units to that of their population."""
     return count / max(count - 1, 1)
 
 
@@ -450,11 +457,11 @@ def ranking_interval(outcomes: Outcomes) -> tuple[float, float]:
     """95 % interval of a statistic of rankings of one encoder: a seeded bootstrap over units.
 
     It is moved so that the middle of the draws is the statistic itself, because repeated items
-    raise a precision. It is at least as wide as that of a share of as many trials as the rarer kind
-    of item has units, if no ranking could be better or worse: all draws are equal then.
+    raise a precision. If no ranking could be better or worse, all draws are equal; the interval is
+    then that of a share with as many trials as the rarer kind of item has units.
     """
     value = outcomes.value()
-    drawn = _drawn(outcomes.unit, outcomes.value)
+    drawn = _draw_statistics(outcomes.resampling_group, outcomes.value)
     low, high = np.quantile(drawn + (value - float(drawn.mean())), [0.025, 0.975])
     if high - low < 1e-9:
         rarer = _rarer_units(outcomes)
@@ -462,9 +469,11 @@ def ranking_interval(outcomes: Outcomes) -> tuple[float, float]:
     return max(0.0, float(low)), min(1.0, float(high))
 
 
-def _drawn(unit: IntArray, statistic: Callable[[FloatArray], float]) -> NDArray[np.float64]:
-    """The statistic of items that are weighted by how often their units are drawn, of the draws in
-    which it is defined."""
+def _draw_statistics(
+    unit: IntArray, statistic: Callable[[FloatArray], float]
+) -> NDArray[np.float64]:
+    """The statistic of every draw of units, with items weighted by how often their unit was drawn.
+    Draws in which it is not defined are left out."""
     rng = np.random.default_rng(SEED)
     weights = draws(rng, unit, NUM_RANKING_DRAWS)
     drawn: NDArray[np.float64] = np.array([statistic(of_items) for of_items in weights])

@@ -56,14 +56,14 @@ def find_names(labels: Sequence[str], classes: Classes, root: Path) -> dict[str,
     "n01440764"), and FileNotFoundError for a missing file.
     """
     if classes is None and class_shards(root) and (listed := class_names(root)):
-        names = _joined(labels, listed, CLASS_NAMES)
+        names = _match_names(labels, listed, CLASS_NAMES)
     elif classes is None:
         names = {label: readable(label) for label in labels}
     elif not isinstance(classes, str):
         names = dict(classes)
     else:
-        given = read_names(classes, root)
-        names = given if isinstance(given, dict) else _joined(labels, given, classes)
+        read = read_names(classes, root)
+        names = read if isinstance(read, dict) else _match_names(labels, read, classes)
     if strangers := [label for label in labels if label not in names]:
         source = classes if isinstance(classes, str) else "the mapping 'classes'"
         raise ValueError(
@@ -104,8 +104,8 @@ def read_names(classes: str, root: Path) -> dict[str, str] | list[str]:
     names = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else [0]
     if not all(isinstance(name, str) for name in names):
         raise ValueError(f"{path} must hold an object of label: name, or a list of names")
-    given: dict[str, str] | list[str] = tree
-    return given
+    checked: dict[str, str] | list[str] = tree
+    return checked
 
 
 def _lines(path: Path) -> list[str]:
@@ -114,7 +114,7 @@ def _lines(path: Path) -> list[str]:
     return [line.strip() for line in lines if line.strip()]
 
 
-def _joined(labels: Sequence[str], names: Sequence[str], source: str) -> dict[str, str]:
+def _match_names(labels: Sequence[str], names: Sequence[str], source: str) -> dict[str, str]:
     """Label -> name, for the labels that have one in the list ``names`` (see ``find_names``)."""
     if all(map(_WORDNET_ID.fullmatch, labels)):
         ids = _imagenet_ids()
@@ -124,8 +124,8 @@ def _joined(labels: Sequence[str], names: Sequence[str], source: str) -> dict[st
                 f"{len(ids)} names of ImageNet-1k, or a file with a line '{labels[0]}<TAB>name' "
                 "for each class"
             )
-        named = dict(zip(ids, names, strict=True))
-        return {label: named[label] for label in labels if label in named}
+        name_of = dict(zip(ids, names, strict=True))
+        return {label: name_of[label] for label in labels if label in name_of}
     if all(label.isdecimal() for label in labels):
         numbers = [int(label) for label in labels]
         if sorted(numbers) != list(range(len(names))):
@@ -167,14 +167,14 @@ def find_templates(templates: str | Sequence[str], root: Path) -> list[str]:
     those that clip-benchmark ships for a data set (needs the extra ``eval``); or a file below
     ``root``, text with one per line or JSON (``.json``) with a list. ValueError for anything else.
     """
-    chosen = _named_templates(templates, root) if isinstance(templates, str) else [*templates]
-    if wrong := [template for template in chosen if str(template).count("{}") != 1]:
+    prompts = _named_templates(templates, root) if isinstance(templates, str) else [*templates]
+    if wrong := [template for template in prompts if str(template).count("{}") != 1]:
         raise ValueError(
             f"template {wrong[0]!r} must have one {{}} for the class name, as 'a photo of a {{}}.'"
         )
-    if not chosen:
+    if not prompts:
         raise ValueError(f"there are no templates in {templates!r}: give some, such as simple")
-    return [str(template) for template in chosen]
+    return [str(template) for template in prompts]
 
 
 def _named_templates(name: str, root: Path) -> Sequence[Any]:
@@ -223,8 +223,8 @@ def check_suite(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
     types: dict[str, Any] = {"labels": str, "classes": str | dict, "templates": str | list}
     for name, benchmark in benchmarks.items():
         if benchmark.kind == "zeroshot" and Path(benchmark.path).is_dir():
-            given = benchmark.options.items()
-            options = {o: value for o, value in given if isinstance(value, types.get(o, ()))}
+            items = benchmark.options.items()
+            options = {o: value for o, value in items if isinstance(value, types.get(o, ()))}
             with naming_benchmark(name):
                 check(Path(benchmark.path), **options)
 
@@ -246,7 +246,7 @@ def _of_clip_benchmark(choice: str, file: str, what: str) -> list[str]:
     )
     entries = parse_json((package / "datasets" / file).read_bytes(), file)
     if dataset not in entries:
-        known = ", ".join(sorted(entries))
-        raise ValueError(f"clip-benchmark has no {what} for {dataset!r}: it has {known}")
+        datasets = ", ".join(sorted(entries))
+        raise ValueError(f"clip-benchmark has no {what} for {dataset!r}: it has {datasets}")
     entry: list[str] = entries[dataset]
     return entry

@@ -64,10 +64,10 @@ class Result:
 
     @property
     def unit(self) -> Unit:
-        """The unit of value and interval; of one that is not known the larger value is better."""
+        """The unit of value and interval; larger values of an unknown unit are better."""
         name = str(self.protocol.get("unit", PERCENT.name))
-        known = {PERCENT.name: PERCENT, "percent": PERCENT, NATS.name: NATS}
-        return known.get(name) or Unit(name, name)
+        units = {PERCENT.name: PERCENT, "percent": PERCENT, NATS.name: NATS}
+        return units.get(name) or Unit(name, name)
 
     @property
     def column(self) -> Column:
@@ -104,8 +104,8 @@ def figure(
 ) -> Measurement:
     """The figure of a metric, from the outcomes of its items, in their unit.
 
-    Its interval is Wilson's, of the mean over strata and with the items of a unit together where
-    there are any; a bootstrap for rankings; and that of a mean for losses.
+    The interval is Wilson's for the mean over strata, with items of a unit taken together; for
+    rankings it is a bootstrap, and for losses that of a mean.
     """
     settings = dict(protocol) | ({} if level == "table" else {"level": level})
     unit, values = measured.measured_in, measured.values.astype(np.float64)
@@ -118,7 +118,9 @@ def figure(
         counts = np.bincount(measured.stratum)
         shares = np.bincount(measured.stratum, values) / counts
         residuals = (values - shares[measured.stratum]) / counts[measured.stratum]
-        effect = 1.0 if measured.units is None else design_effect(residuals, measured.unit)
+        effect = (
+            1.0 if measured.units is None else design_effect(residuals, measured.resampling_group)
+        )
         low, high = stratified_interval(shares, counts, effect)
     if unit != PERCENT:
         settings["unit"] = unit.name
@@ -129,17 +131,17 @@ def figure(
 def record(path: Path, figures: Sequence[Measurement], model: str, benchmark: str) -> list[Result]:
     """Writes the figures of one model on one benchmark into results.jsonl, and the outcomes of
     their items beside it; returns the rows. Outcomes that no row names any more are removed."""
-    known = {one.metric: one.outcomes for one in figures if one.outcomes is not None}
-    names = [f.name for f in fields(Measurement) if f.name != "outcomes"]
-    rows = [Result(model, benchmark, **{n: getattr(one, n) for n in names}) for one in figures]
-    if known:
-        name, data = outcomes.encode(known)
+    of_items = {f.metric: f.outcomes for f in figures if f.outcomes is not None}
+    names = [field.name for field in fields(Measurement) if field.name != "outcomes"]
+    rows = [Result(model, benchmark, **{n: getattr(f, n) for n in names}) for f in figures]
+    if of_items:
+        name, data = outcomes.encode(of_items)
         write_bytes(path.parent / outcomes.FOLDER / name, data)
         rows = [replace(row, protocol=row.protocol | {"outcomes": name}) for row in rows]
     write(path, rows)
-    kept = {row.protocol.get("outcomes") for row in read(path)}
+    referenced = {row.protocol.get("outcomes") for row in read(path)}
     for file in (path.parent / outcomes.FOLDER).glob("*.arrow"):
-        if file.name not in kept:
+        if file.name not in referenced:
             file.unlink()
     return rows
 
@@ -147,8 +149,8 @@ def record(path: Path, figures: Sequence[Measurement], model: str, benchmark: st
 def copy(rows: Sequence[Result], source: Path, target: Path) -> None:
     """Adds ``rows`` of the results.jsonl ``source``, with the outcomes of their items, to another;
     nothing is written where it has them."""
-    known = read(target)
-    if all(row in known for row in rows):
+    target_rows = read(target)
+    if all(row in target_rows for row in rows):
         return
     for name in {str(row.protocol["outcomes"]) for row in rows if "outcomes" in row.protocol}:
         data = (source.parent / outcomes.FOLDER / name).read_bytes()
@@ -181,7 +183,7 @@ def read(path: Path) -> list[Result]:
 
 
 def _is_row(row: Mapping[str, Any]) -> bool:
-    """Returns whether the fields have the types of ``Result``."""
+    """Returns True if the fields have the types of ``Result``."""
     return (
         all(isinstance(row[name], str) for name in ("model", "benchmark", "metric"))
         and all(type(row[name]) in (int, float) for name in ("value", "ci_low", "ci_high"))
@@ -209,27 +211,27 @@ def write(path: Path, rows: Sequence[Result]) -> None:
         if not all(map(math.isfinite, (row.value, row.ci_low, row.ci_high))):
             raise ValueError(f"{row.model} {row.benchmark} {row.metric} is {row.value}: not finite")
     renewed = {(row.model, row.benchmark) for row in rows}
-    kept = [row for row in read(path) if (row.model, row.benchmark) not in renewed]
-    lines = [json.dumps(asdict(row), ensure_ascii=False, allow_nan=False) for row in kept + [*rows]]
+    left = [row for row in read(path) if (row.model, row.benchmark) not in renewed]
+    lines = [json.dumps(asdict(row), ensure_ascii=False, allow_nan=False) for row in left + [*rows]]
     write_bytes(Path(path), ("\n".join(lines) + "\n" if lines else "").encode())
 
 
-def trained_on(known: int, judged: int) -> str:
-    """Says how many of the images that a benchmark's figures are of are trained on."""
-    return f"the run is trained on {known:,} of its {judged:,} images"
+def trained_on(trained: int, judged: int) -> str:
+    """Says how many of a benchmark's images the run is trained on."""
+    return f"the run is trained on {trained:,} of its {judged:,} images"
 
 
-def unfit(benchmark: str, known: int, judged: int, choice: str, again: str = "") -> ValueError:
-    """The error of a benchmark that decides ``choice``, where images of it are trained on."""
+def unfit(benchmark: str, trained: int, judged: int, choice: str, again: str = "") -> ValueError:
+    """The error of a benchmark that decides ``choice`` while the run is trained on its images."""
     return ValueError(
-        f"benchmark {benchmark!r}: {trained_on(known, judged)}, and {choice} is chosen by it: give "
-        f"data that no training has read{again}"
+        f"benchmark {benchmark!r}: {trained_on(trained, judged)}, and {choice} is chosen by it: "
+        f"give data that no training has read{again}"
     )
 
 
 def check_unseen(rows: Sequence[Result], benchmarks: Sequence[str], choice: str) -> None:
-    """Raises ValueError where rows of ``benchmarks``, by which ``choice`` is made, say that their
-    images are trained on."""
+    """Raises ValueError if rows of ``benchmarks``, which decide ``choice``, say that the run is
+    trained on their images."""
     for row in rows:
         if row.benchmark in benchmarks:
             if counts := _counts([row], "training_images", "judged_images"):
@@ -240,8 +242,8 @@ def check_unseen(rows: Sequence[Result], benchmarks: Sequence[str], choice: str)
 def notes(rows: Sequence[Result]) -> list[str]:
     """Notes below the table of one benchmark: items that were left out, images trained on."""
     left_out = [
-        f"{out} of {out + kept} items are left out: not comparable with published figures"
-        for out, kept in _counts(rows, "left_out_items", "num_items")
+        f"{out} of {out + measured} items are left out: not comparable with published figures"
+        for out, measured in _counts(rows, "left_out_items", "num_items")
     ]
     seen = _counts(rows, "training_images", "judged_images")
     return [*left_out, *(f"{trained_on(*counts)}: figures are too good" for counts in seen)]
@@ -262,12 +264,11 @@ def table(
 ) -> str:
     """The results as text: a block per benchmark, rows are models, columns are metrics.
 
-    Models and metrics stand in the order of their first appearance, below the number of trials and
-    what chance gives (where the protocol says so); published references come last, marked. Cells
-    are in the unit of the column, which its head names unless it is percent, with the 95 % interval
-    below them. Metrics of the level ``detail`` are counted, and shown
-    with ``details``. Where the columns of a benchmark are wider than ``WIDTH`` together, they
-    follow in a further block. Below it stand its ``notes``.
+    Models and metrics are in the order of their first appearance, below the number of trials and
+    the chance (if the protocol gives it); published references come last, marked. A cell has its
+    95 % interval below it; the head of a column names its unit unless it is percent. Metrics of the
+    level ``detail`` are counted, and shown with ``details``. Columns beyond ``WIDTH`` continue in a
+    further block. The ``notes`` of a benchmark come below it.
     """
     blocks = []
     for benchmark in dict.fromkeys(row.benchmark for row in results):
@@ -297,7 +298,7 @@ def _block(benchmark: str, rows: Sequence[Result], published: Sequence[Reference
     names = [wrapped(clean(name), 40) for name in (benchmark, *above, *models)]
     columns = []
     for (metric, unit), counts in trials.items():
-        cells = [own.get((metric, unit)) for own in models.values()]
+        cells = [row_of.get((metric, unit)) for row_of in models.values()]
         digits = unit.decimals(cell.value for cell in cells if cell)
         head = wrapped(clean(short_name(metric)), 11) + unit.note
         texts = [head, "/".join(map(str, sorted(counts)))]
@@ -329,12 +330,12 @@ def _fitting(columns: Sequence[list[str]], width: int) -> Iterator[list[list[str
     part: list[list[str]] = []
     taken = 0
     for column in columns:
-        wanted = 2 + _width(column)
-        if part and taken + wanted > width:
+        needed = 2 + _width(column)
+        if part and taken + needed > width:
             yield part
             part, taken = [], 0
         part.append(column)
-        taken += wanted
+        taken += needed
     if part:
         yield part
 

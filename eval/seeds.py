@@ -1,12 +1,12 @@
-"""Two methods that were each trained with several seeds, on the same items: are they different?
+"""Compares two methods that were each trained with several seeds, on the same items.
 
-The seeds of a pair are equal, so that what a seed changes for both (the order of the samples, the
-base where it is trained) does not count. Items are the same in every seed: those that one method
-happens to find do not become more by training again, so items and seeds are crossed.
+Both sides of a pair have the same seed, so effects of the seed on both (the order of the samples,
+a trained base) cancel. Items are the same for every seed, and training again adds no items, so
+items and seeds are crossed.
 
-The variance of a mean difference has three parts (``Spread``), each with degrees of freedom of its
-own. An interval gives each part its own quantile (Howe, JASA 1974), so that two seeds do not
-widen what many items know well.
+The variance of a mean difference has three parts (``Spread``), each with its degrees of freedom. An
+interval gives each part its own quantile (Howe, JASA 1974), so that having only two seeds does not
+widen the part that many items determine well.
 """
 
 from __future__ import annotations
@@ -74,24 +74,24 @@ class Spread:
 def difference(pairs: Sequence[tuple[Outcomes, Outcomes]]) -> Difference:
     """The difference of two methods, whose outcomes of every seed are a pair: the mean over seeds.
 
-    One seed: ``outcomes.difference``, which knows items alone. More: the interval and the p-value
-    of ``Spread``. The units' part has the invented units of ``outcomes.bootstrap_strata``.
-    Rankings, which are no sums over units, have jackknife pseudo-values in the place of units'
-    parts; where all of these are equal, as of a perfect ranking against a collapsed one, it is a
-    sign test. ``wins``, ``losses`` and ``items`` are of the mean over seeds.
+    With one seed it is ``outcomes.difference``, which draws items alone. With more, ``Spread``
+    gives the interval and the p-value; the units' part has the invented units of
+    ``outcomes.bootstrap_strata``. Rankings are no sums over units, so jackknife pseudo-values take
+    the place of units' parts; if all of these are equal, as for a perfect and a collapsed ranking,
+    a sign test is used. ``wins``, ``losses`` and ``items`` are of the mean over seeds.
 
-    Raises NotTheSame where items are not the same.
+    Raises NotTheSame if items are not the same.
     """
     if len(pairs) == 1:
         return outcomes.difference(*pairs[0])
     first, num_seeds = pairs[0][0], len(pairs)
-    for own, other in pairs:
-        outcomes.check_same_items(first, own)
-        outcomes.check_same_items(own, other)
+    for a, b in pairs:
+        outcomes.check_same_items(first, a)
+        outcomes.check_same_items(a, b)
     parts = _parts(pairs)
     spread = _spread(parts, invented=first.truth is None)
-    value = float(np.mean([own.value() - other.value() for own, other in pairs]))
-    units, half = int(first.unit.max()) + 1, float(spread.half_width(0.05))
+    value = float(np.mean([a.value() - b.value() for a, b in pairs]))
+    units, half = int(first.resampling_group.max()) + 1, float(spread.half_width(0.05))
     if value and half < 1e-12:
         low, high, p_value = outcomes.sign_test(first, value)
         test = "sign test over units"
@@ -101,7 +101,7 @@ def difference(pairs: Sequence[tuple[Outcomes, Outcomes]]) -> Difference:
         better = first.measured_in.sign * parts[0].mean(axis=1)
         wins, losses = int((better > 1e-12).sum()), int((better < -1e-12).sum())
     if first.statistic == "mean":
-        items = float(np.mean([np.sum(own.values) - np.sum(other.values) for own, other in pairs]))
+        items = float(np.mean([np.sum(a.values) - np.sum(b.values) for a, b in pairs]))
     p_value, test = float(spread.p_values(value)), f"{num_seeds} seeds crossed with items"
     return Difference(value, value - half, value + half, p_value, test, wins, losses, units, items)
 
@@ -114,24 +114,24 @@ its stratum [U]."""
 def _parts(pairs: Sequence[tuple[Outcomes, Outcomes]]) -> Parts:
     first = pairs[0][0]
     if first.truth is not None:
-        pseudo = np.stack([_pseudo_values(own, other) for own, other in pairs], axis=1)
+        pseudo = np.stack([_pseudo_values(a, b) for a, b in pairs], axis=1)
         return pseudo, np.zeros(len(pseudo)), np.zeros(len(pseudo), dtype=np.int64)
-    parts = [outcomes.by_unit(own, other) for own, other in pairs]
+    parts = [outcomes.by_unit(a, b) for a, b in pairs]
     largest = parts[0][1] * (first.statistic == "mean")  # a loss has no largest value
     return np.stack([values for values, _, _ in parts], axis=1), largest, parts[0][2]
 
 
-def _pseudo_values(own: Outcomes, other: Outcomes) -> FloatArray:
+def _pseudo_values(a: Outcomes, b: Outcomes) -> FloatArray:
     """Jackknife pseudo-values of a difference of rankings over units, or over ``_GROUPS`` groups of
     them, each divided by their number, so that they sum up to the difference."""
-    units = int(own.unit.max()) + 1
+    units = int(a.resampling_group.max()) + 1
     number = min(units, _GROUPS)
     of_unit = np.random.default_rng(outcomes.SEED).permutation(units) % number
-    group, whole = of_unit[own.unit], own.value() - other.value()
+    group, whole = of_unit[a.resampling_group], a.value() - b.value()
     left_out = np.empty(number)
-    for one in range(number):
-        weights = (group != one).astype(np.float64)
-        left_out[one] = own.value(weights) - other.value(weights)
+    for left_out_group in range(number):
+        weights = (group != left_out_group).astype(np.float64)
+        left_out[left_out_group] = a.value(weights) - b.value(weights)
     left_out[np.isnan(left_out)] = whole  # a ranking without its only positive is not defined
     return whole - (number - 1) / number * left_out
 
@@ -148,9 +148,9 @@ def _spread(parts: Parts, *, invented: bool) -> Spread:
         means, chances = rows.mean(axis=1), counts / counts.sum()
         spread = float(chances @ (means - chances @ means) ** 2)
         units += count * spread * outcomes.widened(count)
-    for own in (values[stratum == name] for name in strata):
-        left = own - own.mean(axis=1, keepdims=True) - own.mean(axis=0) + own.mean()
-        rest += outcomes.widened(len(own)) * float((left**2).sum()) / (num_seeds - 1) / num_seeds
+    for part in (values[stratum == name] for name in strata):
+        left = part - part.mean(axis=1, keepdims=True) - part.mean(axis=0) + part.mean()
+        rest += outcomes.widened(len(part)) * float((left**2).sum()) / (num_seeds - 1) / num_seeds
     seeds = float(values.sum(axis=0).var(ddof=1)) / num_seeds
     degrees = max(len(values) - len(strata), 1)
     return Spread(units, seeds, rest, degrees, num_seeds)

@@ -1,7 +1,7 @@
 """Protocols by which encoders are measured: the name of a module is the ``kind`` of a benchmark.
 
-A module declares ``EVALUATOR``, all that is asked of a protocol. The options of a run's benchmarks
-stand here too. This module imports no torch.
+A module declares ``EVALUATOR``, which is all that a protocol needs. The options of a run's
+benchmarks are here too. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Evaluator:
     reads_text   whether images are compared with texts, which an image encoder alone cannot do
     is_loss      whether smaller figures are better
     files        options of ``evaluate`` whose values are paths inside of the benchmark's folder
-    check        ``check(root, **options)`` raises before a run what can be known without reading
-                 every sample
-    judged       the folder of the images that figures are of, where there are others to learn from
+    check        ``check(root, **options)`` raises, before a run, the errors that can be found
+                 without reading every sample
+    judged       the folder of the images that are measured, if others are there to learn from
     """
 
     evaluate: Callable[..., list[Measurement]]
@@ -72,7 +72,7 @@ def evaluator(kind: str) -> Evaluator:
 # --- options ----------------------------------------------------------------------------------
 
 
-def _known(kind: str) -> str:
+def _check_kind(kind: str) -> str:
     if kind not in KINDS:
         raise ValueError(f"wanted one of {', '.join(KINDS)}")
     return kind
@@ -82,7 +82,7 @@ def _known(kind: str) -> str:
 class BenchmarkConfig:
     """One benchmark of the suite that runs between stages and at the end."""
 
-    kind: Annotated[str, AfterValidator(_known)]
+    kind: Annotated[str, AfterValidator(_check_kind)]
     """The evaluator: a module of eval/protocols."""
     path: str
     """Folder of the benchmark, in the layout of its kind (the page "Benchmarks")."""

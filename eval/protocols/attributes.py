@@ -22,7 +22,7 @@ from mclclip.eval.features import Extractor
 from mclclip.eval.images import StoredImage, read_shards
 from mclclip.eval.logistic import MAX_ITERATIONS
 from mclclip.eval.metrics import IntArray
-from mclclip.eval.outcomes import Outcomes, joined
+from mclclip.eval.outcomes import Outcomes, join_outcomes
 from mclclip.eval.protocols import Evaluator, knn, linear_probe
 from mclclip.eval.results import Measurement, figure
 from mclclip.ranks.collectives import together
@@ -43,25 +43,25 @@ def read_split(
     return images, {name: table[fields.ATTRIBUTE + name].to_pylist() for name in names}
 
 
-def coded(train: Sequence[str], test: Sequence[str], name: str) -> tuple[IntArray, IntArray, int]:
+def encode(train: Sequence[str], test: Sequence[str], name: str) -> tuple[IntArray, IntArray, int]:
     """Labels [N] of train and [Q] of test (places among train's sorted values), and their number.
 
     ValueError for a value that only test has, which no classifier could answer, and where train
     has one value only.
     """
-    known = {value: code for code, value in enumerate(sorted(set(train)))}
-    if len(known) < 2:
+    codes = {value: code for code, value in enumerate(sorted(set(train)))}
+    if len(codes) < 2:
         raise ValueError(
             f"all {len(train)} train images have the same value of {name!r}: there is nothing to "
             "tell apart; leave the attribute out, or give other images"
         )
-    if strange := sorted(set(test) - known.keys()):
+    if strange := sorted(set(test) - codes.keys()):
         raise ValueError(
             f"the test images have values of {name!r} that no train image has, such as "
             f"{strange[:3]}: split the data so that train has all of them"
         )
-    labels = (np.array([known[v] for v in values], np.int64) for values in (train, test))
-    return next(labels), next(labels), len(known)
+    labels = (np.array([codes[v] for v in values], np.int64) for values in (train, test))
+    return next(labels), next(labels), len(codes)
 
 
 def check(root: Path, *, attributes: Names, probe: Probe = "linear", **_: Any) -> None:
@@ -89,26 +89,25 @@ def evaluate(
     """Accuracy in percent of every attribute, as a metric of its name, on the shards ``root/test``
     with a classifier trained on ``root/train``; ``mean`` is over attributes.
 
-    ``attributes``: names of those that are judged, as the shards' ``.json`` have them. ``probe``:
-    ``linear``, with the L2 ``strength`` (None: chosen on ``validation_share`` of train), or
-    ``knn``, the majority of the ``k`` nearest. ``seed`` draws those that are validated on;
-    ``max_iterations`` are the solver's at most.
+    ``attributes``: their names in the shards' ``.json``. ``probe``: ``linear``, with the L2
+    ``strength`` (None: chosen on ``validation_share`` of train), or ``knn``, the majority of the
+    ``k`` nearest. ``seed`` draws the part to validate on; ``max_iterations`` limits the solver.
     ``max_train``: only the first so many train images are used. Features are extracted once for all
     attributes. Figures do not depend on the number of ranks. Raises the errors of ``read_split``
-    and ``coded``.
+    and ``encode``.
     """
-    (learnt, known), (asked, wanted) = together(
+    (train_images, train_values), (test_images, test_values) = together(
         lambda: [read_split(Path(root) / part, attributes) for part in ("train", "test")]
     )
-    train, test = extractor.images(learnt[:max_train]), extractor.images(asked)
-    items = [image.key for image in asked]
+    train, test = extractor.images(train_images[:max_train]), extractor.images(test_images)
+    items = [image.key for image in test_images]
     options: dict[str, Any] = {
         "strength": strength, "validation_share": validation_share, "seed": seed,
         "max_iterations": max_iterations,
     }  # fmt: skip
     figures = []
     for name in attributes:
-        labels, truth, number = coded(known[name][:max_train], wanted[name], name)
+        labels, truth, number = encode(train_values[name][:max_train], test_values[name], name)
         data = LabelledFeatures(train, labels, test, truth)
         protocol: dict[str, Any] = {
             "trials": "images",
@@ -120,15 +119,15 @@ def evaluate(
             predicted = knn.predict(extractor.context, data, k)
             protocol |= {"name": "attributes_knn", "k": k, "weights": "majority"}
         else:
-            predicted, chosen = linear_probe.predict(extractor.context, data, **options)
-            protocol |= {"name": "attributes_linear", **chosen}
+            predicted, settings = linear_probe.predict(extractor.context, data, **options)
+            protocol |= {"name": "attributes_linear", **settings}
         right = Outcomes(items, predicted == truth)
         figures.append(figure(name, right, protocol, level="headline"))
     if len(figures) > 1:  # the mean over attributes; all answers to an image are one unit
         protocol = figures[0].protocol | {"of": [*attributes], "trials": "answers"}
         protocol.pop("num_classes")
-        parts = {own.metric: own.outcomes for own in figures if own.outcomes is not None}
-        figures.append(figure("mean", joined(parts), protocol))
+        parts = {f.metric: f.outcomes for f in figures if f.outcomes is not None}
+        figures.append(figure("mean", join_outcomes(parts), protocol))
     return figures
 
 

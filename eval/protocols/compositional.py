@@ -120,11 +120,11 @@ def item_margins(
             own_images = [[image_row[image] for image in items[n].images] for n in some]
             own_texts = [[text_row[text] for text in items[n].texts] for n in some]
             left, right = image_features[own_images], text_features[own_texts]
-            for side, chosen in margins.items():
-                for number, own in zip(
+            for side, margins_of_side in margins.items():
+                for number, decisions in zip(
                     some, _margins(side, np.array(truth), left, right), strict=True
                 ):
-                    chosen[number] = own
+                    margins_of_side[number] = decisions
     return margins
 
 
@@ -144,11 +144,11 @@ def _margins(side: Side, truth: BoolArray, images: Features, texts: Features) ->
 
 @cache
 def chance_of(side: Side, truth: tuple[tuple[bool, ...], ...]) -> float:
-    """How probable it is that all decisions are right where similarities have a random order.
+    """The probability that all decisions are right if similarities have a random order.
 
-    Each query that has c candidates, of which r are true of it, is right in one of comb(c, r)
-    cases, and queries of one side are independent. Of three texts, one of three similarities must
-    be the highest; in a group of two images and two texts, two of four.
+    A query with c candidates, of which r are true, is right in one of comb(c, r) cases, and queries
+    of one side are independent. Of three texts, one of three similarities must be the highest; in a
+    group of two images and two texts, two of four.
     """
     true = np.array(truth)
     if side == "texts":
@@ -166,8 +166,8 @@ def chance_of(side: Side, truth: tuple[tuple[bool, ...], ...]) -> float:
 class _Figures:
     """Makes the figures of a benchmark from the margins of its items (``item_margins``).
 
-    official: whether the published rule gives ties to the model, so that each figure has a second
-    one by that rule.
+    official: the published rule gives ties to the model, so each figure has a second one by that
+    rule.
     """
 
     items: Sequence[Item]
@@ -188,7 +188,7 @@ class _Figures:
         ``strata``."""
         margins = [np.concatenate([self.margins[side][row] for row in group]) for group in groups]
         items = [[self.items[row] for row in group] for group in groups]
-        chance = np.array([prod(chance_of(side, one.truth) for one in group) for group in items])
+        chance = np.array([prod(chance_of(side, item.truth) for item in group) for group in items])
         units = [group[0].unit for group in items]
         outcomes = partial(
             Outcomes,
@@ -199,10 +199,10 @@ class _Figures:
         settings = dict(self.protocol) | {
             "trials": trials,
             "chance": round(100 * outcomes(chance).value(), 2),
-            "tied_items": sum(bool((own == 0).any()) for own in margins),
+            "tied_items": sum(bool((decisions == 0).any()) for decisions in margins),
             "items_with_equal_texts": sum(any(map(_has_equal_texts, group)) for group in items),
         }
-        lowest = np.array([own.min() for own in margins])
+        lowest = np.array([decisions.min() for decisions in margins])
         strict = settings | {"ties": "against the model"}
         figures = [figure(metric, outcomes(lowest > 0), strict, level=level)]
         if self.official:
@@ -237,7 +237,8 @@ class _Figures:
 
 
 def _has_equal_texts(item: Item) -> bool:
-    """Returns whether a true text of an image equals a false one: no encoder tells them apart."""
+    """Returns True if a text that is true of an image equals one that is false of it: no encoder
+    can tell these apart."""
     return any(
         {t for t, right in zip(item.texts, row, strict=True) if right}
         & {t for t, right in zip(item.texts, row, strict=True) if not right}
@@ -246,25 +247,25 @@ def _has_equal_texts(item: Item) -> bool:
 
 
 def _of_whatsup(figures: _Figures) -> list[Measurement]:
-    made = figures.by_part("", "text")
+    measurements = figures.by_part("", "text")
     for part in dict.fromkeys(item.part for item in figures.items if item.kind):
         sets: dict[str, dict[str, int]] = {}
         for row, item in enumerate(figures.items):
             if item.part == part:
                 sets.setdefault(item.unit, {})[item.kind] = row
         pairs = [
-            [own[name] for name in pair]
-            for own in sets.values()
+            [rows[name] for name in pair]
+            for rows in sets.values()
             for pair in PAIRS
-            if own.keys() >= set(pair)
+            if rows.keys() >= set(pair)
         ]
-        whole = [[*own.values()] for own in sets.values() if len(own) == 4]
+        whole = [[*rows.values()] for rows in sets.values() if len(rows) == 4]
         for metric, groups in (("pair", pairs), ("set", whole)):
             if groups:
-                made += figures.of(f"{part}/{metric}", "text", groups, trials=f"{metric}s")
+                measurements += figures.of(f"{part}/{metric}", "text", groups, trials=f"{metric}s")
             else:
                 log.warning("no %s of %s is whole, so that it has no figure", metric, part)
-    return made
+    return measurements
 
 
 def _figures(layout: LayoutName, figures: _Figures) -> list[Measurement]:
@@ -315,8 +316,8 @@ def evaluate(
 ) -> list[Measurement]:
     """The figures of a compositional benchmark in a published ``layout``, in percent.
 
-    sugarcrepe: a metric per part and their mean ``average`` (chance 50). pairs: the same below
-    ``pooled``, the share of all items, since rules have unequal numbers of them. sugarcrepe_pp: a
+    sugarcrepe: a metric per part and their mean ``average`` (chance 50). pairs: the same, with the
+    headline ``pooled``, the share of all items, since rules differ in size. sugarcrepe_pp: a
     metric per part and ``average`` as ``ITT/`` and ``TOT/`` (33.3 each). winoground, naturalbench:
     ``text``, ``image`` (25 each) and ``group`` (16.7). aro_relation, aro_attribute: ``average``
     over kinds and ``pooled`` over items (50). aro_order: ``accuracy`` (20). whatsup: a metric per

@@ -1,4 +1,4 @@
-"""CLIP's loss on held-out samples: how well images pick their captions, and the reverse.
+"""CLIP's loss on held-out samples: how well images pick their captions, and captions their images.
 
 Source: Radford et al., Learning Transferable Visual Models (2021), Figure 3, with all samples as
 one batch and the model's own logit scale, whatever objective it was trained with. Rows are computed
@@ -122,15 +122,15 @@ def row_losses(
     """
     step = max(1, chunk_bytes // (8 * len(candidates)))
 
-    def of_share(own: slice) -> FloatArray:
-        losses = np.empty(own.stop - own.start)
-        for start in range(own.start, own.stop, step):
-            rows = np.arange(start, min(start + step, own.stop))
+    def of_share(share: slice) -> FloatArray:
+        losses = np.empty(share.stop - share.start)
+        for start in range(share.start, share.stop, step):
+            rows = np.arange(start, min(start + step, share.stop))
             near = similarity(queries[rows], candidates, context.device)
             logits = scale * near.astype(np.float64)
             most = logits.max(axis=1)
             total = np.log(np.exp(logits - most[:, None]).sum(axis=1)) + most
-            losses[rows - own.start] = total - logits[np.arange(len(rows)), rows]
+            losses[rows - share.start] = total - logits[np.arange(len(rows)), rows]
         return losses
 
     return np.concatenate(over_ranks(context, len(queries), of_share))

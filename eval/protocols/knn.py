@@ -65,8 +65,8 @@ def predict(
     queries, and all get all answers."""
     num_classes = int(data.train_labels.max()) + 1
 
-    def answer(own: slice) -> IntArray:
-        near, rows = search.nearest(data.test[own], data.train, k, what="kNN")
+    def answer(share: slice) -> IntArray:
+        near, rows = search.nearest(data.test[share], data.train, k, what="kNN")
         return vote(near, data.train_labels[rows], num_classes, weights, temperature)
 
     return np.concatenate(over_ranks(context, len(data.test), answer))

@@ -100,12 +100,13 @@ def train(
     max_iterations: int,
     metric: Metric = "accuracy",
 ) -> tuple[list[Classifier | None], dict[str, Any]]:
-    """The classifier of ``data.train``, and what a row's protocol says of it. Of images with
-    several labels there is one per class, which tells images with it from those without.
+    """Trains the classifier of ``data.train``; returns it and its settings for a row's protocol.
 
-    Without a ``strength`` the one with the best ``metric`` is taken, on ``data.valid`` or else on
-    ``validation_share`` of every class of train; classifiers are then trained on all of it. All
-    ranks must call it, and get the same. Raises ValueError for classes that cannot be learnt.
+    Images with several labels get one classifier per class, which tells images with the class from
+    those without. If ``strength`` is None, the strength with the best ``metric`` is taken, on
+    ``data.valid`` or else on ``validation_share`` of every class of train; classifiers are then
+    trained on all of it. All ranks must call it, and get the same. Raises ValueError for classes
+    that cannot be learnt.
     """
     labels = data.train_labels
     if labels.ndim == 1 and len(np.unique(labels)) < 2:
@@ -122,23 +123,23 @@ def train(
         "solver": choose_solver(len(labels)), "max_iterations": max_iterations
     }  # fmt: skip
     if strength:
-        chosen, chosen_by = strength, "set"
+        best_strength, strength_from = strength, "set"
     elif data.valid is not None:
-        chosen_by = "validation on the data set's own split"
-        chosen = _search(context, data.held_out(data.valid), metric, fitting)
+        strength_from = "validation on the data set's own split"
+        best_strength = _search(context, data.held_out(data.valid), metric, fitting)
     else:
-        chosen_by = f"validation on {validation_share:g} of train"
+        strength_from = f"validation on {validation_share:g} of train"
         # Of images with several labels the part is drawn without regard to the classes.
         classes = labels if labels.ndim == 1 else np.zeros(len(labels), np.int64)
         held = held_out(classes, validation_share, seed)
-        chosen = _search(context, data.held_out(held), metric, fitting)
-    [fitted] = _fit_all(context, data.train, labels, [chosen], fitting)
+        best_strength = _search(context, data.held_out(held), metric, fitting)
+    [fitted] = _fit_all(context, data.train, labels, [best_strength], fitting)
     protocol = {
-        "strength": chosen,
-        "strength_from": chosen_by,
+        "strength": best_strength,
+        "strength_from": strength_from,
         "seed": seed,
         **fitting,
-        "converged": _log(chosen, fitted, "trained on train and validation"),
+        "converged": _log(best_strength, fitted, "trained on train and validation"),
         "standardised": "rows to equal length",
     }
     return fitted, protocol
@@ -161,9 +162,11 @@ def _fit_all(
     strengths: Sequence[float],
     fitting: dict[str, Any],
 ) -> list[list[Classifier | None]]:
-    """For every strength the classifier, or that of every class of ``labels`` [N, K]: None where
-    there is nothing to learn. Rows that are not judged for a class are left out there. The ranks
-    divide the fits, and all of them get all classifiers."""
+    """Trains a classifier for every strength, or for labels [N, K] one per strength and class.
+
+    A class with nothing to learn gets None. Rows that are not judged for a class are left out of
+    its fit. The ranks divide the fits, and all ranks get all classifiers.
+    """
     columns = [labels] if labels.ndim == 1 else [*labels.T]
     fits = [(strength, truth) for strength in strengths for truth in columns]
 
@@ -184,16 +187,16 @@ def _fit_all(
 def outcomes_of(
     metric: Metric, fitted: Sequence[Classifier | None], data: LabelledFeatures
 ) -> Outcomes:
-    """How ``data.test`` comes out under the classifiers of ``train``, by the metric; raises
-    ValueError where it is not defined for these images."""
+    """The outcomes of ``data.test`` under the classifiers of ``train``, by the metric. Raises
+    ValueError if the metric is not defined for these images."""
     rows, truth, items = data.test, data.test_labels, data.test_items
     if metric == "map_11_point":
         scores = np.zeros(truth.shape)
-        for column, one in enumerate(fitted):
-            if one is not None:
-                scores[:, column] = one.preferences(rows)
-        known = np.array([one is not None for one in fitted])
-        return precisions(scores, truth * known, items, data.class_names)
+        for column, classifier in enumerate(fitted):
+            if classifier is not None:
+                scores[:, column] = classifier.preferences(rows)
+        learnt = np.array([fit is not None for fit in fitted])
+        return precisions(scores, truth * learnt, items, data.class_names)
     [classifier] = fitted
     assert classifier is not None
     if metric == "mean_of_top1_and_top5":
@@ -224,7 +227,7 @@ def _search(
 def _log(strength: float, fitted: Sequence[Classifier | None], what: str) -> bool:
     """Logs a strength and how its classifiers do; returns whether all of them converged."""
     log.info("linear probe: L2 strength %.3g: %s", strength, what)
-    gradients = [one.gradient for one in fitted if one is not None and not one.converged]
+    gradients = [fit.gradient for fit in fitted if fit is not None and not fit.converged]
     if gradients:
         log.warning(
             "linear probe: L2 strength %.3g did not converge (gradient's norm %.2g, wanted %.0e): "
@@ -256,11 +259,11 @@ def evaluate(
         for images with several labels (PASCAL VOC 2007), with a classifier per class.
 
     ``strength``: the L2 strength (see ``logistic``), one for all classes; None chooses it by
-    ``metric`` on the data set's part ``valid``, or where there is none on ``validation_share`` of
-    every class of train; then it trains on all of it. ``seed`` draws the part that is validated on;
-    ``max_iterations`` are the solver's at most. Of ``feature``, ``projected`` is compared with
-    texts and ``pooled`` comes before that projection: CLIP takes ``pooled``; that features have
-    equal length is ours. Figures do not depend on the number of ranks.
+    ``metric`` on the data set's part ``valid``, or if there is none on ``validation_share`` of
+    every class of train; the classifier is then trained on all of it. ``seed`` draws the part to
+    validate on; ``max_iterations`` limits the solver. ``feature``: ``projected`` is compared with
+    texts, ``pooled`` comes before that projection and is what CLIP takes; features of equal length
+    are our choice. Figures do not depend on the number of ranks.
     """
     several = metric == "map_11_point"
     if several:
@@ -272,8 +275,8 @@ def evaluate(
         "strength": strength, "validation_share": validation_share, "seed": seed,
         "max_iterations": max_iterations, "metric": metric,
     }  # fmt: skip
-    fitted, chosen = train(extractor.context, data, **options)
-    protocol = {"name": "linear_probe", **chosen, **data.protocol}
+    fitted, settings = train(extractor.context, data, **options)
+    protocol = {"name": "linear_probe", **settings, **data.protocol}
     outcomes = on_main(lambda: outcomes_of(metric, fitted, data))
     if several:
         return [precision_figure(outcomes, len(data.test), protocol)]

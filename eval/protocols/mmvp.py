@@ -81,8 +81,8 @@ def evaluate(
         right: BoolArray = np.asarray((margins > 0).all(axis=1))
         for kind in dict.fromkeys(types.tolist()):
             rows = np.flatnonzero(types == kind)
-            own = Outcomes([names[row] for row in rows], right[rows])
-            figures.append(figure(prefix + kind, own, protocol, level=of_type))
+            of_type_outcomes = Outcomes([names[row] for row in rows], right[rows])
+            figures.append(figure(prefix + kind, of_type_outcomes, protocol, level=of_type))
         by_type = Outcomes(names, right, strata=types.tolist())
         figures.append(figure(f"{prefix}average", by_type, protocol, level=level))
         pooled = Outcomes(names, right)
@@ -109,7 +109,7 @@ def read_pairs(root: Path) -> list[Item]:
         raise FileNotFoundError(f"no folder {MMVP_FOLDERS[0]!r} (or with _) in {root}")
     files = {kind: _images_of_type(folder, kind) for kind in sorted({q[2] for q in questions})}
     items = []
-    for (line, a, kind, one), (_, b, other_kind, two) in zip(
+    for (line, a, kind, first), (_, b, other_kind, second) in zip(
         questions[::2], questions[1::2], strict=True
     ):
         pair = f"{line} and the next row form a pair, but their"
@@ -126,7 +126,17 @@ def read_pairs(root: Path) -> list[Item]:
                 f"question {lacking[0]}"
             )
         images, name = (files[kind][str(a)], files[kind][str(b)]), f"{a}-{b}"
-        items.append(Item(name, images, (one, two), PAIR, part="", kind=kind, unit=name))
+        items.append(
+            Item(
+                name,
+                images,
+                (first, second),
+                PAIR,
+                part="",
+                kind=kind,
+                unit=name,
+            )
+        )
     return items
 
 
@@ -161,10 +171,10 @@ def _read_questions(path: Path) -> list[tuple[str, int, str, str]]:
 def _images_of_type(folder: Path, kind: str) -> dict[str, Path]:
     """Question ID -> image; where one has several files, the first of the suffixes wins."""
     folders = [below(folder, name, "Questions.csv") for name in (kind, kind.replace(" ", "_"))]
-    own = next((path for path in folders if path.is_dir()), None)
-    if own is None:
+    type_folder = next((path for path in folders if path.is_dir()), None)
+    if type_folder is None:
         raise FileNotFoundError(f"no folder {folder / kind} for the Type {kind!r}")
-    files = [path for path in own.iterdir() if path.suffix.lower() in SUFFIXES]
+    files = [path for path in type_folder.iterdir() if path.suffix.lower() in SUFFIXES]
     check_inside(files, folder.parent)
     files.sort(key=lambda path: SUFFIXES.index(path.suffix.lower()), reverse=True)
     return {path.stem: path for path in files}

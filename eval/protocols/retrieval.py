@@ -28,7 +28,7 @@ from mclclip.eval.captions import (
 from mclclip.eval.features import CHUNK_BYTES, Extractor, Features, over_ranks, rank_queries
 from mclclip.eval.images import image_items, read_shards
 from mclclip.eval.metrics import chance_at, hits_at
-from mclclip.eval.outcomes import Outcomes, joined
+from mclclip.eval.outcomes import Outcomes, join_outcomes
 from mclclip.eval.protocols import Evaluator
 from mclclip.eval.results import Level, Measurement, figure
 from mclclip.ranks.collectives import together
@@ -134,14 +134,14 @@ def _recalls(
     """
     image_features, text_features = features
     owners = data.caption_image
-    asked = np.unique(owners)  # images that have a caption
+    captioned = np.unique(owners)  # images that have a caption
     units = [names[row] for row in owners]
     captions = [f"{name}#{row}" for row, name in enumerate(units)]
     every = np.arange(len(data.images))
     figures = []
     for direction, trials, queries, candidates, items, own_units in (
-        ("image_to_text", "images", (image_features[asked], asked), (text_features, owners),
-         [names[row] for row in asked], None),
+        ("image_to_text", "images", (image_features[captioned], captioned), (text_features, owners),
+         [names[row] for row in captioned], None),
         ("text_to_image", "captions", (text_features, owners), (image_features, every),
          captions, units),
     ):  # fmt: skip
@@ -169,28 +169,30 @@ def _recalls(
 def _of_languages(
     languages: Sequence[str], by_language: Sequence[list[Measurement]]
 ) -> list[Measurement]:
-    """The means over languages, and each language's own figures as details.
+    """The means over languages, and each language's figures as details.
 
-    An image is one draw, in however many languages it is asked for.
+    An image is one resampling group, whatever the number of its languages.
     """
     figures = []
-    by_metric = [{figure.metric: figure for figure in own} for own in by_language]
-    for metric in dict.fromkeys(name for own in by_metric for name in own):
+    by_metric = [{figure.metric: figure for figure in of_language} for of_language in by_language]
+    for metric in dict.fromkeys(name for of_language in by_metric for name in of_language):
         # Optimistic figures are there only for ties; without them they are the others.
-        own = [of.get(metric) or of[metric.removesuffix("_optimistic")] for of in by_metric]
-        protocol = {k: v for k, v in own[0].protocol.items() if k not in ("language", "level")}
+        alike = [of.get(metric) or of[metric.removesuffix("_optimistic")] for of in by_metric]
+        protocol = {k: v for k, v in alike[0].protocol.items() if k not in ("language", "level")}
         for count in ("num_captions", "num_candidates", "tied_queries", "captions_cut"):
             if count in protocol:
-                protocol[count] = [f.protocol[count] for f in own]
-        chances = [f.protocol["chance"] for f in own]
+                protocol[count] = [f.protocol[count] for f in alike]
+        chances = [f.protocol["chance"] for f in alike]
         protocol["chance"] = round(sum(chances) / len(chances), 2)
         level: Level = (
-            "detail" if metric.endswith("_optimistic") else own[0].protocol.get("level", "table")
+            "detail" if metric.endswith("_optimistic") else alike[0].protocol.get("level", "table")
         )
-        parts = {n: f.outcomes for n, f in zip(languages, own, strict=True) if f.outcomes}
-        figures.append(figure(metric, joined(parts), protocol | {"of": [*languages]}, level=level))
-    for language, own in zip(languages, by_language, strict=True):
-        for f in own:
+        parts = {n: f.outcomes for n, f in zip(languages, alike, strict=True) if f.outcomes}
+        figures.append(
+            figure(metric, join_outcomes(parts), protocol | {"of": [*languages]}, level=level)
+        )
+    for language, of_language in zip(languages, by_language, strict=True):
+        for f in of_language:
             protocol = f.protocol | {"level": "detail"}
             figures.append(replace(f, metric=f"{language}/{f.metric}", protocol=protocol))
     return figures
@@ -211,8 +213,8 @@ def _read(
             raise ValueError(f"languages of {captions} have no split: leave out split")
         if in_shards:
             raise ValueError(f"{captions} holds shards: languages are read from a table or .jsonl")
-        chosen = None if languages == "all" else languages
-        return read_languages(captions, images, protocol, chosen)
+        requested = None if languages == "all" else languages
+        return read_languages(captions, images, protocol, requested)
     if not in_shards:
         return {"": read_captions(captions, images, protocol, split=split)}
     if protocol != "table" or split:
@@ -221,7 +223,7 @@ def _read(
 
 
 def _check_images(images: Sequence[Any], captions: Path, folder: Path) -> None:
-    """Raises FileNotFoundError where files are missing, which is known before any is encoded."""
+    """Raises FileNotFoundError if files are missing, before any is encoded."""
     absent = [path for path in images if isinstance(path, Path) and not path.exists()]
     if absent:
         some = ", ".join(path.name for path in absent[:3])
@@ -244,9 +246,9 @@ def count_cut_captions(
     if not length:
         return {}
 
-    def count(own: slice) -> int:
-        kept = [text.rpartition(" ")[0] for text in texts[own]]
-        parts = (kept[start : start + 4096] for start in range(0, len(kept), 4096))
+    def count(share: slice) -> int:
+        shortened = [text.rpartition(" ")[0] for text in texts[share]]
+        parts = (shortened[start : start + 4096] for start in range(0, len(shortened), 4096))
         nothing, full = tokenized(tokenizer, ["", "a " * 4 * length])
         # Tokenizers of SigLIP and of transformers pad with the token that ends a text, cut or not.
         last = -2 if full[-1] == nothing[-1] else -1

@@ -65,7 +65,7 @@ log = logging.getLogger("mclclip")
 
 @checked_dataclass(frozen=True, config=STRICT)
 class CheckpointConfig:
-    """Resumable state: when it is saved, how long it is kept, and where else."""
+    """Resumable state: when it is saved, how long it is kept, and where it is copied to."""
 
     every: PositiveInt = 1000
     """Steps between checkpoints."""
@@ -245,9 +245,9 @@ class Checkpoints:
             alone = collectives.world_size() == 1
             step_files.write(part, storage_writer=writer, process_group=self._side, no_dist=alone)
             # They are read at once, while they are still in the page cache.
-            own = sorted(temporary.glob(f"__{rank}_*"))
-            own = own if rank else [temporary / METADATA, *own]
-            entries = files.records_of(temporary, *(path.name for path in own))
+            paths = sorted(temporary.glob(f"__{rank}_*"))
+            paths = paths if rank else [temporary / METADATA, *paths]
+            entries = files.records_of(temporary, *(path.name for path in paths))
         except (Exception, CheckpointException) as error:
             failure = step_files.cause(error)
         reports = collectives.gather_objects((failure, entries), self._side)
@@ -286,8 +286,8 @@ class Checkpoints:
         """
         collectives.on_main(partial(files.remove_leftovers, self.directory))
         damage: list[str] = []  # which steps were set aside, and why
-        fetched: set[int] = set()
-        step, main = self._newest_intact(damage, fetched), collectives.rank() == 0
+        from_mirror: set[int] = set()
+        step, main = self._newest_intact(damage, from_mirror), collectives.rank() == 0
         if step is None:
             aside = collectives.on_main(lambda: sorted(self.directory.glob(".damaged_step_*")))
             if aside:
@@ -302,19 +302,19 @@ class Checkpoints:
         collectives.together(lambda: step_files.check_fit(path, state))
         step_files.read(path, state, alone=collectives.world_size() == 1)
         target.load_state_dict(state)
-        if main and (damage or fetched):
+        if main and (damage or from_mirror):
             what = f"damaged: {'; '.join(damage)}" if damage else "no checkpoint here"
-            origin = f" of the mirror {self.mirror.url}" if self.mirror and fetched else ""
+            origin = f" of the mirror {self.mirror.url}" if self.mirror and from_mirror else ""
             log.warning("%s: %s, using step %d%s", self.directory, what, step, origin)
         self.saved = step or None
         if self.mirror is not None and step and main:
             self.mirror.start_round()  # copies steps that an earlier process did not copy
         return step
 
-    def _newest_intact(self, damage: list[str], fetched: set[int]) -> int | None:
+    def _newest_intact(self, damage: list[str], from_mirror: set[int]) -> int | None:
         """The newest step without visible damage, here or else in the mirror; None: there is none.
 
-        Adds what was set aside to ``damage``, and what came from the mirror to ``fetched``.
+        Adds steps that were set aside to ``damage``, and copied ones to ``from_mirror``.
         """
         while True:
             for step in reversed(self.steps()):
@@ -326,10 +326,10 @@ class Checkpoints:
                 damage.append(f"step {step} ({defect}; now {aside.name})")
             if self.mirror is None:
                 return None
-            copied = collectives.on_main(partial(self.mirror.fetch, fetched))
+            copied = collectives.on_main(partial(self.mirror.fetch, from_mirror))
             if copied is None:
                 return None
-            fetched.add(copied)
+            from_mirror.add(copied)
 
     def _defect(self, step: int) -> str | None:
         """The damage of a step in words, the same on all ranks; None where it is intact."""

@@ -32,8 +32,8 @@ class Mirror:
 
     A round copies every step that the mirror lacks, the newest first, then removes old ones there;
     so a step that failed to be copied is tried again in the next round. The state.json of a copy is
-    written last and removed first: a step without it does not count. A round that fails is only
-    warned of. Raises ValueError for another url.
+    written last and removed first: a step without it does not count. A failed round only causes a
+    warning. Raises ValueError for a url of an unknown protocol.
     """
 
     def __init__(self, url: str, directory: Path, keep: int, keep_every: int | None) -> None:

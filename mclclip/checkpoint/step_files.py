@@ -227,8 +227,8 @@ def own_part(state: State, rank: int, world_size: int) -> State:
     plain = [name for name, value in state.items() if not hasattr(value, "to_local")]
     plain.sort()
     sizes = [getattr(state[name], "nbytes", 1) for name in plain]
-    own = deal(sizes, world_size)[rank]
-    others = {*plain} - {plain[number] for number in own}
+    numbers = deal(sizes, world_size)[rank]
+    others = {*plain} - {plain[number] for number in numbers}
     return {name: value for name, value in state.items() if name not in others}
 
 
@@ -313,8 +313,8 @@ def load_model_state(directory: Path, step: int, part: str = "model") -> dict[st
 
 def keep_finished(train_directory: Path, keep_every: int | None) -> None:
     """Removes the steps of a finished training that nothing reads any more: all but the last, the
-    exported one and those kept for good. It removes nothing, with a warning, where one of the first
-    two is not intact. What a killed call leaves, the next one removes."""
+    exported one and those kept for good. If one of the first two is damaged, it warns and removes
+    nothing. The next call removes what a killed call leaves."""
     directory = train_directory / "checkpoints"
     counts = artifacts.read_manifest(train_directory, "train").counts
     needed = {counts["steps"], counts.get("exported_step", counts["steps"])}
@@ -330,12 +330,12 @@ def keep_finished(train_directory: Path, keep_every: int | None) -> None:
 
 
 def trained_state(train_directory: Path, *, averaged: bool) -> dict[str, Tensor]:
-    """The tensors of a finished training, on the CPU, by name: of its last checkpoint, or of the
-    one that its manifest names as ``exported_step``.
+    """The tensors of a finished training by name, on the CPU, from its last checkpoint or the one
+    that its manifest names as ``exported_step``.
 
-    ``averaged``: of what was trained, the moving average. Raises FileNotFoundError where the
-    training has not finished or its checkpoints are gone, and RuntimeError where they are those of
-    another training, or damaged.
+    ``averaged``: the moving average in place of the trained tensors. Raises FileNotFoundError if
+    the training has not finished or its checkpoints are gone, and RuntimeError if they are damaged
+    or of another training.
     """
     directory = train_directory / "checkpoints"
     manifest = artifacts.read_manifest(train_directory, "train")

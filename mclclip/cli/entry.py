@@ -55,8 +55,8 @@ def _function(path: str) -> Callable[..., object]:
     """Returns a function that imports and calls ``mclclip.PATH``, with the flags by name."""
     module, _, name = path.rpartition(".")
 
-    def call(*given: Any) -> object:
-        *opened, args = given
+    def call(*arguments: Any) -> object:
+        *opened, args = arguments
         return getattr(import_module(f"mclclip.{module}"), name)(*opened, **flags_of(args))
 
     return call
@@ -83,19 +83,19 @@ def _run(config: Config, context: Context, args: argparse.Namespace) -> object:
 def _convert(args: argparse.Namespace) -> object:
     from mclclip.export import convert
 
-    given = {name: getattr(args, name) for name in _CONVERSION}
-    return convert.run(**given, force=args.force)
+    flags = {name: getattr(args, name) for name in _CONVERSION}
+    return convert.run(**flags, force=args.force)
 
 
 def _soup(args: argparse.Namespace) -> object:
     from mclclip.verbs import eval as evaluation
     from mclclip.verbs import soup
 
-    given = flags_of(args)
-    judged = {name: given.pop(name) for name in _JUDGED}
-    choice = soup.chosen(given["method"], given["alpha"])
-    judge = evaluation.judge(**judged, models=given["models"], choice=choice)
-    return soup.run(**given, judge=judge)
+    flags = flags_of(args)
+    judged = {name: flags.pop(name) for name in _JUDGED}
+    choice = soup.chosen(flags["method"], flags["alpha"])
+    judge = evaluation.judge(**judged, models=flags["models"], choice=choice)
+    return soup.run(**flags, judge=judge)
 
 
 def _demo(args: argparse.Namespace) -> object:
@@ -112,8 +112,8 @@ def _demo(args: argparse.Namespace) -> object:
 def _race(args: argparse.Namespace) -> object:
     from mclclip.verbs import race
 
-    given = args.config, args.remedies, args.seeds, args.only, args.overrides
-    entered = race.Race(*given, force=args.force)
+    entries = args.config, args.remedies, args.seeds, args.only, args.overrides
+    entered = race.Race(*entries, force=args.force)
     return process.run(entered.job, "race", entered.run, check=entered.check)
 
 
@@ -252,12 +252,12 @@ def parse_words(argv: Sequence[str]) -> argparse.Namespace:
             raise ValueError(f"--seeds got {' '.join(seeds)}: wanted numbers from 0 on")
         args.seeds = [*map(int, seeds)]
     if args.verb == "export":
-        given = [name for name in _CONVERSION if getattr(args, name) is not None]
-        if given and not {"to", "model", "out"} <= {*given}:
+        conversion = [name for name in _CONVERSION if getattr(args, name) is not None]
+        if conversion and not {"to", "model", "out"} <= {*conversion}:
             parser.error(
-                f"export got --{' --'.join(given)}: wanted --to, --model and --out together"
+                f"export got --{' --'.join(conversion)}: wanted --to, --model and --out together"
             )
-        if given:
+        if conversion:
             args.function, args.standalone = _convert, True
     if getattr(args, "trunk_cache", False):
         args.overrides.append("trunk_cache.enabled=true")
@@ -286,15 +286,15 @@ def _words_of_run(args: argparse.Namespace) -> list[str]:
 
 def run_verb(args: argparse.Namespace) -> int:
     check_paths(args)
-    given = getattr(args, "config", None) or getattr(args, "data", None)
-    if given is not None:
+    recipe = getattr(args, "config", None) or getattr(args, "data", None)
+    if recipe is not None:
         from mclclip.util import shipped
 
-        shipped.find_recipe(given)
+        shipped.find_recipe(recipe)
     if args.verb == "race":
         from mclclip.config import remedies
 
-        if given is None or not args.remedies:
+        if recipe is None or not args.remedies:
             raise ValueError(
                 "wanted a base configuration and remedies, such as 'mclclip race --config ucm "
                 "--remedies mcl ifm'"

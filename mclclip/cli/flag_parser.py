@@ -32,9 +32,9 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 class Parser(argparse.ArgumentParser):
     """A parser that also records its errors for the launcher; sub-parsers have this class too."""
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         # A flag is written out: a shortened one may be another flag's name to its user.
-        super().__init__(formatter_class=_Help, allow_abbrev=False, **given)
+        super().__init__(formatter_class=_Help, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         process.record_early(ValueError(message), process.EXIT_USER)
@@ -68,17 +68,17 @@ def character(text: str) -> str:
     return text
 
 
-def existing(text: str) -> Path:
+def parse_path(text: str) -> Path:
     """Type of flags whose path, or pattern of paths, must exist; see ``check_paths``."""
     return Path(text)
 
 
-def named_existing(text: str) -> str:
+def parse_named_path(text: str) -> str:
     """The same, of ``[NAME=]PATH``; what has no "/" may also be a name, such as ViT-B-32@openai."""
     return text
 
 
-_PATHS = (Path, existing, named_existing)
+_PATHS = (Path, parse_path, parse_named_path)
 _SOURCES = ("source", "images")  # flags that take patterns too
 
 
@@ -88,18 +88,24 @@ def check_paths(args: argparse.Namespace) -> None:
     from mclclip.util.options import refuse_url  # imports pydantic  # imports pydantic
 
     for action in args.parser._actions:
-        if action.type not in _PATHS or not (given := getattr(args, action.dest)):
+        if action.type not in _PATHS or not (value := getattr(args, action.dest)):
             continue
         flag = "/".join(action.option_strings) or str(action.metavar)
-        for text in map(str, given if isinstance(given, list) else [given]):
-            if action.type is not named_existing:
+        for text in map(str, value if isinstance(value, list) else [value]):
+            if action.type is not parse_named_path:
                 refuse_url(text, flag)
             path = Path(text) if Path(text).exists() else Path(text.rpartition("=")[2])
-            named = action.type is named_existing and ("/" not in text or re.search("[@:]", text))
+            may_be_missing = action.type is parse_named_path and (
+                "/" not in text or re.search("[@:]", text)
+            )
             # Patterns are expanded later; a dry run of so many samples reads none of them.
-            named = named or action.dest in _SOURCES and re.search(r"[*?{\[]", text)
-            named = named or action.dest == "images" and getattr(args, "samples", None)
-            if action.type is not Path and not named and not path.exists():
+            may_be_missing = (
+                may_be_missing or action.dest in _SOURCES and re.search(r"[*?{\[]", text)
+            )
+            may_be_missing = (
+                may_be_missing or action.dest == "images" and getattr(args, "samples", None)
+            )
+            if action.type is not Path and not may_be_missing and not path.exists():
                 raise FileNotFoundError(f"{flag} {text}: there is no such file or folder")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mclclip import __version__
-from mclclip.cli.flag_parser import Parser, character, existing, named_existing
+from mclclip.cli.flag_parser import Parser, character, parse_named_path, parse_path
 from mclclip.data import datasets
 
 _VARIANTS = ["mcl", "ungrouped", "random_groups"]
@@ -147,9 +147,9 @@ def _add_overrides(verb: argparse.ArgumentParser) -> None:
 def _add_finetune(verbs: Any) -> None:
     verb = _add(verbs, "finetune")
     add = verb.add_argument
-    add("images", type=existing, metavar="IMAGES", help="what 'mclclip pack' packs")
-    add("--captions", type=existing, metavar="TABLE", help="that names pictures and captions")
-    base: dict[str, Any] = {"type": named_existing, "required": True}
+    add("images", type=parse_path, metavar="IMAGES", help="what 'mclclip pack' packs")
+    add("--captions", type=parse_path, metavar="TABLE", help="that names pictures and captions")
+    base: dict[str, Any] = {"type": parse_named_path, "required": True}
     add("--base", help="open_clip NAME@TAG, NAME@random, or a folder", **base)
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder of the run")
     share = "pictures to choose the best encoder by, and as many to report on"
@@ -159,12 +159,14 @@ def _add_finetune(verbs: Any) -> None:
     add("--caption-column", metavar="NAME", help=several, action="append")
     add("--delimiter", type=character, metavar="CHAR", help="default: by suffix and header")
     root = "another folder in which pictures may lie, such as the one that a link leads to"
-    add("--allow-root", dest="allow_roots", metavar="FOLDER", type=existing, help=root, **_SEVERAL)
+    add(
+        "--allow-root", dest="allow_roots", metavar="FOLDER", type=parse_path, help=root, **_SEVERAL
+    )
     add("--held-out", type=float, default=0.1, metavar="SHARE", help=share)
     add("--seed", type=int, default=0, help="of weights, data order and clusters")
     add("--force", action="store_true", help="choose settings anew, and move the old aside")
-    given = "a setting in the place of the chosen one, such as train.lr=1e-5"
-    add("overrides", nargs="*", default=[], metavar="key.path=value", help=given)
+    setting = "a setting in the place of the chosen one, such as train.lr=1e-5"
+    add("overrides", nargs="*", default=[], metavar="key.path=value", help=setting)
     add = verb.add_argument_group("settings alone").add_argument
     add("--dry-run", action="store_true", help="print the settings; writes nothing")
     gpu = "of --dry-run: choose for a GPU of this memory, which need not be here"
@@ -176,12 +178,14 @@ def _add_finetune(verbs: Any) -> None:
 def _add_pack(verbs: Any) -> None:
     add = _add(verbs, "pack").add_argument
     source = "folder of pictures (a.jpg, a.txt), CSV, TSV, JSONL, Parquet, saved data set, shards"
-    add("source", metavar="SOURCE", type=existing, help=source)
+    add("source", metavar="SOURCE", type=parse_path, help=source)
     captions = "captions of the pictures in the folder"
-    add("--captions", metavar="TABLE", type=existing, help=captions)
+    add("--captions", metavar="TABLE", type=parse_path, help=captions)
     add("--out", type=Path, required=True, help="folder for the shards")
     root = "another folder in which images may lie, such as the one that a link leads to"
-    add("--allow-root", dest="allow_roots", metavar="FOLDER", type=existing, help=root, **_SEVERAL)
+    add(
+        "--allow-root", dest="allow_roots", metavar="FOLDER", type=parse_path, help=root, **_SEVERAL
+    )
     add("--path-column", help="column of image paths or images; default: found by its name")
     text = "default: found by its name; none: no captions; several, or COLUMN.FIELD of a list"
     add("--caption-column", metavar="NAME", help=text, action="append")
@@ -221,7 +225,7 @@ def _add_make_dataset(verbs: Any) -> None:
 def _add_make_pairs(verbs: Any) -> None:
     add = _add(verbs, "make-pairs").add_argument
     shards = "whose *.tar are read; of pictures that no training reads"
-    add("--shards", type=existing, required=True, metavar="FOLDER", help=shards)
+    add("--shards", type=parse_path, required=True, metavar="FOLDER", help=shards)
     add("--captions", default="txt", help="of the shards: txt (default), lines or json:FIELD")
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder of the benchmark")
     add("--rules", nargs="+", default=[], metavar="RULE", help="such as colour (default: all)")
@@ -237,17 +241,21 @@ def _add_soup(verbs: Any) -> None:
     methods = "equal shares; models that do not lower the score, the best first; the line between "
     add("method", choices=["uniform", "greedy", "wise"], help=f"{methods}two")
     model = "an export, a soup, or an open_clip directory with safetensors; twice or more"
-    named: dict[str, Any] = {"metavar": "[NAME=]FOLDER", "type": named_existing, "required": True}
-    add("--model", dest="models", help=model, **named, **_SEVERAL)
+    options: dict[str, Any] = {
+        "metavar": "[NAME=]FOLDER",
+        "type": parse_named_path,
+        "required": True,
+    }
+    add("--model", dest="models", help=model, **options, **_SEVERAL)
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder to write")
     images = "training images (shards or files), to estimate batch norms on that differ"
-    add("--images", type=existing, metavar="FOLDER", help=images)
+    add("--images", type=parse_path, metavar="FOLDER", help=images)
     base = "models do not record one base, but are known to have one"
     add("--any-base", action="store_true", help=base)
     add("--force", action="store_true", help=_FORCE)
     add = verb.add_argument_group("score").add_argument
     held_out = "shards with captions; the score is retrieval on them, the mean of both R@1"
-    add("--held-out", type=existing, metavar="FOLDER", help=held_out)
+    add("--held-out", type=parse_path, metavar="FOLDER", help=held_out)
     add("--captions", default="txt", help="of --held-out: txt (default), lines or json:FIELD")
     add("--suite", help="benchmarks beside it: a shipped suite or a YAML file")
     add("--set", dest="variables", metavar="NAME=VALUE", help=_VARIABLE, **_SEVERAL)
@@ -264,7 +272,7 @@ def _add_soup(verbs: Any) -> None:
 
 def _add_compare(verbs: Any) -> None:
     add = _add(verbs, "compare").add_argument
-    add("runs", nargs="+", type=existing, metavar="RUN_DIR", help="with results.jsonl")
+    add("runs", nargs="+", type=parse_path, metavar="RUN_DIR", help="with results.jsonl")
     model = "a name in results.jsonl, with several runs as RUN:NAME (default: all)"
     add("--model", dest="models", metavar="NAME", help=model, **_SEVERAL)
     add("--against", metavar="NAME", help="default: stage_0, or the first model")
@@ -278,7 +286,7 @@ def _add_compare(verbs: Any) -> None:
 
 def _add_report(verbs: Any) -> None:
     add = _add(verbs, "report").add_argument
-    add("run_dir", nargs="?", type=existing, metavar="RUN_DIR", help="default: of --config")
+    add("run_dir", nargs="?", type=parse_path, metavar="RUN_DIR", help="default: of --config")
     recorded = "YAML, or a shipped recipe's name (default: what the run recorded)"
     add("--config", metavar="FILE", help=recorded)
     add("--out", type=Path, metavar="FILE", help="default: report.html of the run")
@@ -372,12 +380,12 @@ def _add_conversion(export: argparse.ArgumentParser) -> None:
     add("--to", choices=targets, metavar="LAYOUT", help=to)
     source = "an exported stage, soup or concat; for clip_retrieval a stage's embeddings, or a "
     source += "concat of embedded stages"
-    add("--model", type=existing, metavar="FOLDER", help=source)
+    add("--model", type=parse_path, metavar="FOLDER", help=source)
     add("--out", type=Path, metavar="FOLDER", help="folder to write")
     pictures = "folder of pictures for the certificate (default: drawn ones)"
-    add("--images", type=existing, metavar="FOLDER", help=pictures)
+    add("--images", type=parse_path, metavar="FOLDER", help=pictures)
     texts = "a text per line for the certificate (default: some that are hard to tokenise)"
-    add("--texts", type=existing, metavar="FILE", help=texts)
+    add("--texts", type=parse_path, metavar="FILE", help=texts)
     precision = "of onnx: numbers in which weights are stored (default: fp32)"
     add("--precision", choices=["fp32", "fp16"], help=precision)
 
@@ -387,8 +395,8 @@ def _add_figures(verbs: Any) -> None:
     add = _add(verbs, "eval", _REMAKE).add_argument
     model = "export, concat, open_clip NAME@PRETRAINED (or NAME@random), or hf:FOLDER (or "
     model += "hf:ORG/NAME) of transformers; default: the run's exports"
-    named: dict[str, Any] = {"metavar": "[NAME=]PATH", "type": named_existing}
-    add("--model", dest="models", help=model, **named, **_SEVERAL)
+    options: dict[str, Any] = {"metavar": "[NAME=]PATH", "type": parse_named_path}
+    add("--model", dest="models", help=model, **options, **_SEVERAL)
     add("--suite", help="a shipped suite (mcl) or a YAML file")
     add("--set", dest="variables", metavar="NAME=VALUE", help=_VARIABLE, **_SEVERAL)
     add("--only", metavar="BENCHMARK", help="some of the suite (default: all)", **_SEVERAL)
@@ -402,15 +410,15 @@ def _add_blindspots(verbs: Any) -> None:
     add = _add(verbs, "blindspots", _REMAKE).add_argument
     add("--stage", type=int, default=0, help="the stage that confuses them (default: %(default)s)")
     other = "what tells them apart: a stage, or a folder of embeddings (default: the last stage)"
-    add("--other", metavar="STAGE|[NAME=]FOLDER", type=named_existing, help=other)
+    add("--other", metavar="STAGE|[NAME=]FOLDER", type=parse_named_path, help=other)
     above = "the stage confuses a pair above this cosine (default: %(default)s)"
     add("--above", type=float, metavar="COSINE", default=0.95, help=above)
     below = "the other encoder tells it apart below this one (default: %(default)s)"
     add("--below", type=float, metavar="COSINE", default=0.6, help=below)
-    kept = "pairs that are kept of one image (default: %(default)s)"
-    add("--per-image", type=int, metavar="N", default=5, help=kept)
-    kept = "pairs that are kept of all (default: %(default)s)"
-    add("--max-pairs", type=int, metavar="N", default=1000, help=kept)
+    most = "pairs that are kept of one image (default: %(default)s)"
+    add("--per-image", type=int, metavar="N", default=5, help=most)
+    most = "pairs that are kept of all (default: %(default)s)"
+    add("--max-pairs", type=int, metavar="N", default=1000, help=most)
 
 
 def _add_filter(verbs: Any) -> None:
@@ -428,8 +436,8 @@ def _add_filter(verbs: Any) -> None:
     add("--near-duplicates", type=float, metavar="COSINE", help=copies)
     add("--within", choices=["clusters", "all"], help="default: clusters, where there are some")
     sets = "leave out copies of these evaluation images: embeddings by the same encoder, or .npy"
-    named: dict[str, Any] = {"metavar": "[NAME=]FOLDER", "type": named_existing}
-    add("--against", help=sets, **named, **_SEVERAL)
+    options: dict[str, Any] = {"metavar": "[NAME=]FOLDER", "type": parse_named_path}
+    add("--against", help=sets, **options, **_SEVERAL)
     add("--against-cosine", type=float, metavar="COSINE", help="above this cosine (default: 0.95)")
 
 

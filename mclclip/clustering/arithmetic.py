@@ -162,7 +162,7 @@ def integers_in_any_order() -> Iterator[None]:
 
 
 def _rounds_float32() -> bool:
-    """Returns whether torch is set to round the inputs of float32 products, on whichever device."""
+    """Returns True if torch is set to round the inputs of float32 products, on whichever device."""
     # torch.get_float32_matmul_precision() may fail once these have been set.
     backends: Any = torch.backends  # some of these names are not in its annotations
     owners = (backends.cuda.matmul, backends.mkldnn.matmul)

@@ -95,7 +95,7 @@ class WholeCentroids:
         The next call may change the sums of this one.
         """
         search = self._search(centroids)
-        kept = self._sums or _nothing(centroids)
+        totals = self._sums or _nothing(centroids)
 
         def move_run(run: tuple[tuple[Tensor, Tensor], list[int]]) -> None:
             (sums, counts), numbers = run
@@ -104,13 +104,13 @@ class WholeCentroids:
                 self._labels.update(zip(some, labels, strict=True))
 
         runs = self.rows.runs()
-        parts = [kept, *(_nothing(centroids) for _ in runs[1:])]
+        parts = [totals, *(_nothing(centroids) for _ in runs[1:])]
         self.rows.each(move_run, list(zip(parts, runs, strict=False)))
         for more_sums, more_counts in parts[1:]:
-            kept[0].add_(more_sums)
-            kept[1].add_(more_counts)
-        self._sums = kept
-        return self.rows.total(kept[0]), self.rows.total(kept[1].clone())
+            totals[0].add_(more_sums)
+            totals[1].add_(more_counts)
+        self._sums = totals
+        return self.rows.total(totals[0]), self.rows.total(totals[1].clone())
 
     def _move(
         self, numbers: list[int], search: Search, sums: Tensor, counts: Tensor
@@ -120,8 +120,8 @@ class WholeCentroids:
         """
         blocks = [self.rows.block(number) for number in numbers]
         rows = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
-        known = [self._labels[number] for number in numbers if number in self._labels]
-        before = torch.cat(known) if known else None
+        last_labels = [self._labels[number] for number in numbers if number in self._labels]
+        before = torch.cat(last_labels) if last_labels else None
         labels = [torch.zeros(0, dtype=torch.int64, device=rows.device)]
         for first in range(0, len(rows), self._rows_per_tile):
             some = slice(first, first + self._rows_per_tile)
@@ -142,8 +142,8 @@ class WholeCentroids:
             return self._distances(nearest, self.rows.block(number), self.rows.ids(number))
 
         largest = torch.full((len(centroids),), NOTHING, device=centroids.device)
-        own = self.rows.own
-        for number, packed in zip(own, self.rows.each(distances, own), strict=True):
+        numbers = self.rows.local_blocks
+        for number, packed in zip(numbers, self.rows.each(distances, numbers), strict=True):
             largest.scatter_reduce_(0, self._labels[number], packed, "amax")
         return self.rows.largest(largest)
 
@@ -153,20 +153,20 @@ class WholeCentroids:
         """
         search, step = self._search(centroids), self.rows.num_threads
 
-        def searched(number: int) -> tuple[int, Tensor, Tensor]:
+        def search_block(number: int) -> tuple[int, Tensor, Tensor]:
             block = self.rows.block(number)
             return number, block, search.best(block, count)
 
-        for first in range(0, len(self.rows.own), step):
-            yield from self.rows.each(searched, self.rows.own[first : first + step])
+        for first in range(0, len(self.rows.local_blocks), step):
+            yield from self.rows.each(search_block, self.rows.local_blocks[first : first + step])
 
-    def sent_to_all(self, own: Tensor) -> Tensor:
+    def send_to_all(self, local: Tensor) -> Tensor:
         """Sends [n, ...], made of one of this rank's blocks, to all ranks: returns [W, m, ...] in
         rank order, padded to m, the most rows of any block. A rank without a block gives n = 0.
         """
         most = int(np.diff(self.rows.starts).max())
-        padded = own.new_zeros((most, *own.shape[1:]))
-        padded[: len(own)] = own
+        padded = local.new_zeros((most, *local.shape[1:]))
+        padded[: len(local)] = local
         return self.rows.of_all(padded)
 
     # --- over centroids ---
@@ -185,8 +185,8 @@ class WholeCentroids:
     def passes(self) -> list[slice]:
         """The passes of the centroids that this rank holds, as slices of its tensors."""
         start = self.held.start
-        own = [some for some in passes(self.num_clusters) if some.start in self.held]
-        return [slice(some.start - start, some.stop - start) for some in own]
+        held = [some for some in passes(self.num_clusters) if some.start in self.held]
+        return [slice(some.start - start, some.stop - start) for some in held]
 
     def everywhere(self, x: Tensor) -> Tensor:
         """Numbers [K] of all centroids, on every rank's CPU, from each rank's [k]."""
@@ -238,13 +238,13 @@ class ShardedCentroids(WholeCentroids):
         largest = torch.full((len(centroids),), NOTHING, device=centroids.device)
         none = torch.zeros(0, dtype=torch.int64, device=centroids.device)
         for numbers, blocks in self._rounds():
-            labels = self.sent_to_all(self._labels.get(numbers[0] + self.rows.context.rank, none))
+            labels = self.send_to_all(self._labels.get(numbers[0] + self.rows.context.rank, none))
             for number, block, some in zip(numbers, blocks, labels, strict=False):
                 here = self._here(some[: len(block)])
-                own = some[: len(block)][here] - self.held.start
+                places = some[: len(block)][here] - self.held.start
                 ids = self.rows.ids(number)[here.cpu().numpy()]
-                packed = self._distances(centroids[own], block[here], ids)
-                largest.scatter_reduce_(0, own, packed, "amax")
+                packed = self._distances(centroids[places], block[here], ids)
+                largest.scatter_reduce_(0, places, packed, "amax")
         return largest
 
     def nearest(self, centroids: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -278,9 +278,9 @@ class ShardedCentroids(WholeCentroids):
         """
         every, world_size = list(range(len(self.rows.blocks))), self.rows.context.world_size
         for first in every[::world_size]:
-            numbers, own = every[first : first + world_size], first + self.rows.context.rank
+            numbers, mine = every[first : first + world_size], first + self.rows.context.rank
             none = torch.zeros((0, self.rows.dim), device=self.rows.context.device)
-            sent = self.sent_to_all(self.rows.block(own) if own in numbers else none)
+            sent = self.send_to_all(self.rows.block(mine) if mine in numbers else none)
             sizes = [len(self.rows.ids(number)) for number in numbers]
             yield numbers, [rows[:size] for rows, size in zip(sent, sizes, strict=False)]
 
@@ -371,16 +371,16 @@ def _in_order(holder: WholeCentroids, centroids: Tensor, count: int) -> Iterator
     """
     rows, num_blocks, bad = holder.rows, len(holder.rows.blocks), 0
     with rows.torch_settings():
-        searched = holder.nearest(rows.to_device(centroids), count)
+        results = holder.nearest(rows.to_device(centroids), count)
         for first in range(0, num_blocks, rows.context.world_size):
             packed = torch.zeros((0, count), dtype=torch.int64, device=rows.context.device)
             # In the last round a rank may have no block, but other ranks may need its centroids.
-            if (own := next(searched, None)) is not None:
-                _, block, by_score = own
+            if (result := next(results, None)) is not None:
+                _, block, by_score = result
                 scores, nearest = unpack(by_score)
                 packed = pack(_distances(block, scores, rows.algorithm), nearest)
                 bad += num_not_finite(block)
-            sent = holder.sent_to_all(packed).cpu()
+            sent = holder.send_to_all(packed).cpu()
             for number, some in zip(range(first, num_blocks), sent, strict=False):
                 yield slice(*rows.starts[number : number + 2]), assign_block(rows, number, some)
         rows.refuse_not_finite(bad)

@@ -143,7 +143,7 @@ def draw_starts(
 
 
 def is_plus_plus(init: Init, num_clusters: int) -> bool:
-    """Whether ``init`` means k-means++ for K clusters."""
+    """Returns True if ``init`` means k-means++ for K clusters."""
     return init == "plus_plus" or (init == "auto" and num_clusters <= PLUS_PLUS_UP_TO)
 
 
@@ -159,16 +159,16 @@ def plus_plus(
     """
     cut = (sample[i : i + ROWS_PER_BLOCK] for i in range(0, len(sample), ROWS_PER_BLOCK))
     parts = [(part, part.square().sum(dim=1, keepdim=True)) for part in cut]
-    chosen: list[int] = []
+    centers: list[int] = []
     nearest = np.full(len(sample), np.inf)
     drawn = rng.integers(len(sample), size=1)
     while True:
         distances = torch.cat(rows.each(partial(_squared_distances, sample[drawn]), parts)).numpy()
         lowered = np.minimum(nearest[:, None], distances)
         best = int(lowered.sum(axis=0).argmin())
-        chosen.append(int(drawn[best]))
-        if len(chosen) == num_clusters:
-            return rows.of_first_rank(sample[chosen])
+        centers.append(int(drawn[best]))
+        if len(centers) == num_clusters:
+            return rows.of_first_rank(sample[centers])
         nearest = lowered[:, best]
         cumulative = np.cumsum(nearest)
         at = rng.random(2 + int(np.log(num_clusters))) * cumulative[-1]
@@ -249,11 +249,11 @@ def _inertia(holder: WholeCentroids, centroids: Tensor, sums: Tensor, counts: Te
     It is the sum of |x|^2 - 2 c.s + n |c|^2; half of that if spherical, as for unit vectors half of
     the squared distance is 1 - cosine.
     """
-    own = torch.zeros(len(centroids), dtype=torch.float64, device=centroids.device)
+    parts = torch.zeros(len(centroids), dtype=torch.float64, device=centroids.device)
     for some in holder.passes():
         wide, total = centroids[some].double(), sums[some].double() / holder.rows.unit
-        own[some] = (wide * (wide * counts[some, None] - 2.0 * total)).sum(dim=1)
-    inertia = holder.rows.squares + float(holder.everywhere(own).numpy().sum())
+        parts[some] = (wide * (wide * counts[some, None] - 2.0 * total)).sum(dim=1)
+    inertia = holder.rows.squares + float(holder.everywhere(parts).numpy().sum())
     return max(inertia / 2.0 if holder.rows.algorithm == "spherical" else inertia, 0.0)
 
 
@@ -416,7 +416,7 @@ def _cluster_groups(
     """Clusters each group on one rank. Returns the groups of this rank, by number."""
     context = rows.context
     costs = [len(ids) * int(share) for ids, share in zip(groups, shares, strict=True)]
-    own = deal(costs, context.world_size)[context.rank]
+    local_groups = deal(costs, context.world_size)[context.rank]
     alone = Context(device=context.device)
 
     def cluster(group: int) -> KMeans:
@@ -432,7 +432,7 @@ def _cluster_groups(
         )
 
     def cluster_own() -> dict[int, KMeans]:
-        return {group: cluster(group) for group in own if shares[group]}
+        return {group: cluster(group) for group in local_groups if shares[group]}
 
     return cluster_own() if context.world_size == 1 else together(cluster_own)
 
@@ -443,7 +443,7 @@ def _exchange(
     """Sends the centroids of one group after the other to all ranks, and returns those with the ids
     ``held``, which this rank keeps.
     """
-    own = torch.empty((len(held), rows.dim))
+    local = torch.empty((len(held), rows.dim))
     first = 0
     for group, share in enumerate(shares.tolist()):
         centroids = (
@@ -452,6 +452,6 @@ def _exchange(
         centroids = rows.total(centroids).cpu() + 0.0
         start, stop = max(first, held.start), min(first + share, held.stop)
         if start < stop:
-            own[start - held.start : stop - held.start] = centroids[start - first : stop - first]
+            local[start - held.start : stop - held.start] = centroids[start - first : stop - first]
         first += share
-    return own
+    return local

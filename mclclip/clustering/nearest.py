@@ -189,9 +189,9 @@ class Search:
         if len(candidates) == 1:
             return candidates[0][:2]
         row, ids, coarse_scores = (torch.cat(parts) for parts in zip(*candidates, strict=True))
-        kept = torch.nonzero(coarse_scores >= threshold.flatten()[row]).flatten()
-        kept = kept[row[kept].sort(stable=True).indices]
-        return row[kept], ids[kept]
+        near_enough = torch.nonzero(coarse_scores >= threshold.flatten()[row]).flatten()
+        near_enough = near_enough[row[near_enough].sort(stable=True).indices]
+        return row[near_enough], ids[near_enough]
 
     def bound_errors(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Rows [n, D] in the type of the products, and the error bound of a row's products: [n, 1],
@@ -326,7 +326,7 @@ def _largest(packed: Tensor, row: Tensor, num_rows: int, count: int) -> Tensor:
     row, packed = row[order], packed[order]
     per_row = torch.bincount(row, minlength=num_rows)
     place = torch.arange(len(row), device=row.device) - (per_row.cumsum(0) - per_row)[row]
-    kept = place < count
+    is_top = place < count
     largest = torch.full((num_rows, count), NOTHING, device=packed.device)
-    largest[row[kept], place[kept]] = packed[kept]
+    largest[row[is_top], place[is_top]] = packed[is_top]
     return largest

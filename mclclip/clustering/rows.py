@@ -81,14 +81,14 @@ class RankRows:
         self.num_valid = self.num_rows if valid is None else int(np.count_nonzero(valid))
         if valid is not None and len(valid) != self.num_rows:
             raise ValueError(f"valid has {len(valid):,} rows, the blocks have {self.num_rows:,}")
-        self.own = list(range(context.rank, len(blocks), context.world_size))
+        self.local_blocks = list(range(context.rank, len(blocks), context.world_size))
         per_block = choose_threads(context.device, arithmetic) == "per_block"
         self._additions = choose_additions(context.device, arithmetic)
         self.num_threads = torch.get_num_threads() if per_block else 1
         self._threads_per_operation = 1 if per_block else None
         room = choose_cache_bytes(context.device, cache_bytes)
-        bytes_so_far = np.cumsum([num_rows[number] * self.dim * 4 for number in self.own])
-        self._cached = set(self.own[: int(np.searchsorted(bytes_so_far, room, "right"))])
+        bytes_so_far = np.cumsum([num_rows[number] * self.dim * 4 for number in self.local_blocks])
+        self._cached = set(self.local_blocks[: int(np.searchsorted(bytes_so_far, room, "right"))])
         self._cache: dict[int, Tensor] = {}
 
     # --- threads ---
@@ -110,7 +110,7 @@ class RankRows:
 
     def runs(self) -> list[list[int]]:
         """The numbers of this rank's blocks, as one list for each of its threads."""
-        dealt = [self.own[first :: self.num_threads] for first in range(self.num_threads)]
+        dealt = [self.local_blocks[first :: self.num_threads] for first in range(self.num_threads)]
         return [run for run in dealt if run]
 
     def together(self, numbers: Sequence[int], num_rows: int) -> list[list[int]]:
@@ -197,12 +197,12 @@ class RankRows:
             if start < stop
         ]
 
-    def draw(self, wanted: int, rng: np.random.Generator) -> Integers:
-        """Ascending numbers of ``wanted`` valid rows, drawn at random (all, if there are fewer)."""
+    def draw(self, count: int, rng: np.random.Generator) -> Integers:
+        """Ascending numbers of ``count`` valid rows, drawn at random (all, if there are fewer)."""
         valid = None if self.valid is None else np.flatnonzero(self.valid)
-        if wanted >= self.num_valid:
+        if count >= self.num_valid:
             return np.arange(self.num_rows, dtype=np.int64) if valid is None else valid
-        drawn = np.sort(rng.choice(self.num_valid, wanted, replace=False))
+        drawn = np.sort(rng.choice(self.num_valid, count, replace=False))
         return drawn if valid is None else valid[drawn]
 
     # --- over ranks ---
@@ -253,7 +253,7 @@ class RankRows:
                 squares += float(rows.double().square_().sum())
             return bad, largest, squares
 
-        seen = self.each(measured, self.own)
+        seen = self.each(measured, self.local_blocks)
         self.refuse_not_finite(sum(bad for bad, _, _ in seen))
         here = torch.tensor(max((largest for _, largest, _ in seen), default=0.0))
         exponent = int(np.frexp(float(self.largest(here)))[1])  # |value| < 2 ** exponent

@@ -176,11 +176,11 @@ def _evaluation_images(text: str, images: RowStore) -> EvaluationImages:
             index = None
         rows = RowStore.open(path, manifest)
         evaluation = EvaluationImages(name, rows, manifest.digest, index)
-    dim, wanted = rows[:1].shape[1], images[:1].shape[1]
-    if dim != wanted:
+    dim, expected = rows[:1].shape[1], images[:1].shape[1]
+    if dim != expected:
         raise ValueError(
             f"--against: {path} has rows of {dim} numbers, the embeddings at {images.directory} of "
-            f"{wanted}: embed the evaluation images by the same encoder"
+            f"{expected}: embed the evaluation images by the same encoder"
         )
     for cut in cuts(len(rows)):
         finite(rows, cut, f"--against {path}")
@@ -190,13 +190,13 @@ def _evaluation_images(text: str, images: RowStore) -> EvaluationImages:
 def _check_encoder(path: Path, manifest: Manifest, images: RowStore) -> None:
     """Raises ValueError where a manifest tells that another model, or another feature of it, made
     these embeddings. Equal weights make one model, in whichever run they were exported."""
-    own = images.manifest
-    if manifest.config.get("feature") != own.config.get("feature"):
+    ours = images.manifest
+    if manifest.config.get("feature") != ours.config.get("feature"):
         raise ValueError(
             f"--against: embeddings at {path} are of the feature {manifest.config.get('feature')}, "
-            f"and those at {images.directory} of {own.config.get('feature')}: embed both alike"
+            f"and those at {images.directory} of {ours.config.get('feature')}: embed both alike"
         )
-    if manifest.inputs.get("encoder") == own.inputs.get("encoder"):
+    if manifest.inputs.get("encoder") == ours.inputs.get("encoder"):
         return
     weights = []
     for directory in (path, images.directory):  # of the export beside the embeddings

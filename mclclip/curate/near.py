@@ -70,8 +70,8 @@ def cosines_of(rows: Embeddings, left: Integers, right: Integers) -> NDArray[np.
     cosines = np.empty(len(left))
     for cut in cuts(len(left)):
         ids, inverse = np.unique(np.stack([left[cut], right[cut]]), return_inverse=True)
-        own, (first, second) = rows[ids], inverse.reshape(2, -1)
-        cosines[cut] = search.cosines(own[first], own[second])
+        unique_rows, (first, second) = rows[ids], inverse.reshape(2, -1)
+        cosines[cut] = search.cosines(unique_rows[first], unique_rows[second])
     return cosines
 
 
@@ -157,9 +157,9 @@ class Groups:
         sizes = np.diff(self.starts)
         order = random.permutation(len(sizes))
         pairs = np.cumsum((sizes * (sizes - 1) // 2)[order])
-        chosen = np.zeros(len(sizes), bool)
-        chosen[order[: max(int(np.searchsorted(pairs, most, side="right")), 1)]] = True
-        ids: Integers = self.ids[np.repeat(chosen, sizes)]
+        is_drawn = np.zeros(len(sizes), bool)
+        is_drawn[order[: max(int(np.searchsorted(pairs, most, side="right")), 1)]] = True
+        ids: Integers = self.ids[np.repeat(is_drawn, sizes)]
         return ids
 
 
@@ -186,9 +186,9 @@ def equal_pairs(
         pairs = np.column_stack([first[copies[cut]], ids[copies[cut]]])
         sources, inverse = np.unique(pairs[:, 0], return_inverse=True)
         left, right = rows[sources][inverse], rows[pairs[:, 1]]
-        own = search.cosines(left, right)
-        equal = (left == right).all(axis=1) & (own > above)
-        yield NearPairs(pairs[equal], own[equal])
+        cosines = search.cosines(left, right)
+        equal = (left == right).all(axis=1) & (cosines > above)
+        yield NearPairs(pairs[equal], cosines[equal])
 
 
 def nearest_other(
@@ -204,13 +204,13 @@ def nearest_other(
     best = np.full(len(rows), -np.inf)
     matched = np.zeros(len(others), bool)
     for piece in search.near_rows(rows, others, above, what=what):
-        own, other = piece.rows.T
+        numbers, other = piece.rows.T
         matched[other] = True
-        order = np.lexsort((other, -piece.cosines, own))
-        own, first = np.unique(own[order], return_index=True)
+        order = np.lexsort((other, -piece.cosines, numbers))
+        numbers, first = np.unique(numbers[order], return_index=True)
         other, value = other[order][first], piece.cosines[order][first]
-        better = (value > best[own]) | ((value == best[own]) & (other < nearest[own]))
-        nearest[own[better]], best[own[better]] = other[better], value[better]
+        better = (value > best[numbers]) | ((value == best[numbers]) & (other < nearest[numbers]))
+        nearest[numbers[better]], best[numbers[better]] = other[better], value[better]
     return nearest, best, matched
 
 
@@ -268,8 +268,8 @@ class Components:
         if scores is None:
             return lowest
         members = np.flatnonzero(np.bincount(lowest, minlength=len(lowest))[lowest] > 1)
-        own = np.nan_to_num(scores[members].astype(np.float64), nan=-np.inf)
-        order = members[np.lexsort((members, -own, lowest[members]))]
+        finite_scores = np.nan_to_num(scores[members].astype(np.float64), nan=-np.inf)
+        order = members[np.lexsort((members, -finite_scores, lowest[members]))]
         parts, first = np.unique(lowest[order], return_index=True)
         best = lowest.copy()
         best[parts] = order[first]
@@ -308,14 +308,14 @@ def copies_among(
     for number in range(ROUNDS):
         linked = Components(len(usable))
         num_linked = linked.add_all(near_pairs(rows, active, above, labels, what=what))
-        kept = linked.best(scores)
-        members = np.flatnonzero(active & (kept != every))
-        of[members] = kept[members]
+        best = linked.best(scores)
+        members = np.flatnonzero(active & (best != every))
+        of[members] = best[members]
         if number == 0:
             joined = np.flatnonzero(linked.lowest() != every)
             components.add(np.column_stack([joined, linked.lowest()[joined]]))
             pairs += num_linked
-        far = members[cosines_of(rows, members, kept[members]) <= above]
+        far = members[cosines_of(rows, members, best[members]) <= above]
         if not len(far) or number == ROUNDS - 1:
             break
         of[far], active = far, np.zeros(len(usable), bool)

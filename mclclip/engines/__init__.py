@@ -57,14 +57,14 @@ def build_engine(
     A single process gets the plain ``Engine`` whatever the name. ``options`` are arguments of
     ``Engine``. Raises ValueError for a missing package.
     """
-    given, options = (module, make_optimizer, context), options | {"micro_batch": how.micro_batch}
+    needed, options = (module, make_optimizer, context), options | {"micro_batch": how.micro_batch}
     if how.name == "ddp" or context.world_size == 1:
-        return Engine(*given, **options)
+        return Engine(*needed, **options)
     if how.name == "fsdp":
-        return FsdpEngine(*given, blocks=blocks, shard_ranks=how.shard_ranks, **options)
+        return FsdpEngine(*needed, blocks=blocks, shard_ranks=how.shard_ranks, **options)
     if importlib.util.find_spec("deepspeed") is None:
         raise ValueError("engine.name=deepspeed needs deepspeed: pip install 'mclclip[deepspeed]'")
-    return DeepspeedEngine(*given, zero_stage=how.zero_stage, **options)
+    return DeepspeedEngine(*needed, zero_stage=how.zero_stage, **options)
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ class Engine:
 
     @property
     def leaves_out(self) -> bool:
-        """Whether a step whose gradients are not finite is skipped."""
+        """True if a step whose gradients are not finite is skipped."""
         return self.scaler.is_enabled()
 
     def local_parameters(self) -> dict[str, Tensor]:
@@ -186,7 +186,7 @@ class Engine:
     # --- what they share -----------------------------------------------------------------------
 
     def _hold_near_start(self) -> None:
-        """Has groups with ``start_decay`` d decay towards what their weights are now, before every
+        """Makes groups with ``start_decay`` d decay towards their present weights, before every
         step that is taken: w <- w - lr d (w - start), this rank's part of each.
 
         Source: L2-SP (Li, Grandvalet and Davoine, 2018), decoupled from the gradient as AdamW's
@@ -230,18 +230,18 @@ class Engine:
                 self.zero_grad()
 
     def measure(self, batch: Any) -> dict[str, Tensor]:
-        """The module's dictionary for ``batch``, without a gradient and with no change of anything,
-        random generators included."""
+        """The module's dictionary for ``batch``, without a gradient. Nothing changes, not even
+        random generators."""
         for part in self.outside:
             part.begin(batch.step)
         with torch.no_grad(), self._unchanged():
             if self.micro_batch is None or len(batch) <= self.micro_batch:
-                found: dict[str, Tensor] = self.wrapped(batch)
-                return found
+                measured: dict[str, Tensor] = self.wrapped(batch)
+                return measured
             features, *_ = gradient_cache.all_features(self, batch, self.micro_batch)
             module: Any = self.module
-            found = module.loss(features, batch)
-            return found
+            measured = module.loss(features, batch)
+            return measured
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:

@@ -62,8 +62,8 @@ def backward(engine: Any, batch: Any, micro_batch: int) -> dict[str, Tensor]:
     engine.phase_ended("forward")
     leaves = {n: f.requires_grad_() for n, f in features.items() if f.is_floating_point()}
     parts: dict[str, Tensor] = module.loss(features, batch)
-    wanted = [*leaves.values(), *_trained(module.objective)]
-    gradients = torch.autograd.grad(parts["loss"], wanted, allow_unused=True)
+    inputs = [*leaves.values(), *_trained(module.objective)]
+    gradients = torch.autograd.grad(parts["loss"], inputs, allow_unused=True)
     of_features = {n: g for n, g in zip(leaves, gradients, strict=False) if g is not None}
     for number, start in enumerate(range(0, len(batch), micro_batch)):
         last = number == len(pieces) - 1
@@ -89,8 +89,8 @@ def _pulled_back(
     of_parameters: Sequence[Tensor | None],
     features: dict[str, Tensor],
 ) -> dict[str, Tensor]:
-    """A sum whose backward hands the kept gradients to the features and the objective's parameters:
-    that of each of these times its gradient."""
+    """A sum whose backward pass gives the stored gradients to the features and to the objective's
+    parameters: the sum of each of these times its gradient."""
     products = [(features[name] * gradient).sum() for name, gradient in of_features.items()]
     pairs = zip(_trained(objective), of_parameters, strict=False)
     products += [(p * gradient).sum() for p, gradient in pairs if gradient is not None]

@@ -309,12 +309,12 @@ def _release(engine: Any, module: nn.Module) -> None:
 
 
 def _is_shared(tensor: Tensor) -> bool:
-    """Returns whether ZeRO-3 has sharded this parameter over the ranks."""
+    """Returns True if ZeRO-3 has sharded this parameter over the ranks."""
     return hasattr(tensor, "ds_tensor")
 
 
 def _is_flat(value: Any) -> bool:
-    """Returns whether a part of the optimizer's state has a value for every element."""
+    """Returns True if a part of the optimizer's state has a value for every element."""
     return isinstance(value, Tensor) and value.ndim > 0
 
 

@@ -1,4 +1,4 @@
-"""Exported models: how their folders are written, with a card, and in other libraries' layouts."""
+"""Writes exported models: their folders, model cards, and the layouts of other libraries."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ class ExportStep(Step[Writing]):
         directory = out.begin()
         files.remove_leftovers(directory)
         counts = how[1](directory)
-        written = sorted(directory.glob("*.safetensors"))
-        tensors = {name: t for path in written for name, t in weights.read_tensors(path).items()}
+        weight_files = sorted(directory.glob("*.safetensors"))
+        tensors = {
+            name: t for path in weight_files for name, t in weights.read_tensors(path).items()
+        }
         if wrong := not_finite(tensors):
             shutil.rmtree(directory)
             raise RuntimeError(
@@ -44,7 +46,7 @@ class ExportStep(Step[Writing]):
                 "from has diverged: train it again with a lower lr, in another run directory or "
                 "with --force"
             )
-        digests = {path.name: files.digest_file(path) for path in written}
+        digests = {path.name: files.digest_file(path) for path in weight_files}
         if (joined := directory / weights.CONCAT).is_file():  # how stages are joined, their weights
             digests[joined.name] = files.digest_file(joined)
         digest = files.digest_json([weights.read_config(directory), digests])

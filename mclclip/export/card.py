@@ -1,8 +1,8 @@
 """The model card (README.md) of a converted export.
 
-The card says what a model is, where it comes from and how far it may be trusted. What lies in the
-run directory of the export goes in; of a folder that was moved away from it, only the certificates
-are known.
+The card says what a model is, where it comes from and how far it may be trusted. It is filled from
+the run directory that the export lies in; if the export was moved elsewhere, the card has only the
+certificates.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def write_card(out: Path, to: str, source: Source, proofs: Sequence[Certificate]
     ]
     cells = []
     for proof in proofs:
-        found = (proof.image_features, proof.text_features, proof.pixels, proof.tokens)
-        numbers = ["-" if value is None else f"{value:.2g}" for value in found]
+        differences = (proof.image_features, proof.text_features, proof.pixels, proof.tokens)
+        numbers = ["-" if value is None else f"{value:.2g}" for value in differences]
         counts = (str(proof.num_images), str(proof.num_texts))
         cells.append((_escaped(proof.runtime), *counts, *numbers))
     heads = "runtime | images | texts | image features | text features | pixels | tokens"
@@ -89,7 +89,7 @@ def write_card(out: Path, to: str, source: Source, proofs: Sequence[Certificate]
 
 
 def _escaped(value: object) -> str:
-    """Text of others in a line of Markdown, where it is neither a link nor a cell nor HTML."""
+    """Escapes a text of others for a line of Markdown, so that it forms no link, cell or HTML."""
     text = re.sub(r"([\\\[\]|*])", r"\\\1", files.clean(str(value)))
     return text.replace("<", "&lt;").replace("`", "'")
 
@@ -125,8 +125,8 @@ def origin(source: Source, run: Path, options: Config | None) -> dict[str, objec
 
 
 def benchmark_rows(source: Source, run: Path | None) -> list[Result]:
-    """The rows of results.jsonl of this very encoder, by its name in the run; none for a folder
-    that is not one of `Layout`. A control and MCL have stages of the same names."""
+    """The rows of results.jsonl of this encoder, by its name in the run; none for a folder outside
+    `Layout`. A control and MCL have stages of the same names."""
     if run is None:
         return []
     parts = source.directory.resolve().relative_to(run.resolve()).parts
@@ -144,8 +144,8 @@ def benchmark_rows(source: Source, run: Path | None) -> list[Result]:
 
 
 def _in_words(protocol: Mapping[str, Any]) -> str:
-    """A protocol's fields as NAME: VALUE; of a list or a mapping the number of its values, which
-    results.jsonl has."""
+    """A protocol's fields as NAME: VALUE. A list or a mapping is given by the number of its values,
+    which are in results.jsonl."""
     shown = {
         name: f"{len(value)} values" if isinstance(value, list | dict) else value
         for name, value in protocol.items()

@@ -1,7 +1,7 @@
 """Compares an export for another library with the encoder that it was made from.
 
-A conversion that is a little wrong works a little worse, and nobody sees it. So every export is run
-beside its source on given pictures and texts, and what differs is written down.
+A slightly wrong conversion works slightly worse, and nobody notices. So every export is run beside
+its source on the same pictures and texts, and the differences are recorded.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ TEXTS = (
 class Certificate:
     """Differences between an encoder and its export in one runtime, as ``compare`` measures them.
 
-    What a runtime does not have is None: texts of an image tower, pixels where it brings no
-    transform of its own.
+    Fields that do not apply to a runtime are None: texts for an image tower, pixels if the runtime
+    brings no transform.
 
     runtime          the library and its version, and what of it ran
     pixels           largest difference of the two image transforms in shades of 255
@@ -90,19 +90,19 @@ class Certificate:
 
     @property
     def holds(self) -> bool:
-        """Returns whether features of equal inputs are equal up to the bound, and logit scales up
+        """Returns True if features of equal inputs are equal up to the bound, and logit scales up
         to `BOUND`. NaN never is."""
         return self.largest <= self.bound and (self.logit_scale or 0.0) <= BOUND
 
     def difference(self) -> str:
-        """The largest differences beside what was wanted, in words."""
-        scales, wanted = "", f"{self.bound:g}"
+        """Describes the largest differences and their bounds."""
+        scales, bounds = "", f"{self.bound:g}"
         if self.logit_scale is not None:
             scales = f" (and logit scales by {self.logit_scale:.2g} of their value)"
-            wanted += f" ({BOUND:g})"
+            bounds += f" ({BOUND:g})"
         return (
             f"features in {self.runtime} differ by {self.largest:.2g}{scales}, wanted at most "
-            f"{wanted}"
+            f"{bounds}"
         )
 
 
@@ -115,7 +115,7 @@ class Probes:
 
 
 def compare(
-    own: Any,
+    source: Any,
     other: Any,
     runtime: str,
     probes: Probes,
@@ -129,32 +129,32 @@ def compare(
     another shape), and unless it is an image tower alone `tokenizer`, `encode_text` and
     `logit_scale` too. Without any text, or with an image tower, image features of equal pixels are
     compared, and nothing else. Image transforms and tokenizers are compared unless `other` has
-    taken over those of `own`. Raises ValueError for pixels of other shapes.
+    taken over those of `source`. Raises ValueError for pixels of other shapes.
     """
-    pixels = torch.stack([own.preprocess_val(image) for image in probes.images.values()])
-    images = [_in_batches(encoder.encode_image, pixels) for encoder in (own, other)]
-    found: dict[str, Any] = {"image_features": _largest(*images)}
-    if probes.texts and all(hasattr(encoder, "encode_text") for encoder in (own, other)):
-        tokens = own.tokenizer([*probes.texts])
-        texts = [_in_batches(encoder.encode_text, tokens) for encoder in (own, other)]
-        scales = (own.logit_scale, other.logit_scale)
+    pixels = torch.stack([source.preprocess_val(image) for image in probes.images.values()])
+    images = [_in_batches(encoder.encode_image, pixels) for encoder in (source, other)]
+    values: dict[str, Any] = {"image_features": _largest(*images)}
+    if probes.texts and all(hasattr(encoder, "encode_text") for encoder in (source, other)):
+        tokens = source.tokenizer([*probes.texts])
+        texts = [_in_batches(encoder.encode_text, tokens) for encoder in (source, other)]
+        scales = (source.logit_scale, other.logit_scale)
         logits = [scale * a @ b.T for scale, a, b in zip(scales, images, texts, strict=True)]
-        found |= {
+        values |= {
             "num_texts": len(probes.texts),
             "text_features": _largest(*texts),
             "logit_scale": abs(scales[1] - scales[0]) / abs(scales[0]),
             "logits": _largest(*logits),
         }
-        if other.preprocess_val is not own.preprocess_val:
-            found |= _compare_pixels(own, other, probes.images, pixels)
-            found |= _compare_tokens(own, other, probes.texts, tokens)
-    return Certificate(runtime, len(pixels), bound=bound, notes=[*notes], **found)
+        if other.preprocess_val is not source.preprocess_val:
+            values |= _compare_pixels(source, other, probes.images, pixels)
+            values |= _compare_tokens(source, other, probes.texts, tokens)
+    return Certificate(runtime, len(pixels), bound=bound, notes=[*notes], **values)
 
 
 def _compare_pixels(
-    own: Any, other: Any, pictures: Mapping[str, Image.Image], first: Tensor
+    source: Any, other: Any, pictures: Mapping[str, Image.Image], first: Tensor
 ) -> dict[str, Any]:
-    """The certificate's fields about image transforms; `first` are the pixels of the own one."""
+    """The certificate's fields about image transforms; `first` are the pixels of `source`."""
     second = torch.stack([other.preprocess_val(image) for image in pictures.values()])
     if first.shape != second.shape:
         raise ValueError(
@@ -162,11 +162,11 @@ def _compare_pixels(
             f"model takes {tuple(first.shape[1:])}"
         )
     dark, light = (
-        own.preprocess_val(Image.new("RGB", (64, 64), (shade,) * 3)) for shade in (0, 255)
+        source.preprocess_val(Image.new("RGB", (64, 64), (shade,) * 3)) for shade in (0, 255)
     )
     unit = (light - dark).mean(dim=(1, 2), keepdim=True)  # of each channel, from dark to light
     moved = ((first - second).abs() * (1.0 / unit)).amax(dim=(1, 2, 3)) * 255.0
-    features = _in_batches(own.encode_image, first), _in_batches(other.encode_image, second)
+    features = _in_batches(source.encode_image, first), _in_batches(other.encode_image, second)
     return {
         "pixels": round(float(moved.max()), 3),
         "pixels_of": [name for name, m in zip(pictures, moved, strict=True) if m >= 2.0][:10],
@@ -174,9 +174,9 @@ def _compare_pixels(
     }
 
 
-def _compare_tokens(own: Any, other: Any, texts: Sequence[str], first: Tensor) -> dict[str, Any]:
-    """The certificate's fields about tokenizers; `first` are the tokens of the own one."""
-    reads_to_end = hasattr(own.tokenizer, "bpe_ranks")  # CLIP, whatever fills the rest
+def _compare_tokens(source: Any, other: Any, texts: Sequence[str], first: Tensor) -> dict[str, Any]:
+    """The certificate's fields about tokenizers; `first` are the tokens of `source`."""
+    reads_to_end = hasattr(source.tokenizer, "bpe_ranks")  # CLIP, whatever fills the rest
     differing = []
     for text, a, b in zip(texts, first, other.tokenizer([*texts]), strict=True):
         if reads_to_end:
@@ -215,7 +215,7 @@ def read_probes(images: Path | None, texts: Path | None, num_images: int) -> Pro
         if not lines:
             raise ValueError(f"{texts} is empty: give a text per line")
     if images is None:
-        return Probes(drawn_images(), lines)
+        return Probes(draw_images(), lines)
     paths = sorted(path for path in images.rglob("*") if path.suffix.lower() in SUFFIXES)
     if not paths:
         raise FileNotFoundError(f"no pictures below {images}: give a folder of .jpg or .png files")
@@ -230,7 +230,7 @@ def read_probes(images: Path | None, texts: Path | None, num_images: int) -> Pro
     return Probes(pictures, lines)
 
 
-def drawn_images() -> dict[str, Image.Image]:
+def draw_images() -> dict[str, Image.Image]:
     """Smooth pictures, noise and sharp edges in several shapes, the same on every machine."""
     random = np.random.default_rng(0)
     pictures = {}

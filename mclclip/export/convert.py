@@ -47,7 +47,7 @@ def run(
     hold it, ``out`` holds other files, a package is missing or features differ; nothing is left
     then.
     """
-    source = _opened(to, model, precision)
+    source = _open(to, model, precision)
     out = out if out.name not in ("", "..") else out.resolve()  # a name is needed beside it
     if out.resolve() == source.directory.resolve():
         raise ValueError(f"--out {out} is the model itself: give a new folder")
@@ -91,14 +91,16 @@ class Converted(Step[tuple[Source, Probes]]):
         return Made(counts | {"runtimes": len(proofs)}, records)
 
 
-def _opened(to: str, model: Path, precision: Precision | None) -> Source:
+def _open(to: str, model: Path, precision: Precision | None) -> Source:
     """The model that is converted. Raises ValueError for a precision that the target has not, and
     FileNotFoundError where it wants a model and there is none."""
     target = targets.find(to)
     source = Source(Path(str(model).removeprefix("local-dir:")), precision or "fp32")
     if source.precision not in getattr(target, "PRECISIONS", ("fp32",)):
-        found = {name: getattr(targets.find(name), "PRECISIONS", ()) for name in targets.names()}
-        several = ", ".join(name for name, formats in found.items() if precision in formats)
+        formats_of = {
+            name: getattr(targets.find(name), "PRECISIONS", ()) for name in targets.names()
+        }
+        several = ", ".join(name for name, formats in formats_of.items() if precision in formats)
         raise ValueError(
             f"--precision {precision} is of --to {several}, and this is --to {to}: leave it out"
         )
@@ -117,12 +119,12 @@ def _write(to: str, source: Source, artifact: Artifact, probes: Probes) -> list[
         number = path.name.removesuffix(".tmp").removeprefix(f".{out.name}.")
         if number.isdecimal() and start_of_process(int(number)) is None:
             shutil.rmtree(path, ignore_errors=True)
-    target, begun = targets.find(to), out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    shutil.rmtree(begun, ignore_errors=True)
-    begun.mkdir(parents=True)
+    target, folder = targets.find(to), out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     try:
-        target.write(source, begun)
-        proofs = target.certify(source, begun, probes)
+        target.write(source, folder)
+        proofs = target.certify(source, folder, probes)
         assert proofs, "a target without a runtime certifies nothing"
         for proof in proofs:
             if not proof.holds:
@@ -131,21 +133,21 @@ def _write(to: str, source: Source, artifact: Artifact, probes: Probes) -> list[
                     "part that the other library has not, or runs otherwise"
                 )
         record = {"runtimes": [asdict(proof) for proof in proofs]}
-        files.write_json(begun / "certificate.json", record)
-        card.write_card(begun, to, source, proofs)
+        files.write_json(folder / "certificate.json", record)
+        card.write_card(folder, to, source, proofs)
         artifact.begin()
-        for path in sorted(begun.iterdir()):
+        for path in sorted(folder.iterdir()):
             if (out / path.name).is_dir():
                 shutil.rmtree(out / path.name)
             os.replace(path, out / path.name)
     finally:
-        shutil.rmtree(begun, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
     return proofs
 
 
 def _report(out: Path, proof: Certificate, first: bool) -> None:
-    """Logs what differs in a runtime, and warns of what a user has to know; of texts with the first
-    runtime, since all have one tokenizer."""
+    """Logs the differences of a runtime, and warns of what a user has to know. Texts are reported
+    with the first runtime only, since all runtimes share one tokenizer."""
     texts = proof.text_features
     log.info(
         "%s: %s on %d images%s: features differ by at most %.1g%s",

@@ -60,9 +60,9 @@ def write_image_processors(out: Path, settings: Mapping[str, Any], kind: str) ->
         "image_std": list(settings["std"]),
     }
     files.write_json(out / transformers_folder.PREPROCESSOR, record)
-    exact, own = out / EXACT, Path(__file__).with_name(f"{_PROCESSOR}.py")
+    exact, code = out / EXACT, Path(__file__).with_name(f"{_PROCESSOR}.py")
     exact.mkdir()
-    files.write_bytes(exact / own.name, own.read_bytes())
+    files.write_bytes(exact / code.name, code.read_bytes())
     record["auto_map"] = {"AutoImageProcessor": f"{_PROCESSOR}.OpenClipImageProcessor"}
     record["image_processor_type"] = "OpenClipImageProcessor"
     del record["processor_class"]
@@ -79,14 +79,14 @@ def own_processor(out: Path | str) -> Any:
 # --- texts -------------------------------------------------------------------------------------
 
 
-def write_clips_tokenizer(own: Any, context_length: int, out: Path, pad: str = _END) -> None:
+def write_clips_tokenizer(tokenizer: Any, context_length: int, out: Path, pad: str = _END) -> None:
     """Writes CLIP's own tokenizer as the files of transformers' ``CLIPTokenizer``.
 
     ``pad`` is the token after the end of a text; open_clip's has the number 0, which is ``!``, and
     transformers' CLIP has the end itself. Only a model that reads what follows an end tells them
     apart. Raises ValueError for another tokenizer.
     """
-    words, merges = getattr(own, "encoder", None), getattr(own, "bpe_ranks", None)
+    words, merges = getattr(tokenizer, "encoder", None), getattr(tokenizer, "bpe_ranks", None)
     if not isinstance(words, dict) or not isinstance(merges, dict):
         raise ValueError("the model's tokenizer is not CLIP's own, as transformers' CLIPModel has")
     last = len(words) - 1
@@ -109,24 +109,24 @@ def write_clips_tokenizer(own: Any, context_length: int, out: Path, pad: str = _
         files.write_bytes(out / name, content.encode())
 
 
-def write_tokenizer(source: Path, own: Any, out: Path) -> None:
-    """Writes the tokenizer ``own`` of the model in ``source``: CLIP's, padded as open_clip pads, or
+def write_tokenizer(source: Path, text_tokenizer: Any, out: Path) -> None:
+    """Writes the tokenizer of the model in ``source``: CLIP's, padded as open_clip pads, or
     another one's files, from ``source`` or the hub's cache. Raises FileNotFoundError for one that
     is in neither."""
-    if hasattr(own, "bpe_ranks"):
-        write_clips_tokenizer(own, int(own(["a"]).shape[1]), out, pad="!")
+    if hasattr(text_tokenizer, "bpe_ranks"):
+        write_clips_tokenizer(text_tokenizer, int(text_tokenizer(["a"]).shape[1]), out, pad="!")
         return
-    fetched = _fetched(source, own)
+    fetched_tokenizer = _fetch(source, text_tokenizer)
     weights.copy_tokenizer(source, out)
     if not (out / config_check.TOKENIZER_CONFIG).is_file():
-        fetched.save_pretrained(str(out))
+        fetched_tokenizer.save_pretrained(str(out))
 
 
-def _fetched(source: Path, own: Any) -> Any:
-    """The tokenizer ``own`` itself, which its model fetches when it is used. Raises
+def _fetch(source: Path, text_tokenizer: Any) -> Any:
+    """The tokenizer ``text_tokenizer`` itself, which its model fetches when it is used. Raises
     FileNotFoundError, which says what to do, where it is neither in ``source`` nor to be had."""
     try:
-        return tokenizer.fetched(own)
+        return tokenizer.fetch_tokenizer(text_tokenizer)
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"{source} has no files of its tokenizer, without which it is not converted: {error}; "
@@ -142,10 +142,10 @@ def write_cleaning_tokenizer(source: Path, model: Model, out: Path) -> None:
     Unicode and of HTML's entities; the certificate counts texts whose tokens differ. Raises
     FileNotFoundError where the tokenizer cannot be had.
     """
-    own = _fetched(source, model.tokenizer)
-    inner: Any = getattr(own, "tokenizer", None)
+    text_tokenizer = _fetch(source, model.tokenizer)
+    inner: Any = getattr(text_tokenizer, "tokenizer", None)
     if getattr(inner, "backend_tokenizer", None) is None:  # CLIP's, or one without this format
-        write_tokenizer(source, own, out)
+        write_tokenizer(source, text_tokenizer, out)
         return
     from tokenizers import Regex, Tokenizer, normalizers
 
@@ -163,12 +163,12 @@ def write_cleaning_tokenizer(source: Path, model: Model, out: Path) -> None:
     whole.no_padding()
     whole.no_truncation()
     whole.normalizer = normalizers.Sequence([*steps, *filter(None, [whole.normalizer])])
-    named = {name: getattr(inner, name, None) for name in _SPECIAL}
+    tokens = {name: getattr(inner, name, None) for name in _SPECIAL}
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=whole,
         padding_side=inner.padding_side,
-        model_max_length=own.context_length,
-        **{name: str(token) for name, token in named.items() if token is not None},
+        model_max_length=text_tokenizer.context_length,
+        **{name: str(token) for name, token in tokens.items() if token is not None},
     ).save_pretrained(str(out))
     path = out / config_check.TOKENIZER_CONFIG
     record = files.read_json(path) | {"tokenizer_class": "PreTrainedTokenizerFast"}

@@ -100,10 +100,10 @@ class StagesConfig(PretrainedConfig):  # type: ignore[misc]
         super().__init__(**kwargs)
 
 
-def _of(kind: type[Any], given: Any) -> Any:
-    if isinstance(given, kind):
-        return given
-    return kind(**(given or {}))
+def _of(kind: type[Any], config: Any) -> Any:
+    if isinstance(config, kind):
+        return config
+    return kind(**(config or {}))
 
 
 def unit(features: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def unit(features: Tensor) -> Tensor:
     return functional.normalize(features.float(), dim=-1, eps=1e-12)
 
 
-def _joined(features: Any) -> Tensor:
+def _join(features: Any) -> Tensor:
     """S features [B, D] -> unit [B, S*D]."""
     return unit(torch.cat([feature.float() for feature in features], dim=-1))
 
@@ -135,8 +135,8 @@ class Block(nn.Module):
         query, key, value = (
             self.in_proj(self.ln_1(hidden)).reshape(heads).permute(2, 0, 3, 1, 4).unbind()
         )
-        found = functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
-        hidden = hidden + self.out_proj(found.transpose(1, 2).reshape(batch, tokens, width))
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
+        hidden = hidden + self.out_proj(attended.transpose(1, 2).reshape(batch, tokens, width))
         inner = self.c_fc(self.ln_2(hidden))
         quick = self.activation == "quick_gelu"
         inner = inner * torch.sigmoid(1.702 * inner) if quick else functional.gelu(inner)
@@ -174,22 +174,22 @@ class Tail(nn.Module):
 
     def __init__(self, config: StagesVisionConfig) -> None:
         super().__init__()
-        own = config.num_hidden_layers - config.num_trunk_blocks
+        num_blocks = config.num_hidden_layers - config.num_trunk_blocks
         width, eps = config.width, config.layer_norm_eps
         if config.num_trunk_blocks:
-            self.blocks = nn.ModuleList([Block(config, width) for _ in range(own)])
+            self.blocks = nn.ModuleList([Block(config, width) for _ in range(num_blocks)])
         else:
-            self.trunk = Trunk(config, own)
+            self.trunk = Trunk(config, num_blocks)
         self.ln_post = nn.LayerNorm(width, eps=eps)
         self.proj = nn.Linear(width, config.projection_dim, bias=False)
 
-    def forward(self, given: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, hidden: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """The trunk's output and the state before it (or pixels, where nothing is shared) -> the
         state before the last block, the last state [B, tokens, width], the feature [B, D]."""
         if before is None:
-            states = self.trunk(given)
+            states = self.trunk(hidden)
         else:
-            states = [before, given]
+            states = [before, hidden]
             for block in self.blocks:
                 states.append(block(states[-1]))
         return states[-2], states[-1], self.proj(self.ln_post(states[-1][:, 0]))
@@ -214,8 +214,8 @@ class TextTower(nn.Module):
         for block in self.blocks:
             hidden = block(hidden, causal=True)
         ends = tokens.argmax(dim=-1)
-        found: Tensor = self.proj(self.ln_final(hidden[torch.arange(len(tokens)), ends]))
-        return found
+        feature: Tensor = self.proj(self.ln_final(hidden[torch.arange(len(tokens)), ends]))
+        return feature
 
 
 class _Loaded(PreTrainedModel):  # type: ignore[misc]
@@ -261,15 +261,15 @@ class StagesVisionModel(_Loaded):
         S*width], and `hidden_states`: of every stage the state [B, tokens, width] before its last
         block, then these joined [B, tokens, S*width], so that -2 is what it is of a single CLIP,
         and the last state. They are given always, since they cost little. `kwargs` are not read."""
-        given, before = pixel_values, None
+        hidden, before = pixel_values, None
         if self.config.num_trunk_blocks:
-            *_, before, given = self.trunk(pixel_values)
+            *_, before, hidden = self.trunk(pixel_values)
         penultimate, last, features = zip(
-            *(stage(given, before) for stage in self.stages), strict=True
+            *(stage(hidden, before) for stage in self.stages), strict=True
         )
         if self.config.variant != "raw":
             features = tuple(unit(feature) for feature in features)
-        joined = _joined(features)
+        joined = _join(features)
         states = (*penultimate, torch.cat(penultimate, dim=-1), torch.cat(last, dim=-1))
         output = BaseModelOutputWithPooling(
             last_hidden_state=states[-1], pooler_output=joined, hidden_states=states
@@ -300,7 +300,7 @@ class StagesModel(_Loaded):
         ends, and attention looks back only."""
         rows = [unit(tower(input_ids)) for tower in self.text_towers]
         repeats = self.config.vision_config.num_stages // len(rows)
-        return _joined(rows * repeats)
+        return _join(rows * repeats)
 
     def forward(
         self,
@@ -311,16 +311,16 @@ class StagesModel(_Loaded):
     ) -> Any:
         """transformers' `CLIPOutput` with `image_embeds` [B, S*D], `text_embeds` [N, S*D], and
         where both are given `logits_per_image` [B, N] and `logits_per_text`."""
-        found: dict[str, Tensor] = {}
+        results: dict[str, Tensor] = {}
         if pixel_values is not None:
-            found["image_embeds"] = self.get_image_features(pixel_values)
+            results["image_embeds"] = self.get_image_features(pixel_values)
         if input_ids is not None:
-            found["text_embeds"] = self.get_text_features(input_ids)
-        if len(found) == 2:
-            cosines = found["image_embeds"] @ found["text_embeds"].T
-            found["logits_per_image"] = self.logit_scale.exp() * cosines
-            found["logits_per_text"] = found["logits_per_image"].T
-        output = CLIPOutput(**found)
+            results["text_embeds"] = self.get_text_features(input_ids)
+        if len(results) == 2:
+            cosines = results["image_embeds"] @ results["text_embeds"].T
+            results["logits_per_image"] = self.logit_scale.exp() * cosines
+            results["logits_per_text"] = results["logits_per_image"].T
+        output = CLIPOutput(**results)
         return output if return_dict is not False else output.to_tuple()
 
 

@@ -19,7 +19,7 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
     if not stages:
         return None
     others = stages | {name: inputs.run.index.attribute(name)[0] for name in inputs.attributes}
-    values = [[ami(own, other) for other in others.values()] for own in stages.values()]
+    values = [[ami(labels, other) for other in others.values()] for labels in stages.values()]
     with drawing.canvas(path, 1.8 + 0.8 * len(others), 1.4 + 0.5 * len(stages)) as figure:
         axes = figure.subplots()
         axes.imshow(np.asarray(values), vmin=0, vmax=1, cmap="Blues", aspect="auto")

@@ -65,8 +65,8 @@ def lines(
     with canvas(path, 7.0, 3.6) as figure:
         axes = figure.subplots()
         for name, values in series.items():
-            own, marker = (np.arange(1, len(values) + 1), "") if places is None else (places, "o")
-            axes.plot(own, values, marker=marker, markersize=3, label=name)
+            xs, marker = (np.arange(1, len(values) + 1), "") if places is None else (places, "o")
+            axes.plot(xs, values, marker=marker, markersize=3, label=name)
         if marked is not None:
             axes.axvline(marked, linestyle="--", linewidth=1, color="grey")
         if log:
@@ -111,11 +111,11 @@ def _scatter(axes: Any, places: Any, codes: Any, values: Sequence[str]) -> None:
     codes = np.full(len(places), -1) if codes is None else np.asarray(codes)
     shades = ["lightgrey", *_shades(len(values))]
     for number, value in enumerate(("none", *values), start=-1):
-        if (chosen := codes == number).any():
-            colour, own = [shades[number + 1]], places[chosen]
-            axes.scatter(*own.T, s=5, c=colour, label=value)
+        if (has_code := codes == number).any():
+            colour, points = [shades[number + 1]], places[has_code]
+            axes.scatter(*points.T, s=5, c=colour, label=value)
             if number >= 0:
-                axes.scatter(*own.mean(axis=0), s=70, c=colour, edgecolors="black", zorder=3)
+                axes.scatter(*points.mean(axis=0), s=70, c=colour, edgecolors="black", zorder=3)
 
 
 def _shades(count: int) -> Sequence[Any]:

@@ -48,10 +48,12 @@ def nearest_samples(
     ``features`` are [N, D], ``anchors`` [A] rows of them, of which an anchor is not its own
     neighbour; 1 <= k < N.
     """
-    bank, chosen = unit_rows(features).astype(np.float32), np.asarray(anchors, dtype=np.int64)
-    similarity, rows = nearest_to_few(bank[chosen], bank, k + 1)
+    bank, anchor_rows = unit_rows(features).astype(np.float32), np.asarray(anchors, dtype=np.int64)
+    similarity, rows = nearest_to_few(bank[anchor_rows], bank, k + 1)
     # Among more than k copies of an anchor it may be absent itself: then the last one goes.
-    drop = np.where((rows == chosen[:, None]).any(axis=1), (rows == chosen[:, None]).argmax(1), k)
+    drop = np.where(
+        (rows == anchor_rows[:, None]).any(axis=1), (rows == anchor_rows[:, None]).argmax(1), k
+    )
     keep = np.arange(k + 1) != drop[:, None]
     return similarity[keep].reshape(-1, k), rows[keep].reshape(-1, k)
 

@@ -52,21 +52,21 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
 def examples_of(
     nearest_clusters: NDArray[np.integer],
     similarities: NDArray[np.floating],
-    wanted: ArrayLike,
+    cluster_ids: ArrayLike,
     count: int,
 ) -> dict[int, NDArray[np.int64]]:
     """Cluster -> at most ``count`` rows whose nearest cluster it is, most similar ones first.
 
     ``nearest_clusters`` and ``similarities`` are [N, L], nearest first, perhaps memory-mapped: they
-    are read once, in blocks. A cluster of ``wanted`` [C] that is nobody's nearest has no rows.
+    are read once, in blocks. A cluster of ``cluster_ids`` [C] that is nobody's nearest has no rows.
     """
-    clusters = np.unique(np.asarray(wanted, dtype=np.int64))
+    clusters = np.unique(np.asarray(cluster_ids, dtype=np.int64))
     examples = {int(cluster): np.zeros(0, np.int64) for cluster in clusters}
     for start in range(0, len(nearest_clusters), BLOCK):
-        own = np.asarray(nearest_clusters[start : start + BLOCK, 0])
-        rows = np.flatnonzero(np.isin(own, clusters))
-        for cluster in np.unique(own[rows]).tolist():
-            here = np.concatenate([examples[cluster], start + rows[own[rows] == cluster]])
+        labels = np.asarray(nearest_clusters[start : start + BLOCK, 0])
+        rows = np.flatnonzero(np.isin(labels, clusters))
+        for cluster in np.unique(labels[rows]).tolist():
+            here = np.concatenate([examples[cluster], start + rows[labels[rows] == cluster]])
             order = np.argsort(-similarities[here, 0], kind="stable")
             examples[cluster] = here[order[:count]]
     return examples

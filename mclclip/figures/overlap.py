@@ -38,22 +38,22 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
     for attribute in inputs.attributes:
         every, names = inputs.run.index.attribute(attribute)
         codes = every[inputs.ids]
-        known = codes >= 0
-        sizes = np.unique(codes[known], return_counts=True)[1]
+        has_value = codes >= 0
+        sizes = np.unique(codes[has_value], return_counts=True)[1]
         if len(sizes) < 2 or sizes.max() < 2:
             log.info("overlap: %s has no pairs both within and between values", attribute)
             continue
         for stage, rows in inputs.features.items():
-            edges, cosines = class_overlap(rows[known], codes[known])
+            edges, cosines = class_overlap(rows[has_value], codes[has_value])
             panels[f"{stage}, {attribute}: overlap {cosines['overlap']:.2f}"] = cosines
-            own = data.setdefault(attribute, {})[stage] = {**cosines}
+            of_stage = data.setdefault(attribute, {})[stage] = {**cosines}
             if len(sizes) < 3:
                 continue
-            pair, few, shared = _least_alike(rows[known], codes[known])
+            pair, few, shared = _least_alike(rows[has_value], codes[has_value])
             values = [names[code] for code in pair]
             title = f"{stage}, {' and '.join(values)}, {len(few)} dimensions"
             panels[f"{title}: {shared['overlap']:.2f}"] = shared
-            own["pair"] = {"values": values, "dimensions": few.tolist(), **shared}
+            of_stage["pair"] = {"values": values, "dimensions": few.tolist(), **shared}
     if not data:
         raise MissingInput(
             "an attribute with two values, one of them of two samples: there is none"
@@ -97,8 +97,8 @@ def class_overlap(
             first, second = (classes == label for label in pair)
             kinds = first[block, None] & second, ~others[block, None] & others
         cosine = np.clip(rows[block] @ rows.T, -1.0, 1.0)
-        for kind, chosen in enumerate(kinds):
-            counts[kind] += np.histogram(cosine[chosen], edges)[0]
+        for kind, pairs in enumerate(kinds):
+            counts[kind] += np.histogram(cosine[pairs], edges)[0]
     within, between = counts / counts.sum(axis=1, keepdims=True)
     overlap = float(np.minimum(within, between).sum())
     return edges, {"overlap": overlap, "within": within.tolist(), "between": between.tolist()}
@@ -114,10 +114,10 @@ def class_similarity(features: ArrayLike, labels: ArrayLike) -> tuple[Integers, 
     sums = np.zeros((len(classes), rows.shape[1]))
     np.add.at(sums, place, rows)
     similarity = sums @ sums.T / np.outer(counts, counts)
-    own = np.square(sums).sum(axis=1) - counts  # without each sample with itself, which has 1
+    within = np.square(sums).sum(axis=1) - counts  # without each sample with itself, which has 1
     pairs = (counts * (counts - 1)).astype(np.float64)
     pairs[pairs == 0.0] = np.nan
-    np.fill_diagonal(similarity, own / pairs)
+    np.fill_diagonal(similarity, within / pairs)
     return classes, similarity
 
 
@@ -128,8 +128,8 @@ def quietest_dimensions(
 
     They are taken for the features that the two share (Fig. 1: 500 of 2,048).
     """
-    chosen = np.asarray(features)[np.isin(np.asarray(labels), pair)]
-    order = np.argsort(chosen.astype(np.float64).var(axis=0), kind="stable")
+    samples = np.asarray(features)[np.isin(np.asarray(labels), pair)]
+    order = np.argsort(samples.astype(np.float64).var(axis=0), kind="stable")
     return order[:count].astype(np.int64)
 
 

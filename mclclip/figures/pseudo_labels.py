@@ -32,8 +32,8 @@ def histogram(labels: ArrayLike) -> dict[str, Any]:
     the most frequent label; and ``effective``, the exp of the entropy, which is how many labels of
     equal size would be spread as much. ValueError where nobody has a label.
     """
-    given = np.asarray(labels)
-    counts = np.unique(given[given >= 0], return_counts=True)[1]
+    every = np.asarray(labels)
+    counts = np.unique(every[every >= 0], return_counts=True)[1]
     if not len(counts):
         raise ValueError("no sample has a label")
     return {

@@ -22,12 +22,12 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
     data: dict[str, list[float]] = {}
     for attribute in inputs.attributes:
         codes = inputs.run.index.attribute(attribute)[0]
-        known = np.flatnonzero(codes >= 0)
-        if not len(known):
+        labelled = np.flatnonzero(codes >= 0)
+        if not len(labelled):
             continue
         for name, clusters in inputs.clusters.items():
-            near = np.asarray(clusters.labels[known])
-            data[f"{name}, {attribute}"] = label_recall(near, codes[known]).tolist()
+            near = np.asarray(clusters.labels[labelled])
+            data[f"{name}, {attribute}"] = label_recall(near, codes[labelled]).tolist()
     if not data:
         raise MissingInput("samples with a value of an attribute: there are none")
     drawing.lines(path, "label recall", data, "nearest clusters", "share")
@@ -48,11 +48,11 @@ def label_recall(nearest: ArrayLike, classes: ArrayLike) -> NDArray[np.float64]:
     ``nearest`` [N, L] are clusters, nearest first (-1: none), ``classes`` [N]. A cluster stands for
     the class that most of the samples that are nearest to it have.
     """
-    clusters, wanted = np.asarray(nearest), np.asarray(classes)
-    dominant = dominant_classes(clusters[:, 0], wanted)
+    clusters, truth = np.asarray(nearest), np.asarray(classes)
+    dominant = dominant_classes(clusters[:, 0], truth)
     table = np.full(int(clusters.max(initial=0)) + 2, -2, dtype=np.int64)  # the last is for -1
     table[list(dominant)] = list(dominant.values())
-    recalled = np.logical_or.accumulate(table[clusters] == wanted[:, None], axis=1)
+    recalled = np.logical_or.accumulate(table[clusters] == truth[:, None], axis=1)
     recall: NDArray[np.float64] = recalled.mean(axis=0)
     return recall
 

@@ -35,14 +35,14 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
     }
     colours = {name: inputs.run.index.attribute(name) for name in inputs.attributes}
     lines: list[dict[str, drawing.Plane]] = [
-        {f"{stage}, by {name}": (own, codes[ids], values) for stage, own in places.items()}
+        {f"{stage}, by {name}": (xy, codes[ids], values) for stage, xy in places.items()}
         for name, (codes, values) in colours.items()
     ]
-    plain: dict[str, drawing.Plane] = {n: (own, None, ()) for n, own in places.items()}
+    plain: dict[str, drawing.Plane] = {n: (xy, None, ()) for n, xy in places.items()}
     drawing.planes(path, "t-SNE of the features", lines or [plain])
     return {
         "samples": inputs.run.index.keys(ids),
-        "places": {name: own.tolist() for name, own in places.items()},
+        "places": {name: xy.tolist() for name, xy in places.items()},
         "attributes": {
             name: {"values": values, "codes": codes[ids].tolist()}
             for name, (codes, values) in colours.items()

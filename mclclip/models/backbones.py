@@ -44,7 +44,7 @@ from mclclip.models.towers import (
     Step,
     belongs,
     layout_or_reason,
-    numbered,
+    number_blocks,
     present,
 )
 from mclclip.util import files
@@ -96,13 +96,13 @@ def parse(vision_cfg: Mapping[str, Any], where: str) -> Backbone:
         if field_name != "options":
             config_check.check_numbers(value, field_name, f"vision_cfg of {where}")
     try:
-        chosen = TypeAdapter(Backbone).validate_python(dict(vision_cfg))
+        backbone = TypeAdapter(Backbone).validate_python(dict(vision_cfg))
     except ValidationError as error:
         name, problem = first_problem(error)
         option = f"vision_cfg.{name}" if name else "vision_cfg"
         raise ValueError(f"{option} of {where}: {problem}") from None
-    config_check.check_options(chosen.options, f"vision_cfg.options of {where}")
-    library, _, name = chosen.backbone.partition(":")
+    config_check.check_options(backbone.options, f"vision_cfg.options of {where}")
+    library, _, name = backbone.backbone.partition(":")
     listed: list[str] = []
     if library == "timm":
         listed = timm.list_models()
@@ -112,12 +112,12 @@ def parse(vision_cfg: Mapping[str, Any], where: str) -> Backbone:
         listed = ["small_conv"]
     if name not in listed:
         near = nearest(name, listed)
-        known = f"nearest: {', '.join(near)}" if near else "libraries: timm, torchvision, mclclip"
+        choices = f"nearest: {', '.join(near)}" if near else "libraries: timm, torchvision, mclclip"
         raise ValueError(
-            f"vision_cfg.backbone of {where} is {brief(chosen.backbone)}, which is no listed model "
-            f"({known}): give timm:NAME, or torchvision:NAME of a ResNet"
+            f"vision_cfg.backbone of {where} is {brief(backbone.backbone)}, which is no listed "
+            f"model ({choices}): give timm:NAME, or torchvision:NAME of a ResNet"
         )
-    return chosen
+    return backbone
 
 
 class BackboneTower(nn.Module):
@@ -168,8 +168,8 @@ class BackboneTower(nn.Module):
 
 
 def _layout_of(tower: Any) -> ImageLayout:
-    """The layout of a backbone. Of a network of convolutions every module in a layer that is no
-    part of the stem is a block, and an average pooling follows the last one."""
+    """The layout of a backbone. In a network of convolutions every module of a layer outside the
+    stem is a block, and an average pooling follows the last one."""
     if isinstance(tower.trunk, torchvision_models.ResNet):
         stem: Names = tuple(f"trunk.{name}" for name in ("conv1", "bn1", "relu", "maxpool"))
         layers = [f"trunk.layer{i}" for i in range(1, 5)]
@@ -177,7 +177,7 @@ def _layout_of(tower: Any) -> ImageLayout:
         stem, layers = ("trunk.layers.0",), ["trunk.layers"]
     else:
         return timm_layout(tower)
-    blocks = [block for layer in layers for block in numbered(tower, layer)]
+    blocks = [block for layer in layers for block in number_blocks(tower, layer)]
     return ImageLayout(
         embedding=stem,
         blocks=tuple(block for block in blocks if block[0] not in stem),
@@ -212,9 +212,9 @@ def _library_model(config: Backbone) -> Any:
 def _convolution(channels: int, first: nn.Conv2d, size: Any, stride: Any) -> nn.Conv2d:
     """A first convolution of another size, with the weights that ResNets begin with."""
     padding = tuple(n // 2 for n in size)
-    made = nn.Conv2d(channels, first.out_channels, size, stride, padding, bias=False)
-    nn.init.kaiming_normal_(made.weight, mode="fan_out", nonlinearity="relu")
-    return made
+    convolution = nn.Conv2d(channels, first.out_channels, size, stride, padding, bias=False)
+    nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
+    return convolution
 
 
 class SmallConv(nn.Module):
@@ -286,7 +286,7 @@ def timm_layout(tower: Any) -> ImageLayout:
         start, steps = _start_relpos, _steps_of_relpos
     if start is not None:
         embedding = tuple(f"trunk.{name}" for name in present(trunk, *_EMBEDDING_OF_TIMM))
-        blocks = numbered(tower, "trunk.blocks")
+        blocks = number_blocks(tower, "trunk.blocks")
     else:
         embedding, blocks, after = _chain_of_modules(tower)
     # timm's features before its classifier; there are none where open_clip's head pools them, and
@@ -315,7 +315,10 @@ def _steps_of_eva(tower: Any, rope: Tensor | None) -> Sequence[Step]:
         fixed = hasattr(trunk.rope, "feat_shape")
         rope = trunk.rope.get_embed(**({} if fixed else {"shape": trunk.patch_embed.grid_size}))
     if rope is not None and getattr(trunk, "rope_mixed", False):
-        return [partial(block, rope=own) for block, own in zip(trunk.blocks, rope, strict=False)]
+        return [
+            partial(block, rope=of_block)
+            for block, of_block in zip(trunk.blocks, rope, strict=False)
+        ]
     return [partial(block, rope=rope) for block in trunk.blocks]
 
 
@@ -335,7 +338,7 @@ def _steps_of_relpos(tower: Any, _: Any) -> Sequence[Step]:
 
 def _top(tower: nn.Module, embedding: Names, blocks: tuple[Names, ...]) -> tuple[Names, Names]:
     """Names of the final norms, and of everything else that is not in or before a block."""
-    known = embedding + tuple(name for block in blocks for name in block)
+    lower = embedding + tuple(name for block in blocks for name in block)
     norms = tuple(
         name
         for name, module in tower.named_modules()
@@ -343,9 +346,9 @@ def _top(tower: nn.Module, embedding: Names, blocks: tuple[Names, ...]) -> tuple
         and not any(True for child in module.children() for _ in child.parameters())
         and name.count(".") <= (2 if name.startswith("trunk.head.") else 1)
         and name.startswith("trunk.")
-        and not belongs(name, known)
+        and not belongs(name, lower)
     )
-    rest = [n for n in tower.state_dict() if not belongs(n, known + norms)]
+    rest = [n for n in tower.state_dict() if not belongs(n, lower + norms)]
     return norms, tuple(dict.fromkeys(".".join(name.split(".")[:2]) for name in rest))
 
 
@@ -354,7 +357,7 @@ def _chain_of_modules(tower: Any) -> tuple[Names, tuple[Names, ...], Names]:
     trunk = tower.trunk
     try:
         groups = group_parameters(trunk, trunk.group_matcher(coarse=False), reverse=True)
-        calls = _recorded(trunk, getattr(tower, "num_channels", 3), tower.image_size)
+        calls = _record_calls(trunk, getattr(tower, "num_channels", 3), tower.image_size)
         chain = _chain(calls[0], calls, groups)
         if not chain:
             raise ValueError("its modules do not follow one another")
@@ -393,13 +396,13 @@ class _Call:
     """
 
     name: str
-    given: Tensor | None
-    given_version: int
+    argument: Tensor | None
+    argument_version: int
     result: Any = None
     result_version: int = 0
 
 
-def _recorded(trunk: Any, channels: int, image_size: tuple[int, int]) -> list[_Call]:
+def _record_calls(trunk: Any, channels: int, image_size: tuple[int, int]) -> list[_Call]:
     """The calls of one training pass on the "meta" device, in the order in which they begin.
 
     The first is the tower's own, up to its pooling.
@@ -410,8 +413,8 @@ def _recorded(trunk: Any, channels: int, image_size: tuple[int, int]) -> list[_C
 
     def begin(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         plain = len(args) == 1 and isinstance(args[0], Tensor) and not kwargs
-        given = args[0] if plain else None
-        open_calls.append(_Call(name, given, given._version if given is not None else 0))
+        argument = args[0] if plain else None
+        open_calls.append(_Call(name, argument, argument._version if argument is not None else 0))
         calls.append(open_calls[-1])
 
     def end(_: nn.Module, args: Any, result: Any) -> None:
@@ -446,18 +449,18 @@ def _recorded(trunk: Any, channels: int, image_size: tuple[int, int]) -> list[_C
 
 
 def _chain(whole: _Call, calls: Sequence[_Call], groups: dict[str, int]) -> list[str]:
-    """The modules within a call that make its result of its argument; empty for no chain.
+    """The chain of modules that leads from a call's argument to its result; empty for no chain.
 
-    A module that timm puts into several groups is replaced by the chain inside of it, if any.
+    A module that timm puts into several groups is replaced by the chain inside it, if any.
     `groups`: by parameter name.
     """
     prefix = f"{whole.name}." if whole.name else ""
     chain: list[str] = []
-    hidden, version, skipped = whole.given, whole.given_version, ""
+    hidden, version, skipped = whole.argument, whole.argument_version, ""
     for call in calls:
         inside = call.name.startswith(prefix) and call.name != whole.name
         nested = skipped and call.name.startswith(f"{skipped}.")
-        if not inside or nested or call.given is not hidden or call.given_version != version:
+        if not inside or nested or call.argument is not hidden or call.argument_version != version:
             continue
         skipped = call.name
         parts = _chain(call, calls, groups) if len(_groups_of(call.name, groups)) > 1 else []
@@ -471,17 +474,17 @@ def _groups_of(name: str, groups: dict[str, int]) -> set[int]:
 
 
 def check_image_size(visual: Any) -> None:
-    """Raises ValueError if a timm tower, which is built for the size of its name, has another."""
+    """Raises ValueError if a timm tower has another size than that of its name."""
     trunk = getattr(visual, "trunk", None)
     patches = getattr(trunk, "patch_embed", None)
-    own = getattr(patches, "img_size", None)
-    if own is None or getattr(trunk, "dynamic_img_size", False):
+    size = getattr(patches, "img_size", None)
+    if size is None or getattr(trunk, "dynamic_img_size", False):
         return
     # Below a transformer, convolutions take any size; positions that are learned do not.
     strict = getattr(patches, "strict_img_size", True) and not hasattr(patches, "backbone")
     positions = getattr(trunk, "pos_embed", None) is not None
-    if (strict or positions) and tuple(own) != tuple(visual.image_size):
+    if (strict or positions) and tuple(size) != tuple(visual.image_size):
         raise ValueError(
-            f"image_size is {visual.image_size[0]}, but timm's tower of this name takes {own[0]} "
+            f"image_size is {visual.image_size[0]}, but timm's tower of this name takes {size[0]} "
             "pixels only: leave image_size out, or name the tower of that size"
         )

@@ -47,7 +47,7 @@ from mclclip.models import (
     transforms,
     weights,
 )
-from mclclip.models.weights import fetched, one_line, quiet
+from mclclip.models.weights import fetch_quietly, one_line, quiet
 from mclclip.util import files
 from mclclip.util.options import nearest
 
@@ -101,8 +101,8 @@ def find(
     elif label.startswith("hf-hub:"):
         _refuse_pretrained(label, pretrained)
         where, fetch = label.removeprefix("hf-hub:"), download_pretrained_from_hf
-        path = fetched(f"the config of {label!r}", lambda: fetch(where, weights.CONFIG))
-        file = Path(fetched(f"the weights of {label!r}", lambda: fetch(where)))
+        path = fetch_quietly(f"the config of {label!r}", lambda: fetch(where, weights.CONFIG))
+        file = Path(fetch_quietly(f"the weights of {label!r}", lambda: fetch(where)))
         config = weights.read_config(Path(path).parent)
     elif not os.path.exists(label) and (label.startswith((".", "/", "~")) or label.count("/") > 1):
         raise FileNotFoundError(f"no model at {label}: give an exported directory or a name")
@@ -139,28 +139,28 @@ def _of_open_clip(
         return _completed({"model_cfg": model_cfg}, label, file), file
     _check_gelu(model_cfg, label, bool(tag.get("quick_gelu")), f"the weights {pretrained!r}")
     what = f"the weights {pretrained!r} of {label!r}"
-    file = fetched(what, lambda: open_clip.download_pretrained(tag))
+    file = fetch_quietly(what, lambda: open_clip.download_pretrained(tag))
     return {"model_cfg": model_cfg, "preprocess_cfg": dict(tag)}, Path(file)
 
 
-def _check_gelu(model_cfg: Mapping[str, Any], label: str, wanted: bool, whose: str) -> None:
+def _check_gelu(model_cfg: Mapping[str, Any], label: str, quick_gelu: bool, whose: str) -> None:
     """Raises ValueError where weights were trained with another activation than the model's, of
     which open_clip only warns, and every feature would be slightly wrong."""
     got = bool(model_cfg.get("quick_gelu"))
-    if wanted == got or model_cfg["vision_cfg"].get("timm_model_name"):
+    if quick_gelu == got or model_cfg["vision_cfg"].get("timm_model_name"):
         return
-    other = f"{label}-quickgelu" if wanted else label.removesuffix("-quickgelu")
-    known = other in open_clip.list_models()
-    advice = f"use the model {other!r}" if known else f"set quick_gelu: {str(wanted).lower()}"
+    other = f"{label}-quickgelu" if quick_gelu else label.removesuffix("-quickgelu")
+    listed = other in open_clip.list_models()
+    advice = f"use the model {other!r}" if listed else f"set quick_gelu: {str(quick_gelu).lower()}"
     raise ValueError(
-        f"{whose} were trained with quick_gelu={wanted}, but {label!r} has quick_gelu={got}: "
+        f"{whose} were trained with quick_gelu={quick_gelu}, but {label!r} has quick_gelu={got}: "
         f"{advice}"
     )
 
 
 def _completed(config: dict[str, Any], label: str, file: Path | None) -> dict[str, Any]:
-    """The configuration of a model whose weights are a file, with what the file and the records
-    beside it say. Raises ValueError where they were trained with another activation."""
+    """The configuration of a model, completed by its file of weights and by the records beside it.
+    Raises ValueError if the weights were trained with another activation."""
     model_cfg = config["model_cfg"]
     if file is None or "text_cfg" not in model_cfg or "vision_cfg" not in model_cfg:
         return config
@@ -210,8 +210,8 @@ def _refuse_pretrained(name: str, pretrained: str | None) -> None:
 
 
 def check_tag(name: str, tag: str) -> None:
-    """Raises ValueError for what is neither a tag of open_clip's weights of ``name`` nor a file,
-    and for a tag of weights that were trained with another activation."""
+    """Raises ValueError unless ``tag`` is a file or one of open_clip's tags of weights of ``name``,
+    and for weights that were trained with another activation."""
     label = name.replace("/", "-")
     if cfg := open_clip.get_pretrained_cfg(label, tag):
         model_cfg, quick = open_clip.get_model_config(label), bool(cfg.get("quick_gelu"))
@@ -240,7 +240,7 @@ def tags(name: str) -> str:
 
 
 def is_without_weights(name: str | Path | Mapping[str, Any]) -> bool:
-    """Returns whether a name is that of an architecture alone: open_clip's, or a model config."""
+    """Returns True for the name of an architecture alone: open_clip's, or a model config."""
     if isinstance(name, Mapping) or str(name).endswith(".json"):
         return True
     return not os.path.isdir(name) and str(name).replace("/", "-") in open_clip.list_models()
@@ -265,13 +265,14 @@ class _CheckedTokenizer(HFTokenizer):  # type: ignore[misc]  # open_clip has no 
     def __call__(self, texts: str | list[str], context_length: int | None = None) -> torch.Tensor:
         number = 1 if isinstance(texts, str) else len(texts)
         length = context_length or self.context_length
-        own = functools.partial(super().__call__, texts, context_length)
-        tokens = tokenizer.tokens_of(own, number, length, self._vocabulary, self._where)
+        tokenize = functools.partial(super().__call__, texts, context_length)
+        tokens = tokenizer.tokens_of(tokenize, number, length, self._vocabulary, self._where)
         return cast(torch.Tensor, tokens)
 
 
 def vocabulary(clip: Any) -> int:
-    """How many tokens the text tower knows; one of transformers has them in its own table."""
+    """The number of tokens that the text tower knows; towers of transformers have their own
+    table."""
     text = getattr(clip, "text", clip)
     table = getattr(text, "token_embedding", None) or text.transformer.get_input_embeddings()
     return int(table.num_embeddings)
@@ -289,16 +290,18 @@ def tokenizer_of(text_cfg: Mapping[str, Any], directory: Path | None, vocabulary
     name = text_cfg.get("hf_tokenizer_name")
     if not name:
         make = _simple_tokenizer if options.keys() == {"context_length"} else SimpleTokenizer
-        own = copy.copy(_made(functools.partial(make, **options)))
-        tokenizer.WordEncoder(own, options.get("clean", "lower"))
-        return own
+        simple = copy.copy(_make_tokenizer(functools.partial(make, **options)))
+        tokenizer.WordEncoder(simple, options.get("clean", "lower"))
+        return simple
     options |= {"tokenizer_mode": text_cfg.get("tokenizer_mode"), "trust_remote_code": False}
     config_check.check_hub_name(name)
     if directory is None or not (directory / config_check.TOKENIZER_CONFIG).is_file():
         return tokenizer.LazyTokenizer(functools.partial(_hub_tokenizer, name, options), length)
     config_check.library()
     kind = config_check.tokenizer_class(directory)
-    checked = _made(functools.partial(_CheckedTokenizer, directory, vocabulary, kind, **options))
+    checked = _make_tokenizer(
+        functools.partial(_CheckedTokenizer, directory, vocabulary, kind, **options)
+    )
     with torch.device("cpu"):  # a plan makes models on "meta", where ids have no values
         checked([*tokenizer.PROBES])
     return checked
@@ -313,10 +316,10 @@ def _simple_tokenizer(context_length: int) -> Any:
 def _hub_tokenizer(name: str, options: Mapping[str, Any]) -> Any:
     config_check.library()
     config_check.check_hub_name(name)
-    return fetched(f"the tokenizer files of {name!r}", lambda: HFTokenizer(name, **options))
+    return fetch_quietly(f"the tokenizer files of {name!r}", lambda: HFTokenizer(name, **options))
 
 
-def _made(make: Callable[[], Any]) -> Any:
+def _make_tokenizer(make: Callable[[], Any]) -> Any:
     try:
         with quiet():
             return make()
@@ -364,8 +367,8 @@ def fill(clip: Any, file: Path) -> None:
 
 @contextmanager
 def _loading(file: Path) -> Iterator[None]:
-    """Makes every error within one line about the weights: a file that is damaged, or holds code,
-    or is of another model, is refused by torch with many kinds of errors."""
+    """Turns every error inside the block into one line about the weights. torch raises many kinds
+    of errors for a file that is damaged, holds code, or belongs to another model."""
     if file.suffix == ".safetensors":
         weights.check_header(file)
     try:

@@ -99,8 +99,8 @@ def check(
             )
     if text.get("hf_model_name"):
         check_hub_name(text["hf_model_name"])
-    known = {option for other in texts for option in other.get("tokenizer_kwargs") or {}}
-    _check_tokenizer_options(text.get("tokenizer_kwargs") or {}, known, where)
+    allowed_options = {option for other in texts for option in other.get("tokenizer_kwargs") or {}}
+    _check_tokenizer_options(text.get("tokenizer_kwargs") or {}, allowed_options, where)
     if BACKBONE in vision:
         return
     _check_model(model, kinds[0], kinds[1], where)
@@ -114,17 +114,17 @@ def _mapping(value: object, what: str) -> Mapping[str, Any]:
     return value
 
 
-def _check_tokenizer_options(options: object, known: set[str], where: str) -> None:
-    given = _mapping(options, f"text_cfg.tokenizer_kwargs of {where}")
-    if given.get("trust_remote_code"):
+def _check_tokenizer_options(options: object, allowed: set[str], where: str) -> None:
+    mapping = _mapping(options, f"text_cfg.tokenizer_kwargs of {where}")
+    if mapping.get("trust_remote_code"):
         raise ValueError(
             f"text_cfg.tokenizer_kwargs of {where} has trust_remote_code, which runs Python that "
             "comes with the model: mclclip never does, take it out if the model works without"
         )
-    if strange := sorted(set(map(str, given)) - known):
+    if strange := sorted(set(map(str, mapping)) - allowed):
         raise ValueError(
             f"text_cfg.tokenizer_kwargs of {where} has {', '.join(strange)[:200]}, wanted only "
-            f"{', '.join(sorted(known))}: take the others out"
+            f"{', '.join(sorted(allowed))}: take the others out"
         )
 
 
@@ -154,17 +154,17 @@ def _check_model(config: Mapping[str, Any], vision: type, text: type, where: str
 
 
 def _check_part(part: Mapping[str, Any], kind: type, where: str) -> None:
-    known = [item.name for item in fields(kind)]
-    if strange := sorted(set(map(str, part)) - set(known)):
+    names = [item.name for item in fields(kind)]
+    if strange := sorted(set(map(str, part)) - set(names)):
         what = brief(strange[0])
         raise ValueError(f"{where} has {what}, which open_clip does not know: take it out")
     # Without a value open_clip takes its own, or has none (patch_size of ResNets).
-    given = {name: value for name, value in part.items() if value is not None}
-    _check_type(kind, given, "", where)
-    for name, value in given.items():
+    values = {name: value for name, value in part.items() if value is not None}
+    _check_type(kind, values, "", where)
+    for name, value in values.items():
         check_numbers(value, name, where)
-    size, patch = given.get("image_size", 224), given.get("patch_size", 1)
-    if "patch_size" in given and min(_items(size)) < max(_items(patch)):
+    size, patch = values.get("image_size", 224), values.get("patch_size", 1)
+    if "patch_size" in values and min(_items(size)) < max(_items(patch)):
         raise ValueError(
             f"image_size in {where} is {brief(size)}, below patch_size {brief(patch)}: wanted "
             "pictures of one patch at least"
@@ -175,15 +175,15 @@ def _check_preprocessing(config: object, kind: type, where: str) -> None:
     """Raises ValueError for a `preprocess_cfg` that cannot be applied; `kind` is open_clip's
     dataclass. Other fields than its own are ignored, as open_clip ignores them."""
     what = f"preprocess_cfg of {where}"
-    known = [item.name for item in fields(kind)]
-    given = {n: value for n, value in _mapping(config, what).items() if n in known}
+    names = [item.name for item in fields(kind)]
+    values = {n: value for n, value in _mapping(config, what).items() if n in names}
     for name, modes in _MODES.items():  # before open_clip's own assertion, which says nothing
-        if (mode := given.get(name)) is not None and mode not in modes:
+        if (mode := values.get(name)) is not None and mode not in modes:
             raise ValueError(f"{name} in {what} is {brief(mode)}, wanted one of {modes}")
-    _check_part(given, kind, what)
+    _check_part(values, kind, what)
     for name in ("mean", "std"):
-        if given.get(name) is not None and len(given[name]) != 3:
-            raise ValueError(f"{name} in {what} has {len(given[name])} values, wanted 3")
+        if values.get(name) is not None and len(values[name]) != 3:
+            raise ValueError(f"{name} in {what} has {len(values[name])} values, wanted 3")
 
 
 def check_options(options: Mapping[str, Any], where: str) -> None:
@@ -210,7 +210,7 @@ def check_numbers(value: object, name: str, where: str) -> None:
 
 
 def _items(value: object) -> list[Any]:
-    """The plain values in a value, a list or a mapping of them; deeper ones are refused by type."""
+    """The numbers in a number, a list or a mapping; deeper values are refused by their type."""
     if isinstance(value, Mapping):
         return list(value.values())
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
@@ -221,11 +221,11 @@ def _check_type(kind: Any, value: object, name: str, where: str) -> None:
         raise ValueError(f"{name} of {where} is {brief(value)}, wanted a number")
     if isinstance(value, Mapping) and is_dataclass(kind):
         types = {item.name: str(item.type) for item in fields(kind)}
-        for inner, given in value.items():
+        for inner, entry in value.items():
             # pydantic would take true for 1, and a number in text for the number.
             numeric = any(number in types[inner] for number in ("int", "float"))
-            if numeric and isinstance(given, str | bool):
-                raise ValueError(f"{inner} in {where} is {brief(given)}, wanted a number")
+            if numeric and isinstance(entry, str | bool):
+                raise ValueError(f"{inner} in {where} is {brief(entry)}, wanted a number")
     try:
         TypeAdapter(kind).validate_python(value)
     except ValidationError as error:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mclclip.models import clip, transformers_folder, weights
-from mclclip.models.inputs import Picture, pictures_of, texts_of, transformed
+from mclclip.models.inputs import Picture, pictures_of, texts_of, transform_picture
 from mclclip.models.loading import common_config, load_towers, refuse_without_weights
 from mclclip.models.model import Model, unit
 from mclclip.models.options import Variant
@@ -130,7 +130,7 @@ class Encoder(nn.Module):
         if not isinstance(images, Tensor):
             parts = []
             for part in _parts(pictures_of(images), batch_size):
-                pixels = [transformed(picture, self.preprocess_val) for picture in part]
+                pixels = [transform_picture(picture, self.preprocess_val) for picture in part]
                 parts.append(self.encode_image(torch.stack(pixels)))
             return self._joined(parts)
         features = self.stage_features(images)
@@ -218,9 +218,9 @@ def join_image_features(features: Sequence[Tensor], variant: Variant) -> Tensor:
     of the cosines.
 
     MCL's released evaluation concatenates raw image features, and repeats the text feature of the
-    frozen text tower that all stages share. `raw` gives exactly its similarities where the stages
-    share their text tower. For stages with their own text towers the authors released nothing; see
-    `join_text_features`.
+    frozen text tower that all stages share. If the stages share their text tower, `raw` gives
+    exactly the same similarities. For stages with separate text towers the authors released
+    nothing; see `join_text_features`.
     """
     parts = [feature.float() for feature in features]
     if variant != "raw":
@@ -286,9 +286,9 @@ def save_concat(
     config = common_config(stages)
     paths = [weights.find_weights(stage) for stage in stages]
     tensors = [weights.read_tensors(file) for file in paths]
-    if any(own.keys() != tensors[0].keys() for own in tensors):
+    if any(stage.keys() != tensors[0].keys() for stage in tensors):
         raise ValueError("the stages hold different tensors: join stages of one architecture only")
-    shared = {n for n in tensors[0] if weights.same_bits(*(own[n] for own in tensors))}
+    shared = {n for n in tensors[0] if weights.same_bits(*(stage[n] for stage in tensors))}
     layout = load_towers(stages[0], load_weights=False).layout
     image = {n.removeprefix("visual.") for n in tensors[0] if n.startswith("visual.")}
     differing = {name for name in image if f"visual.{name}" not in shared}
@@ -298,8 +298,8 @@ def save_concat(
         names = [path.parent.name if path.name == "export" else path.name for path in folders]
     dim = int(config["model_cfg"]["embed_dim"])
     joined = {f"shared.{n}": tensors[0][n] for n in tensors[0] if n in shared}
-    for number, own in enumerate(tensors):
-        joined |= {f"stage_{number}.{n}": own[n] for n in own if n not in shared}
+    for number, stage in enumerate(tensors):
+        joined |= {f"stage_{number}.{n}": stage[n] for n in stage if n not in shared}
     record = {
         "variant": variant,
         "num_trunk_blocks": layout.count_without(differing),
@@ -356,22 +356,22 @@ def _filled_stages(
 ) -> list[Model]:
     """The models of so many stages; ValueError where the record describes other weights."""
     shared = with_prefix(tensors, "shared.")
-    own = {name.partition(".")[2] for name in tensors if not name.startswith("shared.")}
-    images = {name.removeprefix("visual.") for name in own if name.startswith("visual.")}
-    shared_text = all(name.startswith(("visual.", "logit_")) for name in own)
+    unshared = {name.partition(".")[2] for name in tensors if not name.startswith("shared.")}
+    images = {name.removeprefix("visual.") for name in unshared if name.startswith("visual.")}
+    shared_text = all(name.startswith(("visual.", "logit_")) for name in unshared)
     first = load_towers(directory, load_weights=False)
-    wanted = {"num_trunk_blocks": first.layout.count_without(images), "shared_text": shared_text}
-    for name, value in wanted.items():
+    expected = {"num_trunk_blocks": first.layout.count_without(images), "shared_text": shared_text}
+    for name, value in expected.items():
         if record.get(name) != value:
             raise ValueError(
                 f"{name} in {directory / weights.CONCAT} is {brief(record.get(name))}, its weights "
                 f"say {value}: export it again"
             )
     parameters = dict(first.exported.named_parameters())
-    kept = [parameters[name] for name in shared if name in parameters]
-    kept += [first.tokenizer, first.preprocess_train, first.preprocess_val]
+    reused = [parameters[name] for name in shared if name in parameters]
+    reused += [first.tokenizer, first.preprocess_train, first.preprocess_val]
     # Copies that keep these very objects instead of copying them.
-    others = [copy.deepcopy(first, {id(item): item for item in kept}) for _ in range(number - 1)]
+    others = [copy.deepcopy(first, {id(item): item for item in reused}) for _ in range(number - 1)]
     for n, stage in enumerate((first, *others)):
         weights.fill(
             stage.exported, shared | with_prefix(tensors, f"stage_{n}."), f"of {directory}"

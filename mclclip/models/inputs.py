@@ -1,4 +1,4 @@
-"""Reads what `Encoder.encode_image` and `Encoder.encode_text` are given."""
+"""Reads the pictures and texts passed to `Encoder.encode_image` and `Encoder.encode_text`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def pictures_of(images: Any) -> list[Picture | Tensor]:
         raise ValueError(f"a picture is {_kind(images)}: {_WANTED}") from None
 
 
-def transformed(picture: Picture | Tensor, transform: Callable[[Any], Tensor]) -> Tensor:
+def transform_picture(picture: Picture | Tensor, transform: Callable[[Any], Tensor]) -> Tensor:
     """The picture as [C, H, W], as evaluation sees it.
 
     Raises FileNotFoundError for a path that leads nowhere, and ValueError for what is no picture.

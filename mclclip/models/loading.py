@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from mclclip.models import backbones, clip, config_check, towers, transformers_folder, weights
 from mclclip.models.lora import add_lora
 from mclclip.models.model import Model
-from mclclip.models.tokenizer import fetched
+from mclclip.models.tokenizer import fetch_tokenizer
 from mclclip.models.weights import one_line
 from mclclip.util import files
 from mclclip.util.options import brief
@@ -110,22 +110,22 @@ def _image_tower(
     model_cfg, module = config["model_cfg"], nn.Module()
     visual: Any
     if config_check.BACKBONE in model_cfg["vision_cfg"]:
-        chosen = backbones.parse(model_cfg["vision_cfg"], where)
+        backbone = backbones.parse(model_cfg["vision_cfg"], where)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            visual = backbones.BackboneTower(chosen, where)
+            visual = backbones.BackboneTower(backbone, where)
         if model_cfg.get("embed_dim", visual.embed_dim) != visual.embed_dim:
             raise ValueError(
-                f"embed_dim of {where} is {model_cfg['embed_dim']}, but {chosen.backbone} gives "
+                f"embed_dim of {where} is {model_cfg['embed_dim']}, but {backbone.backbone} gives "
                 f"{visual.embed_dim}: leave it out"
             )
-        kept = {"embed_dim": visual.embed_dim, "vision_cfg": asdict(chosen)}
+        image_cfg = {"embed_dim": visual.embed_dim, "vision_cfg": asdict(backbone)}
     else:
         names = ("embed_dim", "vision_cfg", "quick_gelu")
-        kept = {key: model_cfg[key] for key in names if key in model_cfg}
+        image_cfg = {key: model_cfg[key] for key in names if key in model_cfg}
         of_clip = file is not None and "text_cfg" in model_cfg
         if not of_clip:
-            config = {**config, "model_cfg": kept | {"text_cfg": dict(_SMALLEST_TEXT)}}
+            config = {**config, "model_cfg": image_cfg | {"text_cfg": dict(_SMALLEST_TEXT)}}
         whole = clip.build(config, seed, random_text=True)
         if file is not None and of_clip:
             clip.fill(whole, file)
@@ -134,7 +134,7 @@ def _image_tower(
     if file is not None:
         _fill_image_tower(visual, file)
     module.visual = visual
-    return module, kept
+    return module, image_cfg
 
 
 def _fill_image_tower(visual: nn.Module, file: Path) -> None:
@@ -159,7 +159,7 @@ def _fill_given_tower(visual: nn.Module, image_weights: str, brings: str | None)
     file = weights.checked_image_weights(image_weights)
     names = tensors_of_image_tower(visual, file)
     with weights.open_tensors(file) as opened:
-        tensors = {own: opened.get_tensor(name) for own, name in names.items()}
+        tensors = {inside: opened.get_tensor(name) for inside, name in names.items()}
     visual.load_state_dict(tensors, strict=False)
     weights.refuse_not_finite(visual, str(file))
 
@@ -174,12 +174,12 @@ def tensors_of_image_tower(visual: nn.Module, file: Path) -> dict[str, str]:
     is read. Raises ValueError where the file is no safetensors file, lacks
     a tensor, has another one, or one of another shape or kind.
     """
-    own = visual.state_dict()
+    state = visual.state_dict()
     trunk = getattr(visual, "trunk", None)
     with weights.open_tensors(file) as opened:
-        found = [*opened.keys()]
-        of_clip = [name for name in found if name.startswith("visual.")]
-        names = {name.removeprefix("visual."): name for name in of_clip or found}
+        in_file = [*opened.keys()]
+        of_clip = [name for name in in_file if name.startswith("visual.")]
+        names = {name.removeprefix("visual."): name for name in of_clip or in_file}
         new: towers.Names = ()
         if trunk is not None and not any(name.startswith("trunk.") for name in names):
             classifier = getattr(trunk, "pretrained_cfg", {}).get("classifier") or "fc"
@@ -190,30 +190,32 @@ def tensors_of_image_tower(visual: nn.Module, file: Path) -> dict[str, str]:
                 for inside, name in names.items()
                 if not towers.belongs(inside, left_out)
             }
-        slices = {name: opened.get_slice(names[name]) for name in names.keys() & own.keys()}
+        slices = {name: opened.get_slice(names[name]) for name in names.keys() & state.keys()}
         wrong = {
             "tensors are missing": [
                 name
-                for name in own
+                for name in state
                 if name not in names
                 and not towers.belongs(name, new)
                 and not name.endswith("num_batches_tracked")
             ],
-            "are none of the tower's": [given for name, given in names.items() if name not in own],
+            "are none of the tower's": [
+                stored for name, stored in names.items() if name not in state
+            ],
             "have another shape": [
-                name for name in slices if slices[name].get_shape() != [*own[name].shape]
+                name for name in slices if slices[name].get_shape() != [*state[name].shape]
             ],
             "are no floating-point numbers": [
                 name
                 for name in slices
-                if own[name].is_floating_point() and slices[name].get_dtype() not in _FLOATS
+                if state[name].is_floating_point() and slices[name].get_dtype() not in _FLOATS
             ],
         }
     problems = [f"{len(all_)} {what}, as {min(all_)}" for what, all_ in wrong.items() if all_]
     if problems:
         raise ValueError(
             f"image_weights {file} does not fit the image tower ({type(trunk or visual).__name__}, "
-            f"{len(own)} tensors): {'; '.join(problems)}. Give weights of this architecture, by "
+            f"{len(state)} tensors): {'; '.join(problems)}. Give weights of this architecture, by "
             "the names of timm, torchvision or open_clip"
         )
     return names
@@ -223,7 +225,8 @@ def tensors_of_image_tower(visual: nn.Module, file: Path) -> dict[str, str]:
 
 
 def has_texts(name: Name) -> bool:
-    """Returns whether a model has a text tower; True if its configuration is not on this disk."""
+    """Returns True if the named model has a text tower; True if its configuration is not on this
+    disk."""
     if isinstance(name, Mapping) or str(name).endswith(".json"):
         return "text_cfg" in weights.read_model_config(name)["model_cfg"]
     return not weights.is_image_encoder(Path(str(name).removeprefix("local-dir:")))
@@ -246,7 +249,7 @@ def check_tokenizer(name: Name) -> None:
     config, _, directory = clip.find(name, load_weights=False)
     text_cfg = config["model_cfg"].get("text_cfg") or {}
     if text_cfg.get("hf_tokenizer_name"):
-        fetched(clip.tokenizer_of(text_cfg, directory, sys.maxsize))
+        fetch_tokenizer(clip.tokenizer_of(text_cfg, directory, sys.maxsize))
 
 
 def model_tokenizer(name: Name) -> Any:
@@ -255,7 +258,9 @@ def model_tokenizer(name: Name) -> Any:
     config, _, directory = clip.find(name, load_weights=False)
     if "text_cfg" not in config["model_cfg"]:
         raise ValueError(f"{_where(name)} has no text tower")
-    return fetched(clip.tokenizer_of(config["model_cfg"]["text_cfg"], directory, sys.maxsize))
+    return fetch_tokenizer(
+        clip.tokenizer_of(config["model_cfg"]["text_cfg"], directory, sys.maxsize)
+    )
 
 
 def refuse_without_weights(name: str | Path) -> None:
@@ -306,11 +311,10 @@ def prepare_model(
 def refuse_folded_norms(model: Model) -> None:
     """Raises ValueError where batch norms are trained whose statistics were folded into weights.
 
-    Such a norm has mean 0 and variance 1, and a bias that is not 0 as that of a new norm. It passes
-    its input on and adds a bias; trained, it would normalise by each batch instead, which the
-    layers after it have never seen, so that the training starts from noise. It is refused and not
-    kept as it is, since ``lock.image_norm`` says what is trained, and checkpoints, soups and
-    exports know no third kind of batch norm.
+    Such a norm has mean 0, variance 1 and a bias other than 0 (a new norm has bias 0). It passes
+    its input on and adds the bias. Training would normalise by each batch instead, which the later
+    layers have never seen, so the training would start from noise. The norm is not frozen silently,
+    because ``lock.image_norm`` says what is trained.
     """
     folded = []
     for name, norm in model.visual.named_modules():
@@ -346,8 +350,8 @@ def common_config(directories: Sequence[Path]) -> dict[str, Any]:
         difference = _difference(first["model_cfg"], config["model_cfg"], "model_cfg")
         if not difference:
             sides = [
-                load_towers(one, load_weights=False).config["preprocess_cfg"]
-                for one in (directories[0], path)
+                load_towers(directory, load_weights=False).config["preprocess_cfg"]
+                for directory in (directories[0], path)
             ]
             difference = _difference(sides[0], sides[1], "preprocess_cfg")
         if difference:

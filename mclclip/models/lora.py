@@ -97,8 +97,8 @@ def add_lora(
     ]
     if not unlocked:
         raise ValueError("LoRA adapts unlocked image blocks, but all are locked: set image_blocks")
-    chosen = [weight for module in unlocked for weight in _weights(module, targets)]
-    if not chosen:
+    matrices = [weight for module in unlocked for weight in _weights(module, targets)]
+    if not matrices:
         raise ValueError(
             f"LoRA's targets are {targets!r}, but the unlocked blocks have no such weights: give "
             "'all', or unlock more blocks"
@@ -109,7 +109,7 @@ def add_lora(
                 parameter.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     classes: dict[tuple[type, str], type] = {}
-    for module, name in chosen:
+    for module, name in matrices:
         adapter = LowRank(getattr(module, name), rank, alpha / rank, dropout, generator)
         kind = type(module)
         parametrize.register_parametrization(module, name, adapter)
@@ -135,7 +135,8 @@ def _weights(block: nn.Module, targets: str) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _in_attention(path: str, inside: dict[str, nn.Module]) -> bool:
-    """Returns whether the innermost of attention and MLP around a weight is attention."""
+    """Returns True if the innermost module around a weight that is named attention or MLP is
+    attention."""
     while path:
         words = f"{path.rpartition('.')[2]} {type(inside[path]).__name__}".lower()
         if any(word in words for word in _MLP):

@@ -178,10 +178,10 @@ def _of_convolution_backward(
 
     torch's own formula multiplies those of the weight by the number of groups.
     """
-    transposed, wanted = others[4], others[7]
+    transposed, needed = others[4], others[7]
     count: Any = conv_flop_count
     forward = int(count(inputs.shape, weight.shape, out_gradient.shape, transposed))
-    return forward * (int(wanted[0]) + int(wanted[1]))
+    return forward * (int(needed[0]) + int(needed[1]))
 
 
 def _of_attention(query: Tensor, key: Tensor, value: Tensor, *others: Any, **more: Any) -> int:

@@ -211,7 +211,7 @@ class Model(nn.Module):
         elif self._recompute:
             features = self.encode_tail(images, 0)
         else:
-            output = self.visual(towers.arranged(images, self.memory_format))
+            output = self.visual(towers.arrange(images, self.memory_format))
             # Towers with output_tokens give (features, tokens).
             features = output[0] if isinstance(output, tuple) else output
         return unit(features) if normalize else features
@@ -228,7 +228,7 @@ class Model(nn.Module):
 
     def encode_trunk(self, images: Tensor, num_trunk_blocks: int) -> Tensor:
         """[B, C, H, W] -> output of the first `num_trunk_blocks` blocks (0: the images)."""
-        images = towers.arranged(images, self.memory_format)
+        images = towers.arrange(images, self.memory_format)
         return self.layout.run_trunk(self.visual, images, num_trunk_blocks)
 
     def encode_tail(self, hidden: Tensor, num_trunk_blocks: int, project: bool = True) -> Tensor:
@@ -237,7 +237,7 @@ class Model(nn.Module):
         With `project=False`: [B, width], pooled and normed but not projected; ValueError for towers
         whose attention pool is their projection.
         """
-        hidden = towers.arranged(hidden, self.memory_format)
+        hidden = towers.arrange(hidden, self.memory_format)
         return self.layout.run_tail(self.visual, hidden, num_trunk_blocks, project, self._recompute)
 
     def encode_pooled(self, images: Tensor) -> Tensor:
@@ -271,7 +271,7 @@ class Model(nn.Module):
 
     @property
     def has_logit_bias(self) -> bool:
-        """Whether there is a logit bias: the configuration names `init_logit_bias`."""
+        """True if there is a logit bias: the configuration names `init_logit_bias`."""
         return getattr(self.exported, "logit_bias", None) is not None
 
     # --- training ----------------------------------------------------------------------------
@@ -351,7 +351,7 @@ class Model(nn.Module):
         return self
 
     def drop_patches(self, share: float) -> None:
-        """Has the image tower drop this share of the patches in training; 0 leaves it as it is.
+        """Makes the image tower drop this share of the patches in training; 0 leaves it as it is.
 
         Its module has no weights and is in no configuration, so exports know nothing of it. Call it
         after locks and adapters. Raises ValueError for a tower other than open_clip's own vision
@@ -395,7 +395,7 @@ class Model(nn.Module):
             self.text_tower.set_grad_checkpointing(enabled)
 
     def compile_blocks(self, backend: str = "inductor") -> None:
-        """Has every block compiled by torch when it first runs; names stay as they are."""
+        """Makes torch compile every block when it first runs; names stay as they are."""
         from torch._dynamo import config  # seconds to import
 
         # torch stops compiling a function after a number of variants. All blocks of a class are one
@@ -446,9 +446,9 @@ class PatchDropout(nn.Module):
         first, patches = tokens[:, :1], tokens[:, 1:]
         batch, num = patches.shape[:2]
         keys = torch.randn(batch, num, device=tokens.device)
-        kept = keys.topk(max(1, int(num * (1 - self.share))), dim=1).indices
+        drawn = keys.topk(max(1, int(num * (1 - self.share))), dim=1).indices
         rows = torch.arange(batch, device=tokens.device)[:, None]
-        return torch.cat([first, patches[rows, kept]], dim=1)
+        return torch.cat([first, patches[rows, drawn]], dim=1)
 
 
 def _refuse_texts(texts: object) -> Tensor:

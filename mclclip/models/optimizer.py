@@ -104,7 +104,7 @@ def build_optimizer(
             parameters only), or `timm:NAME` for any of timm's, at timm's own settings.
         layer_decay: each layer's learning rate is this factor times that of the layer above it;
             parameters above the last block of a tower have the full rate, as in BEiT and timm.
-        start_decay: field of the groups with parameters of models; those of objectives have 0.
+        start_decay: field of the groups with parameters of models; groups of objectives have 0.
         lr: the peak learning rate. A caller that sets the rate at every step needs to give it only
             for timm's optimizers, some of which store it at the start.
 
@@ -130,7 +130,8 @@ def build_optimizer(
 
 
 def is_elementwise(optimizer: str | torch.optim.Optimizer) -> bool:
-    """Returns whether the update of an element depends on its own values and gradients alone.
+    """Returns True if the update of an element depends on that element's values and gradients
+    alone.
 
     Only then may an optimizer work on flat shards of parameters, as in ZeRO: one that takes the
     norm of a whole parameter (LARS, LAMB) would compute other steps there. False for optimizers
@@ -165,10 +166,10 @@ def _from_timm(name: str, groups: list[dict[str, Any]], lr: float) -> torch.opti
 
 
 def _timm_info(name: str) -> Any:
-    known = timm.optim.list_optimizers()
-    if name.startswith("timm:") and name.removeprefix("timm:") in known:
+    listed = timm.optim.list_optimizers()
+    if name.startswith("timm:") and name.removeprefix("timm:") in listed:
         return timm.optim.get_optimizer_info(name.removeprefix("timm:"))
-    choices = [*_NAMES, *(f"timm:{other}" for other in known)]
+    choices = [*_NAMES, *(f"timm:{other}" for other in listed)]
     raise ValueError(
         f"optimizer is {name!r}, wanted {', '.join(_NAMES)} or timm:NAME "
         f"(nearest: {', '.join(nearest(name, choices))})"

@@ -181,7 +181,7 @@ def _num_built_blocks(model_cfg: str) -> int | None:
 
 def more_than_crops(model: ModelConfig) -> list[str]:
     """Fields of the augmentation, as set or by default, that do more than to crop."""
-    asked = [name for name in _MORE_THAN_CROPS if model.augmentation.get(name)]
-    if not asked and "backbone" in architecture_of(model)[1]:
+    fields = [name for name in _MORE_THAN_CROPS if model.augmentation.get(name)]
+    if not fields and "backbone" in architecture_of(model)[1]:
         return ["kind (simclr, the default of backbones)"]
-    return asked
+    return fields

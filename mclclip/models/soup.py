@@ -104,11 +104,11 @@ def load_soup(
     filled again instead of building another, and stays on its device. Raises ValueError where
     images are needed and there are none, and the errors of ``combine``.
     """
-    chosen = [path for path, share in zip(ingredients, shares, strict=True) if share]
+    used = [path for path, share in zip(ingredients, shares, strict=True) if share]
     tensors, _ = combine(ingredients, shares)
-    model = load_towers(chosen[0], load_weights=False) if model is None else model
-    weights.fill(model.exported, tensors, f"of the soup of {len(chosen)} models")
-    if not needs_statistics(chosen):
+    model = load_towers(used[0], load_weights=False) if model is None else model
+    weights.fill(model.exported, tensors, f"of the soup of {len(used)} models")
+    if not needs_statistics(used):
         return model, tensors, 0
     if images is None:
         raise ValueError(
@@ -162,7 +162,7 @@ def _opened(ingredients: Sequence[Path]) -> Iterator[list[Any]]:
 def combine(
     ingredients: Sequence[Path], shares: Sequence[float] | None = None
 ) -> tuple[dict[str, Tensor], int]:
-    """The average of the weights of exported models, and how many tensors differed among them.
+    """Averages the weights of exported models; returns the tensors, and how many of them differed.
 
     ``shares`` are not negative and need not sum to 1 (default: equal ones); a model of share 0 does
     not take part. Tensor by tensor, so that one model's worth of memory is enough. Raises
@@ -170,19 +170,19 @@ def combine(
     than the batch counts of batch norms.
     """
     shares = [1.0] * len(ingredients) if shares is None else shares
-    kept = [(path, share) for path, share in zip(ingredients, shares, strict=True) if share]
-    if not kept:
+    used = [(path, share) for path, share in zip(ingredients, shares, strict=True) if share]
+    if not used:
         raise ValueError(f"shares of a soup are {list(shares)}: wanted one above 0")
     num_averaged, tensors = 0, {}
-    with _opened([path for path, _ in kept]) as sources:
+    with _opened([path for path, _ in used]) as sources:
         names = sorted(sources[0].keys())
-        for (path, _), source in zip(kept, sources, strict=True):
+        for (path, _), source in zip(used, sources, strict=True):
             if sorted(source.keys()) != names:
                 strange = sorted(set(names) ^ set(source.keys()))[:3]
-                raise ValueError(f"{path} and {kept[0][0]} hold different tensors: {strange}")
+                raise ValueError(f"{path} and {used[0][0]} hold different tensors: {strange}")
         for name in names:
             values = [source.get_tensor(name) for source in sources]
-            tensors[name] = mean_tensor(name, values, [share for _, share in kept])
+            tensors[name] = mean_tensor(name, values, [share for _, share in used])
             num_averaged += not weights.same_bits(*values)
     return tensors, num_averaged
 

@@ -1,8 +1,8 @@
 """Reads files of weights that other programs saved, and fits their tensors to a model.
 
-A training saves more than a model's tensors: they lie under a key of a checkpoint, and the names of
-a model that was compiled, wrapped or part of a larger module all begin with the same words. These
-are taken off. What still does not fit is one line with names of both sides.
+A checkpoint holds more than a model's tensors, which lie under one of its keys. If a model was
+compiled, wrapped or part of a larger module, its names share a prefix, which is removed. If tensors
+still do not fit, one error line names those of both sides.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _held(saved: object) -> str:
 
 
 def _without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Takes off words that all names begin with, such as ``_orig_mod.`` or ``module.model.``."""
+    """Removes a prefix that all names share, such as ``_orig_mod.`` or ``module.model.``."""
     while len(firsts := {name.partition(".")[0] for name in tensors}) == 1:
         (first,) = firsts
         if first in _TOWERS or first in tensors:
@@ -101,9 +101,9 @@ def _without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def recorded_quick_gelu(file: Path) -> bool | None:
-    """Returns whether weights were trained with quick GELU, by what their trainer left beside them:
-    a model's ``open_clip_config.json``, or ``params.txt`` of open_clip's training above its
-    checkpoints. None where nothing says so."""
+    """Returns whether weights were trained with quick GELU, according to the files beside them: a
+    model's ``open_clip_config.json``, or ``params.txt`` of open_clip's training above its
+    checkpoints. None if neither says so."""
     beside, params = file.parent / weights.CONFIG, file.parent.parent / "params.txt"
     if beside.is_file():
         config = weights.read_config(file.parent)["model_cfg"]
@@ -117,10 +117,10 @@ def recorded_quick_gelu(file: Path) -> bool | None:
 
 
 def complete_config(model_cfg: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """The model config with what the names in a file of weights say beside it: a text tower that is
-    a module (``custom_text``, of open_clip's --force-custom-text) and a logit bias (of --siglip).
+    """The model config, completed by the tensor names in a file of weights: they show a text tower
+    that is a module (``custom_text``, open_clip's --force-custom-text) and a logit bias (--siglip).
 
-    Logs one line where something is added. Raises the errors of `read`.
+    Logs one line if something is added. Raises the errors of `read`.
     """
     names = read(file, "meta").keys()
     added: dict[str, Any] = {}
@@ -140,31 +140,33 @@ def fill(clip: Any, tensors: dict[str, Tensor], file: Path) -> None:
     Positions of another number are resized, with a line in the log. Raises ValueError, which lists
     what the model lacks and what the file has, where they do not fit.
     """
-    own = clip.state_dict()
+    state = clip.state_dict()
     for name in ("logit_scale", "logit_bias"):
-        if name in own and name in tensors and tensors[name].numel() == own[name].numel():
-            tensors[name] = tensors[name].reshape(own[name].shape)
-    if "logit_bias" in own and "logit_bias" not in tensors:  # CLIP's weights for SigLIP's training
-        tensors["logit_bias"] = torch.zeros_like(own["logit_bias"])
-    tensors = {n: t for n, t in tensors.items() if n in own or not n.endswith("position_ids")}
-    _resize_positions(clip, tensors, own, file)
-    _check_names(tensors, own)
+        if name in state and name in tensors and tensors[name].numel() == state[name].numel():
+            tensors[name] = tensors[name].reshape(state[name].shape)
+    if (
+        "logit_bias" in state and "logit_bias" not in tensors
+    ):  # CLIP's weights for SigLIP's training
+        tensors["logit_bias"] = torch.zeros_like(state["logit_bias"])
+    tensors = {n: t for n, t in tensors.items() if n in state or not n.endswith("position_ids")}
+    _resize_positions(clip, tensors, state, file)
+    _check_names(tensors, state)
     clip.load_state_dict(tensors, strict=True)
 
 
-def _check_names(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    lacking = [name for name in own if name not in tensors]
-    strange = [name for name in tensors if name not in own]
-    shaped = [n for n in own if n in tensors and own[n].shape != tensors[n].shape]
+def _check_names(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    lacking = [name for name in state if name not in tensors]
+    strange = [name for name in tensors if name not in state]
+    shaped = [n for n in state if n in tensors and state[n].shape != tensors[n].shape]
     problems = []
     if lacking:
         problems.append(
-            f"it lacks {len(lacking)} of the model's {len(own)} tensors: {_some(lacking)}"
+            f"it lacks {len(lacking)} of the model's {len(state)} tensors: {_some(lacking)}"
         )
     if strange:
         problems.append(f"it has {len(strange)} that the model has not: {_some(strange)}")
     if shaped:
-        pairs = [f"{n} {[*tensors[n].shape]} for {[*own[n].shape]}" for n in shaped]
+        pairs = [f"{n} {[*tensors[n].shape]} for {[*state[n].shape]}" for n in shaped]
         problems.append(f"{len(shaped)} have another shape than the model's: {_some(pairs)}")
     if not problems:
         return
@@ -182,23 +184,23 @@ def _some(names: list[str]) -> str:
 
 
 def _resize_positions(
-    clip: Any, tensors: dict[str, Tensor], own: Mapping[str, Tensor], file: Path
+    clip: Any, tensors: dict[str, Tensor], state: Mapping[str, Tensor], file: Path
 ) -> None:
-    """Fits the numbers of positions to the model's: those of pictures and of texts that are read in
-    both directions are interpolated; of a causal text tower the first stay as they are, since a
-    position has a meaning of its own there."""
+    """Changes the numbers of positions to the model's. Positions of pictures, and of text towers
+    that read in both directions, are interpolated. A causal text tower keeps the first ones as they
+    are, since each position has its own meaning there."""
     for name in ("visual.positional_embedding", "visual.trunk.pos_embed"):
-        if _differ_in_number(tensors.get(name), own.get(name)):
-            resized = _resized_grid(tensors[name], own[name], clip.visual)
+        if _differ_in_number(tensors.get(name), state.get(name)):
+            resized = _resized_grid(tensors[name], state[name], clip.visual)
             if resized is not None:
-                before, after = tensors[name].shape[-2], own[name].shape[-2]
+                before, after = tensors[name].shape[-2], state[name].shape[-2]
                 log.info("%s: %d positions of pictures are resized to %d", file, before, after)
                 tensors[name] = resized
     text = getattr(clip, "text", clip)
     for name in ("positional_embedding", "text.positional_embedding"):
-        if not _differ_in_number(tensors.get(name), own.get(name)):
+        if not _differ_in_number(tensors.get(name), state.get(name)):
             continue
-        before, after = len(tensors[name]), len(own[name])
+        before, after = len(tensors[name]), len(state[name])
         if getattr(text, "attn_mask", None) is None:
             rows = tensors[name].T[None].float()
             rows = functional.interpolate(rows, size=after, mode="linear")[0].T
@@ -214,25 +216,25 @@ def _resize_positions(
             )
 
 
-def _differ_in_number(saved: Tensor | None, own: Tensor | None) -> bool:
-    if saved is None or own is None or saved.ndim != own.ndim:
+def _differ_in_number(saved: Tensor | None, ours: Tensor | None) -> bool:
+    if saved is None or ours is None or saved.ndim != ours.ndim:
         return False
-    return saved.shape[-2] != own.shape[-2] and saved.shape[-1] == own.shape[-1]
+    return saved.shape[-2] != ours.shape[-2] and saved.shape[-1] == ours.shape[-1]
 
 
-def _resized_grid(saved: Tensor, own: Tensor, visual: nn.Module) -> Tensor | None:
+def _resized_grid(saved: Tensor, ours: Tensor, visual: nn.Module) -> Tensor | None:
     """[(1,) k + n, D] -> the model's number of positions, as open_clip resizes them: bicubic, with
     antialiasing; k positions of no patch stay. None where the grids are not known."""
     rows = saved.reshape(-1, saved.shape[-1]).float()
     side = math.isqrt(len(rows))
-    extra, wanted = len(rows) - side * side, own.shape[-2]
+    extra, number = len(rows) - side * side, ours.shape[-2]
     grid: Any = getattr(visual, "grid_size", None)
-    height, width = grid or 2 * (math.isqrt(max(wanted - extra, 0)),)
-    if extra > _MOST_EXTRA_POSITIONS or height * width + extra != wanted or not side:
+    height, width = grid or 2 * (math.isqrt(max(number - extra, 0)),)
+    if extra > _MOST_EXTRA_POSITIONS or height * width + extra != number or not side:
         return None
     patches = rows[extra:].reshape(1, side, side, -1).permute(0, 3, 1, 2)
     patches = functional.interpolate(
         patches, (height, width), mode="bicubic", antialias=True, align_corners=False
     )
     patches = patches.permute(0, 2, 3, 1).reshape(height * width, -1)
-    return torch.cat([rows[:extra], patches]).reshape(own.shape).to(saved.dtype)
+    return torch.cat([rows[:extra], patches]).reshape(ours.shape).to(saved.dtype)

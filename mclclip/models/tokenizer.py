@@ -42,11 +42,11 @@ class LazyTokenizer:
     def save_pretrained(self, directory: str) -> None:
         """Writes the tokenizer's files into ``directory``; warns where it cannot be fetched."""
         try:
-            own = self.fetch()
+            tokenizer = self.fetch()
         except FileNotFoundError as error:
             log.warning("%s has no tokenizer: %s", directory, error)
             return  # a later user of the export fetches it by its name
-        own.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
 
     def __deepcopy__(self, memo: Any) -> LazyTokenizer:
         return self  # a tokenizer has no state that changes
@@ -56,8 +56,8 @@ class LazyTokenizer:
         return {"_made": self._made, "_make": None, "context_length": self.context_length}
 
 
-def fetched(tokenizer: Any) -> Any:
-    """The tokenizer itself, fetched now if it was not, so that a failure shows at once.
+def fetch_tokenizer(tokenizer: Any) -> Any:
+    """Returns the tokenizer itself, fetched now if it was not, so that a failure shows at once.
 
     Raises FileNotFoundError or ValueError where it cannot be fetched.
     """
@@ -90,9 +90,9 @@ class WordEncoder:
         return ids
 
     def _add(self, word: str) -> list[int]:
-        own = self.tokenizer
-        letters = "".join(own.byte_encoder[byte] for byte in word.encode())
-        ids = [own.encoder[part] for part in own.bpe(letters).split(" ")]
+        tokenizer = self.tokenizer
+        letters = "".join(tokenizer.byte_encoder[byte] for byte in word.encode())
+        ids = [tokenizer.encoder[part] for part in tokenizer.bpe(letters).split(" ")]
         if len(self.words) >= MOST_WORDS:
             self.words.clear()
         self.words[word] = ids

@@ -57,12 +57,12 @@ class TowerLayout:
             return ()
         return self.embedding + tuple(name for block in self.blocks[:num_blocks] for name in block)
 
-    def last(self, wanted: int | Literal["all"], option: str, tower: str) -> Names:
-        """Names in the last `wanted` blocks.
+    def last(self, count: int | Literal["all"], option: str, tower: str) -> Names:
+        """Names in the last `count` blocks.
 
         Raises ValueError, which names the `option` and the `tower`, for more than there are.
         """
-        number = len(self.blocks) if wanted == "all" else wanted
+        number = len(self.blocks) if count == "all" else count
         self.check_number(number, option, tower, ", or 'all'")
         blocks = self.blocks[len(self.blocks) - number :]
         return tuple(name for block in blocks for name in block)
@@ -156,12 +156,12 @@ class ImageLayout(TowerLayout):
     def _begin(self, tower: nn.Module, images: Tensor) -> tuple[Tensor, Sequence[Step]]:
         if self.start is None:
             return _in_turn(tower, self.embedding, images), self._steps(tower, None)
-        hidden, given = self.start(tower, images)
-        return hidden, self._steps(tower, given)
+        hidden, extra = self.start(tower, images)
+        return hidden, self._steps(tower, extra)
 
-    def _steps(self, tower: nn.Module, given: Any) -> Sequence[Step]:
+    def _steps(self, tower: nn.Module, extra: Any) -> Sequence[Step]:
         if self.steps is not None:
-            return self.steps(tower, given)
+            return self.steps(tower, extra)
         return [partial(_in_turn, tower, block) for block in self.blocks]
 
 
@@ -180,8 +180,8 @@ def layout_or_reason(tower: nn.Module, make: Callable[[Any], ImageLayout]) -> Im
         layout = make(tower)
     except ValueError as error:
         return str(error)
-    known = layout.trunk(len(layout.blocks)) + layout.norm + layout.projection
-    strange = [name for name in tower.state_dict() if not belongs(name, known)]
+    named_parts = layout.trunk(len(layout.blocks)) + layout.norm + layout.projection
+    strange = [name for name in tower.state_dict() if not belongs(name, named_parts)]
     if layout.blocks and not strange:
         return layout
     return (
@@ -199,7 +199,7 @@ def choose_memory_format(tower: nn.Module) -> MemoryFormat:
     return "channels_last" if convolutions > 1 else "contiguous"
 
 
-def arranged(hidden: Tensor, memory_format: MemoryFormat) -> Tensor:
+def arrange(hidden: Tensor, memory_format: MemoryFormat) -> Tensor:
     """The same values in ``memory_format``, where they are [B, C, H, W]; copied where they lie in
     another one. Weights stay as they are: convolutions follow their input."""
     if memory_format == "channels_last" and hidden.dim() == 4:
@@ -208,11 +208,11 @@ def arranged(hidden: Tensor, memory_format: MemoryFormat) -> Tensor:
 
 
 def belongs(name: str, parts: Names) -> bool:
-    """Returns whether the tensor `name` is one of `parts` or lies below one."""
+    """Returns True if the tensor `name` is one of `parts` or lies below one."""
     return any(name == part or name.startswith(f"{part}.") for part in parts)
 
 
-def numbered(tower: nn.Module, name: str) -> tuple[Names, ...]:
+def number_blocks(tower: nn.Module, name: str) -> tuple[Names, ...]:
     """Every module in the submodule `name` as one block."""
     return tuple((f"{name}.{child}",) for child, _ in tower.get_submodule(name).named_children())
 
@@ -239,7 +239,7 @@ def vision_transformer_layout(tower: Any) -> ImageLayout:
     embedding = ("conv1", "class_embedding", "positional_embedding", "patch_dropout", "ln_pre")
     return ImageLayout(
         embedding=present(tower, *embedding),
-        blocks=numbered(tower, "transformer.resblocks"),
+        blocks=number_blocks(tower, "transformer.resblocks"),
         norm=("ln_post",),
         projection=present(tower, "attn_pool", "attn_pool_contrastive", "proj"),
         finish=finish,
@@ -255,7 +255,7 @@ def resnet_layout(tower: nn.Module) -> ImageLayout:
     attention pool is the projection.
     """
     stem = present(tower, "conv1", "bn1", "conv2", "bn2", "conv3", "bn3")
-    residual = tuple(block for i in range(1, 5) for block in numbered(tower, f"layer{i}"))
+    residual = tuple(block for i in range(1, 5) for block in number_blocks(tower, f"layer{i}"))
     return ImageLayout(
         embedding=(),
         blocks=(stem, *residual),
@@ -279,7 +279,7 @@ def text_layout(tower: nn.Module) -> TowerLayout:
     if getattr(transformer, "resblocks", None) is not None:
         return TowerLayout(
             embedding=present(tower, "token_embedding", "positional_embedding", "cls_emb"),
-            blocks=numbered(tower, "transformer.resblocks"),
+            blocks=number_blocks(tower, "transformer.resblocks"),
             norm=("ln_final",),
             projection=present(tower, "text_projection"),
         )
@@ -304,7 +304,7 @@ def text_layout(tower: nn.Module) -> TowerLayout:
         elif tensor.startswith("transformer.") and ".pooler." not in tensor:
             side.append(tensor)
     top = ("transformer.pooler", "proj")
-    return TowerLayout(tuple(before), numbered(tower, name), tuple(after), top)
+    return TowerLayout(tuple(before), number_blocks(tower, name), tuple(after), top)
 
 
 # --- a longer context ------------------------------------------------------------------------
@@ -316,7 +316,7 @@ def text_layout(tower: nn.Module) -> TowerLayout:
 # tokens keeps its features. A tower without a causal mask sees the padding too, and its features
 # change.
 _KEPT, _RATIO = 20, 4
-_LONGEST = 248  # of 77 tokens: a context that was stretched already is none to be stretched
+_LONGEST = 248  # of 77 tokens: a context that was stretched already is not stretched again
 _CONTEXT = 77  # open_clip's context where a config names none
 
 
@@ -351,7 +351,7 @@ def longer_config(model_cfg: Mapping[str, Any]) -> dict[str, Any]:
     return {**model_cfg, "text_cfg": text}
 
 
-def stretched(positions: Tensor) -> Tensor:
+def stretch_positions(positions: Tensor) -> Tensor:
     """Positional embeddings [L, D] -> [20 + 4 (L - 20), D].
 
     Row 20 + 4 i + j is (1 - j/4) p_{20+i} + (j/4) p_{21+i}, j = 0 to 3. There is no row after the
@@ -369,7 +369,7 @@ def stretch(clip: Any) -> None:
     ``longer_config`` must have taken its config.
     """
     tower = getattr(clip, "text", clip)  # of a CustomTextCLIP, or the CLIP itself
-    tower.positional_embedding.data = stretched(tower.positional_embedding.data)
+    tower.positional_embedding.data = stretch_positions(tower.positional_embedding.data)
     length = len(tower.positional_embedding)
     if tower.attn_mask is not None:
         tower.attn_mask = tower.attn_mask.new_full((length, length), -float("inf")).triu_(1)

@@ -78,7 +78,7 @@ def find(name: str) -> Path:
 
         what = f"the files of {where!r}"
         directory = Path(
-            weights.fetched(what, lambda: snapshot_download(where, allow_patterns=[*_FILES]))
+            weights.fetch_quietly(what, lambda: snapshot_download(where, allow_patterns=[*_FILES]))
         )
     if not (directory / CONFIG).is_file():
         raise FileNotFoundError(
@@ -188,8 +188,10 @@ def _check_config(config: object, directory: Path) -> str:
 def _part(config: Mapping[str, Any], kind: str, name: str) -> dict[str, Any]:
     """A tower's configuration with transformers' defaults; ``NAME_dict`` of older versions wins."""
     older = config.get(f"{name}_dict")
-    given = {**config[name], **(older if isinstance(older, Mapping) else {})}
-    part = _DEFAULTS[kind][name] | {key: value for key, value in given.items() if value is not None}
+    settings = {**config[name], **(older if isinstance(older, Mapping) else {})}
+    part = _DEFAULTS[kind][name] | {
+        key: value for key, value in settings.items() if value is not None
+    }
     for key, default in _DEFAULTS[kind][name].items():
         wrong = isinstance(part[key], bool) or not isinstance(part[key], type(default))
         if wrong or (isinstance(default, int | float) and part[key] <= 0):
@@ -373,10 +375,10 @@ def _is_clips(words: Mapping[str, Any], merges: object, clips: Any) -> bool:
 
 def check_weights(directory: Path) -> None:
     """Raises ValueError for weights that are no safetensors in this folder, or an adapter's."""
-    found = [*directory.glob("*.safetensors")]
-    for path in found:
+    weight_files = [*directory.glob("*.safetensors")]
+    for path in weight_files:
         weights.check_header(path)
-    if not found:
+    if not weight_files:
         raise ValueError(
             f"{directory} has no *.safetensors: save the model with transformers' save_pretrained, "
             "since files of other kinds could run code"
@@ -413,7 +415,7 @@ def fill(clip: Any, directory: Path) -> None:
     theirs: dict[str, Tensor] = {}
     for path in _files_of_weights(directory):
         theirs |= {name: tensor.float() for name, tensor in weights.read_tensors(path).items()}
-    own, table = clip.state_dict(), transformers_layout.CLIP
+    state, table = clip.state_dict(), transformers_layout.CLIP
     prefix = ""
     if hasattr(clip, "text"):  # SigLIP
         theirs, table, prefix = (
@@ -421,10 +423,10 @@ def fill(clip: Any, directory: Path) -> None:
             transformers_layout.SIGLIP,
             "text.",
         )
-    plain = {name.removeprefix(prefix): name for name in own}
+    plain = {name.removeprefix(prefix): name for name in state}
     try:
-        tensors = transformers_layout.named_back(
-            {name: own[full] for name, full in plain.items()}, theirs, table
+        tensors = transformers_layout.rename_back(
+            {name: state[full] for name, full in plain.items()}, theirs, table
         )
     except ValueError as error:
         raise ValueError(f"{error}: {directory} is damaged, or of another model") from None

@@ -1,4 +1,4 @@
-"""The layouts of Hugging Face transformers' CLIP and SigLIP beside open_clip's: one table of names
+"""The names of tensors in Hugging Face transformers' CLIP and SigLIP and in open_clip's: one table
 each, which exports use in one direction and the reader of folders in the other.
 
 A plain ViT is a `CLIPModel`, open_clip's SigLIP (timm's ViT with an attention pool) a
@@ -61,10 +61,10 @@ TIMM = ("norm1", "norm2", "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
 _HF = tuple("layer_norm1 layer_norm2 self_attn.QKV_proj self_attn.out_proj mlp.fc1 mlp.fc2".split())
 
 
-def blocks(own: str, parts: Sequence[str], to: str, others: Sequence[str]) -> dict[str, str]:
-    """The entries of a table for the blocks below `own`, which lie below `to` there."""
+def blocks(ours: str, parts: Sequence[str], to: str, others: Sequence[str]) -> dict[str, str]:
+    """The entries of a table for the blocks below `ours`, which lie below `to` there."""
     pairs = zip(parts, others, strict=True)
-    return {f"{own}.N.{part}": f"{to}.N.{other}" for part, other in pairs}
+    return {f"{ours}.N.{part}": f"{to}.N.{other}" for part, other in pairs}
 
 
 _TEXT: Table = {
@@ -112,15 +112,17 @@ SIGLIP: Table = {
 }
 
 
-def renamed(own: Mapping[str, Tensor], table: Table, what: str, advice: str) -> dict[str, Tensor]:
-    """The tensors `own` of a model under the names that `table` gives them.
+def rename_tensors(
+    ours: Mapping[str, Tensor], table: Table, what: str, advice: str
+) -> dict[str, Tensor]:
+    """The tensors `ours` of a model under the names that `table` gives them.
 
     Raises ValueError, one line that names the model `what` and ends with `advice`, for a tensor
     that is not in the table, and where there is none for an entry that is of no block.
     """
     tensors: dict[str, Tensor] = {}
     lacking = {key: entry for key, entry in table.items() if entry and ".N." not in key}
-    for name, tensor in own.items():
+    for name, tensor in ours.items():
         try:
             key, entry, places = _places(name, table)
         except KeyError:
@@ -138,16 +140,16 @@ def renamed(own: Mapping[str, Tensor], table: Table, what: str, advice: str) -> 
     return tensors
 
 
-def named_back(
-    own: Mapping[str, Tensor], theirs: Mapping[str, Tensor], table: Table
+def rename_back(
+    ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], table: Table
 ) -> dict[str, Tensor]:
-    """The tensors `theirs` of the other library under a model's names: `renamed`, backwards. `own`
-    has the model's tensors, of which the names count, and constants are taken.
+    """The tensors `theirs` of the other library under a model's names, which reverses
+    `rename_tensors`. `ours` has the model's tensors: their names count, and constants are taken.
 
     Raises ValueError, one line, where the others lack a tensor or have more than the model.
     """
     tensors, rest = {}, {name for name in theirs if not name.endswith("position_ids")}
-    for name, tensor in own.items():
+    for name, tensor in ours.items():
         _, entry, places = _places(name, table)
         if missing := [place for place in places if place not in theirs]:
             raise ValueError(f"the weights have no {missing[0]}, which the configuration describes")
@@ -167,8 +169,8 @@ def named_back(
 
 
 def _places(name: str, table: Table) -> tuple[str, str | Changed | None, list[str]]:
-    """Where a model's tensor lies in the other library: the key and the entry of the table, and
-    the names there: none for a constant, three for queries, keys and values. Raises KeyError."""
+    """Finds a model's tensor in the other library: the key and the entry of the table, and the
+    names there: none for a constant, three for queries, keys and values. Raises KeyError."""
     key, ending = re.sub(r"(?<=\.)\d+(?=\.)", "N", name), ""
     if key not in table and (module := re.fullmatch(r"(.+)[._](weight|bias)", key)):
         key, ending = module[1], f".{module[2]}"
@@ -195,15 +197,17 @@ def clip(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
     Raises ValueError for a model that it has no place for, as of timm's towers and ResNets.
     """
-    own, what = state(model), "transformers' CLIPModel"
-    if "logit_bias" in own:
+    tensors_here, what = state(model), "transformers' CLIPModel"
+    if "logit_bias" in tensors_here:
         raise ValueError(
             "the model has a logit bias, which transformers' CLIPModel has no place for: leave "
             "init_logit_bias out of the model's configuration, and the objective trains a bias of "
             "its own; --to onnx holds the model as it is"
         )
     only = "open_clip's plain ViT alone: no tower of timm, no ResNet, no attention pool"
-    tensors = renamed(own, CLIP, what, f", which holds {only}: --to onnx holds any model")
+    tensors = rename_tensors(
+        tensors_here, CLIP, what, f", which holds {only}: --to onnx holds any model"
+    )
     width = {"projection_dim": model.embed_dim}
     words = len(tensors["text_model.embeddings.token_embedding.weight"])
     patches = len(tensors["vision_model.embeddings.position_embedding.weight"]) - 1
@@ -241,23 +245,23 @@ def siglip(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
     Raises ValueError, which says what to set, for one that is built otherwise.
     """
     what, text_cfg = "transformers' SiglipModel", model.config["model_cfg"]["text_cfg"]
-    wanted = {"no_causal_mask": True, "pool_type": "last", "proj_bias": True}
-    other = [name for name, value in wanted.items() if text_cfg.get(name) != value]
+    expected = {"no_causal_mask": True, "pool_type": "last", "proj_bias": True}
+    other = [name for name, value in expected.items() if text_cfg.get(name) != value]
     if other and not text_cfg.get("hf_model_name"):
-        settings = ", ".join(f"{name}: {json.dumps(wanted[name])}" for name in other)
+        settings = ", ".join(f"{name}: {json.dumps(expected[name])}" for name in other)
         raise ValueError(
             f"the text tower is not built as SigLIP's, which {what} holds: set {settings} in "
             "text_cfg of the model's configuration, and train it so; --to onnx holds it as it is"
         )
     # Without custom_text the tensors of the text tower lie in the model itself.
-    own = {name.removeprefix("text."): tensor for name, tensor in state(model).items()}
-    if "logit_bias" not in own:
+    tensors_here = {name.removeprefix("text."): tensor for name, tensor in state(model).items()}
+    if "logit_bias" not in tensors_here:
         raise ValueError(
             f"the model has no logit bias, as {what} has: set init_logit_bias: -10 in the model's "
             "configuration, and train it so; --to onnx holds it as it is"
         )
     only = "a plain ViT with an attention pool and a text tower whose projection has a bias"
-    tensors = renamed(own, SIGLIP, what, f", which holds {only}")
+    tensors = rename_tensors(tensors_here, SIGLIP, what, f", which holds {only}")
     pool = {f"{_POOL}.{part}.{kind}" for part in ("q", "kv") for kind in ("weight", "bias")}
     if not pool <= tensors.keys():
         raise ValueError(f"the model has no attention pool with biases, as {what} has")

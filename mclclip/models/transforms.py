@@ -74,9 +74,9 @@ class PixelFormat:
         """Returns float32 [C, H, W] between 0 and 1; ValueError for other channels than C."""
         array = np.asarray(image)
         if array.ndim != 3 or array.shape[2] != self.channels:
-            found = array.shape[2] if array.ndim == 3 else 1
+            channels = array.shape[2] if array.ndim == 3 else 1
             raise ValueError(
-                f"an image has {found} channels, but the model takes {self.channels}: set the "
+                f"an image has {channels} channels, but the model takes {self.channels}: set the "
                 "model's channels, or take other shards"
             )
         return torch.from_numpy(array.copy()).permute(2, 0, 1).float() / 255.0
@@ -140,7 +140,7 @@ class SimCLROptions:
 
 @dataclass(frozen=True)
 class Crop:
-    """A view whose colours are still the picture's; the rest was drawn, and is left to `finish`.
+    """A view whose colours are still the picture's; their changes are drawn, and made by `finish`.
 
     pixels   float32 [C, H, W] between 0 and 1, cropped and perhaps mirrored
     plain    float32 [n, H, W], the n channels that stay as they are
@@ -209,13 +209,13 @@ class SimCLRTransform:
         colours = pixels[:, : 3 if pixels.shape[1] >= 3 else 1]
         for place in range(len(_CHANGES)):
             for change in _CHANGES:
-                found = [
+                changed = [
                     (row, crop.changes[place][1])
                     for row, crop in enumerate(crops)
                     if place < len(crop.changes) and crop.changes[place][0] is change
                 ]
-                if found:
-                    rows, factors = (torch.tensor(column) for column in zip(*found, strict=True))
+                if changed:
+                    rows, factors = (torch.tensor(column) for column in zip(*changed, strict=True))
                     colours[rows] = change(colours[rows], factors[:, None, None, None])
         if grey := [row for row, crop in enumerate(crops) if crop.is_grey]:
             colours[grey] = ops.rgb_to_grayscale(colours[grey], num_output_channels=3)
@@ -343,10 +343,10 @@ def choose_rows_first(pillow: str) -> RowsFirst:
     return "shrunk" if int(pillow.split(".")[0]) >= 13 else "never"
 
 
-def rows_first(have: tuple[int, int], wanted: tuple[int, int], rule: RowsFirst) -> bool:
-    """Whether Pillow resizes the height first, from (height, width) to (height, width)."""
-    lost = have[0] - wanted[0]
-    return rule == "shrunk" and lost > 0 and lost > 2 * (have[1] - wanted[1])
+def rows_first(have: tuple[int, int], size: tuple[int, int], rule: RowsFirst) -> bool:
+    """Returns True if Pillow resizes the height first, from (height, width) to (height, width)."""
+    lost = have[0] - size[0]
+    return rule == "shrunk" and lost > 0 and lost > 2 * (have[1] - size[1])
 
 
 def crop_box(height: int, width: int, scale: Sequence[float], ratio: Sequence[float]) -> Box:
@@ -378,7 +378,8 @@ def crop_box(height: int, width: int, scale: Sequence[float], ratio: Sequence[fl
 
 
 def no_box_fits(height: int, width: int, least: float, ratio: Sequence[float]) -> bool:
-    """Whether no draw gives a box inside of the picture, as where 0.9 of one of 3:2 is wanted.
+    """Returns True if no draw gives a box inside of the picture, as where 0.9 of one of 3:2 is
+    wanted.
 
     A margin of a thousandth, which is more than draws are rounded by, is counted as fitting.
     """
@@ -390,14 +391,14 @@ def no_box_fits(height: int, width: int, least: float, ratio: Sequence[float]) -
 def fast_transform(train: Callable[[Any], Tensor]) -> FastTransform:
     """The fast form of a model's training transform.
 
-    Raises ValueError where that is not open_clip's own, or does more than to crop and to resize.
+    Raises ValueError if that is not open_clip's own, or does more than crop and resize.
     """
     steps = getattr(train, "transforms", [train])
-    found = tuple(type(step).__name__ for step in steps)
-    if found != _FAST_STEPS:
+    names = tuple(type(step).__name__ for step in steps)
+    if names != _FAST_STEPS:
         raise ValueError(
             f"data.pixels=fast only crops and resizes, and the training transform is "
-            f"{', '.join(found)}: set data.pixels=exact"
+            f"{', '.join(names)}: set data.pixels=exact"
         )
     size, scale, ratio = (tuple(getattr(steps[0], name)) for name in ("size", "scale", "ratio"))
     return FastTransform(size, scale, ratio, choose_rows_first(PIL.__version__))

@@ -7,8 +7,8 @@
              model.safetensors            the image tower's part of open_clip's state dict
 
 `base_digest` names the weights that a model was fine-tuned from (its own, for a base model).
-Averages make sense only among models of one base. At the end stands how files of public models are
-fetched, while libraries are kept from the terminal.
+Averages make sense only among models of one base. The last section fetches files of public models,
+and keeps libraries from printing to the terminal.
 """
 
 import copy
@@ -58,8 +58,8 @@ def check_recorded(directory: Path, *, load_weights: bool = True) -> None:
     A directory without one of its manifests, such as a model of others, is not compared.
     """
     path = Path(directory) / artifacts.MANIFEST
-    found = files.read_json(path) if path.is_file() else None
-    kind = found.get("kind") if isinstance(found, dict) else None
+    manifest_json = files.read_json(path) if path.is_file() else None
+    kind = manifest_json.get("kind") if isinstance(manifest_json, dict) else None
     if kind not in _KINDS:
         return
     manifest = artifacts.read_manifest(directory, kind)
@@ -69,7 +69,7 @@ def check_recorded(directory: Path, *, load_weights: bool = True) -> None:
 
 
 def is_image_encoder(directory: Path) -> bool:
-    """Returns whether a directory holds an image encoder: one tower, without a text tower."""
+    """Returns True if a directory holds an image encoder: one tower, without a text tower."""
     path = Path(directory) / IMAGE_CONFIG
     if (Path(directory) / CONFIG).is_file() or not path.is_file():
         return False
@@ -78,7 +78,7 @@ def is_image_encoder(directory: Path) -> bool:
 
 
 def has_config(directory: Path) -> bool:
-    """Returns whether a directory holds an exported model of any kind."""
+    """Returns True if a directory holds an exported model of any kind."""
     return (Path(directory) / CONFIG).is_file() or is_image_encoder(directory)
 
 
@@ -135,8 +135,8 @@ def read_model_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         )
     vision = model_cfg.get("vision_cfg")
     brings_dim = isinstance(vision, Mapping) and "backbone" in vision  # config_check.BACKBONE
-    wanted = ("vision_cfg",) if brings_dim else ("embed_dim", "vision_cfg")
-    if missing := [key for key in wanted if key not in model_cfg]:
+    required = ("vision_cfg",) if brings_dim else ("embed_dim", "vision_cfg")
+    if missing := [key for key in required if key not in model_cfg]:
         raise ValueError(
             f"{where} lacks {', '.join(missing)}: it must be an open_clip model config"
         )
@@ -151,8 +151,8 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
 
 
 def refuse_joined(name: object) -> None:
-    """Raises ValueError where a model's name is the directory of a concat: its configuration is
-    that of one stage, and a reader of it alone would lose the others, and their weights."""
+    """Raises ValueError if a model's name is the directory of a concat: its configuration is that
+    of one stage, so reading it alone would lose the other stages and their weights."""
     if not isinstance(name, str | Path):
         return
     directory = Path(str(name).removeprefix("local-dir:"))
@@ -174,8 +174,8 @@ def find_weights(directory: Path) -> Path:
     if (directory / WEIGHTS).is_file():
         return directory / WEIGHTS
     for suffix in ("safetensors", "bin", "pth", "pt"):
-        if found := sorted(directory.glob(f"*.{suffix}")):
-            return found[0]
+        if weight_files := sorted(directory.glob(f"*.{suffix}")):
+            return weight_files[0]
     raise FileNotFoundError(f"{directory} has a {CONFIG} but no weights: export the model again")
 
 
@@ -252,9 +252,9 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
     Raises ValueError where they are not those of the model, or not finite.
     """
     state = dict(tensors)
-    for name, own in model.state_dict().items():
-        if name in state and name.startswith("logit_") and state[name].numel() == own.numel():
-            state[name] = state[name].reshape(own.shape)  # exports hold it 0-dimensional
+    for name, parameter in model.state_dict().items():
+        if name in state and name.startswith("logit_") and state[name].numel() == parameter.numel():
+            state[name] = state[name].reshape(parameter.shape)  # exports hold it 0-dimensional
     try:
         model.load_state_dict(state, strict=True)
     except RuntimeError as error:
@@ -306,7 +306,8 @@ def base_digest(directory: Path) -> str:
 
 
 def same_bits(first: Tensor, *others: Tensor) -> bool:
-    """Returns whether tensors agree in dtype, shape and every bit (NaNs too; 0.0 is not -0.0)."""
+    """Returns True if tensors agree in dtype, shape and every bit (equal NaNs are equal, 0.0 !=
+    -0.0)."""
     bits = first.contiguous().reshape(-1).view(torch.uint8)
     return all(
         other.dtype == first.dtype
@@ -319,7 +320,7 @@ def same_bits(first: Tensor, *others: Tensor) -> bool:
 # --- fetching ----------------------------------------------------------------------------------
 
 
-def fetched(what: str, fetch: Callable[[], T]) -> T:
+def fetch_quietly(what: str, fetch: Callable[[], T]) -> T:
     """Calls ``fetch`` quietly and returns its result.
 
     Raises FileNotFoundError, one line about ``what``, where it fails.

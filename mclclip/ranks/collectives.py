@@ -1,6 +1,5 @@
-"""The few collectives the project needs; each is the identity where there is one process.
-
-And the interface of parameters that engines do not reduce (``UnwrappedParameters``)."""
+"""Collectives, each of which is the identity for one process, and the interface of parameters that
+engines do not reduce (``UnwrappedParameters``)."""
 
 from __future__ import annotations
 
@@ -54,10 +53,10 @@ def sum_to_owner(x: Tensor) -> Tensor:
     if world_size() == 1:
         return x
     if x.device.type == "cuda":
-        own = torch.empty_like(x[: len(x) // world_size()])
-        _reduce_scatter(own, x)
-        return own
-    # all_reduce, then take the own slice: gloo has no reduce_scatter for every dtype.
+        local = torch.empty_like(x[: len(x) // world_size()])
+        _reduce_scatter(local, x)
+        return local
+    # all_reduce, then take the local slice: gloo has no reduce_scatter for every dtype.
     dist.all_reduce(x)
     return x.chunk(world_size())[rank()]
 
@@ -183,9 +182,9 @@ def barrier() -> None:
 
 def meet() -> None:
     """Waits until all ranks have come here, for hours if need be: ``peer_timeout_s``, the limit of
-    collectives, does not hold. Raises where a rank has died meanwhile.
+    collectives, does not apply. Raises if a rank has died meanwhile.
 
-    For ranks whose work before takes unequal times, such as that of the first rank alone.
+    Use it after work that takes the ranks unequal times, such as work of the first rank alone.
     """
     if world_size() == 1:
         return

@@ -1,7 +1,8 @@
-"""Errors that end a command: which are the user's, which mean a lost process, and their one line.
+"""Errors that end a command: which ones are the user's, which mean a lost process, and how each is
+printed on one line.
 
-A process that this one needs may be gone or hang. That is nobody's mistake and no error of mclclip:
-the same command may go on from what is saved. (This module needs neither torch nor numpy.)
+A process that this one needs may be gone or hang. That is no mistake of the user and no error of
+mclclip: the same command may go on from what is saved. (This module needs neither torch nor numpy.)
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class LostWorker(Lost):
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether a collective failed because another process is gone or does not answer."""
+    """Returns True if a collective failed because another process is gone or does not answer."""
     if type(error).__name__ in _GONE_ERRORS:
         return True
     words = (*_GONE, *_LATE)
@@ -89,7 +90,7 @@ def _cause(word: str) -> str:
 
 
 def is_for_the_user(error: Exception) -> bool:
-    """Whether the error's message is enough for the user, so that no traceback is printed.
+    """Returns True if the error's message is enough for the user, so that no traceback is printed.
 
     It is for ValueError and OSError, for a RuntimeError that this package raised itself, and where
     memory ran out or too many files are open.
@@ -108,12 +109,14 @@ def is_for_the_user(error: Exception) -> bool:
 
 
 def _is_of_loader_worker(error: BaseException) -> bool:
-    """Whether torch passed the error on from a loader worker; its message holds the traceback."""
+    """Returns True for an error that torch passed on from a loader worker; its message holds the
+    traceback."""
     return " in DataLoader worker process " in str(error).partition("\n")[0]
 
 
 def _is_out_of_files(error: BaseException) -> bool:
-    """Whether too many files are open, also in a loader worker, of which torch keeps the text."""
+    """Returns True if too many files are open, here or in a loader worker, whose error torch keeps
+    as text."""
     by_number = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
     return by_number or (
         isinstance(error, OSError | RuntimeError) and "Too many open files" in str(error)

@@ -112,8 +112,8 @@ def choose_memory(device: torch.device) -> Memory:
 def not_compiled(function: Callable[P, T]) -> Callable[P, T]:
     """Decorator: torch.compile leaves the function as it is, with a break in the graph.
 
-    The same as torch.compiler.disable, which imports torch._dynamo at once: for seconds, of which
-    whoever reads options alone has no use. This one imports it at the first call.
+    It does the same as torch.compiler.disable, but imports torch._dynamo, which takes seconds, at
+    the first call instead of at once.
     """
     return _disable_dynamo(function)  # type: ignore[no-any-return, unused-ignore]
 

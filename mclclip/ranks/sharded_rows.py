@@ -1,4 +1,4 @@
-"""Shares of the ranks: rows of a table (cut as DTensor cuts), or items (dealt by cost).
+"""Shares of the ranks: rows of a table (cut as DTensor cuts), or items (balanced by cost).
 
 A table cut like this is saved as one tensor, which any other number of ranks can load.
 """
@@ -57,9 +57,8 @@ def shard_of(num_rows: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def deal(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """The items of each rank: costly items are dealt first, each to the rank with the least cost
-    so far.
-    """
+    """The items of each rank. Costly items are given first, each to the rank with the least cost so
+    far."""
     dealt: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [(0, rank) for rank in range(num_ranks)]
     for item in sorted(range(len(costs)), key=lambda number: -costs[number]):

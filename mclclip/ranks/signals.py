@@ -1,4 +1,4 @@
-"""How a process is asked to end (needs no torch).
+"""Signals that ask this process to end (needs no torch).
 
 SIGTERM, SIGUSR1, SIGHUP and SIGINT ask it to save and leave. Outside a training loop everything
 that a verb has finished is on disk, so the handler raises ``Preempted`` or ``KeyboardInterrupt`` at
@@ -6,8 +6,8 @@ once. Inside a training loop (``deferred``) a request waits for a boundary betwe
 all ranks agree on it (``step_boundary``). The first SIGINT gives the signal its default action, so
 that a second one ends the process at once, whatever it is at.
 
-A request that got lost in a destructor is raised again after a while. So is one that came during an
-import, where C++ code may abort on it, and a half-imported module would raise other errors.
+If a request is lost in a destructor, it is raised again after a while. A request that comes during
+an import also waits: C++ code may abort on it, and a half-imported module would raise other errors.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class StepBoundary:
         self._stop = self._take(STOP) or self._stop
 
     def _take(self, name: str) -> bool:
-        """Returns whether the request is there and new; a folder of that name counts too."""
+        """Returns True for a new request, and removes it; a folder of that name counts too."""
         path = self.run_dir / name
         if name in self._stuck or not path.exists():
             return False

@@ -252,7 +252,9 @@ def _exchanged(
     ]
     examples: dict[str, list[dict[str, Any]]] = {"won": [], "lost": []}
     for name, each in rows.items():
-        turns = one_of_each(each, [f"{kinds[n]} {own.unit[n]}" for n in range(len(own))])
+        turns = one_of_each(
+            each, [f"{kinds[n]} {own.resampling_group[n]}" for n in range(len(own))]
+        )
         turns = one_of_each(turns, kinds)
         shown = [own.items[n] for n in turns if own.items[n] in items]
         for item in shown[:EXAMPLES]:
@@ -358,9 +360,10 @@ def filters(run: Run) -> list[dict[str, Any]]:
     for name, directory in run.finished("filters").items():
         manifest = run.index.manifest_of(directory, "filter")
         with files.own(directory / MANIFEST, "run 'mclclip filter --force' to make it again"):
+            options = manifest.config["filters"] | {"stage": manifest.config["stage"]}
             flags = [
                 f"--{option.replace('_', '-')} {' '.join(map(str, value))}"
-                for option, given in manifest.config.items()
+                for option, given in options.items()
                 if (value := given if isinstance(given, list) else [given]) not in ([], [None])
             ]
             reasons = {str(reason): int(n) for reason, n in manifest.counts["reasons"].items()}

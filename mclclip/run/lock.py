@@ -105,7 +105,7 @@ class RunLock:
         return heartbeat[0] if heartbeat else None
 
     def is_living(self, owner: dict[str, Any], beat: int) -> bool | None:
-        """Whether the owner of the lock lives; None while that is not known yet.
+        """Returns True if the owner of the lock lives; None while that is not known yet.
 
         ``beat`` is the time of its heartbeat, in any unit. A reading adds at most MAX_SILENCE_S to
         the silence: if it hangs on the disk, the owner may hang there too.
@@ -241,8 +241,8 @@ def write_state(
     line = json.dumps(record).encode().ljust(_STATE_BYTES - 1) + b"\n"
     paths = [] if run_dir is None else [Path(run_dir) / RUN_STATE]
     writes = state == "failed" or os.environ.get("LOCAL_RANK", "0") == "0"
-    if (named := os.environ.get("MCLCLIP_STATE_FILE")) and writes:
-        paths.append(Path(named))
+    if (state_file := os.environ.get("MCLCLIP_STATE_FILE")) and writes:
+        paths.append(Path(state_file))
     for path in paths:
         if state == "running" or not _is_final(path, follows):
             _write_over(path, line)
@@ -265,8 +265,8 @@ def _write_over(path: Path, line: bytes) -> None:
 
 
 def _is_final(path: Path, follows: bool) -> bool:
-    """Whether ``path`` holds a failure that starting again would not mend, or any that something
-    ``follows`` from."""
+    """Returns True if ``path`` holds a failure that starting again would not mend, or one that
+    something ``follows`` from."""
     try:
         record = parse_json(path.read_text(), str(path))
     except (OSError, ValueError):  # none yet, or not ours

@@ -165,12 +165,12 @@ class Run:
         """The folders of all exported encoders, of controls too, by their names in ``results``."""
         from mclclip.models.weights import has_config
 
-        found: dict[str, Path] = {}
+        exports: dict[str, Path] = {}
         for run in (self, *self.controls.values()):
             stages = [stage for stage in run.stages if stage.number or run is self]
-            found |= {stage.name: stage.directory("export") for stage in stages}
-            found |= {run.layout.model_name(name): run.layout.joined(name) for name in JOINED}
-        return {name: path for name, path in found.items() if has_config(path)}
+            exports |= {stage.name: stage.directory("export") for stage in stages}
+            exports |= {run.layout.model_name(name): run.layout.joined(name) for name in JOINED}
+        return {name: path for name, path in exports.items() if has_config(path)}
 
     @cached_property
     def result_rows(self) -> list[Result]:
@@ -301,7 +301,7 @@ class Stage:
         return path
 
     def has(self, kind: Kind) -> bool:
-        """Whether an artifact of the stage is finished."""
+        """Returns True if an artifact of the stage is finished."""
         return artifacts.is_finished(self.directory(kind))
 
     def manifest(self, kind: Kind) -> Manifest:
@@ -344,9 +344,9 @@ class Stage:
             )
         manifest = index.manifest_of(directory, "text_embeddings")
         rows = RowStore.open(directory, manifest)
-        if len(rows) != (wanted := int(index.num_captions.sum())):
+        if len(rows) != (needed := int(index.num_captions.sum())):
             raise RuntimeError(
-                f"text embeddings at {directory} has {len(rows):,} rows, the index has {wanted:,} "
+                f"text embeddings at {directory} has {len(rows):,} rows, the index has {needed:,} "
                 "captions: run 'mclclip embed --stage 0 --text --force' after 'mclclip index'"
             )
         return rows
@@ -367,18 +367,18 @@ class Stage:
 
         Only what holds them is read.
         """
-        wanted, order = self._distinct(ids)
-        return np.asarray(self.embeddings[wanted], np.float32)[order]
+        distinct, order = self._distinct(ids)
+        return np.asarray(self.embeddings[distinct], np.float32)[order]
 
     def clusters_of(self, ids: Ids) -> NDArray[np.integer]:
         """[n, L]: the clusters of samples, nearest first; -1 for none.
 
         Only what holds them is read.
         """
-        wanted, order = self._distinct(ids)
+        distinct, order = self._distinct(ids)
         self.manifest("clusters").check(self.directory("clusters"))
         labels = RowStore([self.directory("clusters") / "cluster_labels.npy"], "cluster")
-        clusters: NDArray[Any] = labels[wanted]
+        clusters: NDArray[Any] = labels[distinct]
         return clusters[order]
 
     def _distinct(self, ids: Ids) -> tuple[Integers, Integers]:
@@ -448,12 +448,12 @@ class Clusters:
         return open_npy(self.directory / name, "cluster")
 
 
-def spread(count: int, wanted: int) -> Integers:
-    """At most ``wanted`` numbers of ``range(count)``, sorted, in pieces that lie evenly over it."""
-    if count <= wanted:
+def spread(count: int, most: int) -> Integers:
+    """At most ``most`` numbers of ``range(count)``, sorted, in pieces that lie evenly over it."""
+    if count <= most:
         return np.arange(count, dtype=np.int64)
-    size = max(wanted // PIECES, 1)
-    starts = np.linspace(0, count - size, min(PIECES, wanted)).astype(np.int64)
+    size = max(most // PIECES, 1)
+    starts = np.linspace(0, count - size, min(PIECES, most)).astype(np.int64)
     return (starts[:, None] + np.arange(size)).ravel()
 
 

@@ -173,9 +173,9 @@ class PeakMemory:
         A phase that was never measured has 0.
         """
         self._take()
-        named = {"memory_gib": self._whole}
-        named |= {f"memory_{name}_gib": self.by_phase.get(name, 0) for name in PHASES}
-        return {name: round(number / 2**30, 4) for name, number in named.items()}
+        memory = {"memory_gib": self._whole}
+        memory |= {f"memory_{name}_gib": self.by_phase.get(name, 0) for name in PHASES}
+        return {name: round(number / 2**30, 4) for name, number in memory.items()}
 
     def _take(self) -> int:
         """Peak bytes since the last call; resets the high-water mark."""
@@ -424,7 +424,7 @@ class Recorder:
             self.metrics.close()
 
     def gives_row(self, done: int) -> bool:
-        """Whether the ``done``-th step gives a row."""
+        """Returns True if the step number ``done`` gives a row."""
         return done % self.log_every == 0 or done == self.total
 
     def _write(self, done: int, parts: Mapping[str, Tensor], lr: float) -> dict[str, Any]:

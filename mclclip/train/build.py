@@ -29,7 +29,7 @@ from mclclip.models.clip import clean_caption
 from mclclip.models.loading import load_towers, prepare_model, refuse_folded_norms
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer, learning_rate
-from mclclip.models.tokenizer import fetched
+from mclclip.models.tokenizer import fetch_tokenizer
 from mclclip.models.transforms import fast_transform
 from mclclip.objectives.base import Objective, ObjectiveInputs
 from mclclip.ranks import collectives
@@ -416,13 +416,15 @@ def _batches_of(
     text = TextFeatures(job.layout.text_embeddings, job.index) if job.cached_text else None
     edits: list[Extra] = []
     if objective.reads.edits and text is None:
-        edits.append(EditedCaptions(objective.reads.edits, fetched(model.tokenizer)))
+        edits.append(EditedCaptions(objective.reads.edits, fetch_tokenizer(model.tokenizer)))
     train = model.preprocess_train
     dataset = TarDataset(
         job.index,
         job.config.data,
         fast_transform(train) if job.pixels == "fast" else train,
-        tokenizer=fetched(model.tokenizer) if objective.reads.captions and text is None else None,
+        tokenizer=fetch_tokenizer(model.tokenizer)
+        if objective.reads.captions and text is None
+        else None,
         text_features=text,
         resharded=opened.resharded,
         trunk=opened.trunk,

@@ -1,9 +1,9 @@
-"""Commands that messages offer, made from the command that was typed, with all of its flags.
+"""Completes the commands that messages suggest, with the flags of the command that was typed.
 
-A message writes a verb with what matters to it, in quotes: ``'mclclip embed --stage 0 --force'``.
-Where it is shown (the line of an error, the log) ``complete`` adds the configuration and the
-options that name the user's run. A message that offers the user's command again, with a word more
-or another one, gets it from ``words_of`` and ``again``.
+A message quotes a verb with the options that matter to it: ``'mclclip embed --stage 0 --force'``.
+When the message is shown (as an error line or in the log), ``complete`` adds the configuration and
+the options that name the user's run. A message that suggests the user's own command with a changed
+or added word gets it from ``words_of`` and ``again``.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def remember(
 
 
 def words_of(verb: str, *first: object, **flags: object) -> list[str]:
-    """The command that calls ``verb``: the typed one, or for a call from Python the one that has
-    the same arguments: ``first`` are those without a flag, and a list is given a flag a value."""
+    """The words of the command that calls ``verb``: those typed, or for a call from Python those
+    with the same arguments. ``first`` have no flag; a list repeats its flag for each value."""
     if _Typed.verb == verb:
         return ["mclclip", *_Typed.words]
     words = ["mclclip", verb, *map(str, first)]
@@ -64,9 +64,11 @@ def words_of(verb: str, *first: object, **flags: object) -> list[str]:
 
 
 def again(command: Sequence[str], *words: object, instead: Path | None = None) -> str:
-    """The command with other ``words``, quoted for a shell, urls without their queries: in the
-    place of the path ``instead``, where it stands first, or else a flag and its value, which
-    replace the same flag's."""
+    """The command with other ``words``, quoted for a shell, with urls without their queries.
+
+    The words replace the path ``instead`` if it stands first; otherwise they are a flag and its
+    value, which replace those of the same flag.
+    """
     new, typed = [str(word) for word in words], [*command]
     if instead is not None:
         first = [n for n, word in enumerate(typed) if Path(word) == instead][:1]
@@ -80,15 +82,15 @@ def again(command: Sequence[str], *words: object, instead: Path | None = None) -
 
 
 def complete(text: str) -> str:
-    """The text, in which every command that it offers names the run of the typed one, and the stage
-    that it is about where it needs one: that of a folder in the text, or else the typed one."""
+    """Completes every command in the text with the run that was typed, and with a stage if its verb
+    needs one: the stage of a folder in the text, or else the typed one."""
 
-    def completed(found: re.Match[str]) -> str:
-        verb, words = found.groups()
+    def completed(offer: re.Match[str]) -> str:
+        verb, words = offer.groups()
         if "--data CONFIG" in words and _Typed.run[:1] == ("--config",):
-            return found[0].replace("CONFIG", _shown(_Typed.run[1:]))
+            return offer[0].replace("CONFIG", _shown(_Typed.run[1:]))
         if verb not in _Typed.readers or "--config" in words:
-            return found[0]
+            return offer[0]
         run = _shown(_Typed.run)
         stage = _stage(verb, text) if "--stage" not in words else ""
         control = re.search(r"controls/(\w+)/", text) if verb in ("train", "export") else None
@@ -107,10 +109,12 @@ def _shown(words: Sequence[str]) -> str:
 
 def _stage(verb: str, text: str) -> str:
     if not _Typed.readers[verb]:  # such a verb has another meaning without a stage
-        named = re.search(rf"stage_(\d+)/{verb}\b", text)
-        return f"--stage {named[1]}" if named else ""
-    if found := re.search(r"stage_(\d+)/(\w+)", text):
-        return f"--stage {int(found[1]) - (found[2] == 'pseudo_labels')}"  # made by the one before
+        folder = re.search(rf"stage_(\d+)/{verb}\b", text)
+        return f"--stage {folder[1]}" if folder else ""
+    if folder := re.search(r"stage_(\d+)/(\w+)", text):
+        return (
+            f"--stage {int(folder[1]) - (folder[2] == 'pseudo_labels')}"  # made by the one before
+        )
     if "--stage" in _Typed.words[:-1]:
         typed = _Typed.words[_Typed.words.index("--stage") + 1]
         if verb == "cluster" and _Typed.verb in _READ_LABELS and typed.isdecimal():

@@ -116,8 +116,8 @@ _Made = tuple[str, tuple[str, ...]]
 def _instead(
     words: _Words, first: int, stop: int, others: Mapping[str, Sequence[str]]
 ) -> Iterator[_Made]:
-    """The caption with each of the ``others`` in place of words [first, stop), but for those that
-    it has already, maybe in other words; with each come the phrases that mean the same."""
+    """Yields the caption with each of ``others`` in place of words [first, stop), and the phrases
+    that mean the same. Others that the caption has already, in whatever words, are skipped."""
     for other, phrases in others.items():
         if not {*other.split()} <= words.present and not words.present & {*phrases}:
             yield words.changed({(first, stop): other}), (other, *phrases)
@@ -140,8 +140,8 @@ def _colour(words: _Words) -> Iterator[_Made]:
         if word in families and _is_colour(words, number):
             close = {w for pair in lists["close"] if families[word] in pair for w in pair}
             natural = _thing(words, number) in lists["of_natural_colour"]
-            wanted = lists["natural"] if natural else lists["families"]
-            others = [c for c in wanted if c not in close | present]
+            choices = lists["natural"] if natural else lists["families"]
+            others = [c for c in choices if c not in close | present]
             meant = {other: lists["families"][other] for other in others}
             yield from _instead(words, number, number + 1, meant)
 
@@ -155,7 +155,8 @@ def _thing(words: _Words, number: int) -> str:
 
 
 def _is_colour(words: _Words, number: int) -> bool:
-    """Returns whether a colour's name says the colour of something that could have another."""
+    """Returns True if the word, a colour's name, gives the colour of something that could have
+    another."""
     before, after, thing = words[number - 1], words.after(number), _thing(words, number)
     lists = _lists("colour")
     if before in lists["not_after"] or {after, thing} & {*lists["not_before"]}:
@@ -211,13 +212,13 @@ def _spatial(words: _Words) -> Iterator[_Made]:
 
 
 def _is_place(words: _Words, first: int, stop: int, phrase: str) -> bool:
-    """Returns whether the phrase says where a thing is, or is going, in relation to another."""
+    """Returns True if the phrase says where a thing is, or is going, in relation to another."""
     lists, before, after = _lists("spatial"), words[first - 1], words.after(stop - 1)
     if {*words.words[stop : stop + 2]} & {*lists["not_with"].get(phrase, ())}:
         return False
     if not first or before in lists["never_after"]:
         return False
-    if (wanted := lists["needs_after"].get(phrase)) and before not in wanted:
+    if (needed := lists["needs_after"].get(phrase)) and before not in needed:
         return False
     if phrase in lists["adverbs"] and not after:
         return before not in _lists("functions")
@@ -228,7 +229,7 @@ def _is_place(words: _Words, first: int, stop: int, phrase: str) -> bool:
 
 def _action(words: _Words) -> Iterator[_Made]:
     verbs = _lists("action")["forms"]
-    forms = {form: (verb, n) for verb, own in verbs.items() for n, form in enumerate(own)}
+    forms = {form: (verb, n) for verb, words_of in verbs.items() for n, form in enumerate(words_of)}
     for number, word in enumerate(words.words):
         verb, form = forms.get(word, ("", 0))
         if not verb or sum(w in verbs[verb] for w in words.words) > 1:
@@ -241,7 +242,8 @@ def _action(words: _Words) -> Iterator[_Made]:
 
 
 def _is_verb(words: _Words, number: int, form: int) -> bool:
-    """Returns whether a verb's base (0), its form with s (1) or with ing (2), is a verb here."""
+    """Returns True if the word, a verb's base (0), its form with s (1) or with ing (2), is a verb
+    here."""
     lists, before = _lists("action"), words[number - 1]
     if form == 2:
         return before not in lists["not_after"] or before in ("and", "of")
@@ -285,8 +287,12 @@ def _swap(words: _Words) -> Iterator[_Made]:
                 continue  # of "black and white"
             if kind is not colours or _is_colour(words, number):
                 places.append((number, kind[word], thing))
-        for (i, one, first), (j, other, second) in itertools.combinations(places, 2):
-            alike = one == other or {one, other} in near or first.rstrip("s") == second.rstrip("s")
+        for (i, value, first), (j, other_value, second) in itertools.combinations(places, 2):
+            alike = (
+                value == other_value
+                or {value, other_value} in near
+                or first.rstrip("s") == second.rstrip("s")
+            )
             if not alike:
                 new = words.changed({(i, i + 1): words[j], (j, j + 1): words[i]})
                 yield new, (f"{words[j]} {first}", f"{words[i]} {second}")
@@ -341,14 +347,13 @@ def all_edits(rule: str, caption: str) -> list[Edit]:
 
 
 def spoken(text: str) -> str:
-    """The words of a text, lower case, each between single spaces: what two texts that say the same
-    words have in common."""
+    """The words of a text in lower case, joined by single spaces, to compare two texts by words."""
     return f" {' '.join(_Words(html.unescape(text)).words)} "
 
 
 def false_edits(rule: str, captions: Sequence[str], number: int) -> list[Edit]:
-    """The edits of caption ``number`` that no other caption of the picture speaks for: none that
-    has the same words, and none that has a phrase which is new in the edit."""
+    """The edits of caption ``number`` that no other caption of the picture makes true: none has the
+    same words, and none has a phrase that is new in the edit."""
     others = [spoken(text) for n, text in enumerate(captions) if n != number]
     return [
         edit
@@ -369,17 +374,17 @@ def draw(
     order = sorted(rules, key=lambda rule: int(mix(key, [*RULES].index(rule))))
     queues = []
     for rule in order:
-        found = false_edits(rule, captions, number)
-        start = int(mix(key, -1, [*RULES].index(rule))) % max(len(found), 1)
-        queues.append(found[start:] + found[:start])
+        edits = false_edits(rule, captions, number)
+        start = int(mix(key, -1, [*RULES].index(rule))) % max(len(edits), 1)
+        queues.append(edits[start:] + edits[:start])
     turns = itertools.chain.from_iterable(itertools.zip_longest(*queues))
-    chosen = {edit.text: edit for edit in turns if edit is not None}
-    return [*chosen.values()][:count]
+    by_text = {edit.text: edit for edit in turns if edit is not None}
+    return [*by_text.values()][:count]
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class HardCaptions:
-    """Captions that are wrong for their picture, as further texts that images are held against."""
+    """Captions that are wrong for their picture: further texts that images are compared with."""
 
     rules: list[str] | None = None
     """Rules that edit a sample's caption: some of colour, number, size, material, spatial, action,

@@ -45,7 +45,7 @@ _CLOSING = "\"')]},.:;"  # what may follow a url in a sentence
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Gives the errors of a full disk, which name no file where it was open already, this name."""
+    """Adds ``path`` to the errors of a full disk, which name no file if it was already open."""
     try:
         yield
     except OSError as error:
@@ -56,8 +56,8 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def full_disk_names(directory: Path, option: str) -> Iterator[None]:
-    """Gives the error of a full disk below ``directory``, which names another run_dir as the
-    remedy, the ``option`` of that folder instead: as a ValueError, which other ranks get too."""
+    """Changes the error of a full disk below ``directory`` into a ValueError whose remedy is the
+    ``option`` that names this folder, instead of another run_dir. All ranks get it."""
     try:
         yield
     except OSError as error:
@@ -117,8 +117,8 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def own(path: Path, again: str) -> Iterator[None]:
-    """Reads a file of a run directory: whatever is odd about it is RuntimeError, in one line with
-    its path and ``again``, which says how to make it again. FileNotFoundError passes."""
+    """Turns every error of reading a run's file into RuntimeError: one line with the path and
+    ``again``, which says how to make the file again. FileNotFoundError passes."""
     try:
         yield
     except FileNotFoundError:
@@ -168,8 +168,8 @@ def existing(path: Path) -> Path:
 
 
 def check_room(folder: Path, num_bytes: int, done: Iterable[Path], what: str, advice: str) -> None:
-    """Raises ValueError where the disk of ``folder`` has no room for so many bytes, of which the
-    files ``done`` are there."""
+    """Raises ValueError if the disk of ``folder`` has no room for ``num_bytes`` without the files
+    ``done``, which are there already."""
     gib = (num_bytes - sum(path.stat().st_size for path in done)) / 2**30
     free = shutil.disk_usage(existing(folder)).free / 2**30
     if gib > free:
@@ -261,10 +261,10 @@ def parse_json(data: str | bytes, where: str, *, unique_keys: bool = False) -> A
     except Refused as error:
         raise ValueError(f"{where} {error}") from None
     except ValueError as error:  # also text that is not UTF-8, and numbers of 5,000 digits
-        told = str(error)
+        reason = str(error)
         if isinstance(error, json.JSONDecodeError) and error.lineno == 1:
-            told = f"{error.msg} at column {error.colno}"  # ``where`` may be a line itself
-        raise ValueError(f"{where} is not valid JSON: {told}") from None
+            reason = f"{error.msg} at column {error.colno}"  # ``where`` may be a line itself
+        raise ValueError(f"{where} is not valid JSON: {reason}") from None
     except RecursionError:
         raise ValueError(f"{where} is nested deeper than {MAX_DEPTH} levels") from None
     return value
@@ -280,7 +280,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _is_deeper(value: Any, limit: int) -> bool:
-    """Whether lists and dicts are nested more than ``limit`` levels deep."""
+    """Returns True if lists and dicts are nested more than ``limit`` levels deep."""
     level = [value]
     for _ in range(limit):
         nested = [item for item in level if isinstance(item, dict | list)]

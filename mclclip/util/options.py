@@ -49,12 +49,12 @@ def each_once(values: list[Value]) -> list[Value]:
 
 
 def protocol_of(path: str | Path) -> str | None:
-    """The lower-case protocol of a url; None for a path. Of `PROTOCOLS`, and of ``file``, it is
-    known too where ``Path`` has taken a slash of the url away."""
+    """The lower-case protocol of a url; None for a path. `PROTOCOLS` and ``file`` are recognised
+    even after ``Path`` has removed a slash of the url."""
     protocol, _, rest = str(path).partition(":")
     protocol = protocol.lower()
-    known = rest.startswith("/") and protocol in (*PROTOCOLS, "file")
-    is_url = known or (rest.startswith("//") and re.fullmatch(r"[a-z][a-z0-9+.-]*", protocol))
+    is_listed = rest.startswith("/") and protocol in (*PROTOCOLS, "file")
+    is_url = is_listed or (rest.startswith("//") and re.fullmatch(r"[a-z][a-z0-9+.-]*", protocol))
     return protocol if is_url else None
 
 
@@ -69,13 +69,13 @@ def refuse_url(path: str | Path, option: str) -> None:
 
 
 def nearest(word: str, choices: Iterable[str], count: int = 3) -> list[str]:
-    """The choices that are spelled most like a word, best first, however far they are."""
+    """The choices whose spelling is nearest to a word, best first, however far they are."""
     return difflib.get_close_matches(word[:200], sorted(choices), n=count, cutoff=0.0)
 
 
 def farthest(problems: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The problem with the longest path; pydantic reports every member of a union that it tried,
-    and the one that got farthest tells most."""
+    """The problem with the longest path. pydantic reports a problem for every member of a union;
+    the longest path belongs to the member that fits best."""
     return max(problems, key=lambda item: len(item["loc"]))
 
 
@@ -92,7 +92,7 @@ def with_prefix(entries: Mapping[str, Value], prefix: str) -> dict[str, Value]:
 def first_problem(error: ValidationError) -> tuple[str, str]:
     """The dotted name of an option that does not fit, and what is wrong with its value.
 
-    The name is empty for what is said of several options.
+    The name is empty for a problem of several options.
     """
     problem = farthest(error.errors())
     name = dotted([str(part) for part in problem["loc"]])
@@ -105,8 +105,8 @@ def named_path(text: str, option: str, what: str) -> tuple[str | None, Path]:
 
     ``what`` is named, in the message of the ValueError for a name that no folder can have.
     """
-    name, named, path = text.partition("=")
-    if not named:
+    name, sign, path = text.partition("=")
+    if not sign:
         return None, Path(text)
     if not re.fullmatch(r"\w[\w.-]*", name):
         raise ValueError(
@@ -117,6 +117,6 @@ def named_path(text: str, option: str, what: str) -> tuple[str | None, Path]:
 
 
 def all_shards(folder: Path) -> str:
-    """The pattern of all shards of a folder, whose name may hold signs that patterns give a
-    meaning."""
+    """The pattern of all shards of a folder; signs in its name that have a meaning in patterns are
+    escaped."""
     return str(Path(glob.escape(str(folder)), "*.tar"))

@@ -15,9 +15,9 @@ def pair_products(left: Tensor, right: Tensor, starts: Tensor, ids: Tensor) -> T
     [n + 1]). On a CPU each product depends on its two rows alone.
     """
     values, size = left.new_zeros(len(ids)), (len(left), len(right))
-    wanted = torch.sparse_csr_tensor(starts, ids, values, size, check_invariants=False)
-    found: Tensor = torch.sparse.sampled_addmm(wanted, left, right.T, beta=0.0).values()
-    return found
+    places = torch.sparse_csr_tensor(starts, ids, values, size, check_invariants=False)
+    products: Tensor = torch.sparse.sampled_addmm(places, left, right.T, beta=0.0).values()
+    return products
 
 
 with warnings.catch_warnings():

@@ -75,7 +75,8 @@ def library(what: str) -> Any:
 
 @cache
 def choose_index(faiss: Any) -> MakeIndex:
-    """Indexes on this process's GPU where torch and faiss see one, and on the CPU elsewhere."""
+    """Returns the maker of indexes: on this process's GPU if torch and faiss see one, else on the
+    CPU."""
     import torch
 
     # torch is asked first: without a driver, faiss's builds for GPUs abort the process.
@@ -145,15 +146,15 @@ def nearest(
         wide = min(k + SPARE, len(part.different))
         index = _filled(make if wide <= MOST else faiss.IndexFlatIP, part.different)
         for cut in cuts(len(queries), query_rows):
-            asked = np.asarray(queries[cut], np.float32)
-            found, near = index.search(asked, wide)
-            for number, query in enumerate(asked):
-                best, own = part.nearest(query, found[number], near[number], k)
+            part_queries = np.asarray(queries[cut], np.float32)
+            proposed, near = index.search(part_queries, wide)
+            for number, query in enumerate(part_queries):
+                best, near_rows = part.nearest(query, proposed[number], near[number], k)
                 place = cut.start + number
                 best = np.concatenate([products[place], best])
-                own = np.concatenate([rows[place], own])
-                order = np.lexsort((own, -best))[:k]
-                products[place], rows[place] = best[order], own[order]
+                near_rows = np.concatenate([rows[place], near_rows])
+                order = np.lexsort((near_rows, -best))[:k]
+                products[place], rows[place] = best[order], near_rows[order]
     return products, rows
 
 
@@ -178,17 +179,17 @@ class _Part:
         groups: dict[bytes, list[int]] = {}
         for row, values in enumerate(rows):
             groups.setdefault(blake2b(values.tobytes(), digest_size=16).digest(), []).append(row)
-        self.members = [start + np.array(own[:k], np.int64) for own in groups.values()]
-        self.different = rows[[own[0] for own in groups.values()]]
+        self.members = [start + np.array(copies[:k], np.int64) for copies in groups.values()]
+        self.different = rows[[copies[0] for copies in groups.values()]]
 
     def nearest(
-        self, query: NDArray[np.float32], found: NDArray[np.float32], near: Integers, k: int
+        self, query: NDArray[np.float32], proposed: NDArray[np.float32], near: Integers, k: int
     ) -> tuple[NDArray[np.float32], Integers]:
-        """The at most k nearest rows to a query, of which faiss found some, nearest first."""
+        """At most k nearest rows to a query, nearest first, from the rows that faiss proposed."""
         products, rows = self._in_order(query, near, k)
         if len(near) < len(self.different):
             scale = max(1.0, float(np.linalg.norm(query)))
-            unseen = float(found[-1]) + cosine_margin(len(query)) * scale
+            unseen = float(proposed[-1]) + cosine_margin(len(query)) * scale
             if len(rows) < k or products[-1] <= unseen:
                 return self._in_order(query, np.arange(len(self.different)), k)
         return products, rows
@@ -205,11 +206,11 @@ class _Part:
 
 def _products(rows: Floats, places: Integers, query: NDArray[np.float64]) -> NDArray[np.float32]:
     """Products of chosen rows with a query, in float64, each by itself, rounded to float32."""
-    found = np.empty(len(places), np.float32)
+    products = np.empty(len(places), np.float32)
     for cut in cuts(len(places), _AT_ONCE):
         # A sum along rows does not depend on where a row stands; a product of matrices may.
-        found[cut] = (rows[places[cut]] * query).sum(axis=1)
-    return found
+        products[cut] = (rows[places[cut]] * query).sum(axis=1)
+    return products
 
 
 # --- pairs of near rows ------------------------------------------------------------------------
@@ -263,9 +264,9 @@ def near_pairs(
     for block, cut in blocks(len(rows)) if over is None else over:
         if block != last:
             bank, last = _Bank(np.asarray(rows[block]), faiss, make), block
-        asked = np.asarray(rows[cut])
-        for places, own in bank.near(asked, above, shift=block.start - cut.start):
-            yield NearPairs(places + [cut.start, block.start], own)
+        part_queries = np.asarray(rows[cut])
+        for places, near_cosines in bank.near(part_queries, above, shift=block.start - cut.start):
+            yield NearPairs(places + [cut.start, block.start], near_cosines)
 
 
 def near_rows(
@@ -286,8 +287,8 @@ def near_rows(
     for block in cuts(len(bank), BANK_ROWS):
         part = _Bank(np.asarray(bank[block]), faiss, make)
         for cut in cuts(len(queries), QUERY_ROWS):
-            for places, own in part.near(np.asarray(queries[cut]), above):
-                yield NearPairs(places + [cut.start, block.start], own)
+            for places, near_cosines in part.near(np.asarray(queries[cut]), above):
+                yield NearPairs(places + [cut.start, block.start], near_cosines)
 
 
 class _Bank:
@@ -298,37 +299,37 @@ class _Bank:
         self._index = _filled(make or choose_index(faiss), unit(rows))
 
     def near(
-        self, asked: Floats, above: float, shift: int | None = None
+        self, queries: Floats, above: float, shift: int | None = None
     ) -> Iterator[tuple[Integers, NDArray[np.float64]]]:
-        """Places [P, 2] in ``asked`` and in the block of rows whose cosine is above ``above``, and
-        these cosines [P]. With ``shift``, by which the block follows the queries, pairs come once,
-        the lower row first."""
+        """Yields pairs whose cosine is above ``above``: their places [P, 2] in ``queries`` and in
+        the block, and the cosines [P]. With ``shift``, the distance from the first query to the
+        block's first row, pairs come once, the lower row first."""
         least = float(np.float32(above - cosine_margin(self._rows.shape[1])))
-        for numbers, limits, near in self._proposed(unit(asked), least):
+        for numbers, limits, near in self._proposed(unit(queries), least):
             for part in cuts(len(near), _AT_ONCE):
                 query = np.searchsorted(limits, np.arange(part.start, part.stop), side="right") - 1
                 places = np.column_stack([numbers[query], near[part]])
                 if shift is not None:
                     places = places[places[:, 0] < places[:, 1] + shift]
-                own = cosines(asked[places[:, 0]], self._rows[places[:, 1]])
-                if (close := own > above).any():
-                    yield places[close], own[close]
+                near_cosines = cosines(queries[places[:, 0]], self._rows[places[:, 1]])
+                if (close := near_cosines > above).any():
+                    yield places[close], near_cosines[close]
 
     def _proposed(
-        self, asked: NDArray[np.float32], least: float
+        self, queries: NDArray[np.float32], least: float
     ) -> Iterator[tuple[Integers, Integers, Integers]]:
-        """Yields numbers [q] of some of the unit rows ``asked``, limits [q + 1], and rows of the
+        """Yields numbers [q] of some of the unit rows ``queries``, limits [q + 1], and rows of the
         block: those within ``limits[n]`` and ``limits[n + 1]`` have a product above ``least`` with
         the n-th of these queries.
 
         A GPU finds no rows within a radius, so it is asked for more and more of the nearest ones
         until the last is outside; queries that have more than ``MOST`` inside are the CPU's.
         """
-        left, k, count = np.arange(len(asked)), FEWEST, len(self._rows)
+        left, k, count = np.arange(len(queries)), FEWEST, len(self._rows)
         index = self._index
         if not isinstance(index, self._on_cpu):
             while len(left) and k <= MOST:
-                products, near = index.search(asked[left], min(k, count))
+                products, near = index.search(queries[left], min(k, count))
                 inside = products > least
                 more = inside[:, -1] & (k < count)
                 ends = np.cumsum(inside[~more].sum(axis=1))
@@ -337,7 +338,7 @@ class _Bank:
             if len(left):
                 index = _filled(self._on_cpu, unit(self._rows))
         if len(left):
-            limits, _, near = index.range_search(asked[left], least)
+            limits, _, near = index.range_search(queries[left], least)
             yield left, limits, near
 
 
@@ -345,8 +346,8 @@ def cosines(left: Floats, right: Floats) -> NDArray[np.float64]:
     """Cosines [n] of rows [n, D], in float64, each from its two rows alone; 0 for rows of zeros."""
     a, b = (np.asarray(rows, np.float64) for rows in (left, right))
     squares = (a * a).sum(axis=1) * (b * b).sum(axis=1)
-    found: NDArray[np.float64] = (a * b).sum(axis=1) / np.sqrt(np.where(squares > 0, squares, 1.0))
-    return found
+    cosine: NDArray[np.float64] = (a * b).sum(axis=1) / np.sqrt(np.where(squares > 0, squares, 1.0))
+    return cosine
 
 
 def unit(rows: Floats) -> NDArray[np.float32]:

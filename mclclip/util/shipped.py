@@ -47,10 +47,10 @@ def find_recipe(where: Path | str) -> Path:
 
 
 def run(copy: Path | None = None) -> None:
-    """Prints every recipe with what it is; with ``copy``, writes recipes, launch scripts and SLURM
-    scripts into that folder, laid out as in the repository.
+    """Prints every recipe with its description. With ``copy``, writes recipes, launch scripts and
+    SLURM scripts into that folder, laid out as in the repository.
 
-    Raises ValueError where one of them is there already, which may have been edited.
+    Raises ValueError if one of them is there already, since it may have been edited.
     """
     if copy is None:
         for name in recipe_names():

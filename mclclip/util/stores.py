@@ -105,7 +105,7 @@ def _login_of(host: str) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """A few words on an error of obstore, without what a server or a url may have put into it."""
+    """Describes an error of obstore in a few words, without text from a server or a url."""
     text = str(error)
     if status := re.search(r"status code: (\d+[\w -]*)", text):
         return f"HTTP status {status[1].strip()}"

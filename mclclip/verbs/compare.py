@@ -56,7 +56,7 @@ class Comparison:
 
     @property
     def verdict(self) -> Literal["better", "worse", "inside the noise"]:
-        """Returns whether the difference is larger than chance explains."""
+        """Says if the difference is larger than chance explains."""
         if self.corrected >= LEVEL:
             return "inside the noise"
         return "better" if self.gain > 0 else "worse"

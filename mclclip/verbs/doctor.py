@@ -106,7 +106,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _libraries() -> Iterator[Finding]:
-    """Returns whether torchvision, with what is built on it, and faiss can be imported."""
+    """Checks that faiss, torchvision, and what is built on torchvision can be imported."""
     try:
         status = import_module("mclclip.util.torchvision_fix").status()
         import_module("open_clip")
@@ -171,7 +171,7 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _hub() -> Iterator[Finding]:
-    """Returns whether pretrained weights can be loaded, from the hub or from its cache."""
+    """Checks that pretrained weights can be loaded, from the hub or from its cache."""
     from huggingface_hub import constants
 
     cached = len(list(Path(constants.HF_HUB_CACHE).glob("models--*")))

@@ -103,12 +103,12 @@ class Options:
 
     @property
     def scores(self) -> bool:
-        """Whether samples are left out by their score."""
+        """True if samples are left out by their score."""
         return self.min_clip_score is not None or self.keep_share is not None
 
     @property
     def filters(self) -> bool:
-        """Whether anything is left out; otherwise scores and near pairs are only logged."""
+        """True if anything is left out; otherwise scores and near pairs are only logged."""
         return self.scores or self.near_duplicates is not None or bool(self.against)
 
 

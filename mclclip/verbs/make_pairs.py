@@ -158,7 +158,7 @@ def _items(
 
 
 def _is_picture(image: Any) -> bool:
-    """Whether the image can be decoded; arrays are no pictures."""
+    """Returns True if the image can be decoded; arrays are no pictures."""
     try:
         decode_image(image.read_bytes(), MAX_IMAGE_PIXELS)
     except DecodeError:

@@ -79,7 +79,7 @@ def _listings(directory: Path) -> Iterator[Path]:
 
 
 def _is_place(directory: Path, folder: Path, is_step: bool) -> bool:
-    """Whether the layout of a run has an artifact or a saved step in ``folder``."""
+    """Returns True if the layout of a run has an artifact or a saved step in ``folder``."""
     place = folder.relative_to(directory).as_posix()
     of_finetune = place in ("data", "pairs") and (directory / "finetune").is_dir()
     return is_step or of_finetune or _PLACES.fullmatch(place) is not None
@@ -159,7 +159,7 @@ def _read_listing(path: Path) -> tuple[dict[Path, files.Record], str, bool]:
 
 
 def _difference(folder: Path, path: Path, record: files.Record) -> str | None:
-    """What is wrong with a file, in words; None where it is what was written."""
+    """Describes what is wrong with a file; None if the file is as it was written."""
     name = os.path.relpath(path, folder)
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # the reading of a pipe would not end

@@ -42,7 +42,7 @@ class Source:
 
     @property
     def is_concat(self) -> bool:
-        """Returns whether the directory holds several stages, joined."""
+        """Returns True if the directory holds several stages, joined."""
         return (self.directory / weights.CONCAT).is_file()
 
     def single(self, library: str, *, text: bool = True) -> Model:
@@ -96,7 +96,7 @@ class ExportTarget(Protocol):
     CARD: Mapping[str, str]
     """Front matter of its model cards. `pipeline_tag` is for models that read texts."""
     IS_MODEL: bool
-    """Whether it is made of an exported model, or else of a run's embeddings."""
+    """True if it is made from an exported model, False if from a run's embeddings."""
 
     def write(self, source: Source, out: Path) -> None:
         """Writes all files into the empty folder `out`.

@@ -80,9 +80,9 @@ class _Rows:
         if self.texts is not None:
             index = self.run.index
             has = index.num_captions[ids] > 0
-            own = self.texts[index.caption_start[ids[has]]]
-            rows = np.zeros((len(ids), own.shape[1]), own.dtype)
-            rows[has] = own
+            first_captions = self.texts[index.caption_start[ids[has]]]
+            rows = np.zeros((len(ids), first_captions.shape[1]), first_captions.dtype)
+            rows[has] = first_captions
             parts["text"] = [rows] * len(self.images)
         if len(self.images) == 1:
             return {kind: rows[0] for kind, rows in parts.items()}
@@ -105,7 +105,7 @@ def _of_stages(source: Source, run: Path) -> list[Path]:
             f"{source.directory} joins features of any length (raw), and embeddings have unit "
             "length: give concat_stage_norm"
         )
-    found = []
+    folders = []
     for stage in files.read_model_json(source.directory / weights.CONCAT)["stages"]:
         name = str(stage["name"])
         folder = (run if name == "stage_0" else source.directory.resolve().parents[1]) / name
@@ -123,8 +123,8 @@ def _of_stages(source: Source, run: Path) -> list[Path]:
                 f"embeddings at {folder / 'embeddings'} are features before the projection, which "
                 "texts are not compared with: embed with embed.feature=projected"
             )
-        found.append(folder / "embeddings")
-    return found
+        folders.append(folder / "embeddings")
+    return folders
 
 
 def inputs(source: Source) -> dict[str, str]:
@@ -179,21 +179,21 @@ def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
         drawn = random.permutation(len(keys))[: 1 + _SAMPLED // len(shards)]
         ids = index.ids_of(keys.iloc[drawn].tolist())
         drawn, ids = drawn[np.argsort(ids)], np.sort(ids)
-        wanted = rows.of(ids)
-        for kind, values in wanted.items():
+        expected = rows.of(ids)
+        for kind, values in expected.items():
             name = path.name.replace("metadata", f"{kind}_emb").replace(".parquet", ".npy")
-            found = np.load(out / f"{kind}_emb" / name, allow_pickle=False)
-            if len(found) != len(keys):
+            stored = np.load(out / f"{kind}_emb" / name, allow_pickle=False)
+            if len(stored) != len(keys):
                 largest[kind] = float("inf")
                 continue
-            off = found[drawn].astype(np.float64) - values
+            off = stored[drawn].astype(np.float64) - values
             largest[kind] = max(largest[kind], float(np.abs(off).max(initial=0.0)))
     left_out = len(index) - count
     notes = [f"{left_out} of {len(index)} samples have no embedding"] if left_out else []
     if rows.texts is None:
         notes.append("there are no embeddings of captions that belong to this stage")
     if (stages := len(rows.images)) > 1:
-        width = wanted["img"].shape[1] // stages
+        width = expected["img"].shape[1] // stages
         notes.append(
             f"rows are [z_s] / sqrt({stages}) of {stages} stages, of {width} numbers each: a query "
             "is [w_s t_s] * sqrt(S) with weights of your own (Encoder.query_text)"

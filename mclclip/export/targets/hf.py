@@ -31,7 +31,7 @@ from mclclip.models.transformers_layout import (
     Table,
     blocks,
     clip,
-    renamed,
+    rename_tensors,
     state,
     transposed,
 )
@@ -114,10 +114,10 @@ def load(cls: Any, out: Path, **options: Any) -> Any:
     """A model of a class of transformers. Raises ValueError where the weights lack a tensor, which
     transformers would fill at random, with a warning only."""
     with silent(config_check.library()):
-        model, found = cls.from_pretrained(
+        model, report = cls.from_pretrained(
             str(out), output_loading_info=True, local_files_only=True, **options
         )
-    missing = sorted(name for name in found["missing_keys"] if "position_ids" not in name)
+    missing = sorted(name for name in report["missing_keys"] if "position_ids" not in name)
     if missing:
         raise ValueError(f"the weights in {out} have no {missing[0]}")
     return model.eval()
@@ -149,8 +149,8 @@ class _Runtime:
 
     def preprocess_val(self, image: Any) -> Tensor:
         """A picture -> [3, H, W]."""
-        made = self.processor(images=image.convert("RGB"), return_tensors="pt")
-        pixels: Tensor = made["pixel_values"][0]
+        output = self.processor(images=image.convert("RGB"), return_tensors="pt")
+        pixels: Tensor = output["pixel_values"][0]
         return pixels
 
     def tokenizer(self, texts: list[str]) -> Tensor:
@@ -191,9 +191,9 @@ def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
         name = f"transformers {transformers.__version__}, {type(model).__name__}"
         return [
             certificate.compare(
-                source.encoder, _Runtime(model, tokenizer, made), f"{name}, {what}", probes
+                source.encoder, _Runtime(model, tokenizer, processor), f"{name}, {what}", probes
             )
-            for what, made in processors_.items()
+            for what, processor in processors_.items()
         ]
 
 
@@ -252,16 +252,16 @@ def joined_layout(encoder: Encoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
     }
     tensors = {"logit_scale": torch.tensor(encoder.logit_scale).log()}
     for number, model in enumerate(models):
-        own = state(model)
-        visual = {name: tensor for name, tensor in own.items() if name.startswith("visual.")}
-        for name, tensor in renamed(visual, _STAGE_VISION, "StagesModel", "").items():
+        of_stage = state(model)
+        visual = {name: tensor for name, tensor in of_stage.items() if name.startswith("visual.")}
+        for name, tensor in rename_tensors(visual, _STAGE_VISION, "StagesModel", "").items():
             inside = _in_trunk_or_tail(name, encoder.num_trunk_blocks)
             is_shared = inside.startswith("trunk.") and encoder.num_trunk_blocks > 0
             owner = "vision_model" if is_shared else f"vision_model.stages.{number}"
             tensors[f"{owner}.{inside}"] = tensor
         if number < num_towers:
-            rest = {n: t for n, t in own.items() if not n.startswith(("visual.", "logit_"))}
-            for name, tensor in renamed(rest, _STAGE_TEXT, "StagesModel", "").items():
+            rest = {n: t for n, t in of_stage.items() if not n.startswith(("visual.", "logit_"))}
+            for name, tensor in rename_tensors(rest, _STAGE_TEXT, "StagesModel", "").items():
                 tensors[f"text_towers.{number}.{name}"] = tensor
     # Copies: equal tensors of the stages share their memory, which safetensors does not write.
     return config, {name: tensor.clone() for name, tensor in tensors.items()}

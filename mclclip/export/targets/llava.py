@@ -57,8 +57,8 @@ def write(source: Source, out: Path) -> None:
         "model_type": "clip_vision_model",
         "torch_dtype": "float32",
     }
-    kept = {name: t for name, t in tensors.items() if name.startswith("vision_model.")}
-    hf.write_model(source, out, tower, kept)
+    vision = {name: t for name, t in tensors.items() if name.startswith("vision_model.")}
+    hf.write_model(source, out, tower, vision)
 
 
 def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
@@ -81,19 +81,19 @@ def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
         hidden = model(images, output_hidden_states=True, return_dict=True).hidden_states
         return unit(torch.stack([hidden[layer] for layer in layers], dim=1))
 
-    own, other = (
+    ours, theirs = (
         SimpleNamespace(encode_image=encode, preprocess_val=source.encoder.preprocess_val)
         for encode in (own_states, states)
     )
     what = f"{type(model).__name__}, tokens before the last block"
     runtime = f"transformers {transformers.__version__}, {what}"
     notes = [trained_blocks_seen(source)]
-    return [certificate.compare(own, other, runtime, probes, notes=notes)]
+    return [certificate.compare(ours, theirs, runtime, probes, notes=notes)]
 
 
 def trained_blocks_seen(source: Source) -> str:
-    """How many trained blocks the state before the last block sees, in a sentence. Trained are the
-    last blocks, from the first that differs among the stages, or from the base in the run."""
+    """A sentence on how many trained blocks the state before the last block sees. The trained
+    blocks begin with the first that differs among the stages, or from the base in the run."""
     model = source.encoder.stages[0]
     num_blocks = model.num_blocks
     if source.is_concat:

@@ -213,8 +213,8 @@ class OnnxEncoder:
         """[B, context] int64 -> unit [B, E]."""
         return self._run(TEXT, "tokens", tokens)
 
-    def _run(self, name: str, given: str, rows: Tensor) -> Tensor:
-        features = self._sessions[name].run(None, {given: rows.cpu().numpy()})[0]
+    def _run(self, name: str, input_name: str, rows: Tensor) -> Tensor:
+        features = self._sessions[name].run(None, {input_name: rows.cpu().numpy()})[0]
         return torch.from_numpy(features)
 
 
@@ -222,8 +222,8 @@ def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
     """The graphs in onnxruntime on the CPU. In fp16 features may differ by more than in fp32."""
     version = files.needed("onnxruntime", *_NEEDS).__version__
     name = f"onnxruntime {version}, weights in {source.precision}"
-    own = source.encoder
-    if not own.stages[0].reads_texts:
+    encoder = source.encoder
+    if not encoder.stages[0].reads_texts:
         probes = replace(probes, texts=())
     bound = certificate.HALF_BOUND if source.precision == "fp16" else certificate.BOUND
-    return [certificate.compare(own, OnnxEncoder(out, own), name, probes, bound=bound)]
+    return [certificate.compare(encoder, OnnxEncoder(out, encoder), name, probes, bound=bound)]

@@ -1,8 +1,8 @@
 """A stage or soup as plain open_clip's directory, for a hub or another machine.
 
-An export is such a directory already; this one has a certificate and a card too, and what belongs
-to the run is left behind. open_clip loads it as `local-dir:FOLDER`, and from a hub, where
-`hf upload` puts it, as `hf-hub:ORG/NAME`.
+An export is such a directory already; this copy adds a certificate and a card, and leaves out the
+files of the run. open_clip loads it as `local-dir:FOLDER`, or after `hf upload` from a hub as
+`hf-hub:ORG/NAME`.
 """
 
 from __future__ import annotations

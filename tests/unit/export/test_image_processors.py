@@ -71,7 +71,7 @@ def test_the_certificate_measures_the_processor_that_users_get(
     out = convert.run("hf", source, tmp_path / "hf")
     own, proof = mclclip.load_model(source), the_certificate(out, number)
     load = transformers.AutoImageProcessor.from_pretrained
-    stock, pictures = load(out, use_fast=not slow), certificate.drawn_images()
+    stock, pictures = load(out, use_fast=not slow), certificate.draw_images()
     shades = 255 * torch.tensor(own.stages[0].config["preprocess_cfg"]["std"])[:, None, None]
     moved = [
         (stock(images=image, return_tensors="pt")["pixel_values"][0] - own.preprocess_val(image))
@@ -112,7 +112,7 @@ def test_the_folder_of_the_exact_processor_is_for_those_who_trust_its_code(tmp_p
     out = convert.run("hf", exported(tmp_path / "own"), tmp_path / "hf")
     shutil.copytree(out, tmp_path / "elsewhere")
     load = transformers.AutoImageProcessor.from_pretrained
-    image = certificate.drawn_images()["edges 50x40"]
+    image = certificate.draw_images()["edges 50x40"]
     trusted = load(tmp_path / "elsewhere" / EXACT, trust_remote_code=True)
     assert type(trusted).__name__ == "OpenClipImageProcessor"
     wanted = mclclip.load_model(tmp_path / "own").preprocess_val(image)

@@ -94,7 +94,7 @@ def test_the_library_gives_the_same_features(tmp_path: Path, to: Any, kind: str)
     source = source_of(kind, tmp_path)
     own, out = mclclip.load_model(source), convert.run(to, source, tmp_path / "out")
     encode = LIBRARIES[to](out)
-    image = own.preprocess_val(certificate.drawn_images()["noise 50x40"])
+    image = own.preprocess_val(certificate.draw_images()["noise 50x40"])
     for batch in (1, 3):  # of any size
         pixels = torch.randn(batch, *image.shape, generator=torch.Generator().manual_seed(batch))
         wanted = own.encode_image(pixels)

@@ -19,7 +19,7 @@ from torch import Tensor
 from mclclip.models import weights
 from mclclip.models.loading import load_towers
 from mclclip.models.model import Model
-from mclclip.models.towers import arranged
+from mclclip.models.towers import arrange
 from tests.unit.models.conftest import CONFIGS
 
 TINY = CONFIGS / "tiny_vit.json"
@@ -64,7 +64,7 @@ def test_export_loads_in_plain_open_clip(
     assert plain.logit_scale.shape == ()
     assert plain.logit_scale.item() == model.clip.logit_scale.item()
     with torch.no_grad():
-        same = arranged(images, model.memory_format)
+        same = arrange(images, model.memory_format)
         assert torch.equal(plain.encode_image(same), model.encode_image(images))
         assert torch.equal(plain.encode_text(tokens), model.encode_text(tokens))
     picture = Image.fromarray(np.arange(40 * 50 * 3, dtype=np.uint8).reshape(40, 50, 3))

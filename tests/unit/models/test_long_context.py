@@ -18,7 +18,7 @@ from mclclip.config import Config
 from mclclip.models import memory
 from mclclip.models.loading import load_towers
 from mclclip.models.model import Model
-from mclclip.models.towers import stretched
+from mclclip.models.towers import stretch_positions
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Layout, made_of, read_manifest
 from mclclip.verbs import cluster, embed, export, index, train
@@ -57,7 +57,7 @@ def test_positions_equal_a_loop(length: int) -> None:
     for i in range(length - 21):
         wanted += [(1 - j / 4) * p[20 + i] + j / 4 * p[21 + i] for j in range(4)]
     wanted += [p[-1] + j / 4 * (p[-1] - p[-2]) for j in range(4)]
-    found = stretched(p)
+    found = stretch_positions(p)
     assert found.shape == (20 + 4 * (length - 20), 5)
     torch.testing.assert_close(found, torch.stack(wanted), atol=1e-14, rtol=0)
     assert torch.equal(found[20::4], p[20:])

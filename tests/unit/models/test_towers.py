@@ -22,7 +22,7 @@ from mclclip.models.memory import load_shapes
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.models.soup import save_uniform_soup
-from mclclip.models.towers import arranged
+from mclclip.models.towers import arrange
 from tests.matrix import SOAK, in_soak, kept
 from tests.unit.models.stages import save_stages
 from tests.unit.models.tiny_towers import BLOCKS, TOWERS, config_of, fresh, make
@@ -93,7 +93,7 @@ def test_trunk_and_tail_are_the_tower(kind: str, images: Tensor) -> None:
     assert model.num_blocks == BLOCKS[kind]
     before: list[Tensor] = []
     with torch.no_grad():
-        whole = model.clip.encode_image(arranged(images, model.memory_format))
+        whole = model.clip.encode_image(arrange(images, model.memory_format))
         for number in range(model.num_blocks + 1):
             hidden = model.encode_trunk(images, number)
             assert not any(hidden is other for other in before)
@@ -121,7 +121,7 @@ def test_attention_above_a_chain_is_its_projection(images: Tensor) -> None:
     assert model.lock(image_projection=True) == named(model, ("head.pool.",))
     with torch.no_grad():
         hidden = model.encode_trunk(images, 5)
-        whole = model.clip.encode_image(arranged(images, model.memory_format))
+        whole = model.clip.encode_image(arrange(images, model.memory_format))
         assert torch.equal(model.encode_tail(hidden, 5), whole)
         with pytest.raises(ValueError, match="no features before its projection"):
             model.encode_tail(images, 0, project=False)
@@ -277,7 +277,7 @@ def test_exports_join(kind: str, images: Tensor, tmp_path: Path) -> None:
     models = [load_towers(path).requires_grad_(False) for path in paths]
     expected = [model.encode_image(images) for model in models]
     plain = open_clip.create_model(f"local-dir:{paths[1]}").eval().requires_grad_(False)
-    same = arranged(images, models[1].memory_format)
+    same = arrange(images, models[1].memory_format)
     assert torch.equal(plain.encode_image(same), expected[1])
     assert not torch.allclose(expected[0], expected[1], rtol=1e-3, atol=1e-3)
     record = save_concat(paths, "raw", tmp_path / "concat")
