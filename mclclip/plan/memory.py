@@ -47,9 +47,8 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
 
     Operations: those of a ``sample`` in a step, all of its views; of a rank's ``loss`` in a step,
     where it has class centers; of an ``image`` and a ``text`` that are embedded (None without a
-    text tower); and of an image in the ``trunk``, where its output is cached.
-
-    Raises ValueError where the training would refuse its options.
+    text tower); and of an image in the ``trunk``, where its output is cached. Raises ValueError
+    where the training would refuse its options.
     """
     local, how, gpu = options.global_batch // machine.ranks, options.engine, config.device != "cpu"
     micro, half = min(how.micro_batch or local, local), options.precision in HALF
