@@ -52,10 +52,10 @@ def run(path: Path) -> int:
     return show(findings(Path(path)))
 
 
-def show(found: Iterator[Finding]) -> int:
+def show(lines: Iterator[Finding]) -> int:
     """Prints findings as they come, and how many are bad; returns 0, or 2 where a check failed."""
     number: Counter[str] = Counter()
-    for each in found:
+    for each in lines:
         print(advice.complete(clean(str(each))), flush=True)
         number[each.state] += 1
     bad = number["FAIL"] or number["warn"]
