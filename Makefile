@@ -33,7 +33,8 @@ TORCH ?=
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint $(CONSTRAINTS)
-# Two test processes of one thread each; DEMO, TEST, NOTEBOOK and BENCH add options: make test TEST='-k plan'.
+# Three test processes of one thread each, since some wait; those of several ranks come first.
+# DEMO, TEST, NOTEBOOK and BENCH add options: make test TEST='-k plan'.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 BENCHMARKS := $(basename $(notdir $(wildcard tests/benchmarks/bench_*.py)))
 
@@ -56,7 +57,7 @@ demo: $(INSTALLED)
 	$(BIN)/mclclip demo $(DEMO)
 
 test: $(INSTALLED)
-	$(PYTEST) -m 'not slow' -n 2 --dist loadfile --durations 15 $(TEST)
+	$(PYTEST) -m 'not slow' -n 3 --dist loadfile --no-loadscope-reorder --durations 15 $(TEST)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -42,4 +42,7 @@ def base(folder: Path) -> str:
     return f"{path}@random"
 
 
-FEW_STEPS = ("base.steps=4", "train.steps=4", "train.checkpoint.every=2", "data.num_workers=0")
+FEW_STEPS = (
+    "base.steps=4", "train.steps=4", "train.checkpoint.every=2", "data.num_workers=0",
+    "data.index_workers=1",
+)  # fmt: skip

@@ -151,7 +151,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _reads_differently(node: yaml.Node) -> bool:
-    """Whether YAML 1.1, which PyYAML is, reads a scalar otherwise than YAML 1.2 and most people."""
+    """Returns whether YAML 1.1 (PyYAML) reads a scalar otherwise than YAML 1.2 and most people."""
     if node.tag == f"{_TAG}bool":
         return node.value.lower() in ("yes", "no", "on", "off")
     if node.tag == f"{_TAG}int" and re.match(r"[-+]?0[0-7_]", node.value):

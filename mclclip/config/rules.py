@@ -15,6 +15,7 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from mclclip.config.options import Config
+from mclclip.engines import gradient_cache
 from mclclip.eval.protocols import evaluator
 from mclclip.models.options import ModelConfig, architecture_of, more_than_crops, num_blocks
 from mclclip.train.options import TrainConfig
@@ -124,6 +125,26 @@ def _image_blocks(at: Subject) -> object:
         f"{at.training}.lock.image_blocks={number}, and the image tower of {name} has {blocks} "
         f"blocks{of}: give 0 to {blocks}, or 'all'"
     )
+
+
+def _layers(at: Subject) -> object:
+    """The line for locks, adapters and the like that the layers of an image tower do not allow,
+    where its configuration is at hand: it is built without weights, and prepared as a training
+    would."""
+    from mclclip.models.loading import prepare_model  # seconds, for torch
+    from mclclip.models.memory import load_shapes
+
+    if num_blocks(at.model) is None:
+        return None
+
+    def prepare() -> None:
+        model = load_shapes(at.model.name, text=False)
+        arguments = at.options.model_arguments() | {"precision": "fp32"}
+        prepare_model(model, **arguments, seed=at.config.seed)
+        if at.options.engine.micro_batch is not None:
+            gradient_cache.check(model)
+
+    return _refusal(prepare, f"{at.training}: ")
 
 
 def _patch_dropout(at: Subject) -> object:
@@ -294,7 +315,7 @@ RULES: tuple[Rule, ...] = (
         and f"{at.objective} reads captions, and the model has no text tower: take an objective "
         "of views, such as nt_xent, or a CLIP model"), "run"),
     Rule("TRAINING.objective.centers", _centroids, "run"),
-    Rule("cluster.num_clusters", lambda at: (
+    Rule("TRAINING.objective.sample_rate", lambda at: (
         (rate := at.options.objective.reads.drawn)
         and round(rate * (fewest := at.config.cluster.fewest)) == 0
         and f"cluster.num_clusters={fewest}, of which {at.training}.objective.sample_rate={rate} "
@@ -332,8 +353,10 @@ RULES: tuple[Rule, ...] = (
     # --- the image tower
     Rule("TRAINING.lock.image_blocks", _image_blocks),
     Rule("TRAINING.patch_dropout", _patch_dropout),
+    Rule("TRAINING.lock", _layers, "run"),
     Rule("data.pixels", lambda at: (
-        at.config.data.pixels == "fast" and (more := more_than_crops(at.model))
+        at.config.data.pixels == "fast" and at.training in at.config.trainings
+        and (more := more_than_crops(at.model))
         and "data.pixels=fast only crops and resizes, and the augmentation asks for "
         f"{', '.join(more)}: set data.pixels=exact, or leave that out of model.augmentation")),
     excludes(_TRUNK, "train.objective.reads.views>1",
@@ -419,18 +442,19 @@ def check(
     """Raises ValueError for the first broken rule, with the lines of the others as its notes.
 
     ``num_ranks`` and ``run`` check the rows that need the number of ranks, or are for a whole run,
-    too; ``training`` only those of one of the trainings.
+    too, once all that needs less is kept; ``training`` only those of one of the trainings.
     """
-    known = {"options", *(["ranks"] if num_ranks else []), *(["run"] if run else [])}
-    lines = []
-    for rule in RULES:
-        names = [*config.trainings] if _TRAINING in rule.option else ["train"]
-        for name in names:
-            if rule.needs in known and training in (None, name):
-                at = Subject(config, name, num_ranks or 1)
-                lines += [str(line)] if (line := rule.line(at)) else []
-    if lines:
-        error = ValueError(lines[0])
-        for line in lines[1:]:
-            error.add_note(line)
-        raise error
+    phases: dict[Needs, object] = {"options": True, "ranks": num_ranks, "run": run}
+    for needs in [needs for needs, is_known in phases.items() if is_known]:
+        lines = [
+            str(line)
+            for rule in RULES
+            for name in (config.trainings if _TRAINING in rule.option else ["train"])
+            if rule.needs == needs and training in (None, name)
+            if (line := rule.line(Subject(config, name, num_ranks or 1)))
+        ]
+        if lines:
+            error = ValueError(lines[0])
+            for line in lines[1:]:
+                error.add_note(line)
+            raise error

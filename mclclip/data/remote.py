@@ -33,9 +33,9 @@ T = TypeVar("T")
 BLOCK_BYTES = 1 << 23
 """Of one request; a member that is larger comes by one request too."""
 
-GAP_BYTES, SMALL_GAP_BYTES = 1 << 16, 1 << 12
-"""Members of one object are read by one request where no more lies between them than they hold
-themselves, and never more than the first; less than the second, as of headers, is always read."""
+GAP_BYTES = 1 << 16
+"""Members of one object are read by one request where no more lies between them. So captions alone
+are read together with the pictures between them: a request takes longer than these bytes."""
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -321,18 +321,16 @@ def _joined(ranges: Sequence[UrlRange]) -> tuple[list[UrlRange], list[tuple[int,
     """Requests for the ranges, where near ones of one object become one of up to `BLOCK_BYTES`; and
     for every range the number of its request and its offset in that."""
     requests: list[UrlRange] = []
-    places, asked = [(0, 0)] * len(ranges), 0  # asked: bytes of the last request without its gaps
+    places = [(0, 0)] * len(ranges)
     for number in sorted(range(len(ranges)), key=lambda n: ranges[n][:2]):
         url, start, size, _ = ranges[number]
         last_url, first, last_size, tag = requests[-1] if requests else ("", 0, 0, "")
         joined_size = max(last_size, start + size - first)
-        gap = min(GAP_BYTES, max(SMALL_GAP_BYTES, asked + size))
-        is_near = url == last_url and start <= first + last_size + gap
+        is_near = url == last_url and start <= first + last_size + GAP_BYTES
         if is_near and joined_size <= max(last_size, BLOCK_BYTES):
-            requests[-1], asked = (url, first, joined_size, tag), asked + size
+            requests[-1] = url, first, joined_size, tag
         else:
             requests.append(ranges[number])
-            asked = size
         places[number] = len(requests) - 1, start - requests[-1][1]
     return requests, places
 

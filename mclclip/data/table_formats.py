@@ -66,7 +66,7 @@ class Format:
 
 
 def is_stored(value: Any) -> bool:
-    """Whether a value is an image itself: bytes, or Hugging Face's struct of bytes and path."""
+    """Returns whether a value is an image: bytes, or Hugging Face's struct of bytes and path."""
     return isinstance(value, bytes) or (isinstance(value, dict) and "bytes" in value)
 
 

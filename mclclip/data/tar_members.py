@@ -81,7 +81,7 @@ class _Reader:
         self._start = self._at = 0  # of the member, of what is read next
 
     def at_end(self) -> bool:
-        """Whether the end mark is next, which is a block of zeros.
+        """Returns whether the end mark is next, which is a block of zeros.
 
         Raises TarFault for data after it, and where it is the first block.
         """
@@ -218,7 +218,7 @@ def _number(data: bytes) -> int | None:
 
 
 def _checksum_fits(block: bytes) -> bool:
-    """Whether a header's sum is right; some old writers add its bytes as signed ones."""
+    """Returns whether a header's sum is right; some old writers add its bytes as signed ones."""
     wanted = _number(block[148:156])
     others = block[:148] + block[156:]
     found = sum(others) + 8 * ord(" ")

@@ -7,6 +7,7 @@ measured. Evaluation, k-means, checkpoints and waiting for data are not part of 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from mclclip.plan.machine import GIB, SHARE, SHARES, Machine, Speed
 from mclclip.plan.memory import operations_of_named
 from mclclip.plan.steps import Range
 from mclclip.util.files import existing
+
+_PASS = ("name", "stage", "variant", "samples", "sample", "precision", "samples_per_s", "given")
 
 # --- hours -------------------------------------------------------------------------------------
 
@@ -77,42 +80,36 @@ def _training(
     if given is None and speed.peak_tflops is not None:
         step_s = speed.seconds(batch * operations["sample"], precision)
         rate = batch / (step_s + speed.seconds(operations["loss"], "fp32"))  # of class centers
-    what = {key: of[key] for key in ("name", "stage", "variant")}
-    what |= {"sample": operations["sample"], "precision": precision, "samples": of["samples_seen"]}
-    return what | {"samples_per_s": rate, "given": given is not None}
+    what = of["name"], of["stage"], of["variant"], of["samples_seen"], operations["sample"]
+    return dict(zip(_PASS, (*what, precision, rate, given is not None), strict=True))
 
 
 def _embeddings(
     config: Config, stage: int, samples: dict[str, Any], measured: dict[str, Any], speed: Speed
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """The pass over all images with the encoder of a stage; at stage 0 that over captions too, and
     that of the trunk alone where its output is kept."""
     option = "train" if stage or "base" not in measured else "base"
     encoder: dict[str, Any] = measured[option]["operations"]
     if stage == 0 and config.model_of(option) is not config.model:  # stage 0 is another model
         encoder = operations_of_named(config.model)
-    image, number = encoder["image"], samples["number"]
-    work = [("images", number, image)]
+    image, texts, precision = encoder["image"], samples["captions"], config.embed.precision
+    work = {"images": image}
     if config.trunk_cache.enabled:
         trunk = measured["train"]["operations"]["trunk"]
-        work = [("trunk", number, trunk)] if stage == 0 else []
-        work.append(("images", number, image - trunk))
+        work = ({"trunk": trunk} if stage == 0 else {}) | {"images": image - trunk}
     if stage == 0 and config.needs_text_embeddings:
-        texts = samples["captions"] and samples["captions"] * _num_texts(config)
-        work.append(("captions", texts, encoder["text"] or 0))
-    passes = []
-    for name, number, each in work:
-        rate = None
-        given = speed.images_per_s is not None and name != "captions"
-        if given:  # the rate is that of the whole encoder
+        work["captions"] = encoder["text"] or 0
+        texts = texts and texts * _num_texts(config)
+    for name, each in work.items():
+        number = texts if name == "captions" else samples["number"]
+        given, rate = name != "captions" and speed.images_per_s is not None, None
+        if given and speed.images_per_s is not None:  # the rate is that of the whole encoder
             rate = speed.images_per_s * image / max(each, 1)
         elif speed.peak_tflops is not None:
-            rate = 1 / speed.seconds(max(each, 1), config.embed.precision)
-        what = {"name": f"stage {stage}, embed {name}", "stage": stage, "variant": "mcl"}
-        what |= {"sample": each, "precision": config.embed.precision}
-        what |= {"samples": number and (number, number), "samples_per_s": rate, "given": given}
-        passes.append(what)
-    return passes
+            rate = 1 / speed.seconds(max(each, 1), precision)
+        what = f"stage {stage}, embed {name}", stage, "mcl", number and (number, number), each
+        yield dict(zip(_PASS, (*what, precision, rate, given), strict=True))
 
 
 def _num_texts(config: Config) -> int:

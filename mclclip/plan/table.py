@@ -49,8 +49,8 @@ def text(plan: dict[str, Any]) -> str:
 
 def _verdict(plan: Row) -> str:
     """Hours, memory of a GPU and disk in one line, and whether they fit."""
-    hours, disk, limit = plan["hours"]["range"], plan["disk"], plan["limit"]
-    most = max(kind["sum"] for kind in plan["memory"].values())
+    hours, disk, limit = plan["hours"]["range"], plan["disk"], plan["memory_gib"]
+    most = max(kind["sum"] for kind in plan["memory"].values()) / GIB
     unit = "process" if plan["on_cpu"] else "GPU"
     lacking = ["memory"] if limit is not None and most > limit else []
     if not plan["elsewhere"] and disk["sum"] - disk["present"] > disk["free"]:
@@ -60,8 +60,7 @@ def _verdict(plan: Row) -> str:
         verdict += f" where a {unit} has as much memory"
     ends = dict.fromkeys(f"{float(f'{end:.2g}'):,g}" for end in hours or ())
     time = f"{' to '.join(ends)} h" if ends else "hours unknown"
-    of_limit = "" if limit is None else f" of {limit / GIB:,.0f}"
-    memory = f"{most / GIB:,.1f}{of_limit} GiB of a {unit}"
+    memory = f"{most:,.1f}{'' if limit is None else f' of {limit:,.0f}'} GiB of a {unit}"
     return f"{time}, {memory}, {disk['sum'] / GIB:,.1f} GiB of disk: {verdict}"
 
 
@@ -84,14 +83,13 @@ def _heading(plan: Row) -> Iterator[str]:
 def _assumptions(plan: Row) -> Iterator[str]:
     passes, speed = plan["hours"]["passes"], plan["hours"]["speed"]
     if "peak_tflops" not in speed:
-        yield "note: the speed of a CPU is not assumed: give rates that were measured on it,"
-        yield "--samples-per-s of a training and --images-per-s of embedding"
+        yield "note: give rates that were measured on this CPU (--samples-per-s, --images-per-s)"
     elif not all(of["given"] for of in passes):
         peaks = dict.fromkeys(of["precision"] for of in passes)
         rates = ", ".join(f"{speed['peak_tflops'] * PEAK_OF[p]:,.4g} in {p}" for p in peaks)
         yield f"note: estimates are at {100 * speed['share']:.3g} % of a GPU's TFLOP/s, {rates}"
-        yield "(--share, --peak-tflops), without evaluation, k-means, and waiting for data; rates"
-        yield "measured on a GPU replace them: --samples-per-s, --images-per-s"
+        yield "(--share, --peak-tflops; measured rates: --samples-per-s, --images-per-s), without"
+        yield "evaluation, k-means, and waiting for data"
 
 
 def _table(title: str, keys: Sequence[str], rows: Sequence[Row], unit: int = 1) -> list[str]:

@@ -38,8 +38,8 @@ def lines(
     if not (every := [point for _, points in kept for point in points]):
         return Markup("")
     xs, ys = zip(*every, strict=True)
-    across = _Scale(*round_ends(min(xs), max(xs)), _LEFT, WIDTH - _RIGHT)
-    up = _Scale(*round_ends(min(ys), max(ys)), HEIGHT - _BOTTOM, _TOP)
+    across = Scale(*round_ends(min(xs), max(xs)), _LEFT, WIDTH - _RIGHT)
+    up = Scale(*round_ends(min(ys), max(ys)), HEIGHT - _BOTTOM, _TOP)
     # A line of one point would not be seen; one from it to itself is a dot.
     drawn = [(colour, points * 2 if len(points) == 1 else points) for colour, points in kept]
     paths = [
@@ -57,8 +57,8 @@ def sizes(title: str, x: str, numbers: ArrayLike, colour: str) -> Markup:
         return Markup("")
     if len(heights) > MOST_SIZES:
         heights = heights[np.linspace(0, len(heights) - 1, MOST_SIZES).astype(np.int64)]
-    across = _Scale(0.0, float(len(heights)), _LEFT, WIDTH - _RIGHT, whole=True)
-    up = _Scale(*round_ends(0.0, float(heights[0])), HEIGHT - _BOTTOM, _TOP)
+    across = Scale(0.0, float(len(heights)), _LEFT, WIDTH - _RIGHT, whole=True)
+    up = Scale(*round_ends(0.0, float(heights[0])), HEIGHT - _BOTTOM, _TOP)
     gap = 1.5 if len(heights) <= 40 else 0.0
     bars = "".join(
         f"M{across(number) + gap / 2:.1f},{up(0):.1f}V{up(height):.1f}"
@@ -76,14 +76,14 @@ def strip(
     of what is read out."""
     value, low, high = figure
     return _draw(
-        "strip", scale=_Scale(*ends, 0.0, 100.0), value=value, low=low, high=high, colour=colour,
+        "strip", scale=Scale(*ends, 0.0, 100.0), value=value, low=low, high=high, colour=colour,
         digits=digits,
     )  # fmt: skip
 
 
 def strip_axis(ends: tuple[float, float], *, whole: bool = False) -> Markup:
     """The numbers of an axis below strips, from one end to the other; ``whole``: of counts."""
-    return _draw("strip_axis", scale=_Scale(*ends, 0.0, 100.0, whole))
+    return _draw("strip_axis", scale=Scale(*ends, 0.0, 100.0, whole))
 
 
 def round_ends(
@@ -94,7 +94,7 @@ def round_ends(
     if high <= low:
         room = abs(low) / 10 or 1.0
         low, high = low - room, high + room
-    step = _Scale(low, high, 0.0, 1.0).step()
+    step = Scale(low, high, 0.0, 1.0).step()
     low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
     least, largest = most or (low, high)
     return max(low, least), min(high, largest)
@@ -115,7 +115,7 @@ def _draw(macro: str, **values: Any) -> Markup:
 
 
 @dataclass(frozen=True)
-class _Scale:
+class Scale:
     """Values from ``low`` to ``high`` as coordinates from ``start`` to ``stop``; ``whole``: only
     whole numbers are marked."""
 

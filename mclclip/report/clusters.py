@@ -96,7 +96,7 @@ def clustered(run: Run, thumbnails: Thumbnails) -> list[dict[str, Any]]:
             {
                 "stage": stage,
                 "counts": manifest.counts,
-                "options": manifest.config,
+                "options": manifest.config["cluster"],
                 "galleries": _galleries(ids, labels, thumbnails, random),
                 "sizes": charts.sizes(title, "clusters, largest first", sizes, "stage"),
             }

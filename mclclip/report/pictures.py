@@ -360,9 +360,10 @@ def filters(run: Run) -> list[dict[str, Any]]:
     for name, directory in run.finished("filters").items():
         manifest = run.index.manifest_of(directory, "filter")
         with files.own(directory / MANIFEST, "run 'mclclip filter --force' to make it again"):
+            options = manifest.config["filters"] | {"stage": manifest.config["stage"]}
             flags = [
                 f"--{option.replace('_', '-')} {' '.join(map(str, value))}"
-                for option, given in manifest.config.items()
+                for option, given in options.items()
                 if (value := given if isinstance(given, list) else [given]) not in ([], [None])
             ]
             reasons = {str(reason): int(n) for reason, n in manifest.counts["reasons"].items()}

@@ -198,7 +198,7 @@ def _save_centroids(path: Path, clustering: Clustering, context: Context) -> Non
             for part in parts:
                 append(part.numpy())
 
-    _on_main_of_all(kmeans.each_pass(clustering, context), write, context)
+    pass_parts_to_main(kmeans.each_pass(clustering, context), write, context)
 
 
 def _save_nearest(
@@ -228,11 +228,11 @@ def _save_nearest(
                 similarities = near.distances.mul(-share).add_(1.0).half()
                 append(similarities.masked_fill_(near.labels < 0, 0.0).numpy())
 
-    _on_main_of_all(tally.of(nearest), write, common["context"])
+    pass_parts_to_main(tally.of(nearest), write, common["context"])
     return tally
 
 
-def _on_main_of_all(
+def pass_parts_to_main(
     parts: Iterator[T], write: Callable[[Iterator[T]], None], context: Context
 ) -> None:
     """Calls ``write(parts)`` on rank 0, where all ranks make the parts together by collectives.

@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ from mclclip.run.artifacts import (
     read_manifest,
 )
 from mclclip.run.runlog import count_of, progress
+from mclclip.run.steps import Made, Step, make
 from mclclip.util.files import clean, move_aside, records_of, remove_leftovers
 from mclclip.util.options import protocol_of
 
@@ -206,26 +208,40 @@ def _write(
     ]
     # The old manifest is removed first, since it does not fit the files that are written now.
     (directory / MANIFEST).unlink(missing_ok=True)
-    artifact = Artifact.open(directory, kind=KIND, config={}, inputs={})
-    remove_leftovers(directory)
-    digest = write_tables(directory, table, placed)
-    num_captions = table["num_captions"].to_numpy()
-    counts = {
-        "samples": len(table),
-        "captions": int(np.sum(num_captions, dtype=np.int64)),
-        "without_caption": int((num_captions == 0).sum()),
-        "shards": len(placed),
-        "sources": _count_sources(placed, num_captions, left_out),
-        "findings": findings.to_json(),
-    }
-    if IMAGE_CRC in table.column_names:
-        counts["pixels"] = True
-    names = [SHARDS, SAMPLES]
-    if values := read_values(directory):
-        shown = {name: len(values[name]) for name in values if name != PER_FIELD}
-        counts |= {"attributes": shown} if shown else {}
-        names.append(ATTRIBUTES)
-    return artifact.finish(counts, content_digest=digest, records=records_of(directory, *names))
+    return make(IndexTables(), directory, (table, placed, findings, left_out))
+
+
+Scanned = tuple[pa.Table, list[Shard], Findings, Mapping[str, Mapping[str, int]]]
+
+
+@dataclass(frozen=True)
+class IndexTables(Step[Scanned]):
+    """The tables of an index. It has no fields, since it grows by what is compared before it."""
+
+    kind = KIND
+
+    def make(self, out: Artifact, how: Scanned) -> Made:
+        """Writes the table of the samples and that of the shards, and counts what they hold."""
+        (table, shards, findings, left_out), directory = how, out.begin()
+        remove_leftovers(directory)
+        digest = write_tables(directory, table, shards)
+        num_captions = table["num_captions"].to_numpy()
+        counts = {
+            "samples": len(table),
+            "captions": int(np.sum(num_captions, dtype=np.int64)),
+            "without_caption": int((num_captions == 0).sum()),
+            "shards": len(shards),
+            "sources": _count_sources(shards, num_captions, left_out),
+            "findings": findings.to_json(),
+        }
+        if IMAGE_CRC in table.column_names:
+            counts["pixels"] = True
+        names = [SHARDS, SAMPLES]
+        if values := read_values(directory):
+            shown = {name: len(values[name]) for name in values if name != PER_FIELD}
+            counts |= {"attributes": shown} if shown else {}
+            names.append(ATTRIBUTES)
+        return Made(counts, records_of(directory, *names), digest=digest)
 
 
 def _count_sources(

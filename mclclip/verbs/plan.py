@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import asdict
 from typing import Any
 
 from mclclip.config import Config, rules
 from mclclip.plan import costs, memory, steps, table
-from mclclip.plan.machine import GIB, Machine, Speed
+from mclclip.plan.machine import Machine, Speed
 from mclclip.ranks.process_group import pick_device
 from mclclip.util.files import clean_lines
 
@@ -69,12 +70,9 @@ def make(
     measured = {name: memory.measure(config, name, options[name], machine) for name in options}
     return {
         "run_dir": config.run_dir,
-        "nodes": machine.nodes,
-        "gpus_per_node": machine.gpus_per_node,
+        **asdict(machine),
         "ranks": machine.ranks,
-        "elsewhere": machine.elsewhere,
         "on_cpu": config.device == "cpu",
-        "limit": None if machine.memory_gib is None else round(machine.memory_gib * GIB),
         **counted,
         "memory": measured,
         "hours": costs.hours(config, counted, measured, machine, speed or Speed()),

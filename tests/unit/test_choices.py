@@ -95,4 +95,4 @@ def test_what_cannot_be_is_one_line() -> None:
     with pytest.raises(ValueError, match="base needs at least .* GiB of each GPU"):
         choices.choose(situation("tiny_clip@random", machine=small))
     with pytest.raises(ValueError, match="train.lrr"):
-        choices.choose(situation(), ["train.lrr=1"])
+        choices.choose(situation("tiny_clip@random"), ["train.lrr=1"])

@@ -397,7 +397,9 @@ def test_a_part_that_cannot_be_made_is_not_told_later(
 
     monkeypatch.setattr("mclclip.ranks.collectives.together", never)
     with pytest.raises(OSError, match="no such block"):
-        cluster._on_main_of_all(parts(), lambda every: sum(every), Context(0 if is_main else 1, 2))
+        cluster.pass_parts_to_main(
+            parts(), lambda every: sum(every), Context(0 if is_main else 1, 2)
+        )
 
 
 def test_an_error_of_writing_waits_for_all_parts() -> None:
@@ -413,5 +415,5 @@ def test_an_error_of_writing_waits_for_all_parts() -> None:
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        cluster._on_main_of_all(parts(), full, SINGLE)
+        cluster.pass_parts_to_main(parts(), full, SINGLE)
     assert made == [0, 1, 2]

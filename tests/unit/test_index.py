@@ -358,7 +358,7 @@ def test_new_shards_are_appended_and_ids_stay(tmp_path: Path, shards: Path) -> N
     make_shard(shards / "00-earlier.tar", "new", "0a")
     make_shard(tmp_path / "other" / "0.tar", "0a")
     sources = {"a": f"{tmp_path}/other/*.tar", "s": f"{shards}/*.tar"}
-    second = run(tmp_path / "run", workers=2, bad=0.3, **sources)
+    second = run(tmp_path / "run", bad=0.3, **sources)
     assert all_keys(second) == [*keys, "a/0a", "s/new"]
     assert second.digest != first.digest
     assert second.bad_ids().tolist() == [0]
@@ -505,7 +505,7 @@ def test_keys_do_not_depend_on_when_a_shard_came(tmp_path: Path) -> None:
     assert grown[-1] == "s/c/000/x"
     assert grown == all_keys(run(tmp_path / "fresh", s=f"{tmp_path}/?/*.tar"))
     tree = {"sources": {"s": {"shards": f"{tmp_path}/?/*.tar"}}, "verify": "full"}
-    options = {"run_dir": str(tmp_path / "run"), "data": tree}
+    options = {"run_dir": str(tmp_path / "run"), "data": tree | {"index_workers": 1}}
     assert all_keys(index.run(config.from_tree(options), SINGLE)) == grown
 
 
@@ -515,7 +515,7 @@ def test_a_scan_of_all_shards_keeps_keys_of_before_they_started_again(tmp_path: 
     numbered(tmp_path / "1.tar", 1)
     grown = all_keys(run(tmp_path / "run", s=f"{tmp_path}/*.tar"))
     tree = {"sources": {"s": {"shards": f"{tmp_path}/*.tar"}}, "verify": "full"}
-    options = {"run_dir": str(tmp_path / "run"), "data": tree}
+    options = {"run_dir": str(tmp_path / "run"), "data": tree | {"index_workers": 1}}
     assert all_keys(index.run(config.from_tree(options), SINGLE)) == grown
 
 

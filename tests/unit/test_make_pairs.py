@@ -190,7 +190,8 @@ def test_wrong_input_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
 def spots(source: Path, run_dir: Path, *pairs: tuple[int, int]) -> Path:
     """Blind spots of a run on these shards, as ``mclclip blindspots`` writes them."""
     sources = {"own": {"shards": f"{source}/*.tar", "captions": "json:captions"}}
-    config = from_tree({"run_dir": str(run_dir), "device": "cpu", "data": {"sources": sources}})
+    data = {"sources": sources, "index_workers": 1}
+    config = from_tree({"run_dir": str(run_dir), "device": "cpu", "data": data})
     samples = index.run(config, SINGLE)
     folder = run_dir / "blindspots" / "stage_0-stage_1"
     inputs = {"index": samples.digest}

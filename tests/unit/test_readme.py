@@ -104,7 +104,8 @@ def test_the_tree_lists_every_room_and_every_file_beside_them() -> None:
 
 def column(page: str, title: str) -> list[str]:
     """The first cells of the tables of a page whose first column has this title."""
-    tables = re.findall(rf"^\| {title} \|.*\n\|[-|]+\n((?:\|.*\n)+)", TEXT[page], re.MULTILINE)
+    text = reference().generate(TEXT[page]) if title == "kind" else TEXT[page]
+    tables = re.findall(rf"^\| {title} \|.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
     lines = "".join(tables).replace(r"\|", "/").splitlines()
     return [line.split("|")[1].strip() for line in lines]
 

@@ -61,7 +61,7 @@ def test_variables_that_name_no_place_are_refused(
 
 
 def test_ranks_that_never_come_are_waited_for_until_the_limit() -> None:
-    code = "from mclclip.ranks import process_group; process_group.init('cpu', limit_s=4)"
+    code = "from mclclip.ranks import process_group; process_group.init('cpu', limit_s=0.5)"
     variables = TORCHRUN | {"WORLD_SIZE": "2", "MASTER_PORT": "0"}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120,

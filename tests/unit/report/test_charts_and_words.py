@@ -79,8 +79,8 @@ def test_numbers_are_short(value: float, text: str) -> None:
 def test_of_many_sizes_some_are_drawn_largest_first() -> None:
     def heights(sizes: list[int]) -> list[float]:
         (outline,) = re.findall(r'<path [^>]*d="([^"]*)"', charts.sizes("t", "x", sizes, "stage"))
-        bottom = charts.HEIGHT - charts._BOTTOM
-        return [bottom - float(top) for top in re.findall(r",[\d.]+V([\d.]+)H", outline)]
+        bars = re.findall(r",([\d.]+)V([\d.]+)H", outline)
+        return [float(bottom) - float(top) for bottom, top in bars]
 
     few, many = heights([1, 3, 2]), heights([*range(10_000)])
     assert few == pytest.approx([3 * few[2], 2 * few[2], few[2]], abs=0.2)
@@ -89,12 +89,12 @@ def test_of_many_sizes_some_are_drawn_largest_first() -> None:
 
 
 def test_a_few_bars_are_counted_in_whole_numbers() -> None:
-    assert charts._Scale(0.0, 2.0, 0, 100, whole=True).ticks() == [0.0, 1.0, 2.0]
+    assert charts.Scale(0.0, 2.0, 0, 100, whole=True).ticks() == [0.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.137, 0.139), (3.0, 41_000.0), (-2, 5)])
 def test_ticks_are_few_and_within(low: float, high: float) -> None:
-    ticks = charts._Scale(low, high, 0, 100).ticks()
+    ticks = charts.Scale(low, high, 0, 100).ticks()
     assert 2 <= len(ticks) <= 6 and low - 1e-9 <= ticks[0] and ticks[-1] <= high + 1e-9
 
 

@@ -271,7 +271,8 @@ def test_training_batches_of_four_channels_in_two_views_with_classes(tmp_path: P
     fakes.mnist(tmp_path / "m")
     make("cifar_mnist", tmp_path / "o", f"cifar10={tmp_path / 'c'}", f"mnist={tmp_path / 'm'}")
     source = {"shards": f"{tmp_path}/o/train/*.tar", "attributes": ["mnist"]}
-    tree = {"run_dir": str(tmp_path / "run"), "data": {"sources": {"train": source}}}
+    data = {"sources": {"train": source}, "index_workers": 1}
+    tree = {"run_dir": str(tmp_path / "run"), "data": data}
     opened = index.run(config.from_tree(tree), SINGLE)
     classes, codes = AttributeClasses(opened, "mnist"), opened.attribute("mnist")[0]
     labels = np.zeros(len(opened), np.int64)
