@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mclclip.util.files import naming, now, open_own, parse_json, write_bytes
+from mclclip.util.files import now, open_own, parse_json, with_path_in_errors, write_bytes
 
 log = logging.getLogger("mclclip")
 _LONGEST = 10_000  # characters of a record
@@ -157,7 +157,7 @@ class RunLock:
                 "started": now(),
             }
             # Needs no rename: the guard keeps readers out, and half a record counts as no lock.
-            with naming(self.path), open_own(self.path, "w") as file:
+            with with_path_in_errors(self.path), open_own(self.path, "w") as file:
                 file.write(json.dumps(self._record) + "\n")
         return None
 
@@ -258,7 +258,7 @@ def _write_over(path: Path, line: bytes) -> None:
         except OSError:
             raise error from None
         try:
-            with naming(path):
+            with with_path_in_errors(path):
                 os.pwrite(file, line, 0)
         finally:
             os.close(file)

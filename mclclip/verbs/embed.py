@@ -390,7 +390,7 @@ def check_trunk_folder(config: Config) -> None:
     given = config.trunk_cache.folder
     if given is None:
         return
-    above = files.existing(Path(given).expanduser())
+    above = files.nearest_existing(Path(given).expanduser())
     if not above.is_dir():
         raise ValueError(f"trunk_cache.folder={given} is a file, or below one: give a folder")
     if is_finished(Layout.of(config).trunk_cache):
