@@ -93,7 +93,7 @@ def _soup(args: argparse.Namespace) -> object:
 
     flags = flags_of(args)
     judged = {name: flags.pop(name) for name in _JUDGED}
-    choice = soup.chosen(flags["method"], flags["alpha"])
+    choice = soup.describe_choice(flags["method"], flags["alpha"])
     judge = evaluation.judge(**judged, models=flags["models"], choice=choice)
     return soup.run(**flags, judge=judge)
 
@@ -292,7 +292,7 @@ def run_verb(args: argparse.Namespace) -> int:
 
         shipped.find_recipe(recipe)
     if args.verb == "race":
-        from mclclip.config import remedies
+        from mclclip.util import remedies
 
         if recipe is None or not args.remedies:
             raise ValueError(

@@ -17,7 +17,7 @@ from mclclip.config import Config, TrainConfig
 from mclclip.plan.machine import GIB, SHARE, SHARES, Machine, Speed
 from mclclip.plan.memory import operations_of_named
 from mclclip.plan.steps import Range
-from mclclip.util.files import existing
+from mclclip.util.files import nearest_existing
 
 _PASS = ("name", "stage", "variant", "samples", "sample", "precision", "samples_per_s", "given")
 
@@ -159,7 +159,7 @@ def disk(config: Config, counted: dict[str, Any], measured: dict[str, Any]) -> d
         **found,
         "sum": total,
         "present": sum(path.stat().st_size for path in run_dir.rglob("*") if path.is_file()),
-        "free": shutil.disk_usage(existing(run_dir)).free,
+        "free": shutil.disk_usage(nearest_existing(run_dir)).free,
     }
 
 

@@ -25,7 +25,7 @@ from mclclip.models.memory import NeedsValues, StepMeter, faked, load_shapes, si
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.models.options import ModelConfig
-from mclclip.objectives.base import ObjectiveInputs
+from mclclip.objectives.base import Objective, ObjectiveInputs
 from mclclip.objectives.contrast import DIGESTS
 from mclclip.plan.machine import GIB, Machine
 from mclclip.ranks.process_group import SINGLE, Context
@@ -47,9 +47,8 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
 
     Operations: those of a ``sample`` in a step, all of its views; of a rank's ``loss`` in a step,
     where it has class centers; of an ``image`` and a ``text`` that are embedded (None without a
-    text tower); and of an image in the ``trunk``, where its output is cached.
-
-    Raises ValueError where the training would refuse its options.
+    text tower); and of an image in the ``trunk``, where its output is cached. Raises ValueError
+    where the training would refuse its options.
     """
     local, how, gpu = options.global_batch // machine.ranks, options.engine, config.device != "cpu"
     micro, half = min(how.micro_batch or local, local), options.precision in HALF
@@ -58,8 +57,7 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
     # The objective twice: on shapes with this rank's share of the class centers, for the loss of
     # the global batch, and whole on fakes, for the step and the checkpoint.
     with torch.device(_META), StepMeter(device="meta") as share:
-        shared = options.objective.build(setting).to(_META)
-        loss = ModelWithObjective(model, shared, options.precision)
+        loss = options.objective.build(setting).to(_META)
     with faked(model, gpu_autocast=gpu and half):
         batch = _batch(model, options, local, name == "train" and options.reads_text_embeddings)
         if name == "train" and config.image_rows.enabled:
@@ -116,7 +114,8 @@ def _prepared(config: Config, name: str, options: TrainConfig) -> tuple[Model, d
 def _setting(
     model: Model, config: Config, options: TrainConfig, machine: Machine
 ) -> ObjectiveInputs:
-    """Surroundings of the objective of one of the machine's ranks; of classes only the number."""
+    """Returns what the objective of one of the machine's ranks is built of; of classes only the
+    number."""
     num_classes = max(config.clusters, default=config.cluster.clusters_of(0))
     if options.objective.reads.attribute is not None:
         num_classes = _ASSUMED_CLASSES
@@ -225,7 +224,7 @@ def _measure_step(
 
 def _measure_loss(
     meter: StepMeter,
-    trainee: ModelWithObjective,
+    objective: Objective,
     features: dict[str, Tensor],
     batch: Batch,
     rows: int,
@@ -257,10 +256,10 @@ def _measure_loss(
             extras={n: of_all_ranks(value) for n, value in batch.extras.items()},
         )
         given = {n: of_all_ranks(value) for n, value in features.items()}
-        trainee.objective.begin(0, 1, 0.0)
-        for part in trainee.objective.outside():
+        objective.begin(0, 1, 0.0)
+        for part in objective.outside():
             part.begin(0)
-        trainee.loss(given, every)["loss"].backward()  # type: ignore[no-untyped-call]
+        objective(given, every)["loss"].backward()
 
 
 # --- encoders and sizes --------------------------------------------------------------------------

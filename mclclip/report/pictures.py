@@ -337,7 +337,7 @@ def blindspots(run: Run, thumbnails: Thumbnails) -> list[dict[str, Any]]:
         manifest = run.index.manifest_of(directory, "blindspots")
         manifest.check(directory, "pairs.jsonl")
         path, again = directory / "pairs.jsonl", "run 'mclclip blindspots --force' to make it again"
-        with files.own(path, again), open(path, "rb") as lines:
+        with files.damaged_if_unreadable(path, again), open(path, "rb") as lines:
             rows = [files.parse_json(line, str(path)) for line in islice(lines, PAIRS)]
             pairs = [
                 (
@@ -360,7 +360,9 @@ def filters(run: Run) -> list[dict[str, Any]]:
     rows = []
     for name, directory in run.finished("filters").items():
         manifest = run.index.manifest_of(directory, "filter")
-        with files.own(directory / MANIFEST, "run 'mclclip filter --force' to make it again"):
+        with files.damaged_if_unreadable(
+            directory / MANIFEST, "run 'mclclip filter --force' to make it again"
+        ):
             options = manifest.config["filters"] | {"stage": manifest.config["stage"]}
             flags = [
                 f"--{option.replace('_', '-')} {' '.join(map(str, value))}"

@@ -1,4 +1,4 @@
-"""A run directory, opened: whatever its verbs left there, by name.
+"""A run directory, opened: everything that its verbs wrote there, by name.
 
     run = Run.open("runs/mine")
     run.results                                        # pandas.DataFrame, a row per figure
@@ -9,10 +9,10 @@
     run.stage(1).metrics                               # pandas.DataFrame, a row per recorded step
     run.controls["ungrouped"].stage(1).encoder()
 
-Each part is read when it is asked for, after a comparison of its files' sizes. Of rows and
-records a bounded part can be asked for, since there may be many millions. What is missing is one
-line that names the verb which makes it. Nothing is written and no lock is taken, so a run can be
-opened while it trains. torch is imported only where images are read or an encoder is loaded.
+Each part is read at its first use, after a comparison of its files' sizes. Rows and records can be
+read in part, since there may be many millions. A missing part raises an error of one line that
+names the verb which makes it. Nothing is written and no lock is taken, so a run can be opened while
+it trains. torch is imported only to read images or to load an encoder.
 """
 
 from __future__ import annotations
@@ -363,7 +363,7 @@ class Stage:
     def embeddings_of(self, ids: Ids) -> NDArray[np.float32]:
         """float32 [n, D]: the embeddings of samples; zeros for those that could not be used.
 
-        Only what holds them is read.
+        Only the parts of the files that hold them are read.
         """
         distinct, order = self._distinct(ids)
         return np.asarray(self.embeddings[distinct], np.float32)[order]
@@ -398,8 +398,7 @@ class Stage:
         return pandas.DataFrame(rows)
 
     def records(self, name: Literal["metrics", "epochs"]) -> tuple[list[dict[str, Any]], bool]:
-        """The rows of metrics.jsonl or epochs.jsonl, and whether these are all of them
-        (``read_records``)."""
+        """The rows of metrics.jsonl or epochs.jsonl, and True if these are all of them."""
         return read_records(self.directory("train") / f"{name}.jsonl")
 
     def encoder(self, device: str | torch.device = "cpu") -> Encoder:
@@ -458,9 +457,9 @@ def spread(count: int, most: int) -> Integers:
 def read_records(path: Path) -> tuple[list[dict[str, Any]], bool]:
     """The objects of a file of JSON lines by their ``step``, and whether these are all of them.
 
-    Of a file of more than ``MAX_BYTES`` the first line, ``POINTS`` that are spread evenly over it,
-    and the last one are read. A line that is being written, or is no object, is left out. No file:
-    no lines.
+    If a file has more than ``MAX_BYTES``, the first line, ``POINTS`` lines spread evenly over it,
+    and the last one are read. A line that is being written, or is no object, is left out. A missing
+    file has no lines.
     """
     if not path.is_file():
         return [], True

@@ -1,8 +1,8 @@
-"""Verb ``doctor --data``: what is wrong with the data of a configuration, before hours are spent.
+"""Verb ``doctor --data``: finds errors in the data of a configuration before hours are spent.
 
-It reads a bounded, seeded sample: the index of the run where there is one, else a few shards of
-each source, which are indexed in a temporary folder; of these some pictures and captions. Nothing
-is written beside that. Lines are those of ``doctor``.
+It reads a bounded, seeded sample of pictures and captions from the index of the run. If there is no
+index, it indexes a few shards of each source in a temporary folder, and writes nothing else. Its
+lines are those of ``doctor``.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def findings(config: Config, folder: Path) -> Iterator[Finding]:
     samples, total, note = _index(config, folder)
     number = f"{total:,}" if total == len(samples) else f"about {total:,}"
     yield finding("samples", f"{number}{note}")
-    found = read_manifest(samples.directory, sample_index.KIND).counts["findings"]
-    for line in Findings(found).lines():
+    recorded = read_manifest(samples.directory, sample_index.KIND).counts["findings"]
+    for line in Findings(recorded).lines():
         yield finding("index", line, "see that these may be missing")
     random = np.random.default_rng([config.seed, 0])
     read = Bytes(samples, replace(config.data, verify="captions"))
@@ -118,8 +118,8 @@ def _pictures(config: Config, read: Bytes, random: np.random.Generator) -> Itera
         contents.append(hashlib.sha256(raw.image).digest())
     most = config.data.max_bad_fraction
     reasons = Counter(bad.values()).most_common()
-    told = ", ".join(f"{count} {reason}" for reason, count in reasons) or "none"
-    text = f"{len(bad):,} of {len(ids):,} cannot be used ({told})"
+    counts = ", ".join(f"{count} {reason}" for reason, count in reasons) or "none"
+    text = f"{len(bad):,} of {len(ids):,} cannot be used ({counts})"
     if bad:
         text += f", such as {', '.join(read.index.names([*bad][:3]))}"
     if too_many := len(bad) > most * len(ids):
@@ -182,7 +182,7 @@ def _captions(config: Config, read: Bytes, random: np.random.Generator) -> Itera
     yield finding("captions", text, advice if config.reads_captions and bare == 1 else "")
     ids = random.permutation(np.flatnonzero(numbers))[:NUM_CAPTIONS]
     every = read.captions_of(np.sort(ids).tolist())
-    drawn = [own[int(random.integers(len(own)))] for own in every]
+    drawn = [captions[int(random.integers(len(captions)))] for captions in every]
     if not drawn:
         return
     yield _lengths(config, drawn)
@@ -198,7 +198,7 @@ def _captions(config: Config, read: Bytes, random: np.random.Generator) -> Itera
 
 
 def equal_in_batch(counts: Sequence[int], batch: int) -> float:
-    """Expected share of the samples of a random batch whose caption another one of it has too.
+    """Expected share of the samples of a random batch that share their caption with another one.
 
     ``counts``: of the samples by caption. A batch is drawn from them without replacement: with m
     samples of a caption among n, another one is among the B - 1 others with the probability
