@@ -153,7 +153,6 @@ class Preserve(Objective):
         features, (copied,) = super().features(model, batch, features), self._copy
         if copied is None:
             return features
-        copied.first_block = model.first_block  # rows of the trunk's cache may stand for images
         with torch.no_grad():
             of_base = encode(copied, batch, {})
         every = [name for names in self.names for name in names]

@@ -47,9 +47,8 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
 
     Operations: those of a ``sample`` in a step, all of its views; of a rank's ``loss`` in a step,
     where it has class centers; of an ``image`` and a ``text`` that are embedded (None without a
-    text tower); and of an image in the ``trunk``, where its output is cached.
-
-    Raises ValueError where the training would refuse its options.
+    text tower); and of an image in the ``trunk``, where its output is cached. Raises ValueError
+    where the training would refuse its options.
     """
     local, how, gpu = options.global_batch // machine.ranks, options.engine, config.device != "cpu"
     micro, half = min(how.micro_batch or local, local), options.precision in HALF
@@ -60,13 +59,11 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
     with torch.device(_META), StepMeter(device="meta") as share:
         loss = options.objective.build(setting).to(_META)
     with faked(model, gpu_autocast=gpu and half):
+        batch = _batch(model, options, local, name == "train" and options.reads_text_embeddings)
+        if name == "train" and config.image_rows.enabled:
+            operations |= _start_from_rows(model, batch, whole=not config.writes_image_rows)
         objective = options.objective.build(replace(setting, model=model, context=SINGLE))
         trainee = ModelWithObjective(model, objective, options.precision)
-        batch = _batch(model, options, local, name == "train" and options.reads_text_embeddings)
-        if name == "train" and config.trunk_cache.enabled:
-            trunk = _start_from_trunk(trainee, batch)
-            operations["trunk"] = trunk.operations // local
-            operations["trunk_values"] = batch.views[0][0].numel()
         features, activations, operations["sample"] = _measure_step(trainee, batch, local, micro)
         sizes = _sizes(model, options)
         moments = 2 * size_bytes(p for p in objective.parameters() if p.requires_grad)
@@ -193,16 +190,18 @@ def _allocate_gradients(module: nn.Module) -> list[Tensor]:
     return [p.grad for p in trained if p.grad is not None]
 
 
-def _start_from_trunk(trainee: ModelWithObjective, batch: Batch) -> StepMeter:
-    """Puts the trunk's output into the place of the views, and returns what making it took."""
-    model: Any = trainee.model
+def _start_from_rows(model: Model, batch: Batch, whole: bool) -> dict[str, int]:
+    """Puts what the frozen part of the image tower makes of the views into their place; returns the
+    operations that an image took, and the values that are stored of it, beside embeddings."""
     blocks = model.num_frozen_blocks
-    with torch.no_grad(), StepMeter() as trunk:
-        batch.views = [model.encode_trunk(view, blocks) for view in batch.views]
-    for encoder in trainee.modules():  # copies of the model too
-        if isinstance(encoder, Model):
-            encoder.first_block = blocks
-    return trunk
+    with torch.no_grad(), StepMeter() as frozen:
+        batch.views = [
+            model.encode_image(view) if whole else model.encode_trunk(view, blocks)
+            for view in batch.views
+        ]
+    model.first_block = blocks + whole
+    values = 0 if whole else batch.views[0][0].numel()
+    return {"trunk": frozen.operations // len(batch), "row_values": values}
 
 
 def _measure_step(

@@ -65,6 +65,7 @@ def make_run(run_dir: Path, folder: Path, stages: int = 1, **options: Any) -> di
     make_shards(folder)
     tree = {
         "run_dir": str(run_dir),
+        "num_stages": 2,
         "data": {"sources": {"s": {"shards": f"{folder}/*.tar"}}, "index_workers": 1},
         "cluster": {"num_clusters": K, **options},
     }

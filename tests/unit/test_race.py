@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mclclip.config.remedies import REMEDIES, named, read_remedies
 from mclclip.ranks.process_group import SINGLE
 from mclclip.util import files
 from mclclip.util.caption_rules import HardCaptions
+from mclclip.util.remedies import REMEDIES, named, read_remedies
 from mclclip.verbs import race
 from mclclip.verbs.race import Race
 from tests import damage, tiny
