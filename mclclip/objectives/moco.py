@@ -24,7 +24,8 @@ Inputs: two views of every image; ``image_features`` and ``keys`` [b, D] of this
 read.
 
 Use it for views where batches are small: the queue supplies the negatives. It costs the memory of a
-second model and a forward pass. Of C groups about 1/C of the queue counts for a row.
+second model and a forward pass. Of C groups about 1/C of the queue counts for a row. ZeRO-3
+(``engine.zero_stage: 3``) cannot carry the copy.
 
 Relations: ``nt_xent`` compares views without a copy. With ``epsilon`` above 0 the loss of a row is
 that of ``ifm`` at alpha = 1, as in IFM-MoCo-v2 (Robinson et al., 2021, section 4.2). ``simlap``

@@ -57,7 +57,8 @@ class TrainConfig:
     steps: PositiveInt | None = None
     """Optimizer steps in all (null: as many as ``epochs`` gives)."""
     objective: AnyObjective = field(default_factory=lambda: parse({"kind": "info_nce"}))
-    """The loss that is minimised, by its ``kind``."""
+    """The loss that is minimised, by its ``kind``; of a list, such as ``[{kind: info_nce}, {kind:
+    preserve, weight: 0.5}]``, the sum of the losses, each times its ``weight``."""
     start: Literal["base", "random", "previous"] = "base"
     """Weights that a stage s >= 1 starts from: those of stage 0 (``base``), random weights with
     another seed for each stage (``random``: MCL from scratch), or those of the stage before

@@ -95,7 +95,6 @@ class Towers(nn.Module):
     """One linear layer for images of 3 x 32 x 32 pixels, and one for 20 tokens."""
 
     feature_dim, has_logit_bias, image_size, num_channels = DIM, True, 32, 3
-    first_block = 0
     normalization = torch.full((3, 1, 1), 0.5), torch.full((3, 1, 1), 0.25)
 
     def __init__(self) -> None:
