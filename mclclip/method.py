@@ -23,7 +23,7 @@ from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Force, Layout, is_finished
 from mclclip.util import files
-from mclclip.verbs import cluster, embed, export, index, reshard, train
+from mclclip.verbs import cluster, embed, export, index, relocate, train
 from mclclip.verbs import eval as evaluation
 
 log = logging.getLogger("mclclip")
@@ -94,8 +94,8 @@ def _method(config: Config, context: Context, force: Force) -> None:
         cluster.run(config, context, stage=stage - 1, force=force)
         # Copies that a finished training has read may be deleted.
         trained = partial(is_finished, Layout.of(config).train(stage))
-        if config.reshard.enabled and (force or not collectives.on_main(trained)):
-            reshard.run(config, context, stage=stage, force=force)
+        if config.relocate.enabled and (force or not collectives.on_main(trained)):
+            relocate.run(config, context, stage=stage, force=force)
         _stage(config, context, stage, "mcl", force)
     _join(config, context, "mcl", force)
 
@@ -106,10 +106,8 @@ def check(config: Config, context: Context, *, reads_benchmarks: bool = True) ->
     ``reads_benchmarks`` False: the folders of benchmarks need not be there yet."""
     rules.check(config, num_ranks=context.world_size, run=True)
     inputs.check(config)
-    if config.reshard.enabled and config.has_stages:
-        reshard.check(config)
-    if config.trunk_cache.enabled:
-        embed.check_trunk_folder(config)
+    if config.relocate.enabled and config.has_stages:
+        relocate.check(config)
     (evaluation.check if reads_benchmarks else evaluation.check_options)(config.eval.suite)
 
 

@@ -13,8 +13,8 @@ from mclclip.data.batches import TrainingBatches
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.groups import GroupedIndex, LabelBlocks
 from mclclip.data.labels import SampleWeights
-from mclclip.data.locations import TextFeatures
 from mclclip.data.options import DataConfig, Order, Policy
+from mclclip.data.row_store import StoredRows
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import TarDataset, Tokenizer
 
@@ -45,7 +45,7 @@ def training_batches(
     global_batch: int,
     *,
     tokenizer: Tokenizer | None = None,
-    text_features: TextFeatures | None = None,
+    text_features: StoredRows | None = None,
     policy: Policy = "backoff",
     order: Order = "proportional",
     seed: int = 0,

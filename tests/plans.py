@@ -23,7 +23,7 @@ def recipe(name: str, *overrides: str) -> Config:
 def measure(options: Config, name: str, training: TrainConfig, machine: Machine) -> dict[str, Any]:
     """``memory.measure``, once for all that it reads: each takes most of a second."""
     clusters = options.clusters, options.cluster.clusters_of(0), options.data.num_workers
-    clusters += (options.trunk_cache.enabled,)
+    clusters += (options.image_rows.enabled,)
     read = options.model_of(name), options.device, options.seed, name, training, machine.ranks
     if (key := repr((clusters, read))) not in _measured:
         _measured[key] = _measure(options, name, training, machine)

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from mclclip import __version__
-from mclclip.ranks.sharded_rows import deal
+from mclclip.ranks.sharded_rows import balance_by_cost
 from mclclip.run import artifacts
 from mclclip.util import files
 
@@ -227,7 +227,7 @@ def own_part(state: State, rank: int, world_size: int) -> State:
     plain = [name for name, value in state.items() if not hasattr(value, "to_local")]
     plain.sort()
     sizes = [getattr(state[name], "nbytes", 1) for name in plain]
-    numbers = deal(sizes, world_size)[rank]
+    numbers = balance_by_cost(sizes, world_size)[rank]
     others = {*plain} - {plain[number] for number in numbers}
     return {name: value for name, value in state.items() if name not in others}
 

@@ -31,7 +31,7 @@ _COMMON = {
     "overrides",
     "function",
     "standalone",
-    "trunk_cache",
+    "image_rows",
     "parser",
 }
 # Verbs that answer without torch.
@@ -93,7 +93,7 @@ def _soup(args: argparse.Namespace) -> object:
 
     flags = flags_of(args)
     judged = {name: flags.pop(name) for name in _JUDGED}
-    choice = soup.chosen(flags["method"], flags["alpha"])
+    choice = soup.describe_choice(flags["method"], flags["alpha"])
     judge = evaluation.judge(**judged, models=flags["models"], choice=choice)
     return soup.run(**flags, judge=judge)
 
@@ -192,7 +192,7 @@ _FUNCTIONS: dict[str, Callable[..., object]] = {
     "index": _function("verbs.index.run"),
     "embed": _function("verbs.embed.run"),
     "cluster": _function("verbs.cluster.run"),
-    "reshard": _function("verbs.reshard.run"),
+    "relocate": _function("verbs.relocate.run"),
     "train": _function("method.train_stage"),
     "export": _export,
     "eval": _function("verbs.eval.run"),
@@ -259,8 +259,8 @@ def parse_words(argv: Sequence[str]) -> argparse.Namespace:
             )
         if conversion:
             args.function, args.standalone = _convert, True
-    if getattr(args, "trunk_cache", False):
-        args.overrides.append("trunk_cache.enabled=true")
+    if getattr(args, "image_rows", False):
+        args.overrides.append("image_rows.enabled=true")
     readers = {
         name: any(action.dest == "stage" and action.required for action in verb._actions)
         for name, verb in verbs_of(parser).items()

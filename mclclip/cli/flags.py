@@ -62,8 +62,8 @@ the method, as a whole and verb by verb:
                 $ mclclip embed --config ucm --stage 0
   cluster       embeddings -> cluster labels and pseudo labels
                 $ mclclip cluster --config ucm --stage 0
-  reshard       samples + pseudo labels -> shards in the order of the groups
-                $ mclclip reshard --config ucm --stage 1 reshard.enabled=true
+  relocate      samples + pseudo labels -> shards in the order of the groups
+                $ mclclip relocate --config ucm --stage 1 relocate.enabled=true
   train         index + labels -> checkpoints
                 $ mclclip train --config ucm --stage 1
   export        checkpoints -> open_clip models; without --stage: concat and
@@ -355,11 +355,11 @@ def _add_stages(verbs: Any) -> None:
     text = "captions too, also where the text tower is trained"
     add("--text", action="store_true", default=None, help=text)
     cache = "from what the frozen blocks make of every image, which stage 0 writes first (the same "
-    cache += "as trunk_cache.enabled=true, which later verbs need too)"
-    add("--trunk-cache", action="store_true", help=cache)
+    cache += "as image_rows.enabled=true, which later verbs need too)"
+    add("--image-rows", action="store_true", help=cache)
     add = verb("cluster").add_argument
     add("--stage", type=int, required=True, help=_STAGE)
-    add = verb("reshard").add_argument
+    add = verb("relocate").add_argument
     add("--stage", type=int, required=True, help=_STAGE)
     train = verb("train")
     train.add_argument("--stage", type=int, required=True, help=_STAGE)

@@ -31,7 +31,7 @@ from mclclip.clustering.rows import Integers, Mask, RankRows
 from mclclip.data.arrays import ROWS_PER_BLOCK, Floats, cut_blocks
 from mclclip.ranks.collectives import all_reduce_sum, together
 from mclclip.ranks.process_group import SINGLE, Context
-from mclclip.ranks.sharded_rows import deal
+from mclclip.ranks.sharded_rows import balance_by_cost
 
 log = logging.getLogger("mclclip")
 
@@ -416,7 +416,7 @@ def _cluster_groups(
     """Clusters each group on one rank. Returns the groups of this rank, by number."""
     context = rows.context
     costs = [len(ids) * int(share) for ids, share in zip(groups, shares, strict=True)]
-    local_groups = deal(costs, context.world_size)[context.rank]
+    local_groups = balance_by_cost(costs, context.world_size)[context.rank]
     alone = Context(device=context.device)
 
     def cluster(group: int) -> KMeans:

@@ -6,7 +6,8 @@ import logging
 from functools import partial
 
 from mclclip.config.options import Config
-from mclclip.data import extras, samples
+from mclclip.data import extras
+from mclclip.data.bytes import excluded_keys, read_excluded
 from mclclip.data.epoch_plan import check_samples as check_numbers
 from mclclip.data.labels import SampleWeights
 from mclclip.data.sample_index import SampleIndex
@@ -21,7 +22,7 @@ log = logging.getLogger("mclclip")
 def check(config: Config) -> None:
     """Raises ValueError or FileNotFoundError for files that are wrong or missing: that of excluded
     samples, image weights, tokenizers. Warns of figures that will be those of chance."""
-    samples.excluded_keys(config.data.exclude)
+    excluded_keys(config.data.exclude)
     for name, options in config.trainings.items():
         model = config.model_of(name)
         if model.image_weights is not None:
@@ -59,7 +60,7 @@ def _check_tokenizers(config: Config, reads_text: bool) -> None:
 def check_samples(config: Config, index: SampleIndex) -> None:
     """Raises ValueError, before stage 0 takes hours, for options that the samples cannot meet. All
     ranks call it."""
-    collectives.on_main(lambda: samples.read_excluded(index, config.data.exclude))
+    collectives.on_main(lambda: read_excluded(index, config.data.exclude))
     if config.has_stages and config.cluster.feature == "mean":
         index.without_caption("cluster.feature=mean")
     most = max(config.clusters, default=1)
@@ -71,7 +72,7 @@ def check_samples(config: Config, index: SampleIndex) -> None:
         draws = None if weights is None else weights.num_draws
         batch, policy = options.global_batch, options.plan.policy
         check_numbers(name, batch, policy, most, len(index), len(lacking), draws)
-        if reads.digests and config.trunk_cache.enabled and name == "train":
+        if reads.digests and config.image_rows.enabled and name == "train":
             extras.check_checksums(index)
         if reads.edits and not has_base:  # each training surveys them too
             survey = partial(extras.survey, reads.edits, index, config.data, name)

@@ -11,7 +11,7 @@ from pydantic.types import PositiveFloat, PositiveInt
 
 from mclclip.clustering.options import ClusterConfig
 from mclclip.data.decode import Pixels
-from mclclip.data.options import DataConfig, EmbedConfig, ReshardConfig, TrunkCacheConfig
+from mclclip.data.options import DataConfig, EmbedConfig, ImageRowsConfig, RelocateConfig
 from mclclip.eval.protocols import EvalConfig
 from mclclip.models.options import ExportConfig, ModelConfig, more_than_crops
 from mclclip.train.options import TrainConfig
@@ -56,8 +56,8 @@ class Config:
     """Training of stage 0 from scratch; null: stage 0 is the given encoder."""
     embed: EmbedConfig = EmbedConfig()
     cluster: ClusterConfig = ClusterConfig()
-    reshard: ReshardConfig = ReshardConfig()
-    trunk_cache: TrunkCacheConfig = TrunkCacheConfig()
+    relocate: RelocateConfig = RelocateConfig()
+    image_rows: ImageRowsConfig = ImageRowsConfig()
     train: TrainConfig = TrainConfig()
     """Training of every stage s >= 1 (and of the controls)."""
     controls: Annotated[list[Literal["ungrouped", "random_groups"]], AfterValidator(each_once)] = (
@@ -117,6 +117,11 @@ class Config:
     def needs_text_embeddings(self) -> bool:
         """Whether ``embed`` writes embeddings of the captions at stage 0."""
         return bool(self.stored_texts)
+
+    @property
+    def writes_image_rows(self) -> bool:
+        """True where `embed` writes rows that stand for images, beside its embeddings."""
+        return self.image_rows.enabled and not self.train.lock.freezes_images
 
     @property
     def stored_texts(self) -> tuple[HardCaptions | None, ...]:

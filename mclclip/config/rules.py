@@ -284,7 +284,7 @@ def _metric(at: Subject) -> object:
 
 # --- the table -----------------------------------------------------------------------------------
 
-_TRUNK = "trunk_cache.enabled=true"
+_ROWS = "image_rows.enabled=true"
 _HELD = "train.objective.reads.base"
 _HOLDS = "the objective holds the model near stage 0, and"
 
@@ -359,24 +359,29 @@ RULES: tuple[Rule, ...] = (
         and (more := more_than_crops(at.model))
         and "data.pixels=fast only crops and resizes, and the augmentation asks for "
         f"{', '.join(more)}: set data.pixels=exact, or leave that out of model.augmentation")),
-    excludes(_TRUNK, "train.objective.reads.views>1",
+    excludes(_ROWS, "train.objective.reads.views>1",
              because="all views of an image would be equal: take an objective of one view"),
-    Rule("trunk_cache.enabled", lambda at: (
-        at.config.trunk_cache.enabled
+    Rule("image_rows.enabled", lambda at: (
+        at.config.image_rows.enabled
         and (blocks := at.config.train.lock.image_blocks) in ("all", num_blocks(at.config.model))
-        and f"{_TRUNK} and train.lock.image_blocks={blocks}, which freezes no block: give the "
+        and f"{_ROWS} and train.lock.image_blocks={blocks}, which freezes no block: give the "
         "number of the last blocks that are trained, fewer than there are")),
-    excludes(_TRUNK, "train.start=random",
+    excludes(_ROWS, "train.start=random",
              because="stages have other first blocks than stage 0: leave one out"),
-    excludes(_TRUNK, "trained_model",
+    excludes(_ROWS, "trained_model",
              because="it has other first blocks than stage 0 has: leave one out"),
-    Rule("trunk_cache.enabled", lambda at: (
-        at.config.trunk_cache.enabled
+    Rule("image_rows.enabled", lambda at: (
+        at.config.image_rows.enabled
         and (augmentation := at.config.model.augmentation) not in ({}, {"kind": "none"})
-        and f"{_TRUNK} and model.augmentation={augmentation}, which would have no effect, since "
+        and f"{_ROWS} and model.augmentation={augmentation}, which would have no effect, since "
         "every epoch has the same crops: leave it out")),
-    excludes(_TRUNK, "reshard.enabled=true",
+    excludes(_ROWS, "relocate.enabled=true",
              because="it copies images, which are not read then: leave one out"),
+    excludes(_ROWS, "train.lock.freezes_images=true", "embed.feature=pooled",
+             because="embeddings stand for images, and these are not those of training: set "
+             "embed.feature=projected"),
+    excludes(_ROWS, "train.lock.freezes_images=true", "model.projector",
+             because="embeddings stand for images, and lie before it: leave it out"),
     # --- the text tower
     *(rule for option in ("model", "trained_model") for rule in (
         excludes(f"{option}.long_context=true", f"{option}.text=false",
@@ -415,9 +420,9 @@ RULES: tuple[Rule, ...] = (
         and evaluator(judge.kind).is_loss
         and f"{at.training}.evaluate.metric={how.metric} is a loss, of which the smaller one is "
         "better, and evaluate.mode is max: set it to min"), "run"),
-    excludes("reshard.url", "reshard.enabled=true", "num_stages>0", needs="run",
-             because="copies are uploaded there between the verbs 'reshard' and 'train', and 'run' "
-             "would train before that: leave it out, or call the verbs"),
+    excludes("relocate.url", "relocate.enabled=true", "num_stages>0", needs="run",
+             because="copies are uploaded there between the verbs 'relocate' and 'train', and "
+             "'run' would train before that: leave it out, or call the verbs"),
     # --- ranks
     Rule("TRAINING.global_batch", _global_batch, "ranks"),
     Rule("TRAINING.engine.shard_ranks", lambda at: (

@@ -36,10 +36,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
+from mclclip.data.bytes import BadSample, RawSample
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.labels import AttributeClasses, ClassLabels, truncate
 from mclclip.data.options import SentencesConfig
-from mclclip.data.samples import BadSample, RawSample, Sample, TarDataset, draw_sentences
+from mclclip.data.samples import Sample, TarDataset, draw_sentences
 from mclclip.util.randomness import mix
 
 Integers = npt.NDArray[np.int64]
@@ -60,7 +61,7 @@ class Batch:
 
     views          one or more [b, C, H, W]: the images, transformed once for each view; float32
                    and normalised, or uint8 from a transform that leaves this to the device; or
-                   [b, ...] of the trunk's cache, float16 or float32
+                   [b, ...], rows that stand for images, float16 or float32
     text           int64 [b, context], or None (captions are not read, or text_features instead)
     text_features  float32 [b, D] text embeddings from disk, or None
     labels         int64 [b, 1], groups, truncated at the step's prefix length: what the Eq. 3
@@ -209,7 +210,7 @@ class TrainingBatches(Dataset[Batch]):
         self.steps_per_epoch = plan.steps_per_epoch
         # A tokenizer of open_clip's with a ``reduction_mask`` draws words from Python's generator.
         masks = getattr(dataset.tokenizer, "reduction_fn", None) is not None
-        transform = dataset.transform if dataset.trunk is None else None
+        transform = dataset.transform if dataset.image_rows is None else None
         self._only_torch = bool(getattr(transform, "draws_from_torch_alone", False)) and not masks
         self._draw = getattr(transform, "draw", transform)
         # In a loader's worker the result of default_collate lies in shared memory from the start.
@@ -293,13 +294,13 @@ class TrainingBatches(Dataset[Batch]):
         A loader gives its workers steps in turn, so that the next one is num_workers later. At the
         end of a training that batch is read in vain.
         """
-        if self.dataset.reader.urls:
+        if self.dataset.bytes.reader.urls:
             worker = get_worker_info()
             epoch, epoch_step = divmod(
                 step + (worker.num_workers if worker else 1), self.steps_per_epoch
             )
             plan = self._plan if epoch == self._plan.epoch else self._plan.of_epoch(epoch)
-            self.dataset.start_reading(plan.batch(epoch_step).ids[mine])
+            self.dataset.bytes.start(plan.batch(epoch_step).ids[mine], self.dataset.members)
 
     def _decoded(
         self,

@@ -296,7 +296,7 @@ def shuffled(
     ``size``, ``key`` are those of each element's sequence. With ``block`` > 1 a sequence is turned
     by a drawn number of places, cut into blocks of that many neighbours, and the blocks are
     shuffled; what is left of it after the last whole block, other elements for each key, comes
-    last. So neighbours stay together, and can be read in one piece (`mclclip reshard`). Short
+    last. So neighbours stay together, and can be read in one piece (`mclclip relocate`). Short
     sequences are cut into smaller blocks, an eighth of them each, since what is one block is not
     shuffled.
     """

@@ -23,13 +23,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from mclclip.data.batches import TrainingBatches
-from mclclip.data.locations import TextFeatures
+from mclclip.data.bytes import Bytes, RawSample
+from mclclip.data.locations import CAPTION
 from mclclip.data.options import DataConfig
-from mclclip.data.row_store import RowStore
+from mclclip.data.row_store import StoredRows
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import RawSample, TarDataset, Tokenizer, cut_text, tokenized
+from mclclip.data.samples import Tokenizer, cut_text, tokenized
 from mclclip.data.shard_scan import caption_fields, parse_captions
-from mclclip.run.artifacts import Layout, read_manifest
+from mclclip.run.artifacts import Layout
 from mclclip.util.caption_rules import HardCaptions, draw, false_edits, spoken
 from mclclip.util.files import clean
 
@@ -59,29 +60,29 @@ class BaseFeatures:
     ) -> None:
         self._images = self._texts = self._edits = None
         if "images" in read:
-            directory = layout.embeddings(0)
-            manifest = read_manifest(directory, "embeddings")
-            self._images = RowStore.of_samples("stage 0", directory, manifest, index)
+            self._images = StoredRows(layout.embeddings(0), index, "embeddings")
         if "texts" in read:
-            self._texts = TextFeatures(layout.text_embeddings, index)
+            self._texts = StoredRows(layout.text_embeddings, index)
         if edits is not None:
-            self._edits = TextFeatures(directory_of(layout, edits), index)
+            self._edits = StoredRows(directory_of(layout, edits), index)
             self._per_caption = edits.per_caption
 
     def __call__(
         self, raw: RawSample, captions: Sequence[str], caption_number: int, key: int
     ) -> dict[str, Tensor]:
         """The embeddings of one sample."""
-        found = {}
+        stored = {}
         if self._images is not None:
-            row = self._images[np.array([raw.sample_id])][0]
-            found["base_image_features"] = torch.from_numpy(row.astype(np.float32))
+            stored["base_image_features"] = self._images.get(raw.sample_id)
         if self._texts is not None:
-            found["base_text_features"] = self._texts.get(raw.sample_id, caption_number)
+            stored["base_text_features"] = self._texts.get(raw.sample_id, caption_number)
         if self._edits is not None:
             rows = self._edits.get(raw.sample_id, caption_number)
-            found["edited_features"] = rows.reshape(self._per_caption, -1)
-        return {name: functional.normalize(row, dim=-1) for name, row in found.items()}
+            stored["edited_features"] = rows.reshape(self._per_caption, -1)
+        return {
+            name: functional.normalize(torch.from_numpy(row.astype(np.float32)), dim=-1)
+            for name, row in stored.items()
+        }
 
 
 def directory_of(layout: Layout, edits: HardCaptions | None) -> Path:
@@ -148,16 +149,13 @@ def survey(wanted: HardCaptions, index: SampleIndex, options: DataConfig, option
             )
     with_captions = np.flatnonzero(index.num_captions)
     step = max(len(with_captions) // SURVEYED, 1)
-    extra = EditedCaptions(wanted, lambda texts: torch.zeros(len(texts), 1, dtype=torch.int64))
-    dataset = TarDataset(index, options, extras=[extra])
+    read = Bytes(index, options)
     fitting, counts, num_captions, with_field, example = 0, Counter[str](), 0, 0, None
-    raws = dataset.read_many(with_captions[::step][:SURVEYED])
+    raws = read.read(with_captions[::step][:SURVEYED], [CAPTION])
     for raw in raws:
         if not isinstance(raw, RawSample):
             continue
-        captions = parse_captions(
-            raw.text, index.shards[int(index.shard_of[raw.sample_id])].captions
-        )
+        captions = read.captions_in(raw)
         with_field += wanted.field is not None and bool(_texts_of(wanted.field, raw.text))
         for number, caption in enumerate(captions):
             num_captions += 1
@@ -203,7 +201,7 @@ class EqualityDigests:
 
     ``clean`` is open_clip's cleaning of a caption; of a long one its first 4,096 visible characters
     count. The picture is told by its bytes, and where it is not read (``index`` is given, and rows
-    of the trunk's cache stand for pictures) by the checksum and the size of its bytes in the index.
+    stand for pictures) by the checksum and the size of its bytes in the index.
     """
 
     clean: Callable[[str], str]
@@ -233,8 +231,8 @@ def check_checksums(index: SampleIndex) -> None:
     """Raises ValueError where the index does not tell equal pictures."""
     if index.image_crc32 is None:
         raise ValueError(
-            "train.objective.equal_captions tells equal pictures by their checksums where the "
-            f"trunk's cache is read, and {index.directory} has none: run 'mclclip index' with "
+            "train.objective.equal_captions tells equal pictures by their checksums where "
+            f"rows stand for them, and {index.directory} has none: run 'mclclip index' with "
             "data.verify=full, which adds them"
         )
 
@@ -279,7 +277,7 @@ def equal_rows(
 
     Exact for the batches that are counted, which are spread over the first epoch, but for samples
     that turn out to be unusable. Their captions are read from the shards, at most 4,096: of larger
-    batches every n-th row. Raises the errors of ``TarDataset.captions_of``.
+    batches every n-th row. Raises the errors of ``Bytes.captions_of``.
     """
     plan, dataset = batches.plan(0), batches.dataset
     num = min(plan.steps_per_epoch, max(1, MOST_READ // plan.global_batch))
@@ -290,7 +288,7 @@ def equal_rows(
         numbers = batches.caption_numbers(planned.ids, 0, planned.occurrence)[::every_nth].tolist()
         parts = batches.sentence_draws(planned.ids, 0, planned.occurrence)[::every_nth]
         ids, labels = planned.ids[::every_nth], planned.labels[::every_nth]
-        drawn = zip(dataset.captions_of(ids.tolist()), numbers, parts, strict=True)
+        drawn = zip(dataset.bytes.captions_of(ids.tolist()), numbers, parts, strict=True)
         texts = [part(own[n]) if part else own[n] for own, n, part in drawn]
         digests = [caption_digest(text, clean) for text in texts]
         captions.append(_counted(labels, np.array(digests)))

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from mclclip.data.arrays import open_npy, save_npy, write_npy_parts
 from mclclip.data.labels import SampleWeights, check_labels, drawn_rows, label_space
-from mclclip.util.files import Record, naming, read_json, records_of, write_json
+from mclclip.util.files import Record, read_json, records_of, with_path_in_errors, write_json
 
 Integers = npt.NDArray[np.int64]
 ROWS_PER_BLOCK = 2**19  # larger blocks do not fit the processor's cache, and sort slower
@@ -351,7 +351,7 @@ class StageGroups:
         ``bad_ids`` that were left out. The header, written last, marks the grouped index as whole.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        with naming(self.directory):
+        with with_path_in_errors(self.directory):
             (self.directory / _HEADER).unlink(missing_ok=True)
             header = self._write_arrays(labels, sizes)
             write_json(self.directory / _KNOWN_BAD, {"known_bad": [int(i) for i in bad_ids]})

@@ -39,10 +39,10 @@ from mclclip.ranks.workers import map_in_pool
 from mclclip.run.runlog import count_of, progress
 from mclclip.util.files import (
     clean,
+    damaged_if_unreadable,
     digest_array,
     digest_json,
     digest_keys,
-    own,
     read_json,
     whole_file,
     write_json,
@@ -149,7 +149,7 @@ def map_table(directory: Path) -> pa.Table:
 def read_shards(directory: Path) -> list[Shard]:
     """``shards.json`` in order; empty where there is none."""
     path = directory / SHARDS
-    with own(path, INDEX_AGAIN):
+    with damaged_if_unreadable(path, INDEX_AGAIN):
         entries = read_json(path) if path.exists() else []
         shards = [Shard(**(e | {"attributes": tuple(e.get("attributes", ()))})) for e in entries]
         for before, shard in zip([None, *shards], shards, strict=False):

@@ -11,7 +11,7 @@ from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, Posi
 
 from mclclip.data.decode import MAX_IMAGE_PIXELS, Pixels
 from mclclip.data.remote import RemoteOptions, check_protocol
-from mclclip.util.options import NO_RESULT, STRICT, Share, protocol_of
+from mclclip.util.options import NO_RESULT, STRICT, Share
 
 Policy = Literal["drop", "backoff", "mask", "wrap", "carry"]
 """Use of the samples that fill no batch of their own group (see ``data.epoch_plan``)."""
@@ -76,7 +76,8 @@ class DataConfig:
     verify: Literal["captions", "full"] = "captions"
     """Parts of a shard that are compared with the index. ``captions``: its size, and the caption of
     every sample that is read; a shard with another time of change is scanned again first. ``full``:
-    every image that is read too; indexing then reads all images once, for their checksums."""
+    every image that is read too; indexing then reads all images once, for their checksums, and
+    whoever reads from such an index compares them."""
     remote: RemoteOptions = field(default_factory=RemoteOptions)
     """How shards behind urls are read."""
 
@@ -98,7 +99,7 @@ class PlanConfig:
     the number of samples where none is set)."""
     block: Annotated[int, Field(ge=1, le=2**20)] = 1
     """Samples of a group, neighbours in the index, that stay together in every epoch, so that they
-    can be read in one piece from the shards of ``mclclip reshard`` (1: none do; small groups have
+    can be read in one piece from the shards of ``mclclip relocate`` (1: none do; small groups have
     smaller blocks). Trainings without groups have none."""
 
 
@@ -135,8 +136,8 @@ class EmbedConfig:
 
 
 @checked_dataclass(frozen=True, config=STRICT)
-class ReshardConfig:
-    """Copies of the samples in the order of a stage's groups (``mclclip reshard``)."""
+class RelocateConfig:
+    """Copies of the samples in the order of a stage's groups (``mclclip relocate``)."""
 
     enabled: bool = False
     """Make them before each stage is trained on groups, and let its training read them: the same
@@ -146,28 +147,23 @@ class ReshardConfig:
     (null: in the run directory). They take as much room as the data, for each stage."""
     url: str | None = None
     """Where trainings read these shards instead, such as ``s3://bucket/copies``: upload those of
-    each stage to ``stage_1`` and so on below it, after ``reshard`` and before ``train``."""
+    each stage to ``stage_1`` and so on below it, after ``relocate`` and before ``train``."""
     samples_per_shard: PositiveInt = 10_000
     """Samples of a shard."""
 
     def __post_init__(self) -> None:
         if self.url is not None:
-            check_protocol(self.url, "reshard.url")
+            check_protocol(self.url, "relocate.url")
 
 
 @checked_dataclass(frozen=True, config=STRICT)
-class TrunkCacheConfig:
-    """The output of the image tower's frozen blocks for every sample, on disk."""
+class ImageRowsConfig:
+    """Rows on disk that stand for images: the output of the frozen part of the image tower."""
 
     enabled: bool = False
-    """Write it at stage 0, and start every training after that and every embedding pass from it.
-    Every epoch then sees the same crop of an image, that of validation."""
-    folder: str | None = None
-    """Where the rows lie, on a disk that all ranks share (null: in the run directory);
-    ``mclclip config --plan`` says how much room they take."""
+    """Write the output of the frozen blocks at stage 0, and start every training after that and
+    every embedding pass from it. Where ``train.lock`` freezes the whole tower, stage 0's embeddings
+    are read, and nothing else is written. Every epoch then sees the same crop of an image, that of
+    validation."""
     dtype: Literal["float16", "float32"] = "float16"
-    """Number format of the rows."""
-
-    def __post_init__(self) -> None:
-        if self.folder is not None and protocol_of(self.folder) is not None:
-            raise ValueError(f"trunk_cache.folder={self.folder} is a url: give a folder of a disk")
+    """Number format of the rows that are written."""

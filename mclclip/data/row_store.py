@@ -1,4 +1,4 @@
-"""Rows of numbers on disk, in one file per shard of the index: embeddings and the trunk's output.
+"""Rows of numbers on disk, in one file per shard of the index: embeddings, and image rows.
 
     00007.npy   rows [n, ...] in index order; those of samples that could not be used are zeros
     00007.json  the note: the record of the rows, and the samples that could not be used
@@ -28,13 +28,16 @@ from mclclip.data.arrays import (
     open_npy,
     write_npy_parts,
 )
+from mclclip.data.remote import StoredFile
 from mclclip.data.sample_index import SampleIndex
-from mclclip.run.artifacts import Manifest, verb_of
+from mclclip.data.shard_reader import ShardReader
+from mclclip.run.artifacts import Layout, Manifest, is_finished, verb_of
 from mclclip.util import files
 from mclclip.util.files import Record
 from mclclip.util.search import unit
 
 Integers = npt.NDArray[np.int64]
+IMAGE_ROWS = "image_rows"
 RowBatch = tuple[np.ndarray, Mapping[int, str]]
 """Rows [b, ...] in index order, and why samples among them have none, by sample id."""
 
@@ -277,6 +280,92 @@ class RowStore:
     def _chosen(self, ids: Integers) -> Iterator[Floats]:
         for file in np.unique(numbers := np.searchsorted(self.starts, ids, side="right") - 1):
             yield self._map(int(file))[ids[numbers == file] - self.starts[file]]
+
+
+class StoredRows:
+    """Rows on disk that stand for the output of something frozen, read one by one.
+
+    ``directory`` has a file for each shard of the index, ``00007.npy`` [rows, ...], float16 or
+    float32: a row for each sample, or, of the ``kind`` ``text_embeddings``, for each caption, all
+    captions of a sample after each other. Each row is read as a range of bytes, since a mapping
+    would read it page by page.
+
+    without   why samples have no row, by sample id
+
+    Raises FileNotFoundError where there is no such artifact, and RuntimeError where it is of
+    another index or a file has another size than was written. It pickles without open files.
+    """
+
+    def __init__(self, directory: Path, index: SampleIndex, kind: str = "text_embeddings") -> None:
+        self.directory, self.index, self.kind = Path(directory), index, kind
+        self.without: dict[int, str] = {}
+        numbers = range(len(index.shards))
+        if is_finished(self.directory) or not self.directory.is_dir():
+            index.manifest_of(self.directory, kind).check(self.directory)
+        if kind != "text_embeddings":
+            notes = [read_note(self.directory, number) for number in numbers]
+            self.without = {i: r for note in notes if note for i, r in note.reasons.items()}
+        paths = [str(rows_path(self.directory, number)) for number in numbers]
+        self._reader = ShardReader([StoredFile(path) for path in paths])
+        self._layouts: dict[int, tuple[int, BlockLayout]] = {}
+
+    @classmethod
+    def of_images(cls, layout: Layout, index: SampleIndex, whole: bool) -> StoredRows:
+        """The rows that stand for images: what the frozen blocks make of them, or (``whole``) the
+        embeddings of stage 0, where no part of the image tower is trained."""
+        if whole:
+            return cls(layout.embeddings(0), index, "embeddings")
+        return cls(layout.image_rows, index, IMAGE_ROWS)
+
+    def get(self, sample_id: int, caption_number: int = 0) -> np.ndarray:
+        """The row of a sample, or of one of its captions, as it is stored.
+
+        Raises IndexError for a caption that the sample does not have, FileNotFoundError for a shard
+        without rows, RuntimeError for a file that does not fit the index.
+        """
+        shard = int(self.index.shard_of[sample_id])
+        row = sample_id - (first := self.index.shards[shard].start)
+        if self.kind == "text_embeddings":
+            if not 0 <= caption_number < (num := int(self.index.num_captions[sample_id])):
+                raise IndexError(
+                    f"caption {caption_number} of sample {sample_id} was asked for, it has {num}"
+                )
+            # Not by the index's caption_start, which would take an array [N + 1] in every worker.
+            row = int(self.index.num_captions[first:sample_id].sum()) + caption_number
+        header, (shape, dtype) = self._layout(shard)
+        size = int(np.prod(shape)) * dtype.itemsize
+        data = self._reader.read(shard, header + row * size, size)
+        if len(data) != size:
+            raise RuntimeError(
+                f"{rows_path(self.directory, shard)} has been cut short: {self._again}"
+            )
+        return np.frombuffer(bytearray(data), dtype).reshape(shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of a row."""
+        return self._layout(0)[1][0]
+
+    def _layout(self, shard: int) -> tuple[int, BlockLayout]:
+        """The place of the first row in a shard's file, and shape and type of a row."""
+        if shard in self._layouts:
+            return self._layouts[shard]
+        path, here = rows_path(self.directory, shard), self.index.shards[shard]
+        array, num_rows = open_npy(path, verb_of(self.kind)), here.stop - here.start
+        if self.kind == "text_embeddings":
+            num_rows = int(self.index.num_captions[here.start : here.stop].sum())
+        fits = array.ndim > 1 and len(array) == num_rows
+        if not fits or array.dtype not in (np.float16, np.float32):
+            raise RuntimeError(
+                f"{path} holds {array.dtype} {list(array.shape)}, the index wants float16 or "
+                f"float32 [{num_rows}, ...]: {self._again} after 'mclclip index'"
+            )
+        self._layouts[shard] = array.offset, (array.shape[1:], array.dtype)
+        return self._layouts[shard]
+
+    @property
+    def _again(self) -> str:
+        return f"run 'mclclip {verb_of(self.kind)} --force'"
 
 
 class RowBlocks(Sequence[Floats]):

@@ -37,7 +37,7 @@ from mclclip.data.shard_scan import ATTRIBUTE, IMAGE_CRC, PER_FIELD, RANGES, TEX
 from mclclip.data.shard_writer import PACKED_FROM
 from mclclip.run.artifacts import Manifest, read_manifest, verb_of
 from mclclip.run.runlog import count_of
-from mclclip.util.files import clean, own, parse_json, read_json, write_json
+from mclclip.util.files import clean, damaged_if_unreadable, parse_json, read_json, write_json
 from mclclip.util.options import brief
 from mclclip.util.randomness import mix
 
@@ -45,8 +45,8 @@ log = logging.getLogger("mclclip")
 KIND = "index"
 BAD_SAMPLES = "bad_samples.json"
 # Reasons why one reader cannot use a sample, which say nothing about the sample.
-EXCLUDED = "excluded"
-READERS_OWN = ("unfit", "no_caption", "not_cached", EXCLUDED)
+EXCLUDED, DAMAGED_COPY = "excluded", "damaged_copy"
+READERS_OWN = ("unfit", "no_caption", "no_row", EXCLUDED, DAMAGED_COPY)
 
 
 class SampleIndex:
@@ -74,7 +74,7 @@ class SampleIndex:
         self.directory = Path(directory)
         self.digest = digest
         self.shards = read_shards(self.directory)
-        with own(self.directory / SAMPLES, INDEX_AGAIN):
+        with damaged_if_unreadable(self.directory / SAMPLES, INDEX_AGAIN):
             self._read_columns(map_table(self.directory))
 
     def _read_columns(self, table: pa.Table) -> None:
@@ -116,7 +116,7 @@ class SampleIndex:
         manifest = read_manifest(Path(directory), KIND)
         manifest.check(Path(directory))
         index = cls(Path(directory), manifest.digest)
-        with own(index.directory / SAMPLES, INDEX_AGAIN):
+        with damaged_if_unreadable(index.directory / SAMPLES, INDEX_AGAIN):
             # In one process: every shard's rows map a page.
             for number, shard in enumerate(index.shards):
                 ends = [shard.start, shard.stop - 1] if shard.start < shard.stop else []
@@ -323,7 +323,7 @@ class SampleIndex:
         are read once by this object.
         """
         path = self.directory / BAD_SAMPLES
-        with own(path, "take it away: what cannot be decoded is found again"):
+        with damaged_if_unreadable(path, "take it away: what cannot be decoded is found again"):
             listed: dict[str, dict[str, str]] = read_json(path) if path.exists() else {}
             if not all(isinstance(listed[key]["reason"], str) for key in listed):
                 raise TypeError("its reasons are no texts")

@@ -12,11 +12,13 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from mclclip.data.row_store import IMAGE_ROWS, StoredRows
 from mclclip.models import backbones, clip, config_check, towers, transformers_folder, weights
 from mclclip.models.lora import add_lora
 from mclclip.models.model import Model
 from mclclip.models.tokenizer import fetch_tokenizer
 from mclclip.models.weights import one_line
+from mclclip.run.artifacts import read_manifest, verb_of
 from mclclip.util import files
 from mclclip.util.options import brief
 
@@ -330,6 +332,31 @@ def refuse_folded_norms(model: Model) -> None:
             f"{folded[0]}, have mean 0 and variance 1: they were folded into the weights, and "
             "would normalise by each batch instead. Set lock.image_norm=false"
         )
+
+
+def start_from_rows(model: Model, rows: StoredRows) -> None:
+    """Makes a model start from rows that stand for images (`StoredRows.of_images`): behind the
+    blocks that made them, or, where they are embeddings, behind its image tower.
+
+    Raises RuntimeError where other weights made the rows, and ValueError where a model in
+    training mode trains blocks that made them.
+    """
+    manifest = read_manifest(rows.directory, rows.kind)
+    if rows.kind != IMAGE_ROWS:
+        model.first_block = model.num_blocks + 1
+        return
+    blocks, again = manifest.config["blocks"], f"run 'mclclip {verb_of(IMAGE_ROWS)} --force'"
+    if model.trunk_digest(blocks) != manifest.inputs["trunk"]:
+        raise RuntimeError(
+            f"{rows.directory} was made by other weights than the first {blocks} blocks of this "
+            f"model, or from other pixels: {again}"
+        )
+    if model.training and blocks > model.num_frozen_blocks:
+        raise ValueError(
+            f"the image rows have passed {blocks} blocks, and train.lock freezes "
+            f"{model.num_frozen_blocks}: lower train.lock.image_blocks, or {again}"
+        )
+    model.first_block = blocks
 
 
 # --- several models --------------------------------------------------------------------------

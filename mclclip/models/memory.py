@@ -88,18 +88,18 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     forward passes count; what works on elements alone (norms, activations) does not, as is usual,
     and attention counts as its two products, without a mask.
 
-    live        bytes that are held now, besides the `existing` tensors
+    live        bytes that are held now, besides the `present` tensors
     peak        the most bytes that were held at a time since it was entered
     operations  floating-point operations of matrix products and convolutions
     """
 
-    def __init__(self, existing: Iterable[Tensor] = (), device: str = "cpu") -> None:
+    def __init__(self, present: Iterable[Tensor] = (), device: str = "cpu") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = self._before = self.operations = 0
         self.device = torch.device(device)
-        self._known: set[int] = set()
+        self._counted: set[int] = set()
         self._fused = torch.backends.mha.get_fastpath_enabled()
-        for tensor in existing:
+        for tensor in present:
             self._note(tensor.untyped_storage(), 0)
 
     def __enter__(self) -> Self:
@@ -134,15 +134,15 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         key = storage._cdata
-        if key in self._known:
+        if key in self._counted:
             return
-        self._known.add(key)
+        self._counted.add(key)
         self.live += num_bytes
         self.peak = max(self.peak, self.live)
         weakref.finalize(storage, self._forget, key, num_bytes)
 
     def _forget(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
+        self._counted.discard(key)
         self.live -= num_bytes
 
 

@@ -203,7 +203,8 @@ class Model(nn.Module):
         """[B, C, H, W] -> [B, D], raw or (`normalize`) unit length. A frozen trunk has no graph."""
         frozen = self.num_frozen_blocks
         if self.first_block:
-            features = self.encode_tail(images, self.first_block)
+            whole = self.first_block > self.num_blocks  # the images are features already
+            features = images if whole else self.encode_tail(images, self.first_block)
         elif frozen and not images.requires_grad:
             with torch.no_grad():
                 hidden = self.encode_trunk(images, frozen)

@@ -84,6 +84,11 @@ class LockConfig:
     """Train the logit scale, and with it the logit bias where the model has one and the objective
     reads it."""
 
+    @property
+    def freezes_images(self) -> bool:
+        """True where no part of the image tower is trained."""
+        return not (self.image_blocks or self.image_norm or self.image_projection)
+
     def __post_init__(self) -> None:
         if self.text_blocks != "all" and not self.text:
             raise ValueError(

@@ -190,7 +190,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     plain = {name: tensors[name].detach().cpu().contiguous() for name in sorted(tensors)}
     try:
-        with files.naming(path):
+        with files.with_path_in_errors(path):
             try:
                 save_file(plain, temporary, metadata={"format": "pt"})
             except SafetensorError as error:  # it has the system's error in its text alone

@@ -344,12 +344,12 @@ class ObjectiveSum(Objective):
         """Returns the weighted sum as ``loss``, and every term's parts by its name."""
         by_term = [term(features, batch) for term in self.terms]
         losses = [w * parts["loss"] for w, parts in zip(self.weights, by_term, strict=True)]
-        named = {
+        parts_by_name = {
             f"{name}/{part}": value
             for name, parts in zip(self.names, by_term, strict=True)
             for part, value in parts.items()
         }
-        return {"loss": torch.stack(losses).sum()} | named
+        return {"loss": torch.stack(losses).sum()} | parts_by_name
 
     def chance(
         self, features: Features, batch: BatchFields, parts: Mapping[str, Tensor]

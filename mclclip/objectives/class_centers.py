@@ -129,8 +129,8 @@ class ShardedClassCenters:
             else:
                 room = max(len(drawn) - len(positives), 0)
                 drawn = np.concatenate([positives, others[:room]])
-        own = np.sort(drawn[(drawn >= self.start) & (drawn < self.stop)]) - self.start
-        return torch.from_numpy(own)
+        local_rows = np.sort(drawn[(drawn >= self.start) & (drawn < self.stop)]) - self.start
+        return torch.from_numpy(local_rows)
 
     def add_gradient(self, touched: Tensor, grad: Tensor) -> None:
         """Adds the gradient [t, D] of the rows ``touched`` [t], ascending, in main memory."""
@@ -325,8 +325,8 @@ class _ClassSums(torch.autograd.Function):
             batch.pull_negatives(every, log_n, grad_n, grad, of_centers)
             batch.centers.add_gradient(batch.touched_here, of_centers)
             # Engines average over the ranks what is a sum here.
-            own = collectives.sum_to_owner(grad) * collectives.world_size()
-        return own, None
+            local_grad = collectives.sum_to_owner(grad) * collectives.world_size()
+        return local_grad, None
 
 
 class _ClassBatch:
@@ -348,10 +348,10 @@ class _ClassBatch:
         self.counted = moved((labels >= 0).any(dim=1))
         self.num_positives = moved((labels >= 0).sum().clamp_min(1))
         # The pairs of a row and a positive class, by row, and their order by class.
-        own = (labels >= centers.start) & (labels < centers.stop)
-        row, positives = own.nonzero()[:, 0], labels[own] - centers.start
-        self.own, self.row, self.positives = moved(own), moved(row), moved(positives)
-        self.row_starts = moved(starts_of(own.sum(dim=1)))
+        is_local = (labels >= centers.start) & (labels < centers.stop)
+        row, positives = is_local.nonzero()[:, 0], labels[is_local] - centers.start
+        self.own, self.row, self.positives = moved(is_local), moved(row), moved(positives)
+        self.row_starts = moved(starts_of(is_local.sum(dim=1)))
         self.by_class = moved(positives.argsort(stable=True))
         # The classes that take part, and where negatives and positives are among them.
         negatives, uses = centers.negatives(labels), torch.bincount(positives, minlength=len(rows))

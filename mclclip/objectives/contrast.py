@@ -288,9 +288,9 @@ class Contrast(Objective):
         for shapes that do not fit, and for features that are not there.
         """
         _check(self.names, features, batch, self.marks)
-        own = [to_fp32(features[name]) for name in self.names]
-        scale = self.temperature.scale(own[0], features.get("logit_scale"))
-        directions = self._directions(own, batch, scale)
+        local = [to_fp32(features[name]) for name in self.names]
+        scale = self.temperature.scale(local[0], features.get("logit_scale"))
+        directions = self._directions(local, batch, scale)
         by_direction = [self.rows(*direction, scale) for direction in directions]
         counted = {n: collectives.all_reduce_sum(r.sum()) for n, r in by_direction[0][1].items()}
         means = [losses.mean() for losses, _ in by_direction]
@@ -311,21 +311,21 @@ class Contrast(Objective):
         return torch.stack(means).mean()
 
     def _directions(
-        self, own: Sequence[Tensor], batch: BatchFields, scale: Tensor
+        self, local: Sequence[Tensor], batch: BatchFields, scale: Tensor
     ) -> list[tuple[Tensor, Tensor, Pairs]]:
-        """Returns the ``directions`` between the features ``own`` [b, D] by name."""
+        """Returns the ``directions`` between the features ``local`` [b, D] by name."""
         marks = [batch.labels[:, 0], batch.sample_id]
         further = {} if batch.classes is None else {"classes": batch.classes[:, 0]}
         further |= batch.extras
-        marks += [to_device(further[name], own[0].device) for name in self.marks]
-        every = [collectives.gather_with_grad(side) for side in own]
+        marks += [to_device(further[name], local[0].device) for name in self.marks]
+        everywhere = [collectives.gather_with_grad(side) for side in local]
         all_marks = [collectives.gather(mark) for mark in marks]
-        return self.directions(own, every, marks, all_marks, scale)
+        return self.directions(local, everywhere, marks, all_marks, scale)
 
     def directions(
         self,
-        own: Sequence[Tensor],
-        every: Sequence[Tensor],
+        local: Sequence[Tensor],
+        everywhere: Sequence[Tensor],
         marks: Sequence[Tensor],
         all_marks: Sequence[Tensor],
         scale: Tensor,
@@ -333,17 +333,17 @@ class Contrast(Objective):
         """The queries [b, D], which are features times ``scale``, the keys [n, D] that they are
         held against, and the pairs of both, for each direction of the loss.
 
-        ``own`` and ``every`` are features by name, of this rank [b, D] and of all [B, D]; ``marks``
-        and ``all_marks`` their groups, sample ids and the further ``self.marks``.
+        ``local`` and ``everywhere`` are features by name, of this rank [b, D] and of all [B, D];
+        ``marks`` and ``all_marks`` their groups, sample ids and the further ``self.marks``.
         """
-        first = collectives.rank() * len(own[0])
+        first = collectives.rank() * len(local[0])
         if self.between == "captions":
-            sides = [(side, every[1 - side], first) for side in _SIDES[self.direction]]
+            sides = [(side, everywhere[1 - side], first) for side in _SIDES[self.direction]]
         else:
-            keys, num = torch.cat(list(every)), len(every)
+            keys, num = torch.cat(list(everywhere)), len(everywhere)
             all_marks = [mark.repeat(num) for mark in all_marks]
             # The own pair is the next view, and with one view the query itself.
-            starts = [first + (view + 1) % num * len(every[0]) for view in range(num)]
+            starts = [first + (view + 1) % num * len(everywhere[0]) for view in range(num)]
             sides = [(view, keys, start) for view, start in enumerate(starts)]
         (groups, ids, *further), (all_groups, all_ids, *all_further) = marks, all_marks
         read: dict[str, Any] = {"digests": tuple(further), "all_digests": tuple(all_further)}
@@ -352,7 +352,7 @@ class Contrast(Objective):
         directions = []
         for side, keys, start in sides:
             pairs = Pairs(groups, ids, all_groups, all_ids, start, self.tile, **read)
-            directions.append((scale * own[side], keys, pairs))
+            directions.append((scale * local[side], keys, pairs))
         return directions
 
 

@@ -71,10 +71,10 @@ def draw_partners(
         assert closest is not None
         near = np.sort(np.column_stack([present, closest]), axis=1)
         reached = np.isin(near, present).cumsum(axis=1)  # present classes up to each column
-        wanted = (numbers % reached[:, -1][position].astype(np.uint64)).astype(np.int64) + 1
-        columns = (reached[position] < wanted[:, None]).sum(axis=1)
-        chosen: Integers = near[position, columns]
-        return chosen
+        drawn_rank = (numbers % reached[:, -1][position].astype(np.uint64)).astype(np.int64) + 1
+        columns = (reached[position] < drawn_rank[:, None]).sum(axis=1)
+        partners: Integers = near[position, columns]
+        return partners
     count = len(present) - (pairing == "distinct")
     if count == 0:
         return np.full_like(classes, -1)
@@ -241,8 +241,8 @@ class _PairLosses(torch.autograd.Function):
         of_keys = torch.zeros_like(keys) if ctx.needs_input_grad[2] else None
         tiles = itertools.product(blocks(len(queries), ctx.tile), blocks(len(keys), ctx.tile))
         for rows, columns in tiles:
-            own, factors = keys[columns], None if weights is None else weights[rows]
-            scores, scale = _scores(queries[rows], factors, own)
+            candidates, factors = keys[columns], None if weights is None else weights[rows]
+            scores, scale = _scores(queries[rows], factors, candidates)
             positive, negative = ctx.pairs.masks(rows, columns)
             ahead = normalizer[rows, None] - scores
             # Derivatives of the rows' losses by their scores.
@@ -252,10 +252,10 @@ class _PairLosses(torch.autograd.Function):
             if scale is not None and of_weights is not None:
                 slope.mul_(scale)
                 of_squares = scores.mul_(slope).mul_(scale).mul_(-0.5)
-                of_weights[rows].addmm_(of_squares, own.square())
+                of_weights[rows].addmm_(of_squares, candidates.square())
                 if of_keys is not None:
-                    of_keys[columns].addcmul_(own, of_squares.T @ weights[rows], value=2.0)
-            of_queries[rows].addmm_(slope, own)
+                    of_keys[columns].addcmul_(candidates, of_squares.T @ weights[rows], value=2.0)
+            of_queries[rows].addmm_(slope, candidates)
             if of_keys is not None:
                 of_keys[columns].addmm_(slope.T, queries[rows])
         return of_queries, of_weights, of_keys, None, None

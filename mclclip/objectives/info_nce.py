@@ -135,25 +135,25 @@ class InfoNCE(Contrast):
         """Returns the loss where all features are alike, of the texts that there are."""
         if self.hard_captions is None:
             return super().chance(features, batch, parts)
-        given = {name: features[name] for name in self.names}
-        alike = {n: x.ne(0).any(dim=1, keepdim=True).to(x.dtype) for n, x in given.items()}
+        compared = {name: features[name] for name in self.names}
+        alike = {n: x.ne(0).any(dim=1, keepdim=True).to(x.dtype) for n, x in compared.items()}
         loss: Tensor = self({**features, **alike}, batch)["loss"]
         return loss
 
     def directions(
         self,
-        own: Sequence[Tensor],
-        every: Sequence[Tensor],
+        local: Sequence[Tensor],
+        everywhere: Sequence[Tensor],
         marks: Sequence[Tensor],
         all_marks: Sequence[Tensor],
         scale: Tensor,
     ) -> list[tuple[Tensor, Tensor, Pairs]]:
         """Those of ``Contrast``; the keys of images end in the edited captions, h times [B, D]."""
         if self.hard_captions is None:
-            return super().directions(own, every, marks, all_marks, scale)
-        images, captions = super().directions(own[:2], every[:2], marks, all_marks, scale)
+            return super().directions(local, everywhere, marks, all_marks, scale)
+        images, captions = super().directions(local[:2], everywhere[:2], marks, all_marks, scale)
         queries, keys, pairs = images
-        return [(queries, torch.cat([keys, *every[2:]]), pairs), captions]
+        return [(queries, torch.cat([keys, *everywhere[2:]]), pairs), captions]
 
     def rows(
         self, queries: Tensor, keys: Tensor, pairs: Pairs, scale: Tensor
@@ -164,20 +164,20 @@ class InfoNCE(Contrast):
         cross-entropies among all pairs of the group (SupCon's ``L_out``, `supcon`).
         """
         num, has_positives = len(pairs.all_groups), self.equal_captions == "positives"
-        own, met = keys[:num], replace(pairs, columns="others") if has_positives else pairs
-        losses, alone = row_losses(queries, own, met)
+        paired, met = keys[:num], replace(pairs, columns="others") if has_positives else pairs
+        losses, alone = row_losses(queries, paired, met)
         counted = {"rows_without_negatives": alone}
         if len(keys) > num:
             further = self._further(queries, keys[num:], pairs)
             none = further == float("-inf")
-            losses = torch.logaddexp(losses, further - pairs.own_logits(queries, own))
+            losses = torch.logaddexp(losses, further - pairs.own_logits(queries, paired))
             counted = {"rows_without_negatives": alone & none, "rows_with_edits": ~none}
         if has_positives:
             equal = replace(pairs, columns="equal")
             count = count_columns(equal).to(queries.dtype)[:, None]
             # The positives' mean key minus the own one; exactly 0, as its gradient, for no equal
             # pair.
-            mean = (sum_columns(own, equal) - count * pairs.own(own)) / (count + 1.0)
+            mean = (sum_columns(paired, equal) - count * pairs.own(paired)) / (count + 1.0)
             losses = losses - (queries * mean).sum(dim=1)
         return losses, counted
 

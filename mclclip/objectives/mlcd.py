@@ -243,8 +243,8 @@ class ClassCenterLoss(Objective):
         num_rows = has_label.to(log_p.dtype).sum().clamp_min(1.0)
 
         def mean(terms: Tensor) -> Tensor:
-            kept: Tensor = torch.where(has_label, terms, torch.zeros_like(terms))
-            return kept.sum() / num_rows
+            labelled: Tensor = torch.where(has_label, terms, torch.zeros_like(terms))
+            return labelled.sum() / num_rows
 
         terms: dict[str, Tensor] = {}
         if self.kind == "mlcd":

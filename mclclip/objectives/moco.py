@@ -282,8 +282,8 @@ class QueuedKeys(_WithCopy):
         """
         keys, groups, sample_id = features["keys"].detach(), batch.labels[:, 0], batch.sample_id
         self._new = keys, groups, sample_id, batch.prefix_length
-        known = self.queue_prefix_lengths == batch.prefix_length
-        queued = torch.where(known, self.queue_groups, _NO_GROUP)
+        is_comparable = self.queue_prefix_lengths == batch.prefix_length
+        queued = torch.where(is_comparable, self.queue_groups, _NO_GROUP)
         pairs = Pairs(
             groups,
             sample_id,

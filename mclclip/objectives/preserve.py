@@ -153,7 +153,6 @@ class Preserve(Objective):
         features, (copied,) = super().features(model, batch, features), self._copy
         if copied is None:
             return features
-        copied.first_block = model.first_block  # rows of the trunk's cache may stand for images
         with torch.no_grad():
             of_base = encode(copied, batch, {})
         every = [name for names in self.names for name in names]
@@ -178,7 +177,7 @@ class Preserve(Objective):
         """
         every = self._pairs_of_sides({**batch.extras, **features})
         marks = batch.labels[:, 0], batch.sample_id
-        distances = [self.distance(own, base, *marks) for own, base in every]
+        distances = [self.distance(local, base, *marks) for local, base in every]
         (images, *_), (base_images, *_) = every[0]
         return {
             "loss": self._scheduled(torch.stack(distances).mean()),
@@ -207,7 +206,7 @@ class Preserve(Objective):
     def _pairs_of_sides(self, given: Features) -> list[tuple[list[Tensor], list[Tensor]]]:
         """The model's features and the base's, of each view; ValueError where they do not fit."""
         stored = {"image_features_1": "image_features"}  # one embedding for all views
-        found = []
+        by_view = []
         for names in self.names:
             of_base = [
                 f"base_{stored.get(name, name)}" if self._copy[0] is None else f"copied_{name}"
@@ -218,33 +217,33 @@ class Preserve(Objective):
                     f"objective.kind=preserve reads {', '.join(missing)}, and was given "
                     f"{', '.join(sorted(name for name, x in given.items() if x is not None))}"
                 )
-            own = [to_fp32(given[name]) for name in names]
-            base = [given[n].detach().to(o.dtype) for n, o in zip(of_base, own, strict=True)]
-            for name, one, other in zip(of_base, own, base, strict=True):
-                if one.ndim != 2 or one.shape != other.shape:
+            local = [to_fp32(given[name]) for name in names]
+            base = [given[n].detach().to(o.dtype) for n, o in zip(of_base, local, strict=True)]
+            for name, mine, other in zip(of_base, local, base, strict=True):
+                if mine.ndim != 2 or mine.shape != other.shape:
                     raise ValueError(
                         f"{name} {tuple(other.shape)} and the model's features "
-                        f"{tuple(one.shape)} must both be [b, D]: is the base another encoder?"
+                        f"{tuple(mine.shape)} must both be [b, D]: is the base another encoder?"
                     )
-            found.append((own, base))
-        return found
+            by_view.append((local, base))
+        return by_view
 
     def distance(
-        self, own: Sequence[Tensor], base: Sequence[Tensor], groups: Tensor, sample_id: Tensor
+        self, local: Sequence[Tensor], base: Sequence[Tensor], groups: Tensor, sample_id: Tensor
     ) -> Tensor:
-        """The mean over this rank's rows, 0-dimensional; ``own`` and ``base`` are features of
+        """The mean over this rank's rows, 0-dimensional; ``local`` and ``base`` are features of
         images and, with captions, of texts, [b, D] each; ``groups`` and ``sample_id`` [b]."""
         if self.what == "features":
             # Of unit vectors |x - y|^2 / 2 is 1 - cosine; of equal ones it is 0 to the last bit.
-            sides = zip(own, base, strict=True)
+            sides = zip(local, base, strict=True)
             means = [(x - y).square().sum(dim=1).mean() / 2.0 for x, y in sides]
             return torch.stack(means).sum()
-        every = [collectives.gather_with_grad(side) for side in own]
+        every = [collectives.gather_with_grad(side) for side in local]
         every_base = [collectives.gather(side) for side in base]
         pairs = Pairs.over_ranks(groups, sample_id, self.tile)
         means = []
         for side, other in ((0, 1), (1, 0)) if self.captions else ((0, 0),):
-            queries, base_queries = self.scale * own[side], self.scale * base[side]
+            queries, base_queries = self.scale * local[side], self.scale * base[side]
             keys, base_keys = every[other], every_base[other]
             rows = divergences(
                 queries, keys, base_queries, base_keys, pairs, with_own=self.captions

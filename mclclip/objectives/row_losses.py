@@ -69,8 +69,8 @@ class Pairs:
         cls, groups: Tensor, sample_id: Tensor, tile: int, digests: Sequence[Tensor] = ()
     ) -> Pairs:
         """This rank's rows among the columns of all ranks; a collective."""
-        own = groups, sample_id, *digests
-        all_groups, all_sample_ids, *all_digests = map(collectives.gather, own)
+        marks = groups, sample_id, *digests
+        all_groups, all_sample_ids, *all_digests = map(collectives.gather, marks)
         return cls(
             groups,
             sample_id,
@@ -105,8 +105,8 @@ class Pairs:
         excluded = self.groups[rows, None] != self.all_groups[columns]
         if self.columns != "others":
             equal = self.sample_id[rows, None] == self.all_sample_ids[columns]
-            for own, every in zip(self.digests, self.all_digests, strict=True):
-                equal |= own[rows, None] == every[columns]
+            for of_rows, of_columns in zip(self.digests, self.all_digests, strict=True):
+                equal |= of_rows[rows, None] == of_columns[columns]
             excluded |= equal if self.columns == "negatives" else equal.logical_not_()
         if self.columns != "negatives":  # there the own pair is one of equal samples
             excluded.diagonal(rows.start + self.first - columns.start).fill_(True)
@@ -403,10 +403,10 @@ class _Divergences(torch.autograd.Function):
                 _stream_divergence(tiles, base, rows, own[0][rows], own[1][rows], float(with_own))
                 for rows in blocks(len(queries), pairs.tile)
             ]
-        found, sums, base_sums = (torch.cat(parts) for parts in zip(*streamed, strict=True))
+        by_row, sums, base_sums = (torch.cat(parts) for parts in zip(*streamed, strict=True))
         ctx.save_for_backward(queries, keys, base_queries, base_keys, *own, sums, base_sums)
         ctx.pairs, ctx.with_own = pairs, with_own
-        return found
+        return by_row
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -451,5 +451,5 @@ def _stream_divergence(
         base_total = base_total * shrink + share.sum(dim=1)
         gaps = gaps * shrink + gap.mul_(share).sum(dim=1)
     sums, base_sums = maximum + total.log(), base_maximum + base_total.log()
-    found = gaps / base_total + (maximum - base_maximum) + (total.log() - base_total.log())
-    return torch.where(base_total == 0.0, 0.0, found), sums, base_sums
+    by_row = gaps / base_total + (maximum - base_maximum) + (total.log() - base_total.log())
+    return torch.where(base_total == 0.0, 0.0, by_row), sums, base_sums

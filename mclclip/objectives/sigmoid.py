@@ -177,12 +177,12 @@ class Sigmoid(Objective):
         the n texts that an image is compared with, of which k belong to it (1 but for equal
         captions)."""
         pairs = self._pairs(batch)
-        negatives, own = count_columns(pairs).double(), torch.ones((), dtype=torch.float64)
+        negatives, positives = count_columns(pairs).double(), torch.ones((), dtype=torch.float64)
         if self.equal_captions == "positives":
-            own = own + count_columns(replace(pairs, columns="equal"))
-        num = negatives + own
+            positives = positives + count_columns(replace(pairs, columns="equal"))
+        num = negatives + positives
         losses: Tensor = torch.xlogy(num, num) - torch.xlogy(negatives, negatives)
-        return (losses - torch.xlogy(own, own)).mean()
+        return (losses - torch.xlogy(positives, positives)).mean()
 
     def _pairs(self, batch: BatchFields) -> Pairs:
         """Returns this rank's rows among the columns of all ranks."""

@@ -304,18 +304,18 @@ class SimLAP(Objective):
         candidates = [collectives.gather(normed(to_fp32(view), self.norm)) for view in copies]
         return list(zip(rows, candidates, strict=False))
 
-    def _pairs(self, own: Tensor, groups: Tensor, ids: Tensor) -> ClassPairs:
+    def _pairs(self, classes: Tensor, groups: Tensor, ids: Tensor) -> ClassPairs:
         """The positives and negatives of this rank's rows, whose partners are drawn.
 
         Raises ValueError, on all ranks, for a class that the label filter does not have.
         """
         device = ids.device
-        every, all_ids = collectives.gather(own.cpu()), collectives.gather(ids)
-        known, numbers = self.filter.num_classes, every.numpy()
-        if numbers.min() < 0 or numbers.max() >= known:
+        all_classes, all_ids = collectives.gather(classes.cpu()), collectives.gather(ids)
+        num_classes, numbers = self.filter.num_classes, all_classes.numpy()
+        if numbers.min() < 0 or numbers.max() >= num_classes:
             raise ValueError(
                 f"classes of a batch are {numbers.min()} to {numbers.max()}, and the label filter "
-                f"has those of 0 to {known - 1}: the labels are of other data"
+                f"has those of 0 to {num_classes - 1}: the labels are of other data"
             )
         closest: Integers | None = None
         if self.pairs == "n_closest":
@@ -329,13 +329,13 @@ class SimLAP(Objective):
                 closest = closest_classes(vectors, rows, self.num_closest).cpu().numpy()
         key = mix(self.seed, self.step)
         # A plan's ids have no values, and its partners may be any others.
-        ids_here = torch.arange(len(every)) if all_ids.is_meta else all_ids.cpu()
+        ids_here = torch.arange(len(all_classes)) if all_ids.is_meta else all_ids.cpu()
         drawn = draw_partners(numbers, ids_here.numpy(), key, self.pairs, closest)
-        first = collectives.rank() * len(own)
-        partners = to_device(torch.from_numpy(drawn[first : first + len(own)]), device)
-        own, every = to_device(own, device), to_device(every, device)
+        first = collectives.rank() * len(classes)
+        partners = to_device(torch.from_numpy(drawn[first : first + len(classes)]), device)
+        classes, all_classes = to_device(classes, device), to_device(all_classes, device)
         everywhere = collectives.gather(groups)
-        return ClassPairs(own, partners, ids, groups, every, all_ids, everywhere)
+        return ClassPairs(classes, partners, ids, groups, all_classes, all_ids, everywhere)
 
     def _losses(
         self, scale: Tensor, rows: Tensor, gates: Tensor, candidates: Tensor, pairs: ClassPairs

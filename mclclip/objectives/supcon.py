@@ -101,9 +101,9 @@ class SupervisedContrast(Contrast):
         others = sum_columns(keys, same)
         if len(self.names) == 2:
             losses, alone = row_losses(queries, keys, pairs)
-            own = pairs.own(keys)
-            mean = (own + others) / (count + 1.0)[:, None]
-            losses = losses + (queries * (own - mean)).sum(dim=1)
+            own_keys = pairs.own(keys)
+            mean = (own_keys + others) / (count + 1.0)[:, None]
+            losses = losses + (queries * (own_keys - mean)).sum(dim=1)
             left_out = torch.zeros_like(alone)
         else:
             left_out, (negatives,) = count == 0, log_sums(queries, keys, pairs)
@@ -111,7 +111,7 @@ class SupervisedContrast(Contrast):
             mean = others / count.clamp_min(1.0)[:, None]
             losses = torch.where(left_out, 0.0, negatives - (queries * mean).sum(dim=1))
             num_rows = len(count) * collectives.world_size()
-            kept = num_rows - collectives.all_reduce_sum(left_out.sum())
+            num_counted = num_rows - collectives.all_reduce_sum(left_out.sum())
             # The mean over all rows divides by their number again.
-            losses = losses * (num_rows / kept.clamp_min(1).to(losses.dtype))
+            losses = losses * (num_rows / num_counted.clamp_min(1).to(losses.dtype))
         return losses, {"rows_without_negatives": alone, "rows_without_positives": left_out}

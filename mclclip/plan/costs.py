@@ -17,7 +17,7 @@ from mclclip.config import Config, TrainConfig
 from mclclip.plan.machine import GIB, SHARE, SHARES, Machine, Speed
 from mclclip.plan.memory import operations_of_named
 from mclclip.plan.steps import Range
-from mclclip.util.files import existing
+from mclclip.util.files import nearest_existing
 
 _PASS = ("name", "stage", "variant", "samples", "sample", "precision", "samples_per_s", "given")
 
@@ -95,7 +95,7 @@ def _embeddings(
         encoder = operations_of_named(config.model)
     image, texts, precision = encoder["image"], samples["captions"], config.embed.precision
     work = {"images": image}
-    if config.trunk_cache.enabled:
+    if config.image_rows.enabled:
         trunk = measured["train"]["operations"]["trunk"]
         work = ({"trunk": trunk} if stage == 0 else {}) | {"images": image - trunk}
     if stage == 0 and config.needs_text_embeddings:
@@ -144,24 +144,22 @@ def disk(config: Config, counted: dict[str, Any], measured: dict[str, Any]) -> d
         "exports": last["export"] * (1 + config.num_stages * variants) + joined * variants,
         **_of_samples(config, samples, last),
     }
+    row = last["operations"].get("row_values", 0) * np.dtype(config.image_rows.dtype).itemsize
+    if config.image_rows.enabled:
+        found["image rows"] = samples["number"] and samples["number"] * row
     total = sum(size or 0 for size in found.values())
-    row = last["operations"].get("trunk_values", 0) * np.dtype(config.trunk_cache.dtype).itemsize
-    for name, room, number, each in (
-        ("copies", config.reshard, samples["size_bytes"], config.num_stages),
-        ("trunk cache", config.trunk_cache, samples["number"], row),
-    ):
-        if room.enabled and room.folder is not None:
-            found[f"{name}, in its own folder"] = number and number * each
-        elif room.enabled:
-            found[name] = number and number * each
-            total += found[name] or 0
+    if config.relocate.enabled:
+        copies = samples["size_bytes"] and samples["size_bytes"] * config.num_stages
+        elsewhere = config.relocate.folder is not None
+        found["copies, in their own folder" if elsewhere else "copies"] = copies
+        total += 0 if elsewhere else copies or 0
     run_dir = Path(config.run_dir)
     return {
         "trainings": trainings,
         **found,
         "sum": total,
         "present": sum(path.stat().st_size for path in run_dir.rglob("*") if path.is_file()),
-        "free": shutil.disk_usage(existing(run_dir)).free,
+        "free": shutil.disk_usage(nearest_existing(run_dir)).free,
     }
 
 

@@ -25,7 +25,7 @@ from mclclip.models.memory import NeedsValues, StepMeter, faked, load_shapes, si
 from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.models.options import ModelConfig
-from mclclip.objectives.base import ObjectiveInputs
+from mclclip.objectives.base import Objective, ObjectiveInputs
 from mclclip.objectives.contrast import DIGESTS
 from mclclip.plan.machine import GIB, Machine
 from mclclip.ranks.process_group import SINGLE, Context
@@ -47,9 +47,8 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
 
     Operations: those of a ``sample`` in a step, all of its views; of a rank's ``loss`` in a step,
     where it has class centers; of an ``image`` and a ``text`` that are embedded (None without a
-    text tower); and of an image in the ``trunk``, where its output is cached.
-
-    Raises ValueError where the training would refuse its options.
+    text tower); and of an image in the ``trunk``, where its output is cached. Raises ValueError
+    where the training would refuse its options.
     """
     local, how, gpu = options.global_batch // machine.ranks, options.engine, config.device != "cpu"
     micro, half = min(how.micro_batch or local, local), options.precision in HALF
@@ -58,16 +57,13 @@ def measure(config: Config, name: str, options: TrainConfig, machine: Machine) -
     # The objective twice: on shapes with this rank's share of the class centers, for the loss of
     # the global batch, and whole on fakes, for the step and the checkpoint.
     with torch.device(_META), StepMeter(device="meta") as share:
-        shared = options.objective.build(setting).to(_META)
-        loss = ModelWithObjective(model, shared, options.precision)
+        loss = options.objective.build(setting).to(_META)
     with faked(model, gpu_autocast=gpu and half):
+        batch = _batch(model, options, local, name == "train" and options.reads_text_embeddings)
+        if name == "train" and config.image_rows.enabled:
+            operations |= _start_from_rows(model, batch, whole=not config.writes_image_rows)
         objective = options.objective.build(replace(setting, model=model, context=SINGLE))
         trainee = ModelWithObjective(model, objective, options.precision)
-        batch = _batch(model, options, local, name == "train" and options.reads_text_embeddings)
-        if name == "train" and config.trunk_cache.enabled:
-            trunk = _start_from_trunk(trainee, batch)
-            operations["trunk"] = trunk.operations // local
-            operations["trunk_values"] = batch.views[0][0].numel()
         features, activations, operations["sample"] = _measure_step(trainee, batch, local, micro)
         sizes = _sizes(model, options)
         moments = 2 * size_bytes(p for p in objective.parameters() if p.requires_grad)
@@ -118,7 +114,8 @@ def _prepared(config: Config, name: str, options: TrainConfig) -> tuple[Model, d
 def _setting(
     model: Model, config: Config, options: TrainConfig, machine: Machine
 ) -> ObjectiveInputs:
-    """Surroundings of the objective of one of the machine's ranks; of classes only the number."""
+    """Returns what the objective of one of the machine's ranks is built of; of classes only the
+    number."""
     num_classes = max(config.clusters, default=config.cluster.clusters_of(0))
     if options.objective.reads.attribute is not None:
         num_classes = _ASSUMED_CLASSES
@@ -193,16 +190,18 @@ def _allocate_gradients(module: nn.Module) -> list[Tensor]:
     return [p.grad for p in trained if p.grad is not None]
 
 
-def _start_from_trunk(trainee: ModelWithObjective, batch: Batch) -> StepMeter:
-    """Puts the trunk's output into the place of the views, and returns what making it took."""
-    model: Any = trainee.model
+def _start_from_rows(model: Model, batch: Batch, whole: bool) -> dict[str, int]:
+    """Puts what the frozen part of the image tower makes of the views into their place; returns the
+    operations that an image took, and the values that are stored of it, beside embeddings."""
     blocks = model.num_frozen_blocks
-    with torch.no_grad(), StepMeter() as trunk:
-        batch.views = [model.encode_trunk(view, blocks) for view in batch.views]
-    for encoder in trainee.modules():  # copies of the model too
-        if isinstance(encoder, Model):
-            encoder.first_block = blocks
-    return trunk
+    with torch.no_grad(), StepMeter() as frozen:
+        batch.views = [
+            model.encode_image(view) if whole else model.encode_trunk(view, blocks)
+            for view in batch.views
+        ]
+    model.first_block = blocks + whole
+    values = 0 if whole else batch.views[0][0].numel()
+    return {"trunk": frozen.operations // len(batch), "row_values": values}
 
 
 def _measure_step(
@@ -225,7 +224,7 @@ def _measure_step(
 
 def _measure_loss(
     meter: StepMeter,
-    trainee: ModelWithObjective,
+    objective: Objective,
     features: dict[str, Tensor],
     batch: Batch,
     rows: int,
@@ -257,10 +256,10 @@ def _measure_loss(
             extras={n: of_all_ranks(value) for n, value in batch.extras.items()},
         )
         given = {n: of_all_ranks(value) for n, value in features.items()}
-        trainee.objective.begin(0, 1, 0.0)
-        for part in trainee.objective.outside():
+        objective.begin(0, 1, 0.0)
+        for part in objective.outside():
             part.begin(0)
-        trainee.loss(given, every)["loss"].backward()  # type: ignore[no-untyped-call]
+        objective(given, every)["loss"].backward()
 
 
 # --- encoders and sizes --------------------------------------------------------------------------

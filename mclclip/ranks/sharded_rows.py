@@ -56,7 +56,7 @@ def shard_of(num_rows: int, rank: int, world_size: int) -> tuple[int, int]:
     return min(rank * rows, num_rows), min((rank + 1) * rows, num_rows)
 
 
-def deal(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
+def balance_by_cost(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
     """The items of each rank. Costly items are given first, each to the rank with the least cost so
     far."""
     dealt: list[list[int]] = [[] for _ in range(num_ranks)]

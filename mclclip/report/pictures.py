@@ -17,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from mclclip.data.bytes import BadSample
 from mclclip.data.decode import DecodeError, as_picture, decode
+from mclclip.data.locations import PICTURE
 from mclclip.data.options import DataConfig
-from mclclip.data.samples import BadSample
 from mclclip.data.training_images import Readable, path_of
 from mclclip.eval.captions import read_captions_of_shards
 from mclclip.eval.images import StoredImage, image_items
@@ -91,7 +92,7 @@ class Thumbnails:
         """The picture of a sample, with its caption as its text."""
 
         def stored() -> bytes:
-            (raw,) = self.run.dataset.read_many([sample_id])
+            (raw,) = self.run.samples.read([sample_id], [PICTURE])
             if isinstance(raw, BadSample):
                 raise DecodeError(raw.reason, "it cannot be read")
             return raw.image
@@ -112,7 +113,7 @@ class Thumbnails:
         """The first caption; empty where there is none, or it cannot be read any more."""
         if sample_id not in self._captions:
             try:
-                captions = self.run.dataset.captions_of([sample_id])[0]
+                captions = self.run.samples.captions_of([sample_id])[0]
             except (OSError, RuntimeError):
                 captions = []
             self._captions[sample_id] = captions[0] if captions else ""
@@ -336,7 +337,7 @@ def blindspots(run: Run, thumbnails: Thumbnails) -> list[dict[str, Any]]:
         manifest = run.index.manifest_of(directory, "blindspots")
         manifest.check(directory, "pairs.jsonl")
         path, again = directory / "pairs.jsonl", "run 'mclclip blindspots --force' to make it again"
-        with files.own(path, again), open(path, "rb") as lines:
+        with files.damaged_if_unreadable(path, again), open(path, "rb") as lines:
             rows = [files.parse_json(line, str(path)) for line in islice(lines, PAIRS)]
             pairs = [
                 (
@@ -359,7 +360,9 @@ def filters(run: Run) -> list[dict[str, Any]]:
     rows = []
     for name, directory in run.finished("filters").items():
         manifest = run.index.manifest_of(directory, "filter")
-        with files.own(directory / MANIFEST, "run 'mclclip filter --force' to make it again"):
+        with files.damaged_if_unreadable(
+            directory / MANIFEST, "run 'mclclip filter --force' to make it again"
+        ):
             options = manifest.config["filters"] | {"stage": manifest.config["stage"]}
             flags = [
                 f"--{option.replace('_', '-')} {' '.join(map(str, value))}"

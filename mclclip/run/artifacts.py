@@ -12,12 +12,12 @@ what it opens, and ``mclclip doctor RUN`` compares the bytes. ``bad_samples.json
                                 manifest.json
       stage_0/  embeddings/     00000.npy  00000.json ...   two files per shard of the index
                 text_embeddings/  edited_texts/8c1d.../
-                trunk_cache/    without_rows.npy  rows/00000.npy ...
+                image_rows/     00000.npy ... 00000.json ...
                 clusters/       centroids.npy  cluster_labels.npy  similarities.npy
                 train/          checkpoints/step_00000400/  metrics.jsonl  epochs.jsonl  profile/
                 export/         open_clip_config.json  open_clip_model.safetensors
       stage_1/  pseudo_labels/  pseudo_labels.npy
-                resharded/      00000.tar ...  members.npy  grouped_index/
+                relocated/      00000.tar ...  locations.npy
                 train/          grouped_index/  checkpoints/  metrics.jsonl
                 export/  embeddings/  clusters/
       ...
@@ -49,10 +49,10 @@ INTENT = "in_progress.json"
 _WRITTEN_BY = {
     "embeddings": "embed",
     "text_embeddings": "embed --text",
-    "trunk_cache": "embed --stage 0 --trunk-cache",
+    "image_rows": "embed --stage 0 --image-rows",
     "clusters": "cluster",
     "pseudo_labels": "cluster",
-    "resharded": "reshard",
+    "relocated": "relocate",
     "concat": "export",
     "soup": "export",
     "dataset": "make-dataset",
@@ -385,7 +385,7 @@ class Layout:
     root             folder of the stages of this variant
     results          results.jsonl, one row per figure
     text_embeddings  text embeddings of the frozen text tower (stage 0's)
-    trunk_cache      what the frozen blocks of stage 0's encoder make of every image
+    image_rows       what the frozen blocks of stage 0's encoder make of every image
     """
 
     def __init__(self, run_dir: Path, variant: str = "mcl") -> None:
@@ -394,7 +394,7 @@ class Layout:
         self.root = run_dir if variant == "mcl" else run_dir / "controls" / variant
         self.results = run_dir / "results.jsonl"
         self.text_embeddings = run_dir / "stage_0" / "text_embeddings"
-        self.trunk_cache = run_dir / "stage_0" / "trunk_cache"
+        self.image_rows = run_dir / "stage_0" / "image_rows"
 
     @classmethod
     def of(cls, config: HasRunDir, variant: str = "mcl") -> Layout:
@@ -409,14 +409,6 @@ class Layout:
         """Image embeddings of a stage."""
         return self.stage(stage) / "embeddings"
 
-    def trunk_rows(self, folder: str | None, identity: str) -> Path:
-        """Where its rows lie; in a folder elsewhere below the run's name and a part of the cache's
-        ``identity``, since it may hold several."""
-        if folder is None:
-            return self.trunk_cache / "rows"
-        name = f"trunk_{identity[:12]}"
-        return Path(folder).expanduser() / self.run_dir.resolve().name / name
-
     def edited_texts(self, drawn_by: Sequence[object]) -> Path:
         """Text embeddings of edited captions by the frozen text tower; ``drawn_by`` decides which
         (``HardCaptions.drawn_by``)."""
@@ -430,12 +422,12 @@ class Layout:
         """Labels that ``stage`` is trained on, made from the stages before; controls read MCL's."""
         return self.run_dir / f"stage_{stage}" / "pseudo_labels"
 
-    def resharded(self, stage: int, folder: str | None) -> Path:
+    def relocated(self, stage: int, folder: str | None) -> Path:
         """Copies of the samples in the order of a stage's groups; in a folder elsewhere below the
         run's name, since several runs may use it."""
         if folder is not None:
             return Path(folder).expanduser() / self.run_dir.resolve().name / f"stage_{stage}"
-        return self.run_dir / f"stage_{stage}" / "resharded"
+        return self.run_dir / f"stage_{stage}" / "relocated"
 
     def train(self, stage: int) -> Path:
         """A stage's training: checkpoints, metrics, grouped index."""

@@ -1,5 +1,5 @@
-"""Who writes to a run directory (``run.lock``: one process), and how the last writer ended
-(``run_state.json``).
+"""The lock of a run directory (``run.lock``), which one process holds while it writes there, and
+the state in which the last writer ended (``run_state.json``).
 
 torchrun turns every exit code into 1 or 0, so a script that restarts runs reads this line instead::
 
@@ -8,8 +8,8 @@ torchrun turns every exit code into 1 or 0, so a script that restarts runs reads
 ``state`` is ``running``, ``preempted``, ``interrupted`` by the user, ``finished`` or ``failed``; a
 run that still says ``running`` when its processes are gone was killed. The line is also in the file
 that the environment variable MCLCLIP_STATE_FILE names, which the first rank of each node writes.
-Any rank may write a failure there. The line is written by rename and padded to a fixed size: where
-the disk is full it is written over the one before, and so is true there too.
+Any rank may write a failure there. The line is written by rename and padded to a fixed size, so
+that on a full disk it can overwrite the previous line.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mclclip.util.files import naming, now, open_own, parse_json, write_bytes
+from mclclip.util.files import now, open_own, parse_json, with_path_in_errors, write_bytes
 
 log = logging.getLogger("mclclip")
 _LONGEST = 10_000  # characters of a record
@@ -157,7 +157,7 @@ class RunLock:
                 "started": now(),
             }
             # Needs no rename: the guard keeps readers out, and half a record counts as no lock.
-            with naming(self.path), open_own(self.path, "w") as file:
+            with with_path_in_errors(self.path), open_own(self.path, "w") as file:
                 file.write(json.dumps(self._record) + "\n")
         return None
 
@@ -226,8 +226,8 @@ def write_state(
     """Writes the state to ``run_dir`` (None: not there) and to the file that MCLCLIP_STATE_FILE
     names.
 
-    A recorded failure that a restart would not mend is only overwritten by ``running``: what other
-    ranks report after it is a consequence of it. A state that ``follows`` from the end of another
+    A recorded failure that a restart would not mend is only overwritten by ``running``, since later
+    reports of other ranks are its consequences. A state that ``follows`` from the end of another
     rank overwrites no recorded failure.
     """
     record = {
@@ -258,7 +258,7 @@ def _write_over(path: Path, line: bytes) -> None:
         except OSError:
             raise error from None
         try:
-            with naming(path):
+            with with_path_in_errors(path):
                 os.pwrite(file, line, 0)
         finally:
             os.close(file)

@@ -1,4 +1,4 @@
-"""A run directory, opened: whatever its verbs left there, by name.
+"""A run directory, opened: everything that its verbs wrote there, by name.
 
     run = Run.open("runs/mine")
     run.results                                        # pandas.DataFrame, a row per figure
@@ -9,10 +9,10 @@
     run.stage(1).metrics                               # pandas.DataFrame, a row per recorded step
     run.controls["ungrouped"].stage(1).encoder()
 
-Each part is read when it is asked for, after a comparison of its files' sizes. Of rows and
-records a bounded part can be asked for, since there may be many millions. What is missing is one
-line that names the verb which makes it. Nothing is written and no lock is taken, so a run can be
-opened while it trains. torch is imported only where images are read or an encoder is loaded.
+Each part is read at its first use, after a comparison of its files' sizes. Rows and records can be
+read in part, since there may be many millions. A missing part raises an error of one line that
+names the verb which makes it. Nothing is written and no lock is taken, so a run can be opened while
+it trains. torch is imported only to read images or to load an encoder.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from mclclip.config import Config
-    from mclclip.data.samples import TarDataset
+    from mclclip.data.bytes import Bytes
     from mclclip.models.encoder import Encoder
     from mclclip.models.model import Model
 
@@ -220,35 +220,33 @@ class Run:
         return np.sort(np.random.default_rng([self.seed, purpose]).permutation(usable)[:count])
 
     @cached_property
-    def dataset(self) -> TarDataset:
-        """Reads images and captions as the run's options of data say (``read_many``, ``captions``).
-
-        Images are compared with the index where it has their checksums.
-        """
+    def samples(self) -> Bytes:
+        """Reads images and captions as the run's options of data say."""
+        from mclclip.data.bytes import Bytes
         from mclclip.data.options import DataConfig
-        from mclclip.data.samples import TarDataset
 
         data = DataConfig() if self.config is None else self.config.data
         if self.index.image_crc32 is None:
             data = replace(data, verify="captions")
-        return TarDataset(self.index, data)
+        return Bytes(self.index, data)
 
     def captions(self, ids: Ids) -> list[list[str]]:
         """All captions of each sample, none for one without captions.
 
         Raises RuntimeError where a shard does not hold what was indexed.
         """
-        return self.dataset.captions_of([int(sample_id) for sample_id in ids])
+        return self.samples.captions_of([int(sample_id) for sample_id in ids])
 
     def stored_images(self, ids: Ids) -> list[bytes]:
         """The bytes of the images of samples, in whatever format they are stored.
 
         Raises RuntimeError, one line, for the first that cannot be read.
         """
-        from mclclip.data.samples import BadSample
+        from mclclip.data.bytes import BadSample
+        from mclclip.data.locations import PICTURE
 
         stored = []
-        for raw in self.dataset.read_many(ids):
+        for raw in self.samples.read(ids, [PICTURE]):
             if isinstance(raw, BadSample):
                 raise RuntimeError(
                     f"sample {self.index.names([raw.sample_id])[0]} cannot be read ({raw.reason}): "
@@ -264,7 +262,7 @@ class Run:
         """
         from mclclip.data.decode import DecodeError, decode
 
-        images, max_pixels = [], self.dataset.options.max_image_pixels
+        images, max_pixels = [], self.samples.options.max_image_pixels
         for sample_id, stored in zip(ids, self.stored_images(ids), strict=True):
             try:
                 images.append(decode(stored, max_pixels, reads_arrays=True))
@@ -365,7 +363,7 @@ class Stage:
     def embeddings_of(self, ids: Ids) -> NDArray[np.float32]:
         """float32 [n, D]: the embeddings of samples; zeros for those that could not be used.
 
-        Only what holds them is read.
+        Only the parts of the files that hold them are read.
         """
         distinct, order = self._distinct(ids)
         return np.asarray(self.embeddings[distinct], np.float32)[order]
@@ -400,8 +398,7 @@ class Stage:
         return pandas.DataFrame(rows)
 
     def records(self, name: Literal["metrics", "epochs"]) -> tuple[list[dict[str, Any]], bool]:
-        """The rows of metrics.jsonl or epochs.jsonl, and whether these are all of them
-        (``read_records``)."""
+        """The rows of metrics.jsonl or epochs.jsonl, and True if these are all of them."""
         return read_records(self.directory("train") / f"{name}.jsonl")
 
     def encoder(self, device: str | torch.device = "cpu") -> Encoder:
@@ -460,9 +457,9 @@ def spread(count: int, most: int) -> Integers:
 def read_records(path: Path) -> tuple[list[dict[str, Any]], bool]:
     """The objects of a file of JSON lines by their ``step``, and whether these are all of them.
 
-    Of a file of more than ``MAX_BYTES`` the first line, ``POINTS`` that are spread evenly over it,
-    and the last one are read. A line that is being written, or is no object, is left out. No file:
-    no lines.
+    If a file has more than ``MAX_BYTES``, the first line, ``POINTS`` lines spread evenly over it,
+    and the last one are read. A line that is being written, or is no object, is left out. A missing
+    file has no lines.
     """
     if not path.is_file():
         return [], True

@@ -53,9 +53,9 @@ class NotFinite(RuntimeError):
 class StepWatch:
     """Counts the steps of this rank whose loss or gradient norm is not finite.
 
-    ``leaves_out``: whether the engine skips the weight update of such steps. Then only many of them
-    in a row are warned of; otherwise the first one has spoiled the weights. ``judge`` takes the
-    maximum of each of the ``counts`` over the ranks.
+    ``leaves_out``: the engine skips the weight update of such steps. Then only many in a row cause
+    a warning; otherwise the first one has spoiled the weights. ``judge`` takes the maximum of each
+    of the ``counts`` over the ranks.
     """
 
     def __init__(self, leaves_out: bool = False) -> None:
@@ -388,13 +388,13 @@ class Recorder:
             log.info("%s", ", ".join(filter(None, words)))
 
     def latest(self) -> str:
-        """Words on the last row, for a line of the log; none where a line has had them."""
+        """Describes the last row for a line of the log; empty if a line has shown it already."""
         words, self._latest = self._latest, ""
         return words
 
     def evaluated(self, done: int, figures: Mapping[str, float], seconds: float) -> None:
-        """Writes the figures of the state after ``done`` steps. The ``seconds`` that it took to
-        find them do not count as training."""
+        """Writes the figures of the state after ``done`` steps. The ``seconds`` spent on the
+        evaluation do not count as training."""
         self.row.since += seconds
         self.epoch.since += seconds
         if self.metrics is None:

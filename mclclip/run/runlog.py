@@ -65,13 +65,12 @@ def progress(
     start: int = 0,
     detail: Callable[[], str] | None = None,
 ) -> Iterator[T]:
-    """Yields ``items`` and says how many are done and how long the others will take (without
-    ``total``: how many were done): on a terminal in one line that it draws again, else in the log.
+    """Yields ``items`` and reports how many are done and how long the rest will take: on a terminal
+    in one line that it redraws, else in the log. Without ``total`` it reports the number alone.
 
-    ``start``: how many were done before, of the ``total``. ``detail`` gives further words for a
-    line of the log, none where nothing has changed; a terminal shows these lines too. Only the loop
-    draws, so that nothing is drawn any more once it was interrupted. Silent where the log is (ranks
-    other than the first).
+    ``start``: how many of the ``total`` were done before. ``detail`` returns further words for a
+    line of the log, empty if nothing has changed; a terminal shows these lines too. Only the loop
+    draws, so nothing is drawn after an interruption. Ranks other than the first report nothing.
     """
     if not log.isEnabledFor(logging.INFO):
         yield from items
@@ -235,8 +234,8 @@ class JsonLines:
 
 
 class MetricsLog:
-    """``metrics.jsonl``, ``epochs.jsonl`` and the sinks of one training; where it is evaluated
-    (``evaluates``), ``evaluations.jsonl`` too, and where it is warned of, ``warnings.jsonl``.
+    """``metrics.jsonl``, ``epochs.jsonl`` and the sinks of one training; also
+    ``evaluations.jsonl`` if it ``evaluates``, and ``warnings.jsonl`` if there are warnings.
 
     Writing and closing raise no errors: ``lost`` counts the failed writes of each file and sink by
     its name. Opening the files may raise OSError.

@@ -19,8 +19,8 @@ from mclclip.data.extras import BaseFeatures, EditedCaptions, EqualityDigests, r
 from mclclip.data.groups import GroupedIndex, Integers
 from mclclip.data.labels import AttributeClasses, ClassLabels, SampleWeights
 from mclclip.data.loader import Loader
-from mclclip.data.locations import Resharded, TextFeatures, TrunkRows
-from mclclip.data.row_store import left_out
+from mclclip.data.locations import Locations
+from mclclip.data.row_store import StoredRows, left_out
 from mclclip.data.sample_index import BadSamples, SampleIndex
 from mclclip.data.samples import Extra, TarDataset
 from mclclip.engines import build_engine
@@ -55,7 +55,7 @@ class Job:
     title         name in log lines: the variant if it has groups or is their control, else the kind
                   of the objective
     reads_groups  whether batches are made of groups of pseudo labels
-    reads_trunk   whether views are what the frozen blocks made of images once, not images
+    reads_image_rows   whether views are what the frozen blocks made of images once, not images
     cached_text   whether captions come as embeddings from disk
     """
 
@@ -69,7 +69,7 @@ class Job:
     directory: Path
     title: str
     reads_groups: bool
-    reads_trunk: bool
+    reads_image_rows: bool
     cached_text: bool
 
     @classmethod
@@ -91,7 +91,7 @@ class Job:
             directory=layout.train(stage),
             title=layout.variant if groups else objective.kind,
             reads_groups=groups and layout.variant != "ungrouped",
-            reads_trunk=stage > 0 and config.trunk_cache.enabled,
+            reads_image_rows=stage > 0 and config.image_rows.enabled,
             cached_text=stage > 0 and options.reads_text_embeddings,
         )  # fmt: skip
 
@@ -143,7 +143,7 @@ class Job:
         index cannot tell equal pictures, and the errors of ``BaseFeatures``."""
         reads, made = self.options.objective.reads, list[Extra]()
         if reads.digests:
-            pictures = self.index if self.reads_trunk else None
+            pictures = self.index if self.reads_image_rows else None
             made.append(EqualityDigests(clean_caption, pictures))
         edits = next(filter(None, self.stored_texts), None)
         if reads.base - {"model"} or edits:
@@ -179,45 +179,24 @@ class Opened:
     """Files that a training reads beside its index, checked by rank 0 for all ranks."""
 
     classes: ClassLabels | AttributeClasses | None
-    resharded: Resharded | None
-    trunk: TrunkRows | None
+    locations: Locations
+    image_rows: StoredRows | None = None
 
 
-def resharded_of(job: Job) -> Resharded | None:
-    """Copies of the samples in the order of this training's groups; None where it reads them from
-    the shards of the index. Raises the errors of ``Resharded.open``."""
-    how, layout = job.config.reshard, job.layout
+def locations_of(job: Job) -> Locations:
+    """Returns where a training reads the samples: in copies that ``relocate`` made for its groups,
+    or in the shards of the index. Raises the errors of ``Locations.open``."""
+    how, layout = job.config.relocate, job.layout
     if not how.enabled or not job.reads_groups or layout.variant != "mcl":
-        return None
-    directory = layout.resharded(job.stage, how.folder)
+        return Locations(job.index)
+    directory = layout.relocated(job.stage, how.folder)
     url = how.url and f"{how.url.rstrip('/')}/stage_{job.stage}"
-    labels, remote = layout.pseudo_labels(job.stage), job.config.data.remote
-    return Resharded.open(directory, labels, job.index, url, remote)
+    return Locations.open(directory, job.index, url, job.config.data.remote)
 
 
-def start_from_trunk(model: Model, trunk: TrunkRows | None) -> None:
-    """Has the model start from the rows that stand for images, where they do.
-
-    Raises RuntimeError where they are of other weights, and ValueError where blocks would be left
-    out that are trained.
-    """
-    if trunk is None:
-        return
-    if trunk.num_blocks > model.num_frozen_blocks:
-        raise ValueError(
-            f"the trunk's cache has passed {trunk.num_blocks} blocks, and train.lock freezes "
-            f"{model.num_frozen_blocks}: lower train.lock.image_blocks, or run 'mclclip embed "
-            "--stage 0 --trunk-cache --force'"
-        )
-    trunk.start(model)
-
-
-def trainee_of(job: Job, opened: Opened, model: Model, objective: Objective) -> ModelWithObjective:
+def trainee_of(job: Job, model: Model, objective: Objective) -> ModelWithObjective:
     """Model and objective as one module, on the device."""
-    blocks = 0 if opened.trunk is None else opened.trunk.num_blocks
-    trainee = ModelWithObjective(model, objective, job.options.precision, blocks).to(
-        job.context.device
-    )
+    trainee = ModelWithObjective(model, objective, job.options.precision).to(job.context.device)
     if job.options.engine.compile == "step":
         trainee.compile()
     return trainee
@@ -396,9 +375,9 @@ def loader_of(
         steps,
         num_workers=job.config.data.num_workers,
         timeout_s=job.config.peer_timeout_s,
-        describe=lambda step: dataset.describe(f"the batch of step {step + 1}", ids_of(step)),
+        describe=lambda step: dataset.bytes.describe(f"the batch of step {step + 1}", ids_of(step)),
         pin_memory=choose_memory(job.context.device) == "pinned",
-        fresh=bool(dataset.reader.urls),
+        fresh=bool(dataset.bytes.reader.urls),
     )
 
 
@@ -413,7 +392,7 @@ def _batches_of(
     """This rank's batches, of which the first samples have been tried; ``say_equal``: says how many
     rows have an equal caption or picture."""
     objective = job.options.objective
-    text = TextFeatures(job.layout.text_embeddings, job.index) if job.cached_text else None
+    text = StoredRows(job.layout.text_embeddings, job.index) if job.cached_text else None
     edits: list[Extra] = []
     if objective.reads.edits and text is None:
         edits.append(EditedCaptions(objective.reads.edits, fetch_tokenizer(model.tokenizer)))
@@ -425,9 +404,9 @@ def _batches_of(
         tokenizer=fetch_tokenizer(model.tokenizer)
         if objective.reads.captions and text is None
         else None,
+        image_rows=opened.image_rows,
         text_features=text,
-        resharded=opened.resharded,
-        trunk=opened.trunk,
+        locations=opened.locations,
         extras=job.extras + edits,
     )
     batches = TrainingBatches(
@@ -441,6 +420,7 @@ def _batches_of(
         bad_ids=known_bad,
     )
     dataset.check()
-    if say_equal and dataset.reads_text and (objective.reads.digests or not dataset.reader.urls):
+    is_far = bool(dataset.bytes.reader.urls)
+    if say_equal and dataset.reads_text and (objective.reads.digests or not is_far):
         report_equal(batches, clean_caption)
     return batches

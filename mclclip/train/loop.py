@@ -48,27 +48,25 @@ Evaluate = Callable[[int], Mapping[str, float]]
 class ModelWithObjective(nn.Module):
     """Model and objective as one module, so that engine and optimizer see both's parameters.
 
-    precision     ``bf16`` and ``fp16`` are autocast around the model
-    trunk_blocks  number of the model's first blocks whose output stands for images; 0: none
+    ``precision``: ``bf16`` and ``fp16`` are autocast around the model.
     """
 
-    def __init__(
-        self, model: Model, objective: Objective, precision: str = "fp32", trunk_blocks: int = 0
-    ) -> None:
+    def __init__(self, model: Model, objective: Objective, precision: str = "fp32") -> None:
         super().__init__()
         self.model = model
         self.objective = objective
         self.precision = precision
         # What the objective was given last: features without gradients, and the batch.
         self.seen: tuple[dict[str, Tensor], Batch] | None = None
-        # Number format of the output of the first blocks in this precision.
-        self.trunk_dtype: torch.dtype | None = None
+        # Number format of the rows that stand for images, as the model makes them.
+        self._rows_dtype: torch.dtype | None = None
         self._normalization: tuple[Tensor, Tensor] | None = None  # on the device
-        if trunk_blocks:
+        if model.first_block:
             weight = next(model.parameters())
             image = torch.zeros(1, *model.image_shape, dtype=weight.dtype, device=weight.device)
             with torch.no_grad(), self._autocast(weight.device):
-                self.trunk_dtype = model.encode_trunk(image, trunk_blocks).dtype
+                blocks = min(model.first_block, model.num_blocks)
+                self._rows_dtype = model.encode_trunk(image, blocks).dtype
 
     def forward(
         self,
@@ -96,8 +94,8 @@ class ModelWithObjective(nn.Module):
         batch = batch.to(device)
         views = []
         for view in batch.views:
-            if self.trunk_dtype is not None:  # it is a row of the trunk's cache
-                view = view.to(self.trunk_dtype)
+            if self._rows_dtype is not None:
+                view = view.to(self._rows_dtype)
             if view.dtype == torch.uint8:
                 view = normalized(view, *self._normalization)
             views.append(view.double() if self.precision == "float64" else view)

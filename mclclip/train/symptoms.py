@@ -236,7 +236,9 @@ class Symptoms:
             if base is not None and chance is not None:
                 self._compare(parts["loss"], base, chance)
             found = {} if chance is None else {"chance_loss": chance}
-            return found | _of_features(features)
+            # Where samples of a class belong together, another's counterpart may be the nearest.
+            pairs = chance is not None or batch.classes is None
+            return found | _of_features(features, pairs)
 
     def warn_of(self, row: Row | None) -> None:
         """Warns of the failures that a row, if there is one, is the first to show."""
@@ -282,10 +284,11 @@ def _has_two_modes(module: nn.Module) -> bool:
 # --- figures of features -----------------------------------------------------------------------
 
 
-def _of_features(features: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the spread of the features, and the share of the commonest answer where an image has
-    a counterpart: a momentum copy's features, its caption's, or its other view's."""
-    others = ("keys", "text_features", "image_features_1")
+def _of_features(features: Mapping[str, Tensor], pairs: bool) -> dict[str, Tensor]:
+    """Returns the spread of the features and, with ``pairs``, the share of the commonest answer
+    where an image has a counterpart: a momentum copy's features, its caption's, or its other
+    view's."""
+    others = ("keys", "text_features", "image_features_1") if pairs else ()
     second = next((features[name] for name in others if name in features), None)
     sides = [features["image_features"]] + ([] if second is None else [second])
     found = {"feature_spread": torch.stack([_spread(side) for side in sides]).min()}

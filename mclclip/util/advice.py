@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 _OFFERED = re.compile(r"'mclclip ([a-z][a-z-]*)((?: [^'\n]*)?)'")
 
-_READ_LABELS = ("train", "reshard")  # of a stage, which 'cluster' makes in the stage before
+_READ_LABELS = ("train", "relocate")  # of a stage, which 'cluster' makes in the stage before
 
 
 class _Typed:

@@ -44,7 +44,7 @@ _CLOSING = "\"')]},.:;"  # what may follow a url in a sentence
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def with_path_in_errors(path: Path) -> Iterator[None]:
     """Adds ``path`` to the errors of a full disk, which name no file if it was already open."""
     try:
         yield
@@ -78,7 +78,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     Where the block ends with an error, ``path`` does not change.
     """
     path = Path(path)
-    with naming(path):
+    with with_path_in_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         # With the host name: processes on two nodes that run containers may have equal numbers.
         temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
@@ -116,7 +116,7 @@ def _plain(value: Any) -> Any:
 
 
 @contextmanager
-def own(path: Path, again: str) -> Iterator[None]:
+def damaged_if_unreadable(path: Path, again: str) -> Iterator[None]:
     """Turns every error of reading a run's file into RuntimeError: one line with the path and
     ``again``, which says how to make the file again. FileNotFoundError passes."""
     try:
@@ -161,7 +161,7 @@ def needed(module: str, what: str, install: str) -> Any:
         ) from None
 
 
-def existing(path: Path) -> Path:
+def nearest_existing(path: Path) -> Path:
     """The path, or the nearest folder above it that exists."""
     path = Path(path).absolute()
     return next(above for above in (path, *path.parents) if above.exists())
@@ -171,7 +171,7 @@ def check_room(folder: Path, num_bytes: int, done: Iterable[Path], what: str, ad
     """Raises ValueError if the disk of ``folder`` has no room for ``num_bytes`` without the files
     ``done``, which are there already."""
     gib = (num_bytes - sum(path.stat().st_size for path in done)) / 2**30
-    free = shutil.disk_usage(existing(folder)).free / 2**30
+    free = shutil.disk_usage(nearest_existing(folder)).free / 2**30
     if gib > free:
         raise ValueError(
             f"{what} needs about {gib:.3g} GiB, the disk of {folder} has {free:.3g} GiB free: "

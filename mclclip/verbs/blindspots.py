@@ -5,8 +5,8 @@ The second encoder is another stage of the run, or any whose embeddings lie in a
 Every sample is compared with every other, block by block; embeddings are never held whole.
 
 Source: Tong et al., Eyes Wide Shut (CVPR 2024), section 2: pairs whose cosine is above 0.95 for
-CLIP and below 0.6 for DINOv2, of which MMVP was made. Here both encoders are any, pairs come in
-order of the difference between their cosines, and an image is in a bounded number of them.
+CLIP and below 0.6 for DINOv2, from which MMVP was made. Here the encoders may be any two; pairs are
+sorted by the difference of their cosines, and an image is in a bounded number of them.
 
 It writes, below ``blindspots/STAGE-NAME/``:
 
@@ -105,14 +105,14 @@ def run(
     index or damaged, and ValueError for options that do not fit, and where no pair is found; then
     nothing is written.
     """
-    wanted = {"above": above, "below": below, "per_image": per_image, "max_pairs": max_pairs}
-    return collectives.on_main(partial(_run, config, stage, other, wanted, force))
+    limits = {"above": above, "below": below, "per_image": per_image, "max_pairs": max_pairs}
+    return collectives.on_main(partial(_run, config, stage, other, limits, force))
 
 
 def _run(
-    config: Config, stage: int, other: str | None, wanted: dict[str, Any], force: Force
+    config: Config, stage: int, other: str | None, limits: dict[str, Any], force: Force
 ) -> Path:
-    above, below = wanted["above"], wanted["below"]
+    above, below = limits["above"], limits["below"]
     if not 0.0 < above < 1.0:
         raise ValueError(f"--above is {above}, wanted a cosine between 0 and 1, such as {ABOVE}")
     if not -1.0 <= below < above:
@@ -121,8 +121,8 @@ def _run(
             "below -1), since a pair is confused above the one and told apart below the other"
         )
     for name in ("per_image", "max_pairs"):
-        if wanted[name] < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {wanted[name]}, wanted 1 or more")
+        if limits[name] < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {limits[name]}, wanted 1 or more")
     opened = Run.of(config)
     first = opened.stage(stage).embeddings
     second = _other_encoder(opened, config.num_stages, stage, other)
@@ -132,7 +132,7 @@ def _run(
             "nothing is told apart that it confuses: name another encoder"
         )
     directory = opened.layout.run_dir / "blindspots" / f"{first.name}-{second.name}"
-    step = BlindSpotPairs(first.name, second.name, **wanted)
+    step = BlindSpotPairs(first.name, second.name, **limits)
     make(step, directory, (opened, first, second), force)
     return directory
 
@@ -242,7 +242,7 @@ class BlindSpots:
 
 
 class _Pool:
-    """The pairs of the largest scores, ties by the lower rows; at most ``size`` of them."""
+    """At most ``size`` pairs with the largest scores; ties go to the lower rows."""
 
     def __init__(self, size: int) -> None:
         self.size, self.num_pairs, self.held = size, 0, 0
@@ -265,34 +265,34 @@ class _Pool:
         order = np.lexsort((rows[:, 1], rows[:, 0], -scores))[: self.size]
         self.parts, self.held = [(rows[order], cosines[order], scores[order])], len(order)
 
-    def kept(self, per_image: int, max_pairs: int) -> KeptPairs:
+    def keep_within(self, per_image: int, max_pairs: int) -> KeptPairs:
         """Goes through the pairs in their order, and keeps those within both caps."""
         self._sort()
         rows, cosines, _ = self.parts[0]
-        kept, beyond = within_caps(rows, per_image, max_pairs)
+        numbers, beyond = within_caps(rows, per_image, max_pairs)
         left_out = {
             "per_image": beyond,
-            "total": len(rows) - len(kept) - beyond,
+            "total": len(rows) - len(numbers) - beyond,
             "pool": self.num_pairs - len(rows),
         }
-        return KeptPairs(rows[kept], cosines[kept], self.num_pairs, left_out)
+        return KeptPairs(rows[numbers], cosines[numbers], self.num_pairs, left_out)
 
 
 def within_caps(rows: Integers, per_image: int, max_pairs: int) -> tuple[list[int], int]:
-    """The numbers of the first ``max_pairs`` pairs of which none has an image that ``per_image``
-    before it have; and how many pairs were passed over."""
+    """The numbers of the first ``max_pairs`` pairs in which no image is used more than
+    ``per_image`` times; and how many pairs were passed over."""
     uses: Counter[int] = Counter()
-    kept: list[int] = []
+    numbers: list[int] = []
     beyond = 0
     for number, (lower, higher) in enumerate(rows.tolist()):
-        if len(kept) == max_pairs:
+        if len(numbers) == max_pairs:
             break
         if max(uses[lower], uses[higher]) >= per_image:
             beyond += 1
             continue
         uses.update((lower, higher))
-        kept.append(number)
-    return kept, beyond
+        numbers.append(number)
+    return numbers, beyond
 
 
 def find(
@@ -321,18 +321,18 @@ def find(
     counts = np.zeros(len(second), np.int32)
     confused, lowest = 0, np.inf
     for piece in pairs:
-        rows, own = piece.rows, piece.cosines
+        rows, first = piece.rows, piece.cosines
         other = near.cosines_of(second, *rows.T)
         confused += len(rows)
         lowest = min(lowest, float(other.min()))
-        values = np.column_stack([own, other])
+        values = np.column_stack([first, other])
         apart, same = other < below, other > above
-        spots.add(rows[apart], values[apart], (own - other)[apart])
-        duplicates.add(rows[same], values[same], (own + other)[same])
+        spots.add(rows[apart], values[apart], (first - other)[apart])
+        duplicates.add(rows[same], values[same], (first + other)[same])
         np.add.at(counts, rows[apart].ravel(), 1)
     return BlindSpots(
-        spots.kept(per_image, max_pairs),
-        duplicates.kept(per_image, max_pairs),
+        spots.keep_within(per_image, max_pairs),
+        duplicates.keep_within(per_image, max_pairs),
         confused,
         lowest if confused else None,
         counts,
@@ -366,8 +366,8 @@ def _write(
         "left_out_samples": int((~usable).sum()),
         "confused": blind_spots.confused,
     }
-    for name, kept in (("blind_spots", spots), ("near_duplicates", duplicates)):
-        counts[name] = {"found": kept.num_pairs, "kept": len(kept.rows), "left_out": kept.left_out}
+    for name, of in (("blind_spots", spots), ("near_duplicates", duplicates)):
+        counts[name] = {"found": of.num_pairs, "kept": len(of.rows), "left_out": of.left_out}
     counts |= {
         "samples_in_blind_spots": int((blind_spots.counts > 0).sum()),
         "lowest_cosine": blind_spots.lowest,
@@ -386,18 +386,18 @@ def _write(
     return Made(counts, records, "float32", digest)
 
 
-def _write_pairs(path: Path, kept: KeptPairs, index: SampleIndex) -> None:
+def _write_pairs(path: Path, pairs: KeptPairs, index: SampleIndex) -> None:
     """A line of JSON per pair: sample_ids, keys, the cosines of the first encoder and the other."""
-    keys = index.keys(kept.rows.ravel())
+    keys = index.keys(pairs.rows.ravel())
     lines = [
         {
             "sample_ids": ids,
             "keys": keys[2 * number : 2 * number + 2],
-            "cosine": round(own, 6),
+            "cosine": round(cosine, 6),
             "other_cosine": round(other, 6),
         }
-        for number, (ids, (own, other)) in enumerate(
-            zip(kept.rows.tolist(), kept.cosines.tolist(), strict=True)
+        for number, (ids, (cosine, other)) in enumerate(
+            zip(pairs.rows.tolist(), pairs.cosines.tolist(), strict=True)
         )
     ]
     files.write_bytes(path, "".join(f"{json.dumps(line)}\n" for line in lines).encode())
@@ -425,14 +425,14 @@ def _write_gallery(path: Path, spots: KeptPairs, step: BlindSpotPairs, run: Run)
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(12)
     for number, line in enumerate(heading):
         draw.text((_MARGIN, _MARGIN + number * _LINE), line, "black", font)
-    for number, (pair, (own, other)) in enumerate(zip(pairs, cosines, strict=True)):
+    for number, (pair, (cosine, other)) in enumerate(zip(pairs, cosines, strict=True)):
         x, y = _MARGIN + number % columns * wide, top + number // columns * high
         for column, picture in enumerate(map(Image.fromarray, run.pictures(pair))):
             small = max(picture.size) * 2 <= SIDE
             kind = Image.Resampling.NEAREST if small else Image.Resampling.LANCZOS
             tile = ImageOps.pad(picture, (SIDE, SIDE), kind, color="lightgrey")
             sheet.paste(tile, (x + column * (SIDE + _GAP), y))
-        draw.text((x, y + SIDE), f"{first} {own:.3f}", "black", font)
+        draw.text((x, y + SIDE), f"{first} {cosine:.3f}", "black", font)
         draw.text((x, y + SIDE + _LINE), f"{second} {other:.3f}", "black", font)
     with files.whole_file(path) as file:
         sheet.save(file, "PNG")

@@ -1,9 +1,9 @@
-"""Verb: results and the outcomes of items -> whether one encoder is really better than another.
+"""Verb: results and the outcomes of items -> comparisons of encoders, with intervals and tests.
 
-Encoders are compared on the same items, so that what is hard for both does not count. Tests and
-intervals are those of ``eval.outcomes``. A run is judged by a family of comparisons that follows
-from its results alone (``family``). P-values are corrected over it, so that one comparison has the
-same p-value in the table, in the report and in the verdict, whatever else is shown beside it.
+Encoders are compared on the same items, so that items which are hard for both do not count. Tests
+and intervals are those of ``eval.outcomes``. A run is judged by a family of comparisons that
+follows from its results alone (``family``). P-values are corrected over the family, so a comparison
+has the same p-value in the table, in the report and in the verdict.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class Comparison:
         return f"p {'' if self.corrected < 0.001 else '= '}{_rounded(self.corrected)}"
 
     def reason(self) -> str:
-        """Why verdict and interval differ, where one says that there is a difference and the other
-        does not; else nothing."""
+        """Says why verdict and interval disagree on whether there is a difference; empty if they
+        agree."""
         excludes = not self.difference.low <= 0 <= self.difference.high
         if excludes and self.corrected >= LEVEL:
             return (
@@ -121,7 +121,7 @@ def run(
 ) -> list[Comparison]:
     """Compares ``models`` with ``against`` in the results of some run directories; prints a table.
 
-    Without any of these names: what the run is judged by (``family``). ``models``: names in
+    Without any of these names it compares the ``family`` of the run. ``models``: names in
     results.jsonl (default: all but ``against``); ``against``: default stage_0, or the first model.
     With several runs a name has its run's before it, as in ``mine:stage_1``. ``benchmarks`` and
     ``metrics`` (as results.jsonl or a table names them): default are all benchmarks, and the
@@ -149,15 +149,15 @@ def compare(
 ) -> list[Comparison]:
     """Compares encoders of ``rows``.
 
-    A comparison of the ``family`` is corrected over the whole of it, whether all of it is asked for
-    or not; others are corrected over those others. See ``run`` for the arguments and errors.
+    A comparison of the ``family`` is always corrected over the whole family; other comparisons are
+    corrected over each other. See ``run`` for the arguments and errors.
     """
     names = [*dict.fromkeys(row.model for row, _ in rows)]
     if len(names) < 2:
         raise ValueError(f"there are results of one model, {names[0]}: evaluate another one too")
     read, standard = Reader(), family(rows)
     if models or against or benchmarks or metrics or not standard:
-        pairs = _asked(rows, models, against or _base(names), benchmarks, metrics)
+        pairs = _pairs_of(rows, models, against or _base(names), benchmarks, metrics)
     else:
         pairs = standard
     in_family = {_key(pair) for pair in standard}
@@ -168,7 +168,7 @@ def compare(
     return [compared[_key(pair)] for pair in pairs]
 
 
-def _asked(
+def _pairs_of(
     rows: Sequence[Row],
     models: Sequence[str],
     against: str,
@@ -178,14 +178,14 @@ def _asked(
     """The rows of ``models``, each with that of ``against``; ValueError for unknown names."""
     names = [*dict.fromkeys(row.model for row, _ in rows)]
     compared = [*models] or [name for name in names if name != against]
-    _known("model", [*compared, against], names)
+    _check_names("model", [*compared, against], names)
     if against in compared:
         raise ValueError(f"{against} cannot be compared with itself: name another --against")
-    _known("benchmark", benchmarks, [*dict.fromkeys(row.benchmark for row, _ in rows)])
+    _check_names("benchmark", benchmarks, [*dict.fromkeys(row.benchmark for row, _ in rows)])
     every = [*dict.fromkeys(row.metric for row, _ in rows)]
     of_short = {short_name(metric): metric for metric in every}
     metrics = [of_short.get(metric, metric) for metric in metrics]
-    _known("metric", metrics, every)
+    _check_names("metric", metrics, every)
     cells = [
         (row, path)
         for row, path in rows
@@ -232,25 +232,25 @@ def corrected(comparisons: Sequence[Comparison]) -> list[Comparison]:
     ]
 
 
-# --- what a run is judged by -------------------------------------------------------------------
+# --- the comparisons that judge a run ----------------------------------------------------------
 
 
 def family(rows: Sequence[Row]) -> list[Pair]:
-    """The comparisons that a run is judged by, a function of its results alone: rows of an encoder
-    and of what it is held against, in the main metrics of every benchmark.
+    """The comparisons that judge a run: pairs of rows in the main metrics of every benchmark. They
+    depend on the run's results alone.
 
-    Of a fine-tuning it is the encoder that the share ``choose`` has chosen (``tuned``), on all
-    other benchmarks; of other runs every encoder but the controls. Each is held against stage 0
-    and against its ungrouped control. Without a stage 0, as with several runs, all others are held
-    against the first.
+    A fine-tuning is judged by the encoder that the share ``choose`` has chosen (``tuned``), on all
+    other benchmarks; other runs by every encoder except controls. Each is compared with stage 0 and
+    with its ungrouped control. Without a stage 0, as with several runs, all others are compared
+    with the first.
     """
     names = [*dict.fromkeys(row.model for row, _ in rows)]
     base, main = _base(names), _main(rows)
     judged = [name for name in names if not name.startswith(CONTROL)]
-    if base == BASE and (chosen := [row for row, _ in main if row.benchmark == results.CHOOSE]):
+    if base == BASE and (choosing := [row for row, _ in main if row.benchmark == results.CHOOSE]):
         best = tuned(rows)
         judged = [] if best is None else [best]
-        if len(chosen) < len(main):  # figures of the share that has chosen are too good
+        if len(choosing) < len(main):  # figures of the share that has chosen are too good
             main = [(row, path) for row, path in main if row.benchmark != results.CHOOSE]
     pairs = [(name, base) for name in judged if name != base]
     pairs += [(name, TWIN + name) for name in judged if TWIN + name in names]
@@ -258,11 +258,11 @@ def family(rows: Sequence[Row]) -> list[Pair]:
 
 
 def tuned(rows: Sequence[Row]) -> str | None:
-    """The trained encoder that stands for a run: that with the highest mean of the main metrics of
-    the share ``choose``, or of all benchmarks where there is no such share.
+    """The trained encoder that represents a run: the one with the highest mean of the main metrics
+    of the share ``choose``, or of all benchmarks if there is no such share.
 
-    A single model goes before a concat that is not better beyond chance there, since every client
-    loads a single one. None where nothing was measured but stage 0 and controls.
+    A single model is preferred to a concat that is not better beyond chance there, since every
+    client loads a single model. None if only stage 0 and controls were measured.
     """
     by_mean = means(rows)
     trained = [name for name in by_mean if name != BASE and not name.startswith(CONTROL)]
@@ -279,8 +279,8 @@ def tuned(rows: Sequence[Row]) -> str | None:
 
 
 def means(rows: Sequence[Row]) -> dict[str, float]:
-    """The mean of the metrics that decide which encoder is chosen, by encoder; of losses with the
-    other sign."""
+    """The mean of the metrics that decide which encoder is chosen, by encoder; losses count with
+    the opposite sign."""
     values: dict[str, list[float]] = {}
     for row, _ in _deciding(rows):
         values.setdefault(row.model, []).append(row.unit.sign * row.value)
@@ -300,8 +300,8 @@ def _base(names: Sequence[str]) -> str:
     return BASE if BASE in names else names[0]
 
 
-def _known(what: str, given: Sequence[str], there: Sequence[str]) -> None:
-    if unknown := [name for name in given if name not in there]:
+def _check_names(what: str, names: Sequence[str], there: Sequence[str]) -> None:
+    if unknown := [name for name in names if name not in there]:
         raise ValueError(f"no {what} {unknown[0]!r} in the results: there are {', '.join(there)}")
 
 
@@ -327,9 +327,9 @@ def rows_of(run: Run) -> list[Row]:
     rows: list[Row] = []
     for row in run.result_rows:
         name = row.protocol.get("outcomes")
-        known = isinstance(name, str) and Path(name).name == name
+        is_name = isinstance(name, str) and Path(name).name == name
         folder = run.layout.results.parent / outcomes.FOLDER
-        rows.append((row, folder / str(name) if known else None))
+        rows.append((row, folder / str(name) if is_name else None))
     return rows
 
 
@@ -361,7 +361,7 @@ class Reader:
 
 
 def _compared(read: Reader, a: Row, b: Row) -> Comparison:
-    """Not corrected yet."""
+    """Compares two rows; the p-value is not corrected yet."""
     (row, _), (against, _) = a, b
     if row.unit != against.unit:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""Verb ``doctor --data``: what is wrong with the data of a configuration, before hours are spent.
+"""Verb ``doctor --data``: finds errors in the data of a configuration before hours are spent.
 
-It reads a bounded, seeded sample: the index of the run where there is one, else a few shards of
-each source, which are indexed in a temporary folder; of these some pictures and captions. Nothing
-is written beside that. Lines are those of ``doctor``.
+It reads a bounded, seeded sample of pictures and captions from the index of the run. If there is no
+index, it indexes a few shards of each source in a temporary folder, and writes nothing else. Its
+lines are those of ``doctor``.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from scipy.stats import hypergeom
 
 from mclclip.config import Config
 from mclclip.data import sample_index
+from mclclip.data.bytes import BadSample, Bytes, read_excluded
 from mclclip.data.decode import DecodeError, as_picture, decode, peculiarity
 from mclclip.data.findings import REASONS, Findings
+from mclclip.data.locations import PICTURE
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import BadSample, TarDataset
 from mclclip.models.loading import model_config, model_tokenizer
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Layout, is_finished, read_manifest
@@ -58,11 +59,11 @@ def findings(config: Config, folder: Path) -> Iterator[Finding]:
     samples, total, note = _index(config, folder)
     number = f"{total:,}" if total == len(samples) else f"about {total:,}"
     yield finding("samples", f"{number}{note}")
-    found = read_manifest(samples.directory, sample_index.KIND).counts["findings"]
-    for line in Findings(found).lines():
+    recorded = read_manifest(samples.directory, sample_index.KIND).counts["findings"]
+    for line in Findings(recorded).lines():
         yield finding("index", line, "see that these may be missing")
     random = np.random.default_rng([config.seed, 0])
-    read = TarDataset(samples, replace(config.data, verify="captions"))
+    read = Bytes(samples, replace(config.data, verify="captions"))
     yield from _pictures(config, read, random)
     yield from _captions(config, read, random)
 
@@ -91,13 +92,14 @@ def _index(config: Config, folder: Path) -> tuple[SampleIndex, int, str]:
 # --- pictures ------------------------------------------------------------------------------------
 
 
-def _pictures(config: Config, read: TarDataset, random: np.random.Generator) -> Iterator[Finding]:
-    ids = random.permutation(len(read))[:NUM_PICTURES]
+def _pictures(config: Config, read: Bytes, random: np.random.Generator) -> Iterator[Finding]:
+    ids = random.permutation(len(read.index))
+    ids = ids[~np.isin(ids, [*read_excluded(read.index, config.data.exclude)])][:NUM_PICTURES]
     fitting = int(np.searchsorted(np.cumsum(read.index.image_size[ids]), PICTURE_BYTES)) + 1
     ids = np.sort(ids[:fitting])
     keys, sizes, hashes, contents, bad = [], [], [], [], dict[int, str]()
     odd: dict[str, list[str]] = {}
-    for sample_id, raw in zip(ids.tolist(), read.read_many(ids), strict=True):
+    for sample_id, raw in zip(ids.tolist(), read.read(ids, [PICTURE]), strict=True):
         try:
             if isinstance(raw, BadSample):
                 raise DecodeError(raw.reason)
@@ -116,8 +118,8 @@ def _pictures(config: Config, read: TarDataset, random: np.random.Generator) -> 
         contents.append(hashlib.sha256(raw.image).digest())
     most = config.data.max_bad_fraction
     reasons = Counter(bad.values()).most_common()
-    told = ", ".join(f"{count} {reason}" for reason, count in reasons) or "none"
-    text = f"{len(bad):,} of {len(ids):,} cannot be used ({told})"
+    counts = ", ".join(f"{count} {reason}" for reason, count in reasons) or "none"
+    text = f"{len(bad):,} of {len(ids):,} cannot be used ({counts})"
     if bad:
         text += f", such as {', '.join(read.index.names([*bad][:3]))}"
     if too_many := len(bad) > most * len(ids):
@@ -172,7 +174,7 @@ def _copies(keys: Sequence[str], hashes: npt.NDArray[np.uint64], contents: list[
 # --- captions ------------------------------------------------------------------------------------
 
 
-def _captions(config: Config, read: TarDataset, random: np.random.Generator) -> Iterator[Finding]:
+def _captions(config: Config, read: Bytes, random: np.random.Generator) -> Iterator[Finding]:
     numbers = read.index.num_captions
     bare = float((numbers == 0).mean())
     text = f"{int(numbers.sum()):,}, {bare:.1%} of the samples have none"
@@ -180,7 +182,7 @@ def _captions(config: Config, read: TarDataset, random: np.random.Generator) -> 
     yield finding("captions", text, advice if config.reads_captions and bare == 1 else "")
     ids = random.permutation(np.flatnonzero(numbers))[:NUM_CAPTIONS]
     every = read.captions_of(np.sort(ids).tolist())
-    drawn = [own[int(random.integers(len(own)))] for own in every]
+    drawn = [captions[int(random.integers(len(captions)))] for captions in every]
     if not drawn:
         return
     yield _lengths(config, drawn)
@@ -196,7 +198,7 @@ def _captions(config: Config, read: TarDataset, random: np.random.Generator) -> 
 
 
 def equal_in_batch(counts: Sequence[int], batch: int) -> float:
-    """Expected share of the samples of a random batch whose caption another one of it has too.
+    """Expected share of the samples of a random batch that share their caption with another one.
 
     ``counts``: of the samples by caption. A batch is drawn from them without replacement: with m
     samples of a caption among n, another one is among the B - 1 others with the probability

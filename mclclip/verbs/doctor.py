@@ -26,7 +26,7 @@ from typing import Any, Literal
 from mclclip import __version__
 from mclclip.ranks.failures import MORE_SHARED_MEMORY
 from mclclip.util import advice, search
-from mclclip.util.files import clean, existing, fsync_directory, message_of
+from mclclip.util.files import clean, fsync_directory, message_of, nearest_existing
 
 FREE_GB, SHM_GB, OPEN_FILES = 10, 1, 1024
 SLOW_FSYNC_S = 1.0
@@ -52,10 +52,10 @@ def run(path: Path) -> int:
     return show(findings(Path(path)))
 
 
-def show(found: Iterator[Finding]) -> int:
+def show(lines: Iterator[Finding]) -> int:
     """Prints findings as they come, and how many are bad; returns 0, or 2 where a check failed."""
     number: Counter[str] = Counter()
-    for each in found:
+    for each in lines:
         print(advice.complete(clean(str(each))), flush=True)
         number[each.state] += 1
     bad = number["FAIL"] or number["warn"]
@@ -69,7 +69,7 @@ def findings(path: Path) -> Iterator[Finding]:
     yield finding("python", f"{platform.python_version()} on {system}, {sys.executable}")
     for check in (_packages, _libraries, _cpu, _gpus, _hub, _open_files, _shared_memory):
         yield from check()
-    if not (folder := existing(path)).is_dir():
+    if not (folder := nearest_existing(path)).is_dir():
         yield Finding("FAIL", "disk", f"{folder} is a file: choose a folder for runs")
         return
     yield _room("disk", folder, str(path), FREE_GB, f"a run may need more than {FREE_GB} GB")

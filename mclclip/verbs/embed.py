@@ -4,15 +4,14 @@ Batches are cut within a shard, so a file's content does not depend on the numbe
 killed run resumes at the first missing file. Undecodable samples keep their row (zeros), are
 listed beside it and in the index's ``bad_samples.json``, and get the label -1.
 
-With ``trunk_cache.enabled`` stage 0 first writes what its frozen blocks make of every image, in the
+With ``image_rows.enabled`` stage 0 first writes what its frozen blocks make of every image, in the
 same way. Stages, controls and later embedding passes have the same frozen blocks, so they start
-from these rows (``data.locations``) instead of images.
+from these rows instead of images (`loading.start_from_rows`).
 """
 
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,16 +22,14 @@ import torch
 from torch import Tensor
 
 from mclclip.config import Config, rules
-from mclclip.data import locations
-from mclclip.data.arrays import open_npy, save_npy
+from mclclip.data.bytes import read_excluded
 from mclclip.data.extras import directory_of, drawn
 from mclclip.data.index_tables import Shard, check_shards
-from mclclip.data.locations import WITHOUT, TrunkRows
-from mclclip.data.row_store import RowBatch, left_out, num_restored, shards_done
+from mclclip.data.row_store import IMAGE_ROWS, RowBatch, StoredRows, num_restored
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import TarDataset, read_excluded, tokenized
+from mclclip.data.samples import TarDataset, tokenized
 from mclclip.models import memory
-from mclclip.models.loading import load_towers
+from mclclip.models.loading import load_towers, start_from_rows
 from mclclip.models.model import Model, unit
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
@@ -75,8 +72,6 @@ def run(
         )
     layout = Layout.of(config)
     index = SampleIndex.open(layout.index)
-    if config.trunk_cache.enabled and stage == 0:
-        write_trunk(config, context, layout, index, force)
     every = (config, *readers) if stage == 0 else ()
     texts = [edits for reader in every for edits in reader.stored_texts]
     if text is not None:
@@ -90,6 +85,10 @@ def run(
     def embed(step: Step[Pass], directory: Path, how: Pass) -> None:
         make(step, directory, how, collectives.on_main(partial(how.remake, directory, force)))
 
+    if config.writes_image_rows and stage == 0:
+        blocks = collectives.on_main(partial(_frozen_blocks, config, layout, force))
+        rows = ImageRows(config.image_rows.dtype, options.precision, blocks)
+        embed(rows, layout.image_rows, how)
     embed(Embeddings(*precision, options.feature), layout.embeddings(stage), how)
     for edits in texts:
         step = TextEmbeddings(*precision, None if edits is None else edits.drawn_by)
@@ -127,25 +126,82 @@ class Pass:
         encoder = read_manifest(self.layout.export(self.stage), "export")
         return {"index": self.index.digest, "encoder": encoder.digest}
 
-    def source(self, model: Model, rows: TrunkRows | None = None) -> TarDataset:
+    def source(self, model: Model, rows: StoredRows | None = None) -> TarDataset:
         """The samples as the model takes them, after a check of their shards."""
         data = self.config.data
         collectives.on_main(partial(check_shards, self.index.directory, self.index.shards, data))
-        source = TarDataset(self.index, data, model.preprocess_val, trunk=rows)
+        source = TarDataset(self.index, data, model.preprocess_val, image_rows=rows)
         collectives.together(source.check, "embed")
         return source
 
     def write(
-        self, out: Artifact, passes: Callable[[Sequence[Shard]], Passes], dtype: str, width: int,
-        **counts: int,
+        self, out: Artifact, passes: Callable[[Sequence[Shard]], Passes], dtype: str, *shape: int,
+        **counts: object,
     ) -> Made:  # fmt: skip
-        """Writes the shards that are missing, rows [width] of each sample or caption."""
+        """Writes the shards that are missing, rows of this ``shape`` of each sample or caption."""
         num_bad = write_missing(
             self.config, self.context, self.index, out.begin(), passes,
-            kind=out.kind, dtype=dtype, empty=(width,),
+            kind=out.kind, dtype=dtype, empty=shape,
         )  # fmt: skip
-        written = out.identity, self.index, out.directory, num_bad, counts, dtype
-        return collectives.on_main(lambda: made_of_shards(*written))
+        return collectives.on_main(lambda: made_of_shards(out, self.index, num_bad, counts, dtype))
+
+
+@dataclass(frozen=True)
+class ImageRows(Step[Pass]):
+    """Outputs of the frozen blocks of stage 0's encoder, for every image."""
+
+    kind = IMAGE_ROWS
+    all_ranks = True
+    dtype: str
+    precision: str
+    blocks: int
+
+    def reads(self, how: Pass) -> dict[str, str]:
+        """The index, and what the output of the blocks depends on."""
+        trunk = load_towers(how.layout.export(0)).trunk_digest(self.blocks)
+        return {"index": how.index.digest, "trunk": trunk}
+
+    def make(self, out: Artifact, how: Pass) -> Made:
+        """Writes the shards that are missing. Raises ValueError where the disk has too little room,
+        or ``dtype`` does not hold a value."""
+        config, context = how.config, how.context
+        model = load_towers(how.layout.export(0)).eval().to(context.device)
+        image = torch.zeros(1, *model.image_shape, device=context.device)
+
+        def encode(pixels: Tensor) -> np.ndarray:
+            run = partial(model.encode_trunk, pixels, self.blocks)
+            rows = forward(config, context, run).cpu().numpy()
+            if not (largest := float(np.abs(rows).max())) <= float(np.finfo(self.dtype).max):
+                raise ValueError(
+                    f"the image rows have values (up to {largest:.3g}) that {self.dtype} does not "
+                    "hold: set image_rows.dtype=float32, or look at the encoder if they are not "
+                    "numbers"
+                )
+            return rows
+
+        shape = encode(image).shape[1:]
+        size = len(how.index) * int(np.prod(shape)) * np.dtype(self.dtype).itemsize
+        advice = "free some, or take another run_dir"
+        room = partial(files.check_room, out.directory, size, out.directory.glob("*.npy"))
+        collectives.on_main(lambda: room("writing image rows", advice))
+        passes = partial(image_batches, config, context, how.source(model), model, encode=encode)
+        return how.write(out, passes, self.dtype, *shape, shape=list(shape))
+
+
+def _frozen_blocks(config: Config, layout: Layout, force: Force) -> int:
+    """Number of first blocks that no stage trains. Raises ValueError for none, and where embeddings
+    were made from images."""
+    export, trained = layout.export(0), config.train.lock.image_blocks
+    read_manifest(export, "export")  # says which verb makes it
+    rules.check(replace(config, model=replace(config.model, name=f"local-dir:{export}")))
+    embeddings = made_of(layout.embeddings(0))
+    if embeddings and "image_rows" not in embeddings["inputs"] and not force:
+        raise ValueError(
+            f"{layout.embeddings(0)} was made from images, and image_rows.enabled starts from "
+            "rows: use another run_dir, leave image_rows out, or --force to make it again"
+        )
+    assert isinstance(trained, int), "a rule has refused all blocks"
+    return memory.load_shapes(str(export), text=False).num_blocks - trained
 
 
 @dataclass(frozen=True)
@@ -161,18 +217,21 @@ class Embeddings(Step[Pass]):
     def reads(self, how: Pass) -> dict[str, str]:
         """The index and the encoder, and what stands for images."""
         inputs = how.inputs()
-        if how.config.trunk_cache.enabled:
-            cache = read_manifest(how.layout.trunk_cache, locations.TRUNK_CACHE)
-            inputs["trunk_cache"] = cache.digest
+        if how.config.writes_image_rows:
+            inputs["image_rows"] = read_manifest(how.layout.image_rows, IMAGE_ROWS).digest
+        elif how.config.image_rows.enabled and how.stage:
+            inputs["image_rows"] = read_manifest(how.layout.embeddings(0), self.kind).digest
         return inputs
 
     def make(self, out: Artifact, how: Pass) -> Made:
         """Embeds the shards that are missing."""
         config, context = how.config, how.context
         model, rows = load_towers(how.layout.export(how.stage)).eval(), None
-        if config.trunk_cache.enabled:
-            rows = TrunkRows.open_together(how.layout, config.trunk_cache.folder, how.index)
-            collectives.together(partial(rows.start, model), "embed")
+        if "image_rows" in out.inputs:
+            whole = not config.writes_image_rows
+            make = partial(StoredRows.of_images, how.layout, how.index, whole=whole)
+            rows = collectives.on_main(make)
+            collectives.together(partial(start_from_rows, model, rows), "embed")
         source = how.source(model.to(context.device), rows)
 
         def features(pixels: Tensor) -> np.ndarray:
@@ -227,12 +286,11 @@ def _caption_batches(
     num = 1 if edits is None else edits.per_caption
     size = max(config.embed.batch_size // num, 1)
     for shard in shards:
-        ids = range(shard.start, shard.stop)
         texts = [
             [caption]
             if edits is None
-            else drawn(edits, member, captions, n, int(mix(sample_id, n)))
-            for sample_id, (member, captions) in zip(ids, source.texts_of(ids), strict=True)
+            else drawn(edits, raw.text, captions, n, int(mix(raw.sample_id, n)))
+            for raw, captions in source.bytes.texts_of(range(shard.start, shard.stop))
             for n, caption in enumerate(captions)
         ]
 
@@ -247,158 +305,3 @@ def _caption_batches(
             return rows.reshape(len(some), -1), {}
 
         yield map(encoded, range(0, len(texts), size))
-
-
-# --- the cache of the trunk ------------------------------------------------------------------
-
-
-def write_trunk(
-    config: Config, context: Context, layout: Layout, index: SampleIndex, force: Force
-) -> None:
-    """Writes the cache of stage 0's encoder, unless it is finished. All ranks call it.
-
-    A killed call goes on at the first shard that is missing. Raises ValueError where the training
-    freezes no block, embeddings were made without the cache, the disk has too little room, or
-    ``trunk_cache.dtype`` does not hold a value.
-    """
-    read_manifest(layout.export(0), "export")  # says which verb makes it
-    model = load_towers(layout.export(0)).eval()
-    blocks = collectives.on_main(lambda: _frozen_blocks(config, layout))
-    trunk = model.trunk_digest(blocks)
-    artifact = collectives.on_main(lambda: _open_trunk(config, layout, index, blocks, trunk, force))
-    if artifact.finished:
-        log.info("%s is finished: skipped", artifact.directory)
-        return
-    collectives.on_main(lambda: check_shards(index.directory, index.shards, config.data))
-    source = TarDataset(index, config.data, model.preprocess_val)
-    collectives.together(source.check, "embed")
-    with torch.inference_mode():
-        of_one = model.encode_trunk(torch.zeros(1, *model.image_shape), blocks)
-    shape, dtype = tuple(of_one.shape[1:]), config.trunk_cache.dtype
-    folder = layout.trunk_rows(config.trunk_cache.folder, artifact.identity)
-    size = len(index) * int(np.prod(shape)) * np.dtype(dtype).itemsize
-    advice = "name another disk in trunk_cache.folder, or remove older rows (.old-1 and so on)"
-    rows = folder.glob("*.npy")
-    collectives.on_main(lambda: files.check_room(folder, size, rows, "the trunk's cache", advice))
-    model.to(context.device)
-
-    def encode(pixels: Tensor) -> np.ndarray:
-        run = partial(model.encode_trunk, pixels, blocks)
-        return forward(config, context, run).cpu().numpy()
-
-    def passes(shards: Sequence[Shard]) -> Passes:
-        # Stored after the rows of bad samples are zeros: what the trunk makes of them is not kept.
-        for batches in image_batches(config, context, source, model, shards, encode):
-            yield ((_stored(rows, dtype), bad) for rows, bad in batches)
-
-    num_bad = write_missing(
-        config, context, index, folder, passes,
-        kind=locations.TRUNK_CACHE, full_disk=files.full_disk_names(folder, "trunk_cache.folder"),
-        dtype=dtype, empty=shape,
-    )  # fmt: skip
-
-    def finish() -> None:
-        directory = artifact.directory
-        without = left_out(folder, len(index.shards))
-        save_npy(directory / WITHOUT, without)
-        counts = {"shape": list(shape), "rows": locations.recorded_folder(directory, folder)}
-        records = files.records_of(directory, WITHOUT)
-        written = folder, num_bad, counts, dtype, records
-        made = made_of_shards(artifact.identity, index, *written)
-        artifact.finish(made.counts, dtype=dtype, content_digest=made.digest, records=made.records)
-        log.info(
-            "embed: what %d blocks make of %d images is in %s (%.3g GiB); %d have no row",
-            blocks, len(index), folder, size / 2**30, len(without),
-        )  # fmt: skip
-
-    collectives.on_main(finish)
-
-
-def _stored(rows: np.ndarray, dtype: str) -> np.ndarray:
-    """The rows in ``dtype``; ValueError where it does not hold one of their values."""
-    with np.errstate(over="ignore"):  # it is refused below
-        stored = rows.astype(dtype)
-    if not np.isfinite(stored).all():
-        largest = float(np.abs(rows).max())
-        raise ValueError(
-            f"the trunk's output has values (up to {largest:.3g}) that {dtype} does not hold: set "
-            "trunk_cache.dtype=float32, or look at the encoder if they are not numbers"
-        )
-    return stored
-
-
-def _frozen_blocks(config: Config, layout: Layout) -> int:
-    """Number of first blocks that no stage trains. Raises ValueError for none."""
-    export, trained = layout.export(0), config.train.lock.image_blocks
-    rules.check(replace(config, model=replace(config.model, name=f"local-dir:{export}")))
-    assert isinstance(trained, int), "a rule has refused all blocks"
-    return memory.load_shapes(str(export), text=False).num_blocks - trained
-
-
-def _open_trunk(
-    config: Config, layout: Layout, index: SampleIndex, blocks: int, trunk: str, force: Force
-) -> Artifact:
-    check_trunk_folder(config)
-    given = config.trunk_cache.folder
-    directory, embeddings = layout.trunk_cache, layout.embeddings(0)
-    made_by = made_of(embeddings)
-    if made_by and "trunk_cache" not in made_by["inputs"] and not force:
-        raise ValueError(
-            f"{embeddings} was made from images, and trunk_cache.enabled starts from the trunk's "
-            "output: use another run_dir, leave trunk_cache out, or --force to make it again"
-        )
-    was_finished, was_begun = is_finished(directory), directory.exists()
-    artifact = Artifact.open(
-        directory,
-        kind=locations.TRUNK_CACHE,
-        config={
-            "blocks": blocks,
-            "dtype": config.trunk_cache.dtype,
-            "precision": config.embed.precision,
-        },
-        inputs={"index": index.digest, "trunk": trunk},
-        force=force,
-    )
-    folder = layout.trunk_rows(given, artifact.identity)
-    excluded = read_excluded(index, config.data.exclude)
-    if artifact.manifest is not None and force:
-        # Rows that are all gone were deleted on purpose, as one may once all is trained.
-        if folder.exists() and shards_done(folder, index, range(len(index.shards)), excluded)[1]:
-            artifact.reopen()
-    elif artifact.manifest is not None:
-        without = open_npy(directory / WITHOUT, locations.VERB)
-        if restored := len(np.setdiff1d(without, [*index.bad_ids(), *excluded])):
-            log.warning(
-                "%s has no rows of %d samples that have changed since, or were in data.exclude "
-                "then: trainings replace them; --force makes all rows again", directory, restored,
-            )  # fmt: skip
-        if written := locations.written_elsewhere(artifact.manifest, directory, folder):
-            log.warning(
-                "the rows of the trunk's cache were written to %s, and are looked for in %s: move "
-                "them, or name trunk_cache.folder as it was", written, folder,
-            )  # fmt: skip
-    elif was_finished and folder.exists():  # it is made again
-        files.move_aside(folder)
-    elif was_begun:  # another run of this name may be writing the same rows otherwise
-        files.remove_leftovers(folder)
-    return artifact
-
-
-def check_trunk_folder(config: Config) -> None:
-    """Raises ValueError where ``trunk_cache.folder`` is none or, while rows are still to be
-    written, cannot be written."""
-    given = config.trunk_cache.folder
-    if given is None:
-        return
-    above = files.existing(Path(given).expanduser())
-    if not above.is_dir():
-        raise ValueError(f"trunk_cache.folder={given} is a file, or below one: give a folder")
-    if is_finished(Layout.of(config).trunk_cache):
-        return
-    try:
-        tempfile.TemporaryFile(dir=above).close()
-    except OSError as error:
-        raise ValueError(
-            f"trunk_cache.folder={given} cannot be written ({above}: {error.strerror}): give "
-            "another folder, or have its permissions changed"
-        ) from None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,17 @@ import torch
 from torch import Tensor
 
 from mclclip.config import Config
+from mclclip.data.bytes import BadSample, read_excluded
 from mclclip.data.index_tables import Shard
 from mclclip.data.loader import Loader
 from mclclip.data.row_store import RowBatch, all_notes, shards_done, write_shard
 from mclclip.data.sample_index import BadSamples, SampleIndex
-from mclclip.data.samples import BadSample, Sample, TarDataset, read_excluded
+from mclclip.data.samples import Sample, TarDataset
 from mclclip.models.model import Model
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import runlog
+from mclclip.run.artifacts import Artifact
 from mclclip.run.steps import Made
 from mclclip.util import files
 
@@ -42,12 +44,12 @@ def image_batches(
     encode: Callable[[Tensor], np.ndarray],
 ) -> Passes:
     """Yields for each shard batches of rows, which ``encode`` makes of images as ``model`` takes
-    them, or of rows of the trunk's cache: [n, ...] on the device.
+    them, or of rows that stand for images: [n, ...] on the device.
 
     One loader reads all shards, so that it does not stand still between them.
     """
     size = config.embed.batch_size
-    shape = model.image_shape if source.trunk is None else source.trunk.shape
+    shape = model.image_shape if source.image_rows is None else source.image_rows.shape
     cuts = [
         [range(at, min(at + size, s.stop)) for at in range(s.start, s.stop, size)] for s in shards
     ]
@@ -69,9 +71,11 @@ def image_batches(
         all_cuts,
         num_workers=min(config.data.num_workers, max(len(all_cuts) - 1, 0)),  # none for one batch
         timeout_s=config.peer_timeout_s,
-        describe=lambda ids: source.describe(f"the batch of samples {ids[0]} to {ids[-1]}", ids),
+        describe=lambda ids: source.bytes.describe(
+            f"the batch of samples {ids[0]} to {ids[-1]}", ids
+        ),
         batched=True,
-        fresh=bool(source.reader.urls),
+        fresh=bool(source.bytes.reader.urls),
     )
     batches = iter(loader)
     for of_shard in cuts:
@@ -97,15 +101,13 @@ def write_missing(
     passes: Callable[[Sequence[Shard]], Passes],
     *,
     kind: str,
-    full_disk: AbstractContextManager[object] | None = None,
     **how: Any,
 ) -> int:
     """Writes the shards that ``directory`` lacks, of which each rank takes its part; returns the
     number of the index's samples that cannot be used. All ranks call it.
 
     ``passes`` makes the batches of these shards: a row per sample, or per caption where ``kind`` is
-    ``text_embeddings``. ``how`` are further arguments of ``write_shard``. Errors of a full disk are
-    raised through ``full_disk``.
+    ``text_embeddings``. ``how`` are further arguments of ``write_shard``.
     """
 
     def work() -> dict[int, str]:
@@ -114,7 +116,7 @@ def write_missing(
         bad, missing = shards_done(directory, index, mine, excluded)
         shards = [index.shards[number] for number in missing]
         numbers = runlog.progress(missing, total=len(missing), description=kind)
-        with full_disk or nullcontext(), closing(passes(shards)) as made:
+        with closing(passes(shards)) as made:
             for number, shard, batches in zip(numbers, shards, made, strict=True):
                 num_rows = shard.stop - shard.start
                 if kind == "text_embeddings":
@@ -128,26 +130,16 @@ def write_missing(
 
 
 def made_of_shards(
-    identity: str,
-    index: SampleIndex,
-    folder: Path,
-    num_bad: int,
-    counts: Mapping[str, Any],
-    dtype: str,
-    records: Mapping[str, files.Record] | None = None,
+    out: Artifact, index: SampleIndex, num_bad: int, counts: Mapping[str, Any], dtype: str
 ) -> Made:
-    """Returns what the manifest says of shards that have all been written to ``folder``.
-
-    ``identity`` is that of the artifact, ``counts`` are further ones. ``records`` are those of its
-    files; None: the shards and their notes are its files.
-    """
-    notes = all_notes(folder, len(index.shards))
+    """Returns what the manifest says of shards that have all been written, with these further
+    ``counts``."""
+    notes = all_notes(out.directory, len(index.shards))
     without = sorted(sample_id for note in notes.values() for sample_id in note.reasons)
     common = {"samples": len(index), "shards": len(index.shards), "bad_samples": num_bad}
     # Which samples have no row depends on the shards' bytes too.
-    digest = files.digest_json([identity, without]) if without else None
-    if records is None:
-        beside = (str(Path(name).with_suffix(".json")) for name in notes)
-        records = {name: note.record for name, note in notes.items()}
-        records |= files.records_of(folder, *beside)
+    digest = files.digest_json([out.identity, without]) if without else None
+    beside = (str(Path(name).with_suffix(".json")) for name in notes)
+    records = {name: note.record for name, note in notes.items()}
+    records |= files.records_of(out.directory, *beside)
     return Made(common | dict(counts), records, dtype, digest)

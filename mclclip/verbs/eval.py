@@ -59,9 +59,9 @@ def load_suite(where: str, variables: Sequence[str] = ()) -> Suite:
             f"no suite {where!r}: give a YAML file, such as own.yaml, or one of {shipped}"
         )
     try:
-        named = {"folder": str(path.absolute().parent)}
-        named |= dict(item.partition("=")[::2] for item in variables)
-        tree = _substitute(read_yaml(path), named)
+        values = {"folder": str(path.absolute().parent)}
+        values |= dict(item.partition("=")[::2] for item in variables)
+        tree = _substitute(read_yaml(path), values)
         benchmarks = TypeAdapter(dict[str, BenchmarkConfig]).validate_python(tree["benchmarks"])
         references = results.published(tree)
     except ValidationError as error:
@@ -99,9 +99,9 @@ def check(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
     All options are checked first, then all folders.
     """
     check_options(benchmarks)
-    for name, one in benchmarks.items():
-        refuse_url(one.path, f"benchmark {name!r}: path")
-    present = [name for name, one in benchmarks.items() if Path(one.path).is_dir()]
+    for name, benchmark in benchmarks.items():
+        refuse_url(benchmark.path, f"benchmark {name!r}: path")
+    present = [name for name, benchmark in benchmarks.items() if Path(benchmark.path).is_dir()]
     if absent := [name for name in benchmarks if name not in present]:
         first = benchmarks[absent[0]]
         others = f"; {', '.join(absent[1:])} have none either" if absent[1:] else ""
@@ -136,8 +136,8 @@ def check_options(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
 
 
 def _needs(benchmark: BenchmarkConfig) -> str:
-    """Says which data a benchmark wants and where to get them: the suite's words, or else those of
-    its evaluator."""
+    """Says which data a benchmark needs and where to get them, by the suite or else by its
+    evaluator."""
     needs = evaluator(benchmark.kind).needs
     source = benchmark.source or (needs if isinstance(needs, str) else needs(**benchmark.options))
     return f": it wants {source}; nothing is downloaded"
@@ -148,11 +148,11 @@ def _needs(benchmark: BenchmarkConfig) -> str:
 
 @dataclass
 class _Watch:
-    """Counts the images of a benchmark that are encoded, and those of them that are trained on.
+    """Counts the images of a benchmark that are encoded (``judged``), and those of them that a run
+    is trained on (``seen``).
 
-    Only images below ``folder`` count, where one is given. Called with images on all ranks, it
-    raises ValueError there for the first that are trained on, where the benchmark ``name`` decides
-    a ``choice``.
+    With a ``folder`` only images below it count. It is called with images on all ranks. If the
+    benchmark ``name`` decides a ``choice``, it raises ValueError there for the first seen images.
     """
 
     name: str
@@ -160,17 +160,17 @@ class _Watch:
     trained_on: Sequence[TrainingImages]
     choice: str | None
     judged: int = 0
-    known: int = 0
+    seen: int = 0
 
     def __call__(self, images: Sequence[Readable]) -> None:
         folder = self.folder
-        own = [image for image in images if not folder or folder in path_of(image).parents]
-        if not own or not self.trained_on:
+        measured = [image for image in images if not folder or folder in path_of(image).parents]
+        if not measured or not self.trained_on:
             return
-        counts = on_main(lambda: [trained.count(own) for trained in self.trained_on])
-        self.known, self.judged = self.known + max(counts), self.judged + len(own)
-        if self.known and self.choice:
-            raise results.unfit(self.name, self.known, self.judged, self.choice)
+        counts = on_main(lambda: [trained.count(measured) for trained in self.trained_on])
+        self.seen, self.judged = self.seen + max(counts), self.judged + len(measured)
+        if self.seen and self.choice:
+            raise results.unfit(self.name, self.seen, self.judged, self.choice)
 
 
 def run_suite(
@@ -205,13 +205,13 @@ def run_suite(
         watched = replace(extractor, on_images=watch)
         figures = protocol.evaluate(watched, root, **benchmark.options)
         more: dict[str, Any] = {}
-        if watch.known:
-            note = results.trained_on(watch.known, watch.judged)
+        if watch.seen:
+            note = results.trained_on(watch.seen, watch.judged)
             log.warning("benchmark %r: %s: figures are too good", name, note)
-            more = {"training_images": watch.known, "judged_images": watch.judged}
+            more = {"training_images": watch.seen, "judged_images": watch.judged}
         if identity:
             more["evaluation"] = evaluation_digest(benchmark, identity, extractor.precision)
-        figures = [replace(own, protocol=own.protocol | more) for own in figures]
+        figures = [replace(f, protocol=f.protocol | more) for f in figures]
         rows += on_main(partial(results.record, results_path, figures, model_name, name))
     return rows
 
@@ -235,7 +235,7 @@ class SuiteJudge:
     @property
     def read_texts(self) -> list[str]:
         """The benchmarks that compare images with texts."""
-        return [name for name, one in self.benchmarks.items() if evaluator(one.kind).reads_text]
+        return [name for name, b in self.benchmarks.items() if evaluator(b.kind).reads_text]
 
     def measure(self, encoder: Encoder, path: Path, model_name: str) -> list[Result]:
         """``run_suite`` of all benchmarks: the encoder's rows, which ``path`` then has too."""
@@ -290,15 +290,15 @@ def judge(
                 "call it otherwise"
             )
         benchmarks |= of_suite
-    trained_on = _trained_on([_named(text)[1] for text in models])
+    trained_on = _trained_on([_split_name(text)[1] for text in models])
     choices = dict.fromkeys(benchmarks, choice) if choice else {}
     context = Context(device=pick_device(device))
     return SuiteJudge(benchmarks, context, trained_on=trained_on, choices=choices)
 
 
 def _trained_on(models: Sequence[str | Path], config: Config | None = None) -> list[TrainingImages]:
-    """The training images of a configured run, and of the runs in whose folders models lie; all of
-    an index's where a run's options cannot be read."""
+    """The training images of a configured run, and of the runs in whose folders models lie; if the
+    options of a run cannot be read, all images of its index."""
     images = [] if config is None else [TrainingImages.of(config)]
     paths = [Path(str(model).removeprefix("local-dir:")) for model in models]
     runs = dict.fromkeys(run for path in paths if path.exists() and (run := run_above(path)))
@@ -308,11 +308,11 @@ def _trained_on(models: Sequence[str | Path], config: Config | None = None) -> l
         if config is not None and run_dir == Path(config.run_dir).resolve():
             continue
         try:
-            own = TrainingImages.of(replace(load(run_dir / "config.yaml"), run_dir=str(run_dir)))
+            of_run = TrainingImages.of(replace(load(run_dir / "config.yaml"), run_dir=str(run_dir)))
         except (ValueError, OSError):  # the run's configuration is damaged or gone
-            own = TrainingImages(Layout(run_dir).index, {"": PlanConfig()})
-        images.append(own)
-    return [one for one in images if one is not None]
+            of_run = TrainingImages(Layout(run_dir).index, {"": PlanConfig()})
+        images.append(of_run)
+    return [some for some in images if some is not None]
 
 
 def _some_of(
@@ -321,14 +321,14 @@ def _some_of(
     """The benchmarks of these names, all without any; ValueError for a name that is not there."""
     if unknown := [name for name in only if name not in benchmarks]:
         raise ValueError(f"no benchmark {unknown[0]!r}: there are {', '.join(benchmarks)}")
-    return {name: one for name, one in benchmarks.items() if not only or name in only}
+    return {name: benchmark for name, benchmark in benchmarks.items() if not only or name in only}
 
 
 def evaluation_digest(benchmark: BenchmarkConfig, identity: str, precision: str) -> str:
     """Digest of everything that a row depends on; with an equal digest it is not made again.
 
-    Of a benchmark's files those count that change where they are: made pairs, by their manifest,
-    and the list of items that a person has struck out.
+    It includes the files of a benchmark that may change in place: the manifest of made pairs, and
+    the list of items that a person has struck out.
     """
     parts = [benchmark.kind, benchmark.path, dict(benchmark.options), precision, identity]
     if benchmark.options.get("layout") == "pairs":
@@ -374,9 +374,9 @@ def evaluate(
     for name, where in models.items():
         location, pretrained = split_name(where)
         identity = on_main(partial(identity_of, location, pretrained))
-        known = [] if force else on_main(partial(results.read, path))
+        earlier = [] if force else on_main(partial(results.read, path))
         digests = {
-            row.benchmark: row.protocol.get("evaluation") for row in known if row.model == name
+            row.benchmark: row.protocol.get("evaluation") for row in earlier if row.model == name
         }
         pending = {
             title: benchmark
@@ -430,24 +430,24 @@ def run(
             "there is nothing to evaluate on: set eval.suite or give a suite, such as "
             "--suite mcl --set data=/data"
         )
-    named = dict(map(_named, models)) if models else Run.of(config).exports()
-    if len(named) < len(models):
+    encoders = dict(map(_split_name, models)) if models else Run.of(config).exports()
+    if len(encoders) < len(models):
         raise ValueError("two models have one name: give each its own, as NAME=PATH")
-    if not named:
+    if not encoders:
         raise FileNotFoundError(
             f"{config.run_dir} has no exports: run 'mclclip export' first, or name a model, "
             "such as --model ViT-B-32@openai"
         )
-    rows = evaluate(config, context, named, benchmarks=benchmarks, force=force)
+    rows = evaluate(config, context, encoders, benchmarks=benchmarks, force=force)
     if context.is_main:
-        own = [row for row in results.read(Layout.of(config).results) if row.model in named]
-        print(results.table(own, references, details=details))
+        shown = [row for row in results.read(Layout.of(config).results) if row.model in encoders]
+        print(results.table(shown, references, details=details))
     return rows
 
 
-def _named(text: str) -> tuple[str, str | Path]:
-    """Splits ``NAME=PATH``; without a name the path is the name. "(random weights)" is added to the
-    name of a model that has such. Raises ValueError for an architecture without weights."""
+def _split_name(text: str) -> tuple[str, str | Path]:
+    """Splits ``NAME=PATH``; without a name the path is the name. The name of a model with random
+    weights gets "(random weights)". Raises ValueError for an architecture without weights."""
     name, equals, where = text.partition("=")
     if not equals or Path(text).exists():
         name = where = text

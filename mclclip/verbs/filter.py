@@ -1,8 +1,8 @@
-"""Verb: embeddings on disk -> which samples of the index to train on, as weights for the plan.
+"""Verb: embeddings on disk -> weights for the plan, which say which samples to train on.
 
-Three filters, each of what those before it left: copies of evaluation images (decontamination),
-CLIP scores, and near-duplicates. They read embeddings in blocks, and hold some numbers of every
-sample (about 150 bytes each in all), never all embeddings.
+Three filters run in turn, each on the samples that the earlier ones kept: copies of evaluation
+images (decontamination), CLIP scores, and near-duplicates. They read embeddings in blocks, and
+hold about 150 bytes per sample, never all embeddings.
 """
 
 from __future__ import annotations
@@ -188,12 +188,12 @@ def _log_scores(inputs: CurateInputs) -> None:
     if (scores := inputs.scores) is None:
         log.info("filter: no CLIP scores (%s); %s", inputs.no_scores, bad)
         return
-    known = scores[np.isfinite(scores)]
-    quantiles = zip(QUANTILES, np.quantile(known, QUANTILES), strict=True) if len(known) else ()
+    finite = scores[np.isfinite(scores)]
+    quantiles = zip(QUANTILES, np.quantile(finite, QUANTILES), strict=True) if len(finite) else ()
     without = int((inputs.index.num_captions[inputs.usable] == 0).sum())
     log.info(
         "filter: CLIP scores of %s samples (%s without a caption, %s), below which lie: %s",
-        f"{len(known):,}", f"{without:,}", bad,
+        f"{len(finite):,}", f"{without:,}", bad,
         ", ".join(f"{100 * share:g} % {value:.4f}" for share, value in quantiles),
     )  # fmt: skip
 
@@ -203,7 +203,8 @@ def _log_scores(inputs: CurateInputs) -> None:
 
 @dataclass(frozen=True)
 class Decisions:
-    """Per sample of N: why it is left out, its score, and what it is a copy of.
+    """For each of N samples the reason why it is left out, its score, and its original if it is a
+    copy.
 
     reasons  uint8 [N], numbers of ``CODES``
     scores   float32 [N], NaN for none; None where there are none at all
@@ -227,7 +228,7 @@ class Decisions:
 
 
 def _decide(inputs: CurateInputs, options: Options) -> Decisions:
-    """Runs every filter in turn, on what those before it left."""
+    """Runs every filter in turn, on the samples that the earlier ones kept."""
     count = len(inputs.index)
     reasons = np.where(inputs.usable, 0, CODES.index("no_embedding")).astype(np.uint8)
     _log_scores(inputs)
@@ -287,13 +288,13 @@ def _leave_out_low_scores(
 
 
 def top_share(scores: NDArray[np.floating], share: float) -> NDArray[np.bool_]:
-    """bool [N]: the ``share`` of the samples with a score that has the highest ones, rounded to
-    whole samples (at least one), ties by the lower row."""
-    known = np.flatnonzero(np.isfinite(scores))
-    count = min(len(known), max(1, round(share * len(known))))
-    chosen = np.zeros(len(scores), bool)
-    chosen[known[np.argsort(-scores[known], kind="stable")[:count]]] = True
-    return chosen
+    """bool [N]: True for the ``share`` of the scored samples with the highest scores, rounded to
+    whole samples (at least one); ties go to the lower row."""
+    scored = np.flatnonzero(np.isfinite(scores))
+    count = min(len(scored), max(1, round(share * len(scored))))
+    is_top = np.zeros(len(scores), bool)
+    is_top[scored[np.argsort(-scores[scored], kind="stable")[:count]]] = True
+    return is_top
 
 
 def _leave_out_near_duplicates(inputs: CurateInputs, above: float, decisions: Decisions) -> None:
@@ -397,8 +398,8 @@ def _write(out: Artifact, options: Options, inputs: CurateInputs, decisions: Dec
 
 def _write_left_out(path: Path, inputs: CurateInputs, decisions: Decisions) -> None:
     """Writes a line of JSON per sample that is a copy, or has no embedding, in index order."""
-    named = [CODES.index(name) for name in ("no_embedding", "against", "near_duplicate")]
-    every, keys = np.flatnonzero(np.isin(decisions.reasons, named)), inputs.index.keys
+    codes = [CODES.index(name) for name in ("no_embedding", "against", "near_duplicate")]
+    every, keys = np.flatnonzero(np.isin(decisions.reasons, codes)), inputs.index.keys
     with files.whole_file(path) as file:
         for cut in near.cuts(len(every)):
             ids = every[cut]

@@ -1,9 +1,9 @@
 """Verb: captioned shards that no training reads -> minimal pairs, a compositional benchmark.
 
-An item is a picture, a caption of it and an edit of that caption by a rule of ``caption_rules``,
-which no other caption of the picture speaks for; or, where blind spots are given, a caption of a
-picture that an encoder confuses with it. The folder has SugarCrepe's layout, a file per rule, and
-is evaluated as the layout ``pairs``:
+An item is a picture, one of its captions, and a false caption: an edit of the caption by a rule of
+``caption_rules`` that no other caption of the picture makes true. If blind spots are given, the
+false caption may be that of a picture which an encoder confuses with the first. The folder has
+SugarCrepe's layout, a file per rule, and is evaluated as the layout ``pairs``:
 
     OUT/data/RULE.json   {id: {filename, caption, negative_caption, key}}
     OUT/data/confused.json   the same, and the unit that the two pictures of a pair share
@@ -73,7 +73,7 @@ def run(
     Raises ValueError for wrong values, NoItems where there is no item, and the errors of what it
     reads.
     """
-    chosen = check_rules(rules or [*RULES])
+    rule_names = check_rules(rules or [*RULES])
     fewest, why = (1, "") if confused is None else (2, ", since --confused makes two items at once")
     for flag, value, least, end in (("--per-rule", per_rule, fewest, why), ("--seed", seed, 0, "")):
         if value < least:
@@ -86,7 +86,7 @@ def run(
     if confused is not None:
         spots = _read_spots(Path(confused), [image.size for image in images])
     source = CaptionedPictures(shards, images, texts, spots)
-    return make(MinimalPairs(tuple(chosen), per_rule, seed), Path(out), source, force)
+    return make(MinimalPairs(tuple(rule_names), per_rule, seed), Path(out), source, force)
 
 
 class CaptionedPictures(NamedTuple):
@@ -139,10 +139,10 @@ def _items(
 ) -> Items:
     """A caption of a picture and its edit, for ``per_rule`` pictures at most."""
     key = mix(seed, [*RULES].index(rule))
-    found: Items = {}
+    items: Items = {}
     order = permute(np.arange(len(images)), len(images), mix(int(key), _RULE)).tolist()
     for row in progress(order, total=len(order), description=rule):
-        if len(found) == per_rule:
+        if len(items) == per_rule:
             break
         fitting = [
             (n, edits)
@@ -153,8 +153,8 @@ def _items(
             continue
         draw = int(mix(int(key), _CAPTION, row))
         number, edits = fitting[draw % len(fitting)]
-        found[row] = (texts[row][number], edits[(draw >> 32) % len(edits)].text, row)
-    return dict(sorted(found.items()))
+        items[row] = (texts[row][number], edits[(draw >> 32) % len(edits)].text, row)
+    return dict(sorted(items.items()))
 
 
 def _is_picture(image: Any) -> bool:
@@ -184,7 +184,9 @@ def _read_spots(folder: Path, sizes: Sequence[int]) -> tuple[Manifest, list[list
             "is --shards"
         )
     manifest.check(folder, PAIRS)
-    with files.own(folder / PAIRS, "run 'mclclip blindspots --force' to make it again"):
+    with files.damaged_if_unreadable(
+        folder / PAIRS, "run 'mclclip blindspots --force' to make it again"
+    ):
         lines = (folder / PAIRS).read_bytes().splitlines()
         rows = [files.parse_json(line, PAIRS)["sample_ids"] for line in lines]
     return manifest, rows
@@ -197,23 +199,25 @@ def _confused_items(
     per_rule: int,
     seed: int,
 ) -> Items:
-    """A caption of a picture, and one of the picture that it is confused with, which says something
-    else than its own; pairs of the largest differences first, both pictures of a pair or none."""
+    """A caption of a picture, and a different caption of the picture that it is confused with.
+
+    Pairs of the largest differences come first; either both pictures of a pair are used or none.
+    """
     said = [{*map(spoken, captions)} for captions in texts]
-    found: Items = {}
+    items: Items = {}
     for pair in spots:
         first, second = sorted(pair)
-        if len(found) + 2 > per_rule:
+        if len(items) + 2 > per_rule:
             break
-        if first in found or second in found:
+        if first in items or second in items:
             continue
-        one, other = (
+        a, b = (
             texts[row][int(mix(seed, _CAPTION, row)) % len(texts[row])] for row in (first, second)
         )
-        told_apart = spoken(other) not in said[first] and spoken(one) not in said[second]
+        told_apart = spoken(b) not in said[first] and spoken(a) not in said[second]
         if told_apart and _is_picture(images[first]) and _is_picture(images[second]):
-            found |= {first: (one, other, first), second: (other, one, first)}
-    return dict(sorted(found.items()))
+            items |= {first: (a, b, first), second: (b, a, first)}
+    return dict(sorted(items.items()))
 
 
 def _write(out: Path, items: dict[str, Items], images: Sequence[Any]) -> dict[str, files.Record]:
@@ -221,7 +225,7 @@ def _write(out: Path, items: dict[str, Items], images: Sequence[Any]) -> dict[st
     for name in ("data", "images"):
         (out / name).mkdir(exist_ok=True)
     names: dict[int, str] = {}
-    for row in sorted({row for own in items.values() for row in own}):
+    for row in sorted({row for of_rule in items.values() for row in of_rule}):
         data = images[row].read_bytes()
         names[row] = f"{row:06}.{image_extension(data) or 'img'}"
         files.write_bytes(out / "images" / names[row], data)
@@ -234,12 +238,12 @@ def _write(out: Path, items: dict[str, Items], images: Sequence[Any]) -> dict[st
                 "key": images[row].key,
             }
             | ({"unit": names[unit]} if rule == CONFUSED else {})
-            for row, (caption, false, unit) in own.items()
+            for row, (caption, false, unit) in of_rule.items()
         }
-        for rule, own in items.items()
+        for rule, of_rule in items.items()
     }
-    for rule, own in records.items():
-        files.write_json(out / "data" / f"{rule}.json", own)
+    for rule, of_rule in records.items():
+        files.write_json(out / "data" / f"{rule}.json", of_rule)
     suite = {"kind": "compositional", "path": "${folder}", "options": {"layout": "pairs"}}
     text = yaml.safe_dump({"name": "pairs", "benchmarks": {"pairs": suite}}, sort_keys=False)
     files.write_bytes(out / "suite.yaml", text.encode())
@@ -250,7 +254,7 @@ def _write(out: Path, items: dict[str, Items], images: Sequence[Any]) -> dict[st
 
 
 def _gallery(records: dict[str, dict[str, dict[str, str]]]) -> str:
-    """The page of all items. Its policy allows the one script that it has, and nothing else."""
+    """The page of all items. Its content policy allows its one script and nothing else."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -258,8 +262,10 @@ def _gallery(records: dict[str, dict[str, dict[str, str]]]) -> str:
     )
     template = environment.get_template("make_pairs.html")
     shown = {
-        rule: {number: {k: files.clean(v) for k, v in item.items()} for number, item in own.items()}
-        for rule, own in records.items()
+        rule: {
+            number: {k: files.clean(v) for k, v in item.items()} for number, item in of_rule.items()
+        }
+        for rule, of_rule in records.items()
     }
     page = template.render(rules=shown, policy="")
     (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)

@@ -1,4 +1,4 @@
-"""Verb: one base, several remedies of equal cost -> which of them is better than training alone.
+"""Verb: one base, several remedies of equal cost -> a comparison of each with training alone.
 
 A remedy is a name and a few overrides on the base configuration. All remedies of a seed start from
 one index, one stage 0, its embeddings, clusters and pseudo labels, and see as many samples in as
@@ -89,8 +89,8 @@ class Race:
     def trained(self) -> list[Remedy]:
         """The remedies with trainings of their own, in the order in which they run."""
         first: dict[tuple[str, ...], Remedy] = {}
-        for one in self.remedies:
-            first.setdefault(self._trainings(one), one)
+        for remedy in self.remedies:
+            first.setdefault(self._trainings(remedy), remedy)
         return [*first.values()]
 
     def _trainings(self, remedy: Remedy) -> tuple[str, ...]:
@@ -138,10 +138,10 @@ class Race:
                 config = replace(config, train=replace(config.train, steps=each))
         except ValueError as error:
             raise ValueError(f"{remedy.label}: {error}") from None
-        if remedy.encoder is not None and remedy.encoder not in (made := config.encoders[1:]):
+        if remedy.encoder is not None and remedy.encoder not in (encoders := config.encoders[1:]):
             raise ValueError(
                 f"{remedy.label} is judged by {remedy.encoder}, which is not made: wanted "
-                f"one of {', '.join(made)} (export.soup and export.concat say which)"
+                f"one of {', '.join(encoders)} (export.soup and export.concat say which)"
             )
         return config
 
@@ -161,26 +161,26 @@ class Race:
     @cached_property
     def _only(self) -> str:
         """The name of the remedy that runs alone, or ``base``."""
-        name, trained = str(self.only), [one.name for one in self.trained]
+        name, trained = str(self.only), [remedy.name for remedy in self.trained]
         if name.isdecimal() and 1 <= int(name) <= len(trained):
             return trained[int(name) - 1]
         if name in (BASE, *trained):
             return name
-        if name in (others := {one.name: one for one in self.remedies}):
+        if name in (others := {remedy.name: remedy for remedy in self.remedies}):
             first = self.folder(others[name], 0).parent.name
             raise ValueError(f"--only {name}: it has no trainings of its own: name {first}")
-        numbered = ", ".join(f"{number} {one}" for number, one in enumerate(trained, 1))
+        numbered = ", ".join(f"{number} {remedy}" for number, remedy in enumerate(trained, 1))
         raise ValueError(f"--only {name}: wanted {BASE}, or a remedy by name or number: {numbered}")
 
     # --- running ---
 
     def check(self, context: Context) -> None:
-        """Raises ValueError or FileNotFoundError, before anything is written, for what would stop
-        the race later, and where the base configuration is not that of what is there."""
+        """Raises ValueError or FileNotFoundError, before anything is written, for errors that would
+        stop the race later, and if the folder holds a race of another base configuration."""
         if len(set(self.all_seeds)) != len(self.all_seeds):
             raise ValueError(f"got the seeds {self.all_seeds}: each may be given once")
-        labels = [one.name for one in self.remedies if "controls=[random_groups]" in one.overrides]
-        mcl = any(not one.overrides for one in self.remedies)
+        labels = [r.name for r in self.remedies if "controls=[random_groups]" in r.overrides]
+        mcl = any(not remedy.overrides for remedy in self.remedies)
         if labels and self.base.num_stages > 1 and not mcl:
             raise ValueError(
                 f"remedy {labels[0]!r} permutes the labels of all stages of mcl: name mcl too"
@@ -210,8 +210,9 @@ class Race:
                 )
 
     def _write_record(self) -> None:
-        """Writes ``record``, once there is a base that it tells of: a race that was refused or
-        killed before may go on with another one. A race that began beside this one wins."""
+        """Writes ``record`` once its base exists, so that a race which was refused or killed
+        earlier may go on with another base. If another race began beside this one, that one wins.
+        """
         self._check_record()
         files.write_json(self.record_path, self.record)
 
@@ -234,7 +235,7 @@ class Race:
         for seed in self.all_seeds:
             shared = self.base_of(seed)
             with self._locked(shared, context):
-                readers = {one.label: self.settings(one, seed) for one in self.trained}
+                readers = {remedy.label: self.settings(remedy, seed) for remedy in self.trained}
                 log.info("=== race, seed %d: base", seed)
                 path, text = Path(shared.run_dir) / "config.yaml", configuration.dump(shared)
                 collectives.on_main(partial(files.write_bytes, path, text.encode()))
@@ -252,7 +253,7 @@ class Race:
         log.info("=== race, seed %d: %s", seed, remedy.name)
         config = self.settings(remedy, seed, steps)
         same = [o for o in self.remedies if self._trainings(o) == self._trainings(remedy)]
-        judged = [*dict.fromkeys(_judged_by(one, config) for one in same)]
+        judged = [*dict.fromkeys(_judged_by(other, config) for other in same)]
         config = replace(config, eval=replace(config.eval, encoders=judged))
         with self._locked(config, context):
             collectives.on_main(lambda: self._share(config, seed))
@@ -262,13 +263,13 @@ class Race:
             method.run(config, context, force=self.force, only=control)
 
     def _share(self, config: Config, seed: int) -> None:
-        """Links what a run shares with the base, and of mcl the labels that its control permutes;
-        copies the base's figures."""
+        """Links the artifacts that a run shares with the base, and the labels of mcl that its
+        control permutes; copies the base's figures."""
         base, run_dir = Path(self.base_of(seed).run_dir), Path(config.run_dir)
         shared = {name: base / name for name in ("index", "stage_0")}
         sources = {1: base}
         if config.controls == ["random_groups"]:
-            mcl = self.folder(next(one for one in self.remedies if not one.overrides), seed)
+            mcl = self.folder(next(r for r in self.remedies if not r.overrides), seed)
             sources |= dict.fromkeys(range(2, config.num_stages + 1), mcl)
         for stage, source in sources.items():
             labels = Path(f"stage_{stage}/pseudo_labels")
@@ -290,19 +291,19 @@ class Race:
     # --- comparing ---
 
     def _compare(self, steps: int) -> None:
-        """Compares all remedies; writes the table and the page, and prints what they show."""
+        """Compares all remedies; writes the table and the page, and prints the comparison."""
         folder, seeds = Path(self.base.run_dir), self.all_seeds
         base = Entrant(BASE, "stage_0", [Path(self.base_of(seed).run_dir) for seed in seeds])
         entrants = [self._entrant(remedy, steps) for remedy in self.remedies]
-        control = next(one for one in entrants if one.name == CONTROL)
-        for one in entrants:
-            one.cost["share"] = one.cost["operations"] / control.cost["operations"]
-        found = page.standings(base, control, entrants, [*self.base.eval.suite])
-        files.write_bytes(folder / page.TABLE, page.frame(found).to_csv(index=False).encode())
-        text = page.render(folder.resolve().name, found, base, entrants)
+        control = next(entrant for entrant in entrants if entrant.name == CONTROL)
+        for entrant in entrants:
+            entrant.cost["share"] = entrant.cost["operations"] / control.cost["operations"]
+        standings = page.standings(base, control, entrants, [*self.base.eval.suite])
+        files.write_bytes(folder / page.TABLE, page.frame(standings).to_csv(index=False).encode())
+        text = page.render(folder.resolve().name, standings, base, entrants)
         files.write_bytes(folder / page.PAGE, text.encode())
-        print(page.table(found, entrants))
-        for sentence in page.sentences(found):
+        print(page.table(standings, entrants))
+        for sentence in page.sentences(standings):
             print("\n" + textwrap.fill(files.clean(sentence), results.WIDTH))
         log.info("wrote %s and %s", folder / page.PAGE, folder / page.TABLE)
 
@@ -316,13 +317,14 @@ class Race:
         trained = [of for of in passes if of["stage"] > 0 and of["variant"] == variant]
         operations = sum(of["sample"] * of["samples"][1] for of in trained if of["samples"])
         recorded = [
-            one
+            training
             for run in runs
-            for one in story.trainings(Run.open(run))
-            if one["stage"] > 0 and one["variant"] == variant
+            for training in story.trainings(Run.open(run))
+            if training["stage"] > 0 and training["variant"] == variant
         ]
         totals = [
-            story.total([one[name] for one in recorded]) for name in ("seconds", "rank_hours")
+            story.total([training[name] for training in recorded])
+            for name in ("seconds", "rank_hours")
         ]
         seconds, hours = (None if total is None else total / len(runs) for total in totals)
         first = runs[0].parent.name
@@ -339,8 +341,8 @@ class Race:
 
     @contextmanager
     def _locked(self, config: Config, context: Context) -> Iterator[None]:
-        """Holds the lock of a run directory on the first rank; the lock of the base is waited for,
-        since jobs that start together make it once."""
+        """Holds the lock of a run directory on the first rank. It waits for the lock of the base,
+        since jobs that start together make the base once."""
         lock = RunLock(Path(config.run_dir), wait_s=self.base.peer_timeout_s)
         collectives.together(lambda: context.is_main and lock.__enter__())
         if context.is_main:
@@ -353,8 +355,8 @@ class Race:
 
 
 def _judged_by(remedy: Remedy, config: Config) -> str:
-    """The encoder that stands for a remedy, without the prefix of a control: the one that it names,
-    else the first join of the run, else its stage 1."""
+    """The encoder that represents a remedy, without the prefix of a control: the one that it names,
+    else the first joined encoder of the run, else its stage 1."""
     preferred = ("concat_stage_norm", *JOINED)
     first = next((name for name in preferred if name in config.encoders), "stage_1")
     return remedy.encoder or first

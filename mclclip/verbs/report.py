@@ -1,10 +1,10 @@
-"""Verb: what a run left as data -> one page ``report.html``, to be looked at and passed on.
+"""Verb: the data of a run -> one page ``report.html``, to be looked at and passed on.
 
-The page is one file: it asks nothing of a network, holds no script, follows the light or dark theme
-of its reader, and fits a phone. It shows results, comparisons, clusters, neighbours, curves and
-costs, as far as the run has them, and begins with the verdict. What cannot be read is named with
-the reason; the page ends with a list of what the run does not have. Of many samples only some are
-read, which the page says.
+The page is one file: it needs no network, holds no script, follows the light or dark theme of its
+reader, and fits a phone. It begins with the verdict, and shows results, comparisons, clusters,
+neighbours, curves and costs as far as the run has them. Files that cannot be read are named with
+the reason, and the page ends with a list of what the run does not have. If there are many samples
+only some are read, and the page says so.
 
 A report changes nothing but its own file, which is replaced by rename. So it takes no lock, and may
 be made of a run that is training.
@@ -86,8 +86,8 @@ def _content(run: Run) -> dict[str, Any]:
         "first_of_each": scores.first_of_each,
         "label_rows": clusters.LABEL_ROWS,
         "trainings": trainings,
-        "seconds": story.total([one["seconds"] for one in trainings]),
-        "rank_hours": story.total([one["rank_hours"] for one in trainings]),
+        "seconds": story.total([training["seconds"] for training in trainings]),
+        "rank_hours": story.total([training["rank_hours"] for training in trainings]),
         "colours": story.COLOURS,
         "summary": _summary(run, trainings, comparisons),
         "not_there": [name for name, section in sections.items() if section["empty"]],
@@ -119,7 +119,7 @@ def _section(make: Callable[[], Sequence[Any]], samples_of: Run | None = None) -
     run that it shows cannot be read."""
     try:
         if samples_of is not None:
-            _ = samples_of.dataset
+            _ = samples_of.samples
         content = make()
     except (FileNotFoundError, RuntimeError, ValueError) as error:
         log.warning("report: a part is left out: %s", error)
@@ -145,8 +145,8 @@ def _summary(
     if run.layout.index.is_dir():
         if samples := _section(lambda: [len(run.index)])["content"]:
             tiles.append((f"{samples[0]:,}", "samples", ""))
-    if (seconds := story.total([one["seconds"] for one in trainings])) is not None:
-        steps = sum(one["steps"] for one in trainings)
+    if (seconds := story.total([training["seconds"] for training in trainings])) is not None:
+        steps = sum(training["steps"] for training in trainings)
         more = f"{steps:,} steps in {len(trainings)} trainings"
         tiles.append((duration(seconds), "of training", more))
     return tiles

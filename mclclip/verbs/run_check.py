@@ -17,18 +17,18 @@ from functools import partial
 from pathlib import Path
 
 from mclclip.checkpoint import step_files
-from mclclip.data.locations import KIND, TRUNK_CACHE
-from mclclip.data.row_store import all_notes
+from mclclip.data.locations import KIND
+from mclclip.data.row_store import IMAGE_ROWS
 from mclclip.run.artifacts import INTENT, MANIFEST, is_finished, parse_manifest, verb_of
 from mclclip.run.runlog import count_of
 from mclclip.util import files
 from mclclip.verbs import doctor
 from mclclip.verbs.doctor import Finding
 
-MAY_LIE_ELSEWHERE = (KIND, TRUNK_CACHE)
+MAY_LIE_ELSEWHERE = (KIND, IMAGE_ROWS)
 """Kinds of artifacts whose files a user may move to a store, or remove after the training."""
 _OF_STAGES = (
-    "embeddings|text_embeddings|edited_texts/[^/]+|trunk_cache|clusters|pseudo_labels|resharded|"
+    "embeddings|text_embeddings|edited_texts/[^/]+|image_rows|clusters|pseudo_labels|relocated|"
     "train|export"
 )
 _PLACES = re.compile(rf"index|finetune|(controls/[^/]+/)?(stage_\d+/({_OF_STAGES})|exports/[^/]+)")
@@ -150,11 +150,6 @@ def _read_listing(path: Path) -> tuple[dict[Path, files.Record], str, bool]:
         return {folder / name: record for name, record in entries.items()}, _again(path), False
     manifest = parse_manifest(path)
     records = {folder / name: record for name, record in manifest.records.items()}
-    if manifest.kind == TRUNK_CACHE:
-        rows = Path(manifest.counts["rows"] or folder / "rows")
-        if any(rows.glob("*")):  # they may be removed, also from a folder that stays
-            notes = all_notes(rows, int(manifest.counts["shards"]))
-            records |= {rows / name: note.record for name, note in notes.items()}
     return records, _repeated(manifest.kind), manifest.kind in MAY_LIE_ELSEWHERE
 
 

@@ -6,8 +6,8 @@
     wise      the line (1 - alpha) A + alpha B between two models, measured at several alphas
               (Wortsman et al., "Robust fine-tuning of zero-shot models", 2022)
 
-Models are exports of stages, soups, or other people's open_clip directories with safetensors. What
-was measured lies in ``scores/`` of the soup: ``results.jsonl`` as ``eval`` writes it, and
+Models are exports of stages, soups, or other people's open_clip directories with safetensors. The
+soup's folder ``scores/`` has all measurements: ``results.jsonl`` as ``eval`` writes it, and
 ``trace.json`` or ``curve.json`` with ``curve.png``.
 """
 
@@ -100,22 +100,25 @@ def run(
     such model, and RuntimeError for a damaged export. After an error there is no soup in ``out``.
     """
     refuse_foreign(out, "--out")
-    named = _named(models)
-    _check_options(method, named, judge, metrics, alpha, alphas)
-    paths = [*named.values()]
+    ingredients = _names_of(models)
+    _check_options(method, ingredients, judge, metrics, alpha, alphas)
+    paths = [*ingredients.values()]
     if out.resolve() in {path.resolve() for path in paths}:
         raise ValueError(f"--out {out} is one of the models: give a new folder")
     _check_models(paths, judge, images, any_base)
-    inputs = {name: files.digest_file(weights.find_weights(path)) for name, path in named.items()}
-    search = _Search(named, images, judge, tuple(metrics), out / "scores")
+    inputs = {
+        name: files.digest_file(weights.find_weights(path)) for name, path in ingredients.items()
+    }
+    search = _Search(ingredients, images, judge, tuple(metrics), out / "scores")
     choose: dict[Method, Callable[[], Choice]] = {
         "uniform": partial(_uniform, search),
         "greedy": partial(_greedy, search),
         "wise": partial(_wise, search, alpha, alphas),
     }
     step = Soup(
-        method, tuple(named), tuple(metrics), alpha, None if alphas is None else tuple(alphas),
-        judge.benchmarks, None if images is None else str(images),
+        method, tuple(ingredients), tuple(metrics), alpha,
+        None if alphas is None else tuple(alphas), judge.benchmarks,
+        None if images is None else str(images),
     )  # fmt: skip
     make(step, out, (inputs, partial(_write, search, choose[method])), force)
     return out
@@ -137,7 +140,7 @@ class Soup(ExportStep):
 
 def _write(search: _Search, choose: Callable[[], Choice], directory: Path) -> dict[str, Any]:
     """Writes the soup into the directory of its artifact; returns counts for the manifest."""
-    paths = [*search.named.values()]
+    paths = [*search.ingredients.values()]
     config = soup.check_ingredients(paths, any_base=True)
     shares, record, table = choose()
     mixed = [path for path, share in zip(paths, shares, strict=True) if share]
@@ -150,12 +153,12 @@ def _write(search: _Search, choose: Callable[[], Choice], directory: Path) -> di
     weights.write_model(directory, config, tensors)
     if search.judge.benchmarks:
         log.info("a figure by which a soup was chosen is too good: report it on other data")
-    by_name = dict(zip(search.named, shares, strict=True))
+    by_name = dict(zip(search.ingredients, shares, strict=True))
     return {"shares": by_name, "statistics_samples": count} | record
 
 
-def chosen(method: Method, alpha: float | None) -> str:
-    """Names, for a message, what a soup chooses by its benchmarks; empty where that is nothing."""
+def describe_choice(method: Method, alpha: float | None) -> str:
+    """Describes, for a message, what a soup chooses by its benchmarks; empty if nothing."""
     if method == "greedy":
         return "what a greedy soup keeps"
     return "alpha" if method == "wise" and alpha is None else ""
@@ -164,9 +167,9 @@ def chosen(method: Method, alpha: float | None) -> str:
 # --- checks ------------------------------------------------------------------------------------
 
 
-def _named(models: Sequence[str]) -> dict[str, Path]:
+def _names_of(models: Sequence[str]) -> dict[str, Path]:
     """Models by name: that of the folder, or of the stage; a repeated one gets a number."""
-    named: dict[str, Path] = {}
+    ingredients: dict[str, Path] = {}
     for text in models:
         name, equals, where = text.partition("=")
         if not equals or Path(text).exists():
@@ -174,14 +177,14 @@ def _named(models: Sequence[str]) -> dict[str, Path]:
         path = Path(where.removeprefix("local-dir:"))
         whole = path.resolve()
         name = name or (whole.parent.name if whole.name == "export" else whole.name)
-        taken = sum(known.partition("#")[0] == name for known in named)
-        named[f"{name}#{taken + 1}" if taken else name] = path
-    return named
+        taken = sum(other.partition("#")[0] == name for other in ingredients)
+        ingredients[f"{name}#{taken + 1}" if taken else name] = path
+    return ingredients
 
 
 def _check_options(
     method: Method,
-    named: Mapping[str, Path],
+    ingredients: Mapping[str, Path],
     judge: Judge,
     metrics: Sequence[str],
     alpha: float | None,
@@ -189,10 +192,12 @@ def _check_options(
 ) -> None:
     """Raises ValueError where options and method do not fit."""
     measured = "--held-out FOLDER (shards with captions) or --suite FILE"
-    if len(named) < 2:
-        raise ValueError(f"a soup is made of two models or more, got {len(named)}: give --model")
-    if method == "wise" and len(named) != 2:
-        raise ValueError(f"wise is the line between two models, got {len(named)}: give two")
+    if len(ingredients) < 2:
+        raise ValueError(
+            f"a soup is made of two models or more, got {len(ingredients)}: give --model"
+        )
+    if method == "wise" and len(ingredients) != 2:
+        raise ValueError(f"wise is the line between two models, got {len(ingredients)}: give two")
     if method != "wise" and (alpha is not None or alphas is not None):
         raise ValueError(f"{method} has no alpha: leave out --alpha and --alphas, or take wise")
     if outside := [a for a in (alpha, *(alphas or ())) if a is not None and not 0 <= a <= 1]:
@@ -213,7 +218,7 @@ def _check_options(
 
 
 def _check_models(paths: Sequence[Path], judge: Judge, images: Path | None, any_base: bool) -> None:
-    """Raises what ``run`` says of models."""
+    """Raises the errors of ``run`` about models."""
     soup.check_ingredients(paths, any_base=any_base, advice=_ADVICE)
     for path in paths:
         weights.check_recorded(path)
@@ -234,9 +239,9 @@ def _check_models(paths: Sequence[Path], judge: Judge, images: Path | None, any_
 
 @dataclass(frozen=True)
 class _Search:
-    """The ingredients, and how soups of them are made, measured and compared."""
+    """Makes, measures and compares soups of the ingredients."""
 
-    named: Mapping[str, Path]
+    ingredients: Mapping[str, Path]
     images: Path | None
     judge: Judge
     metrics: tuple[str, ...]
@@ -245,13 +250,13 @@ class _Search:
     @cached_property
     def model(self) -> Model:
         """The one model that every soup is filled into, on the judge's device."""
-        model = load_towers(next(iter(self.named.values())), load_weights=False)
+        model = load_towers(next(iter(self.ingredients.values())), load_weights=False)
         return model.to(self.judge.context.device)
 
     def make(self, shares: Sequence[float]) -> tuple[Model, dict[str, Tensor], int]:
         """``soup.load_soup`` of these shares, in ``model``."""
         images = None if self.images is None else partial(_images, self.images)
-        return soup.load_soup([*self.named.values()], shares, images, self.model)
+        return soup.load_soup([*self.ingredients.values()], shares, images, self.model)
 
     def measure(self, shares: Sequence[float], name: str) -> Figures:
         """The figures of a soup that ``eval`` shows, by BENCHMARK/METRIC."""
@@ -266,9 +271,9 @@ class _Search:
     def deciding(self, figures: Figures) -> list[str]:
         """The metrics whose mean is the score. ValueError where one was not measured."""
         first = next(iter(self.judge.benchmarks))
-        own = [name for name, row in figures.items() if row.benchmark == first]
-        main = [name for name in own if figures[name].protocol.get("level") == "headline"]
-        deciding = [*self.metrics] or main or own[:1]
+        of_first = [name for name, row in figures.items() if row.benchmark == first]
+        main = [name for name in of_first if figures[name].protocol.get("level") == "headline"]
+        deciding = [*self.metrics] or main or of_first[:1]
         if lacking := [name for name in deciding if name not in figures]:
             raise ValueError(f"--metric {lacking[0]}: there are {', '.join(figures)}")
         if len({figures[name].unit for name in deciding}) > 1:
@@ -319,32 +324,35 @@ def _images(folder: Path, model: Model) -> Iterator[Tensor]:
 
 
 def _uniform(search: _Search) -> Choice:
-    shares = [1.0] * len(search.named)
+    shares = [1.0] * len(search.ingredients)
     if not search.judge.benchmarks:
         return shares, {}, ""
     alone = np.eye(len(shares)).tolist()
-    every = {n: search.measure(own, n) for n, own in zip(search.named, alone, strict=True)}
+    every = {n: search.measure(row, n) for n, row in zip(search.ingredients, alone, strict=True)}
     every["soup_uniform"] = search.measure(shares, "soup_uniform")
     return shares, {}, _table("model", every)
 
 
 def _greedy(search: _Search) -> Choice:
-    """Models by their own score, the best first (of equal ones the first given); each is kept if
-    the soup with it scores at least what the soup without it does. So the score is never below
-    that of the best model."""
-    names, single = [*search.named], np.eye(len(search.named)).tolist()
-    figures = [search.measure(own, name) for own, name in zip(single, names, strict=True)]
-    alone = [search.score(one) for one in figures]
+    """Adds models in the order of their scores, the best first (the first given among equals).
+
+    A model is kept if the soup with it scores at least as high as the soup without it. So the score
+    is never below that of the best model.
+    """
+    names, single = [*search.ingredients], np.eye(len(search.ingredients)).tolist()
+    figures = [search.measure(row, name) for row, name in zip(single, names, strict=True)]
+    alone = [search.score(figure) for figure in figures]
     first, *others = sorted(range(len(names)), key=lambda number: -alone[number])
     shares, best = single[first], alone[first]
     trace = [{"model": names[first], "alone": best, "soup": best, "kept": True}]
     for step, number in enumerate(others, start=2):
         tried = [share + (other == number) for other, share in enumerate(shares)]
         score = search.score(search.measure(tried, f"soup_{step}"))
-        kept = score >= best
-        if kept:
+        is_kept = score >= best
+        if is_kept:
             shares, best = tried, score
-        trace.append({"model": names[number], "alone": alone[number], "soup": score, "kept": kept})
+        row = {"model": names[number], "alone": alone[number], "soup": score, "kept": is_kept}
+        trace.append(row)
     metrics = search.deciding(figures[0])
     files.write_json(search.scores / "trace.json", {"metrics": metrics, "trace": trace})
     rows = [[t["model"], t["alone"], t["soup"], "kept" if t["kept"] else "left out"] for t in trace]
@@ -354,9 +362,9 @@ def _greedy(search: _Search) -> Choice:
 
 
 def _wise(search: _Search, alpha: float | None, alphas: Sequence[float] | None) -> Choice:
-    """The point of the line that ``alpha`` names, or the one with the best score (of equal ones
-    the nearest to the first model), and the curve of all that was measured. Its `price` is the
-    difference of each figure to that of the first model, where this was measured."""
+    """The point ``alpha`` of the line, or the one with the best score (the nearest to the first
+    model among equals), and the curve of all measured points. Its `price` is the difference of each
+    figure from that of the first model, if this was measured."""
     if not search.judge.benchmarks:
         assert alpha is not None, "_check_options has asked for it"
         return [1.0 - alpha, alpha], {"alpha": alpha}, ""
@@ -366,7 +374,7 @@ def _wise(search: _Search, alpha: float | None, alphas: Sequence[float] | None) 
     best = max(points, key=lambda a: scores[a]) if alpha is None else alpha
     figures = every[best]
     curve: dict[str, Any] = {
-        "models": [*search.named],
+        "models": [*search.ingredients],
         "alphas": points,
         "decided_by": search.deciding(figures),
         "alpha": best,

@@ -11,13 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from mclclip.checkpoint import keep_finished, path_of
 from mclclip.config import Config, TrainConfig, rules
-from mclclip.data import locations
 from mclclip.data.coverage import check_coverage, coverage_report
 from mclclip.data.decode import Pixels
 from mclclip.data.epoch_plan import total_steps
@@ -25,9 +23,10 @@ from mclclip.data.extras import directory_of, survey
 from mclclip.data.groups import GroupSizes, LabelBlocks, StageGroups
 from mclclip.data.index_tables import check_shards
 from mclclip.data.labels import permute_labels, read_pseudo_labels
-from mclclip.data.locations import TrunkRows
+from mclclip.data.row_store import IMAGE_ROWS, StoredRows
 from mclclip.data.sample_index import SampleIndex
 from mclclip.models import weights
+from mclclip.models.loading import start_from_rows
 from mclclip.models.options import ModelConfig
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
@@ -115,10 +114,11 @@ class Training(Step[TrainingRun]):
         job = how.job
         opened = _opened(job)
         model = build.build_model(job)
-        collectives.together(lambda: build.start_from_trunk(model, opened.trunk))
+        if (rows := opened.image_rows) is not None:
+            collectives.together(lambda: start_from_rows(model, rows))
         objective = build.objective_of(job, model, opened.classes)
         collectives.on_main(lambda: _begin(job, opened, out))
-        trainee = build.trainee_of(job, opened, model, objective)
+        trainee = build.trainee_of(job, model, objective)
         steps, exported = _train(how, opened, trainee, out.identity, self.steps)
         counts = {"steps": steps, "samples_seen": steps * job.options.global_batch}
         counts |= {} if exported is None else {"exported_step": exported}
@@ -147,7 +147,7 @@ def _step_of(job: Job) -> Training:
         options = replace(options, evaluate=EvaluateConfig())
     return Training(
         job.stage, job.layout.variant, job.config.seed, job.config.model_of(job.name), options,
-        data={} if job.reads_trunk else {"pixels": job.pixels},
+        data={} if job.reads_image_rows else {"pixels": job.pixels},
         steps=_controlled_steps(job) if is_control and options.steps is None else None,
     )  # fmt: skip
 
@@ -157,21 +157,20 @@ def _opened(job: Job) -> Opened:
     all ranks map those that they read from (together)."""
     config, index = job.config, job.index
 
-    def checked() -> tuple[Any, Any]:
+    def checked() -> Opened:
         if edits := job.options.objective.reads.edits:
             survey(edits, index, config.data, job.name)
-        classes, copies = job.classes, build.resharded_of(job)
+        opened = Opened(job.classes, build.locations_of(job))
+        if job.reads_image_rows:
+            whole = not config.writes_image_rows
+            opened = replace(opened, image_rows=StoredRows.of_images(job.layout, index, whole))
         check_shards(index.directory, index.shards, config.data)
-        return classes, copies
+        return opened
 
     collectives.together(lambda: job.extras)
-    classes, copies = collectives.on_main(checked)
-    if copies is not None:
-        collectives.together(lambda: (copies.grouped, copies.labels, copies.members))
-    trunk = None
-    if job.reads_trunk:
-        trunk = TrunkRows.open_together(job.layout, config.trunk_cache.folder, index)
-    return Opened(classes, copies, trunk)
+    opened = collectives.on_main(checked)
+    collectives.together(lambda: opened.locations.table)
+    return opened
 
 
 def _begin(job: Job, opened: Opened, out: Artifact) -> None:
@@ -204,13 +203,13 @@ def _report_samples(job: Job, opened: Opened) -> None:
         shares = job.weights.by_source(job.index)
         drawn = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items())
         log.info("stage %d: samples are drawn by weight, of all draws: %s", job.stage, drawn)
-    if opened.trunk is not None:
+    if (rows := opened.image_rows) is not None:
         log.info(
-            "stage %d: starts from what the first %d blocks made of every image, at %s",
-            job.stage, opened.trunk.num_blocks, opened.trunk.folder,
+            "stage %d: starts from what the frozen part of the image tower made of every image, "
+            "at %s", job.stage, rows.directory,
         )  # fmt: skip
-    if opened.resharded is not None:
-        log.info("stage %d: samples are read from copies at %s", job.stage, opened.resharded.source)
+    if opened.locations.directory is not None:
+        log.info("stage %d: samples are read from copies at %s", job.stage, opened.locations.source)
 
 
 def _controlled_steps(job: Job) -> int:
@@ -270,9 +269,11 @@ def _inputs(job: Job) -> dict[str, str]:
     if job.stage == 0:
         return inputs
     inputs["base"] = artifacts.read_manifest(layout.export(0), "export").digest
-    if job.reads_trunk:
-        cache = artifacts.read_manifest(layout.trunk_cache, locations.TRUNK_CACHE)
-        inputs["trunk_cache"] = cache.digest
+    if job.reads_image_rows:
+        rows = layout.image_rows, IMAGE_ROWS
+        if not job.config.writes_image_rows:
+            rows = layout.embeddings(0), "embeddings"
+        inputs["image_rows"] = artifacts.read_manifest(*rows).digest
     if "images" in reads.base:
         embedded = artifacts.read_manifest(layout.embeddings(0), "embeddings")
         inputs["embeddings"] = embedded.digest

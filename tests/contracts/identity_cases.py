@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 BASE, IMAGES, TEXTS = "stage_0/export", "stage_0/embeddings", "stage_0/text_embeddings"
-CLUSTERS, LABELS, COPIES = "stage_0/clusters", "stage_1/pseudo_labels", "stage_1/resharded"
+CLUSTERS, LABELS, COPIES = "stage_0/clusters", "stage_1/pseudo_labels", "stage_1/relocated"
 TRAIN, EXPORT = "stage_1/train", "stage_1/export"
 
 ELSEWHERE = {
@@ -21,7 +21,7 @@ ELSEWHERE = {
     "base": "makes stage 0 a training: test_train",
     "model.image_weights": "its file's digest counts: test_backbones",
     "train.plan.weights": "its file's digest counts: test_weights",
-    "trunk_cache.enabled": "makes further artifacts: test_trunk_cache",
+    "image_rows.enabled": "makes further artifacts: test_image_rows",
 }
 """Options whose change needs another run than the one of this table, and where they are tested."""
 
@@ -69,12 +69,11 @@ CONFIG: dict[str, tuple[str, set[str]]] = {
     "cluster.tolerance": ("cluster.tolerance=0.5", {CLUSTERS}),
     "cluster.init_samples": ("cluster.init_samples=9", {CLUSTERS}),
     "cluster.label_mode": ("cluster.label_mode=last", {LABELS}),
-    "reshard.enabled": ("reshard.enabled=true", set()),
-    "reshard.folder": ("reshard.folder={folder}", set()),
-    "reshard.url": ("reshard.url=s3://bucket/copies", set()),
-    "reshard.samples_per_shard": ("reshard.samples_per_shard=40", {COPIES}),
-    "trunk_cache.folder": ("trunk_cache.folder={folder}", set()),
-    "trunk_cache.dtype": ("trunk_cache.dtype=float32", set()),
+    "relocate.enabled": ("relocate.enabled=true", set()),
+    "relocate.folder": ("relocate.folder={folder}", set()),
+    "relocate.url": ("relocate.url=s3://bucket/copies", set()),
+    "relocate.samples_per_shard": ("relocate.samples_per_shard=40", {COPIES}),
+    "image_rows.dtype": ("image_rows.dtype=float32", set()),
     "train.global_batch": ("train.global_batch=12", {TRAIN}),
     "train.epochs": ("train.epochs=3", {TRAIN}),
     "train.steps": ("train.steps=3", {TRAIN}),

@@ -33,7 +33,7 @@ from mclclip.verbs import (
     make_dataset,
     make_pairs,
     pack,
-    reshard,
+    relocate,
     soup,
     train,
 )
@@ -125,8 +125,8 @@ VERBS = {  # in the order in which a run needs them
         of_run(export.join, "export.soup=true"), "exports/soup_uniform", "", "",
         "stage_1/export/manifest.json", "run 'mclclip export",
     ),
-    "reshard": Verb(
-        of_run(reshard.run, stage=1), "stage_1/resharded", "reshard.samples_per_shard=40",
+    "relocate": Verb(
+        of_run(relocate.run, stage=1), "stage_1/relocated", "relocate.samples_per_shard=40",
         "samples_per_shard was [0-9_]+, now 40",
         "stage_1/pseudo_labels/manifest.json", "run 'mclclip cluster' first",
     ),
@@ -302,7 +302,7 @@ def all_verbs(config: Config) -> None:
     export.stage(config, SINGLE, stage=0)
     embed.run(config, SINGLE, stage=0, text=True)
     cluster.run(config, SINGLE, stage=0)
-    reshard.run(config, SINGLE, stage=1)
+    relocate.run(config, SINGLE, stage=1)
     train.run(config, SINGLE, stage=1)
     export.stage(config, SINGLE, stage=1)
     export.join(config, SINGLE)

@@ -112,7 +112,7 @@ def test_a_race_that_is_refused_leaves_nothing(shell: Shell, data: Path, tmp_pat
     )
     of_samples: dict[tuple[object, ...], str] = {
         (tmp_path / "own.sweep",): f"remedy 'hard' of {tmp_path}/own.sweep: train.objective.hard_",
-        ("equal_captions", "trunk_cache.enabled=true"): "remedy 'equal_captions': train.objective.",
+        ("equal_captions", "image_rows.enabled=true"): "remedy 'equal_captions': train.objective.",
     }
     for more, words in of_samples.items():
         assert words in shell.refused(*race, *more)

@@ -135,7 +135,7 @@ def test_every_photograph_and_caption_is_packed_and_indexed(ucm: Path, checkout:
     samples = TarDataset(index, DataConfig())
     found = {}
     for sample_id, raw in enumerate(samples.read_many(range(len(index)))):
-        captions = samples.captions_of([sample_id])[0]
+        captions = samples.bytes.captions_of([sample_id])[0]
         path = _original(index, sample_id)
         assert raw.image == (ucm / path).read_bytes()
         found[path] = captions
@@ -222,7 +222,9 @@ def test_a_cc12m_shard_is_indexed(cc12m: Path, cc12m_run: Path) -> None:
     for sample_id, raw in enumerate(samples.read_many(range(32))):
         stem = keys[sample_id].removeprefix("cc12m/")
         assert raw.image == members[f"{stem}.jpg"]
-        assert samples.captions_of([sample_id])[0] == [members[f"{stem}.txt"].decode().strip()]
+        assert samples.bytes.captions_of([sample_id])[0] == [
+            members[f"{stem}.txt"].decode().strip()
+        ]
         assert min(decode_image(raw.image, 10**8).size) > 0
 
 
@@ -254,7 +256,7 @@ def _check_against_open_clip(stage: Path, index: SampleIndex, count: int = 2) ->
     raws = samples.read_many(range(count))
     images = torch.stack([transform(decode_image(raw.image, 10**8)) for raw in raws])
     texts = open_clip.get_tokenizer(where)(
-        [captions[0] for captions in samples.captions_of(range(count))]
+        [captions[0] for captions in samples.bytes.captions_of(range(count))]
     )
     with torch.inference_mode():
         sides = {

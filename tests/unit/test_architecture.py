@@ -194,15 +194,14 @@ def test_only_ranks_engines_and_checkpoint_talk_to_torch_distributed() -> None:
 
 
 def test_only_the_runner_opens_artifacts() -> None:
-    """A verb makes a `Step`: no other file skips, refuses or moves aside. A trunk's cache and the
-    copies of `reshard` are opened where they are written."""
+    """A verb makes a `Step`: no other file skips, refuses or moves aside."""
     others = {
         str(path)
         for path in MODULES
         for node in nodes_of(path)
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "Artifact.open"
     }
-    assert others - {"run/artifacts.py", "run/steps.py"} == {"verbs/embed.py", "verbs/reshard.py"}
+    assert others == {"run/artifacts.py", "run/steps.py"}
 
 
 def test_nobody_asks_for_the_type_of_an_objective() -> None:

@@ -58,7 +58,10 @@ def test_the_error_names_the_file_and_what_to_do(tmp_path: Path, write: object) 
 
 
 def test_an_error_of_another_file_keeps_its_name(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="elsewhere"), files.naming(tmp_path / "written"):
+    with (
+        pytest.raises(FileNotFoundError, match="elsewhere"),
+        files.with_path_in_errors(tmp_path / "written"),
+    ):
         (tmp_path / "elsewhere").read_bytes()
 
 

@@ -350,7 +350,7 @@ def test_counts_are_those_of_the_run(tmp_path: Path) -> None:
 def test_copies_in_the_run_directory_are_counted(tmp_path: Path) -> None:
     packed = [PackedSample(f"{n:04d}", b"image", "jpg", ["a"]) for n in range(60)]
     (tar,) = write_shards(packed, tmp_path / "data/shards", 60)
-    options = ("base=null", "num_stages=2", "train.global_batch=4", "reshard.enabled=true")
+    options = ("base=null", "num_stages=2", "train.global_batch=4", "relocate.enabled=true")
     config = tiny.make_config(tmp_path / "run", tmp_path / "data", *options)
     unknown = plan.make(config, plan.Machine(1, 1))  # no index yet
     assert {unknown["disk"][kind] for kind in ("copies", "embeddings", "clusters")} == {None}
@@ -360,10 +360,10 @@ def test_copies_in_the_run_directory_are_counted(tmp_path: Path) -> None:
     assert found["disk"]["copies"] == 2 * tar.stat().st_size
     assert any(line.split() == ["copies", "0.00"] for line in plan.table.text(found).splitlines())
     elsewhere = tiny.make_config(
-        tmp_path / "run", tmp_path / "data", *options, f"reshard.folder={tmp_path}/other"
+        tmp_path / "run", tmp_path / "data", *options, f"relocate.folder={tmp_path}/other"
     )
     planned = plan.make(elsewhere, plan.Machine(1, 1))["disk"]
-    assert planned["copies, in its own folder"] == found["disk"]["copies"]
+    assert planned["copies, in their own folder"] == found["disk"]["copies"]
     assert planned["sum"] == found["disk"]["sum"] - found["disk"]["copies"]
 
 

@@ -1,4 +1,4 @@
-"""Hours by operations or by measured rates, and with a cache of the trunk."""
+"""Hours by operations or by measured rates, and with image rows."""
 
 from __future__ import annotations
 
@@ -215,18 +215,18 @@ def test_speeds_that_no_gpu_has_are_refused(given: dict[str, float], told: str) 
         Speed(**given)
 
 
-# --- a cache of the trunk ------------------------------------------------------------------------
+# --- image rows ----------------------------------------------------------------------------------
 
 
 def test_with_the_cache_the_trunk_runs_once(counted: Counted) -> None:
     """One pass of its own at stage 0; what comes after it starts from there."""
-    on = tiny_config("trunk_cache={enabled: true, dtype: float32}", "controls=[ungrouped]")
+    on = tiny_config("image_rows={enabled: true, dtype: float32}", "controls=[ungrouped]")
     kind = measured(on, Machine(1, 4))
     found = costs.hours(
         on, steps.count(on, 192), kind, Machine(1, 4), Speed(images_per_s=50.0)
     )  # fmt: skip
     whole, trunk = kind["train"]["operations"], kind["train"]["operations"]["trunk"]
-    assert whole["trunk_values"] == 17 * 32
+    assert whole["row_values"] == 17 * 32
     assert whole["sample"] == 3 * (2 * BLOCK + PROJECTION)
     each = {of["name"]: of for of in found["passes"]}
     assert each["stage 0, embed trunk"]["sample"] == trunk == BLOCK + PATCHES
@@ -240,7 +240,7 @@ def test_with_the_cache_the_trunk_runs_once(counted: Counted) -> None:
 
 
 def test_a_cached_trunk_is_not_run_by_either_pass_of_gradient_caching() -> None:
-    found = of_sample("train.engine.micro_batch=8", "trunk_cache.enabled=true")
+    found = of_sample("train.engine.micro_batch=8", "image_rows.enabled=true")
     assert found["sample"] == 4 * (2 * BLOCK + PROJECTION)
 
 

@@ -329,7 +329,7 @@ def test_flickr8k_trains_a_text_tower_beside_a_frozen_image_tower() -> None:
     assert (base.lock.image_blocks, base.lock.text, base.global_batch) == (0, True, 256)
     assert (base.lr, base.epochs, options.controls) == (1e-3, 6, ["ungrouped"])
     assert base.lock.image_norm is train.lock.image_norm is False  # its batch norms are folded
-    assert train.lock.image_blocks == 4 and options.trunk_cache.enabled
+    assert train.lock.image_blocks == 4 and options.image_rows.enabled
 
 
 # --- recipes of MLCD -----------------------------------------------------------------------------

@@ -19,7 +19,11 @@ VIEWS = "train.objective={kind: nt_xent}"
 HELD = "train.objective={kind: preserve}"
 HELD_EXACTLY = "train.objective={kind: preserve, exact: true}"
 OTHER = f"trained_model={{name: {json.dumps(tiny.MODEL)}}}"
-TRUNK = "trunk_cache.enabled=true | train.lock.image_blocks=1"
+TRUNK = "image_rows.enabled=true | train.lock.image_blocks=1"
+WHOLE = (
+    "image_rows.enabled=true | "
+    "train.lock={image_blocks: 0, image_norm: false, image_projection: false}"
+)
 RESNET = f"model.name={json.dumps(tiny.RESNET)}"
 ALONE = "model.name={vision_cfg: {backbone: 'mclclip:small_conv', image_size: 16}}"
 WIDER = f"trained_model={{name: {json.dumps(tiny.MODEL | {'embed_dim': 12})}}}"
@@ -91,7 +95,9 @@ CASES = [
     case("trained_model", f"{TRUNK} | {MLCD} | {OTHER}", then="trained_model=null"),
     case("model.augmentation", f"{TRUNK} | model.augmentation={{scale: [0.4, 1.0]}}",
          then="model.augmentation={kind: none}"),
-    case("reshard.enabled", f"{TRUNK} | reshard.enabled=true", then="reshard.enabled=false"),
+    case("embed.feature", f"{WHOLE} | embed.feature=pooled", then="embed.feature=projected"),
+    case("model.projector", f"{WHOLE} | model.projector=[8]", then="model.projector=[]"),
+    case("relocate.enabled", f"{TRUNK} | relocate.enabled=true", then="relocate.enabled=false"),
     case("model.long_context", f"{LONG} | model.name=roberta-ViT-B-32", then="model.name=ViT-B-32"),
     case("model.text", f"{LONG} | {VIEWS} | model.name=ViT-B-32 | model.text=false",
          then="model.text=true"),
@@ -111,7 +117,8 @@ CASES = [
          then="train.evaluate.suite=[x]"),
     case("train.evaluate.metric", f"{EVERY} | {LOSS} | train.evaluate.metric=x/loss",
          then="train.evaluate.mode=min"),
-    case("reshard.url", "reshard.enabled=true | reshard.url=s3://copies", then="reshard.url=null"),
+    case("relocate.url", "relocate.enabled=true | relocate.url=s3://copies",
+         then="relocate.url=null"),
     case("train.global_batch", "train.global_batch=10", then="train.global_batch=9", ranks=3),
     case("train.engine.shard_ranks", "train.engine={name: fsdp, shard_ranks: 3}",
          then="train.engine.shard_ranks=2", ranks=4),

@@ -27,7 +27,7 @@ from mclclip.data.batches import Batch, TrainingBatches, kept_rng, seed_generato
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.groups import GroupedIndex, LabelBlocks
 from mclclip.data.labels import truncate
-from mclclip.data.locations import TextFeatures
+from mclclip.data.row_store import StoredRows
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_writer import PackedSample, write_shards
 from tests.batches import grouped_index, training_batches
@@ -339,7 +339,7 @@ def test_every_caption_is_drawn_in_its_turn(index: SampleIndex) -> None:
 
 def test_text_features_are_those_of_the_caption_drawn(index: SampleIndex, tmp_path: Path) -> None:
     write_text_features(tmp_path / "text", index, "float16")
-    features = TextFeatures(tmp_path / "text", index)
+    features = StoredRows(tmp_path / "text", index)
     cached, live = make(index, text_features=features), make(index)
     for step in steps_of(live):
         with_features, with_text = cached[step], live[step]

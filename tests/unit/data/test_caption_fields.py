@@ -11,7 +11,7 @@ import pytest
 
 from mclclip.config import Config
 from mclclip.data.batches import TrainingBatches
-from mclclip.data.locations import TextFeatures
+from mclclip.data.row_store import StoredRows
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_scan import (
     PER_FIELD,
@@ -93,7 +93,7 @@ def test_tokens_and_stored_features_are_of_the_same_caption(tmp_path: Path) -> N
         own = slice(found.caption_start[shard.start], found.caption_start[shard.stop])
         np.save(tmp_path / "texts" / f"{number:05d}.npy", rows[own])
     tokens = batches(found, tokenizer=tokenize)
-    stored = batches(found, text_features=TextFeatures(tmp_path / "texts", found))
+    stored = batches(found, text_features=StoredRows(tmp_path / "texts", found))
     text = captions_text(FIELDS)
     captions = [
         caption

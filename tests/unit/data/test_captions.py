@@ -70,4 +70,4 @@ def test_a_data_set_cuts_what_it_tokenises(tmp_path: Path) -> None:
     options = DataConfig(max_image_pixels=LIMIT)
     data = TarDataset(index, options, to_tensor, tokenizer=recording)
     assert isinstance(data[0], Sample) and recording.lengths == [8191]
-    assert len(data.captions_of([0])[0][0]) == 2 * 10**6 - 1  # what is not tokenised is whole
+    assert len(data.bytes.captions_of([0])[0][0]) == 2 * 10**6 - 1  # what is not tokenised is whole

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from mclclip.data.bytes import BadSample
 from mclclip.data.decode import DecodeError, decode_array, is_array
 from mclclip.data.options import DataConfig
 from mclclip.data.remote import StoredFile
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import BadSample, Sample, TarDataset
+from mclclip.data.samples import Sample, TarDataset
 from mclclip.data.shard_scan import scan_shard
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.models.transforms import PixelFormat, PlainTransform

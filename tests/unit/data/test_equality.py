@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mclclip.data.batches import TrainingBatches
+from mclclip.data.bytes import Bytes, RawSample
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.extras import (
     EqualityDigests,
@@ -19,10 +20,10 @@ from mclclip.data.extras import (
     equal_rows,
     report_equal,
 )
-from mclclip.data.locations import TextFeatures
 from mclclip.data.options import DataConfig, Policy, SentencesConfig
+from mclclip.data.row_store import StoredRows
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import RawSample, TarDataset
+from mclclip.data.samples import TarDataset
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.models.clip import clean_caption
 from tests.batches import grouped_index
@@ -130,7 +131,7 @@ def test_stored_text_embeddings_have_the_digests_of_tokens(
         rows = np.random.default_rng(number).normal(size=(shard.stop - shard.start, 3))
         np.save(tmp_path / f"{number:05d}.npy", rows.astype(np.float16))
     of_tokens, of_features = batches_of(index), batches_of(
-        index, tokenizer=None, text_features=TextFeatures(tmp_path, index)
+        index, tokenizer=None, text_features=StoredRows(tmp_path, index)
     )  # fmt: skip
     for step in range(3):
         one, two = of_tokens[step], of_features[step]
@@ -217,9 +218,9 @@ def test_what_is_read_before_a_training_is_bounded(
     index: SampleIndex, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     read: list[int] = []
-    whole = TarDataset.captions_of
+    whole = Bytes.captions_of
     monkeypatch.setattr(
-        TarDataset, "captions_of", lambda self, ids: read.extend(ids) or whole(self, ids)
+        Bytes, "captions_of", lambda self, ids: read.extend(ids) or whole(self, ids)
     )
     monkeypatch.setattr("mclclip.data.extras.MOST_READ", 5)
     captions, _ = equal_rows(batches_of(index), clean_caption)
@@ -238,7 +239,7 @@ def test_a_shard_that_cannot_be_read_leaves_the_count_open(
     def fails(*_: Any) -> Any:
         raise FileNotFoundError("there is no shard")
 
-    monkeypatch.setattr(TarDataset, "captions_of", fails)
+    monkeypatch.setattr(Bytes, "captions_of", fails)
     caplog.set_level("INFO", "mclclip")
     report_equal(batches_of(index), clean_caption)
     assert caplog.messages == ["coverage of equal captions is not known: there is no shard"]

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from mclclip.data.bytes import RawSample
 from mclclip.data.extras import EditedCaptions, survey
 from mclclip.data.options import DataConfig
-from mclclip.data.samples import RawSample, Sample, TarDataset, cut_sentences
+from mclclip.data.samples import Sample, TarDataset, cut_sentences
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.util.caption_rules import HardCaptions, all_edits
 from tests.unit.data.test_samples import build_index, png, to_tensor

@@ -26,8 +26,9 @@ class Numbers:
 
     def __init__(self) -> None:
         self.index = SimpleNamespace(drawn_captions=lambda ids, keys: np.zeros(len(ids), np.int64))
-        self.reader, self.transform, self.tokenizer = SimpleNamespace(urls=()), None, None
-        self.extras, self.trunk = (), None
+        self.bytes = SimpleNamespace(reader=SimpleNamespace(urls=()))
+        self.transform = self.tokenizer = self.image_rows = None
+        self.extras = ()
 
     def read_many(self, sample_ids: np.ndarray) -> list[int]:
         return [int(i) for i in sample_ids]

@@ -387,7 +387,7 @@ def datasets(tmp_path: Path, **options: Any) -> tuple[TarDataset, Any]:
         over_urls = DataConfig(remote=RemoteOptions(retries=4, timeout_s=60.0, **options))
         served = TarDataset(samples, over_urls, to_tensor, tokenizer=tokenize)
         files = [stat(server, Path(shard.path).name) for shard in samples.shards]
-        served.reader = ShardReader(files, over_urls)
+        served.bytes.reader = ShardReader(files, over_urls)
         return served
 
     return local, over
@@ -412,7 +412,7 @@ def assert_equal(local: TarDataset, served: TarDataset, workers: int = 0) -> Non
             assert torch.equal(wanted.views[0], sample.views[0])
             assert wanted.text is not None and sample.text is not None
             assert torch.equal(wanted.text, sample.text)
-    assert served.captions_of(ids) == local.captions_of(ids)
+    assert served.bytes.captions_of(ids) == local.bytes.captions_of(ids)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

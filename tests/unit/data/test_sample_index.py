@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from mclclip.data.bytes import excluded_keys, read_excluded
 from mclclip.data.findings import Findings
 from mclclip.data.index_tables import (
     SHARDS,
@@ -21,7 +22,6 @@ from mclclip.data.index_tables import (
 )
 from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import BAD_SAMPLES, KIND, SampleIndex
-from mclclip.data.samples import excluded_keys, read_excluded
 from mclclip.data.shard_scan import ROW, TEXT_CRC
 from mclclip.run.artifacts import Artifact
 from mclclip.util.files import digest_keys

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from mclclip.data import samples as samples_module
 from mclclip.data.batches import Batch, TrainingBatches, kept_rng, seed_generators
+from mclclip.data.bytes import RawSample
 from mclclip.data.decode import decode_image
-from mclclip.data.locations import TextFeatures
+from mclclip.data.row_store import StoredRows
 from mclclip.data.sample_index import SampleIndex
 from mclclip.models.transforms import PixelFormat, SimCLROptions, SimCLRTransform
 from mclclip.util.randomness import mix
@@ -77,7 +77,7 @@ def expected(
     """A view written out: the image transformed under the key that names the view."""
     sample_id, epoch = int(batch.sample_id[row]), batch.step // batches.steps_per_epoch
     raw = batches.dataset.read_many([sample_id])[0]
-    assert isinstance(raw, samples_module.RawSample)
+    assert isinstance(raw, RawSample)
     with kept_rng():
         seed_generators(int(mix(3, 1, epoch, AUGMENTATION, sample_id, view)))
         return augment(decode_image(raw.image, 10_000))  # type: ignore[no-any-return]
@@ -118,7 +118,7 @@ def test_replacements_have_captions_where_captions_are_read(
                 index.num_captions[shard.start : shard.stop]
             )
             np.save(tmp_path / f"{number:05d}.npy", ids[:, None].astype(np.float32))
-        text = {"text_features": TextFeatures(tmp_path, index)}
+        text = {"text_features": StoredRows(tmp_path, index)}
     batches = make(index, num_views=2, transform=plain, global_batch=8, **text)
     reasons = set()
     for step in range(batches.steps_per_epoch):

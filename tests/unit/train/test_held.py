@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from mclclip.config import Config
+from mclclip.data.bytes import Bytes, RawSample
 from mclclip.data.extras import BaseFeatures
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import RawSample, TarDataset
 from mclclip.engines.engine import Engine
 from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import SINGLE
@@ -119,7 +119,7 @@ def test_a_frozen_text_tower_embeds_the_edits_of_captions_once(
     (folder,) = (tmp_path / "run/stage_0/edited_texts").iterdir()
     stored = np.concatenate([np.load(path) for path in sorted(folder.glob("*.npy"))])
     model, samples = load_towers(layout.export(0)).eval(), SampleIndex.open(layout.index)
-    for sample_id, (caption,) in enumerate(TarDataset(samples, config.data).captions_of(range(60))):
+    for sample_id, (caption,) in enumerate(Bytes(samples, config.data).captions_of(range(60))):
         with torch.inference_mode():
             texts = [edit.text for edit in all_edits("colour", caption)]
             wanted = np.zeros((16, model.embed_dim))

@@ -18,7 +18,7 @@ from tests.matrix import in_soak, kept
 STEPS = 6
 LABELS = ("embed --stage 0", "cluster --stage 0")
 STAGE = (*LABELS, "train --stage 1", "export --stage 1", "embed --stage 1")
-ON = "trunk_cache={enabled: true, dtype: float32}"
+ON = "image_rows={enabled: true, dtype: float32}"
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def prepared(prepared_run: Path, root: Path, *more: str) -> list[str]:
 def written(root: Path) -> dict[str, str]:
     """Digests of every file of the cache but its manifest, which holds the time, and a temporary
     one of a kill before the directory was begun (only begun ones are cleaned)."""
-    found = tiny.digests(root / "stage_0/trunk_cache", "**/*")
+    found = tiny.digests(root / "stage_0/image_rows", "**/*")
     del found["manifest.json"]
     return {name: d for name, d in found.items() if not name.startswith(".in_progress.json.")}
 
@@ -79,7 +79,7 @@ def test_killed_anywhere_it_goes_on_and_ends_with_the_same_bytes(
     assert "run 'mclclip" in line
     shell.ok("embed", "--stage", "0", *killed)
     expected = written(tmp_path / "whole")
-    assert sum(name.startswith("rows/") and name.endswith(".npy") for name in expected) == 2
+    assert sum(name.endswith(".npy") for name in expected) == 2
     assert written(tmp_path / "killed") == expected
     embedded = [
         tiny.digests(tmp_path / n / "stage_0/embeddings", "*.npy") for n in ("whole", "killed")
@@ -141,24 +141,25 @@ def test_run_makes_it_and_every_stage_and_control_starts_from_it(
     data = tiny.make_data(tmp_path / "data", num_samples=96)
     more = (
         "base=null", "num_stages=2", "train.steps=2", "export.concat=[]", "export.soup=false",
-        "controls=[ungrouped]", f"trunk_cache.folder={tmp_path}/rows",
+        "controls=[ungrouped]",
     )  # fmt: skip
     path = tiny.write_config(tmp_path / "c.yaml", tmp_path / "run", data, *more)
-    run = ("run", "--config", str(path), "trunk_cache.enabled=true")
+    run = ("run", "--config", str(path), "image_rows.enabled=true")
     done = shell.ok(*run)
-    assert done.stderr.count("starts from what the first 1 blocks made of every image, at") == 4
-    assert len([*(tmp_path / "rows/run").glob("trunk_*/*.npy")]) == 2
+    assert done.stderr.count("starts from what the frozen part of the image tower made of") == 4
     # A finished run does not need the rows any more.
-    shutil.rmtree(tmp_path / "rows")
+    rows = [*(tmp_path / "run/stage_0/image_rows").glob("*.npy")]
+    assert len(rows) == 2
+    for path in rows:
+        path.unlink()
     shell.ok(*run)
-    assert not (tmp_path / "rows").exists()
     line = shell.refused("embed", "--stage", "1", "--force", *run[1:])
-    assert "--trunk-cache --force'" in line
+    assert "--image-rows --force'" in line and not any(path.exists() for path in rows)
 
 
 def test_the_flag_is_the_option(shell: Shell, prepared_run: Path, tmp_path: Path) -> None:
-    options = prepared(prepared_run, tmp_path / "run", "trunk_cache.enabled=false")
-    shell.ok("embed", "--stage", "0", "--trunk-cache", *options)
-    assert (tmp_path / "run/stage_0/trunk_cache/manifest.json").exists()
+    options = prepared(prepared_run, tmp_path / "run", "image_rows.enabled=false")
+    shell.ok("embed", "--stage", "0", "--image-rows", *options)
+    assert (tmp_path / "run/stage_0/image_rows/manifest.json").exists()
     line = shell.refused("embed", "--stage", "0", *options)
-    assert "1 less (trunk_cache)" in line and "--force" in line
+    assert "1 less (image_rows)" in line and "--force" in line

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import logging
 import pickle
 import shutil
 from pathlib import Path
@@ -14,23 +12,24 @@ import numpy as np
 import pytest
 import torch
 
-from mclclip import method
 from mclclip.config import Config
-from mclclip.data.locations import TrunkRows
+from mclclip.data import samples
+from mclclip.data.bytes import BadSample
 from mclclip.data.options import DataConfig
+from mclclip.data.row_store import IMAGE_ROWS, StoredRows
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import BadSample, Sample, TarDataset
-from mclclip.models.loading import load_towers
+from mclclip.data.samples import Sample, TarDataset
+from mclclip.models.loading import load_towers, start_from_rows
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Layout, read_manifest
-from mclclip.verbs import cluster, embed, embed_passes, export, index, run_check, train
+from mclclip.verbs import cluster, embed, export, index, train
 from tests import tiny
 from tests.matrix import kept
 
 RESNET = str(tiny.ROOT / "tests/configs/tiny_resnet.json")
 NUM_SAMPLES = 60
 PLAIN = "model.augmentation={kind: none}"  # as from the cache: the crops of validation
-ON = "trunk_cache={enabled: true, dtype: float32}"
+ON = "image_rows={enabled: true, dtype: float32}"
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +60,15 @@ def start(config: Config) -> None:
     STARTED[key] = run_dir
 
 
-def embedded(config: Config) -> TrunkRows:
+def embedded(config: Config) -> StoredRows:
     start(config)
     embed.run(config, SINGLE, stage=0)
     return rows_of(config)
 
 
-def rows_of(config: Config) -> TrunkRows:
+def rows_of(config: Config) -> StoredRows:
     layout = Layout.of(config)
-    return TrunkRows.open(layout, config.trunk_cache.folder, SampleIndex.open(layout.index))
+    return StoredRows(layout.image_rows, SampleIndex.open(layout.index), IMAGE_ROWS)
 
 
 def trained(config: Config) -> list[float]:
@@ -86,13 +85,10 @@ def embeddings(config: Config, stage: int) -> np.ndarray:
     return np.concatenate([np.load(path) for path in paths])
 
 
-def read(config: Config, rows: TrunkRows, ids: list[int]) -> list[Sample | BadSample]:
+def read(config: Config, rows: StoredRows, ids: list[int]) -> list[Sample | BadSample]:
     samples = SampleIndex.open(Layout.of(config).index)
-    found = TarDataset(
-        samples, DataConfig(), trunk=pickle.loads(
-            pickle.dumps(rows)
-        ),
-    )  # fmt: skip
+    copy = pickle.loads(pickle.dumps(rows))
+    found = TarDataset(samples, DataConfig(), image_rows=copy)
     return found.__getitems__(ids)
 
 
@@ -121,11 +117,11 @@ def test_rows_are_the_output_of_the_frozen_blocks(
     data: Path, tmp_path: Path, model: str | None, blocks: int, shape: tuple[int, ...], dtype: str
 ) -> None:
     more = [f"model.name={model}", "train.lock.image_blocks=2"] if model else []
-    given = f"trunk_cache={{enabled: true, dtype: {dtype}, folder: {tmp_path}/rows}}"
+    given = f"image_rows={{enabled: true, dtype: {dtype}}}"
     config = options(tmp_path / "run", data, given, *more)
     rows = embedded(config)
-    assert (rows.num_blocks, rows.shape, rows.dtype) == (blocks, shape, dtype)
-    assert rows.folder.parent == tmp_path / "rows" / "run"
+    assert rows.shape == shape and rows.get(0).dtype == dtype
+    assert read_manifest(rows.directory, IMAGE_ROWS).config["blocks"] == blocks
     encoder = load_towers(Layout.of(config).export(0)).eval()
     samples = SampleIndex.open(Layout.of(config).index)
     images = TarDataset(samples, DataConfig(max_image_pixels=10**6), encoder.preprocess_val)
@@ -189,6 +185,27 @@ def test_every_way_to_train_starts_from_it(data: Path, tmp_path: Path, more: lis
     np.testing.assert_allclose(found["cache"], found["images"], rtol=tolerance)
 
 
+def test_where_the_whole_tower_is_frozen_its_embeddings_stand_for_pictures(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in LiT: a training and an embedding pass after stage 0 decode none."""
+    lock = "train.lock={image_blocks: 0, image_norm: false, image_projection: false}"
+    images, rows = (
+        options(tmp_path / name, data, given, lock, "embed.dtype=float32")
+        for name, given in (("images", PLAIN), ("rows", ON))
+    )
+    for config in (images, rows):
+        start(config)
+        embed.run(config, SINGLE, stage=0)
+    losses = trained(images)
+    monkeypatch.setattr(samples, "decode", None)
+    np.testing.assert_allclose(trained(rows), losses, rtol=1e-5)
+    assert len({*losses}) == 4 and not Layout.of(rows).image_rows.exists()
+    np.testing.assert_allclose(embeddings(rows, 1), embeddings(images, 1), atol=1e-6)
+    with pytest.raises(ValueError, match="embed.feature=pooled"):
+        options(tmp_path / "pooled", data, ON, lock, "embed.feature=pooled")
+
+
 # --- what is bad ---------------------------------------------------------------------------------
 
 
@@ -205,12 +222,12 @@ def test_a_sample_that_cannot_be_decoded_has_no_row_until_it_is_restored(
         file.seek(int(samples.image_offset[5]) + 60)
         file.write(bytes(int(samples.image_size[5]) - 60))
     rows = embedded(config)
-    assert rows.without.tolist() == [5]
+    assert [*rows.without] == [5]
     (found, other) = read(config, rows, [5, 6])
-    assert found == BadSample(5, "not_cached") and isinstance(other, Sample)
+    assert found == BadSample(5, "no_row") and isinstance(other, Sample)
     assert not embeddings(config, 0)[5].any()
     trained(config)
-    record = read_manifest(Layout.of(config).trunk_cache, "trunk_cache")
+    record = read_manifest(Layout.of(config).image_rows, "image_rows")
     assert record.counts["bad_samples"] == 1
     path.write_bytes(whole)
     shutil.rmtree(Layout.of(config).train(1))
@@ -221,83 +238,18 @@ def test_a_sample_that_cannot_be_decoded_has_no_row_until_it_is_restored(
     assert 5 not in SampleIndex.open(Layout.of(config).index).bad_ids()
 
 
-def test_doctor_finds_a_changed_row_and_no_fault_in_rows_that_were_removed(
-    made: Config, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = copied(made, data, tmp_path)
-    rows = rows_of(config)
-    assert run_check.run(Path(config.run_dir)) == 0
-    tiny.flip(rows.folder / "00001.npy", 128 + 3 * rows.bytes_per_row + 17)
-    assert run_check.run(Path(config.run_dir)) == 2
-    assert "trunk_cache: rows/00001.npy" in capsys.readouterr().out
-    (rows.folder / "00001.npy").unlink()
-    embed.run(config, SINGLE, stage=0, force="unfit")
-    assert run_check.run(Path(config.run_dir)) == 0
-    shutil.rmtree(rows.folder)
-    assert run_check.run(Path(config.run_dir)) == 0
-    rows.folder.mkdir()
-    assert run_check.run(Path(config.run_dir)) == 0
-
-
-def test_a_run_with_force_makes_damaged_shards_again_and_no_others(
-    made: Config, data: Path, tmp_path: Path
-) -> None:
-    config = copied(made, data, tmp_path)
-    folder = rows_of(config).folder
-    whole = {path.name: path.read_bytes() for path in folder.glob("*.npy")}
-    times = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.npy")}
-    manifest = (folder.parent / "manifest.json").read_bytes()
-    embed.run(config, SINGLE, stage=0, force="unfit")
-    assert (folder.parent / "manifest.json").read_bytes() == manifest
-    for damage in (Path.unlink, lambda path: path.write_bytes(b"x")):
-        damage(folder / "00001.npy")
-        embed.run(config, SINGLE, stage=0, force="unfit")
-        assert {path.name: path.read_bytes() for path in folder.glob("*.npy")} == whole
-        assert (folder / "00000.npy").stat().st_mtime_ns == times["00000.npy"]
-        assert not len(rows_of(config).without)
-    assert embeddings(config, 0).any(axis=1).all()
-
-
-def test_two_runs_of_one_name_may_write_the_same_rows(data: Path, tmp_path: Path) -> None:
-    """A run does not remove the temporary files of another one."""
-    shared = f"trunk_cache.folder={tmp_path}/rows"
-    first = options(tmp_path / "a/run", data, ON, shared)
-    embedded(first)
-    (folder,) = (tmp_path / "rows/run").iterdir()
-    (folder / ".00001.npy.host.1.tmp").write_bytes(bytes(10))
-    second = options(tmp_path / "b/run", data, ON, shared)
-    assert rows_of(first).folder == embedded(second).folder == folder
-    assert (folder / ".00001.npy.host.1.tmp").exists()
-
-
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no folder that nobody can write")
-def test_a_folder_that_cannot_be_written_is_told_before_stage_0(data: Path, tmp_path: Path) -> None:
-    config = options(tmp_path / "run", data, ON, "trunk_cache.folder=/proc/rows")
-    with pytest.raises(ValueError, match=r"^trunk_cache.folder=/proc/rows cannot be written") as of:
-        method.run(config, SINGLE)
-    assert "\n" not in str(of.value) and not (tmp_path / "run").exists()
-    start(config)
-    with pytest.raises(ValueError, match=r"^trunk_cache.folder=/proc/rows cannot be written"):
-        embed.run(config, SINGLE, stage=0)
-
-
 def test_files_of_rows_that_are_gone_or_cut_are_refused_before_a_step(
     made: Config, data: Path, tmp_path: Path
 ) -> None:
     config = copied(made, data, tmp_path)
     cluster.run(config, SINGLE, stage=0)
-    path = rows_of(config).folder / "00000.npy"
+    path = rows_of(config).directory / "00000.npy"
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
     with pytest.raises(RuntimeError, match=r"00000.npy is damaged \(it has .* were written\): run"):
         train.run(config, SINGLE, stage=1)
     path.unlink()
     with pytest.raises(FileNotFoundError, match=r"no .*00000.npy: run 'mclclip embed"):
-        train.run(config, SINGLE, stage=1)
-    path.write_bytes(whole)
-    without = Layout.of(config).trunk_cache / "without_rows.npy"
-    without.write_bytes(without.read_bytes()[:-1])
-    with pytest.raises(RuntimeError, match=r"without_rows.npy is damaged .*-cache --force'"):
         train.run(config, SINGLE, stage=1)
     assert not Layout.of(config).train(1).exists()
 
@@ -312,11 +264,11 @@ def test_other_blocks_or_other_weights_are_refused(
     embed.run(fewer, SINGLE, stage=0, force=True)  # two blocks are frozen now
     more = options(Path(fewer.run_dir), data, ON)
     cluster.run(more, SINGLE, stage=0)
-    with pytest.raises(ValueError, match="has passed 2 blocks, and train.lock freezes 1: lower"):
+    with pytest.raises(ValueError, match="have passed 2 blocks, and train.lock freezes 1: lower"):
         train.run(more, SINGLE, stage=1)
-    rows, other = rows_of(config), load_towers(config.model.name, seed=5)
+    other = load_towers(config.model.name, seed=5)
     with pytest.raises(RuntimeError, match="was made by other weights than the first 1 blocks"):
-        rows.start(other)
+        start_from_rows(other, rows_of(config))
     assert other.first_block == 0
 
 
@@ -334,53 +286,11 @@ def test_embeddings_of_images_are_told_before_a_row_is_written(data: Path, tmp_p
     plain, on = (options(tmp_path / "run", data, *more) for more in ([], [ON]))
     start(plain)
     embed.run(plain, SINGLE, stage=0)
-    with pytest.raises(ValueError, match="was made from images, and trunk_cache.enabled starts"):
+    with pytest.raises(ValueError, match="was made from images, and image_rows.enabled starts"):
         embed.run(on, SINGLE, stage=0)
-    assert not Layout.of(on).trunk_cache.exists()
+    assert not Layout.of(on).image_rows.exists()
     embed.run(on, SINGLE, stage=0, force=True)
     assert not len(rows_of(on).without)
-
-
-def test_another_folder_than_the_rows_have_is_told(
-    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("mclclip"), "propagate", True)
-    there = options(tmp_path / "run", data, ON, f"trunk_cache.folder={tmp_path}/there")
-    embedded(there)
-    elsewhere = options(tmp_path / "run", data, ON)
-    wanted = f"no .*rows/00000.npy: they were written to {tmp_path}/there/run/trunk_.*: name"
-    with pytest.raises(FileNotFoundError, match=wanted):
-        rows_of(elsewhere)
-    with caplog.at_level(logging.WARNING, "mclclip"):
-        embed.run(elsewhere, SINGLE, stage=0)
-    assert f"were written to {tmp_path}/there/run/trunk_" in caplog.text
-
-
-def test_temporary_files_of_killed_writers_are_removed(data: Path, tmp_path: Path) -> None:
-    config = options(tmp_path / "run", data, ON, f"trunk_cache.folder={tmp_path}/rows")
-    embedded(config)
-    (folder,) = (tmp_path / "rows/run").iterdir()
-    cache = Layout.of(config).trunk_cache
-    (cache / "manifest.json").rename(cache / "in_progress.json")
-    (folder / ".00001.npy.host.1.tmp").write_bytes(bytes(1000))
-    embed.run(config, SINGLE, stage=0)
-    assert not [*folder.glob(".*")] and rows_of(config).folder == folder
-
-
-def test_a_full_disk_is_told_with_the_option(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = options(tmp_path / "run", data, ON, f"trunk_cache.folder={tmp_path}/rows")
-    start(config)
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-    path = Layout.of(config).trunk_rows(str(tmp_path / "rows"), "") / "00000.npy"
-    monkeypatch.setattr(embed_passes, "write_shard", full)
-    monkeypatch.setattr(Layout, "trunk_rows", lambda *_: path.parent)
-    with pytest.raises(ValueError, match="name another disk in trunk_cache.folder"):
-        embed.run(config, SINGLE, stage=0)
 
 
 def test_without_it_a_later_stage_says_what_to_run(data: Path, tmp_path: Path) -> None:
@@ -389,18 +299,18 @@ def test_without_it_a_later_stage_says_what_to_run(data: Path, tmp_path: Path) -
     embed.run(config, SINGLE, stage=0)
     cluster.run(config, SINGLE, stage=0)
     on = options(tmp_path / "run", data, ON)
-    with pytest.raises(FileNotFoundError, match="no finished trunk_cache .* --trunk-cache' first"):
+    with pytest.raises(FileNotFoundError, match="no finished image_rows .* --image-rows' first"):
         train.run(on, SINGLE, stage=1)
     # Artifacts of runs that never had it keep their identity.
     path = train.run(config, SINGLE, stage=1)
     for directory, kind in ((Layout.of(config).embeddings(0), "embeddings"), (path, "train")):
-        assert "trunk_cache" not in read_manifest(directory, kind).inputs
+        assert "image_rows" not in read_manifest(directory, kind).inputs
 
 
 def test_a_value_that_float16_does_not_hold_is_told(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = options(tmp_path / "run", data, "trunk_cache.enabled=true")
+    config = options(tmp_path / "run", data, "image_rows.enabled=true")
     start(config)
     forward = embed.forward
 
@@ -408,17 +318,12 @@ def test_a_value_that_float16_does_not_hold_is_told(
         return forward(*given) * 1e6
 
     monkeypatch.setattr(embed, "forward", large)
-    with pytest.raises(ValueError, match="float16 does not hold: set trunk_cache.dtype=float32"):
+    with pytest.raises(ValueError, match="float16 does not hold: set image_rows.dtype=float32"):
         embed.run(config, SINGLE, stage=0)
-    assert not [*Layout.of(config).trunk_cache.rglob("*.npy")]
+    assert not [*Layout.of(config).image_rows.rglob("*.npy")]
 
 
 # --- options -------------------------------------------------------------------------------------
-
-
-def test_rows_lie_on_a_disk(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is a url: give a folder of a disk"):
-        options(tmp_path / "run", tmp_path, ON, "trunk_cache.folder=s3://bucket/rows")
 
 
 def test_a_training_of_all_blocks_has_nothing_to_start_from(data: Path, tmp_path: Path) -> None:
@@ -439,5 +344,5 @@ def test_a_disk_without_room_is_told_before_a_row(
     start(config)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100_000))
-    with pytest.raises(ValueError, match="cache needs about .* GiB, the disk .*trunk_cache.folder"):
+    with pytest.raises(ValueError, match="image rows needs about .* GiB, the disk .* free"):
         embed.run(config, SINGLE, stage=0)

@@ -24,8 +24,9 @@ import torch
 
 from mclclip import config as configuration
 from mclclip.config import Config
-from mclclip.data.locations import TrunkRows
+from mclclip.data.row_store import StoredRows
 from mclclip.data.sample_index import SampleIndex
+from mclclip.models.loading import start_from_rows
 from mclclip.models.model import unit
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, Layout
@@ -37,8 +38,8 @@ WARM_UP = 2  # steps that are not counted
 WAYS = {
     "images": (),
     "images, fast": ("data.pixels=fast",),
-    "cache, float16": ("trunk_cache.enabled=true",),
-    "cache, float32": ("trunk_cache={enabled: true, dtype: float32}",),
+    "cache, float16": ("image_rows.enabled=true",),
+    "cache, float32": ("image_rows={enabled: true, dtype: float32}",),
 }
 
 
@@ -124,24 +125,11 @@ def allowed(setting: Setting, run_dir: Path) -> tuple[float, float]:
     """How many times as fast a step and an embedded image could be, by their operations."""
     measured = plan.make(options(setting, run_dir), plan.Machine(1, 1))["memory"]["train"]
     found = measured["operations"]
-    image, of_trunk = found["image"], found["trunk"]["image"]
-    return found["sample"] / found["trunk"]["sample_cached"], image / (image - of_trunk)
-
-
-def written(setting: Setting, run_dir: Path, dtype: str) -> list[str]:
-    """A row of the table: writing the cache, by the time of the whole pass."""
-    config = options(setting, run_dir, f"trunk_cache={{enabled: true, dtype: {dtype}}}")
-    layout = Layout.of(config)
-    index = SampleIndex.open(layout.index)
-    start = time.perf_counter()
-    embed.write_trunk(config, SINGLE, layout, index, force=True)
-    seconds = time.perf_counter() - start
-    rows = TrunkRows.open(layout, None, index)
-    size = len(index) * rows.bytes_per_row
-    return [
-        dtype, f"{rows.bytes_per_row / 1e3:,.1f}", f"{len(index) / seconds:,.1f}",
-        f"{size / seconds / 2**20:,.1f}",
-    ]  # fmt: skip
+    cached = plan.make(options(setting, run_dir, "image_rows.enabled=true"), plan.Machine(1, 1))[
+        "memory"
+    ]["train"]
+    image, of_trunk = found["image"], cached["operations"]["trunk"]
+    return found["sample"] / cached["operations"]["sample"], image / (image - of_trunk)
 
 
 def embedded(setting: Setting, run_dir: Path, *more: str) -> float:
@@ -149,11 +137,12 @@ def embedded(setting: Setting, run_dir: Path, *more: str) -> float:
     config = options(setting, run_dir, *more)
     layout = Layout.of(config)
     index = SampleIndex.open(layout.index)
-    rows = TrunkRows.open(layout, None, index) if config.trunk_cache.enabled else None
     model = embed.load_towers(layout.export(0)).eval()
-    if rows is not None:
-        rows.start(model)
-    source = embed.TarDataset(index, config.data, model.preprocess_val, trunk=rows)
+    rows = None
+    if config.image_rows.enabled:
+        rows = StoredRows.of_images(layout, index, whole=False)
+        start_from_rows(model, rows)
+    source = embed.TarDataset(index, config.data, model.preprocess_val, image_rows=rows)
 
     def encode(pixels: torch.Tensor) -> np.ndarray:
         features = embed.forward(config, SINGLE, partial(model.encode_image, pixels))
@@ -168,21 +157,18 @@ def embedded(setting: Setting, run_dir: Path, *more: str) -> float:
 def report(setting: Setting, rounds: int) -> None:
     """Prints the tables of one setting."""
     rates: dict[str, list[list[float]]] = {name: [] for name in WAYS}
-    rows = []
     with tempfile.TemporaryDirectory() as folder:
         runs = {name: Path(folder) / f"run_{number}" for number, name in enumerate(WAYS)}
         for name, run_dir in runs.items():
             prepare(setting, run_dir)
             if name.startswith("cache"):
-                rows.append(written(setting, run_dir, name.split()[-1]))
+                embed.run(options(setting, run_dir, *WAYS[name]), SINGLE, stage=0, text=False)
         for _ in range(rounds):
             for name, more in WAYS.items():
                 train = ours(setting, runs[name], *more)
                 rates[name].append([train, embedded(setting, runs[name], *more)])
         steps, images = allowed(setting, runs["images"])
     title = f"{setting.model}, {setting.blocks} blocks trained, batch {setting.batch}, fp32"
-    header = ["rows", "kB each", "samples/s", "MiB/s"]
-    timing.print_table(f"{title}: writing the cache, decoding included", header, rows)
     for number, (what, most) in enumerate((("training", steps), ("embedding", images))):
         shown = []
         for name, found in rates.items():

@@ -23,8 +23,8 @@ def prepared(prepared_run: Path, root: Path, *more: str) -> list[str]:
     """``--config FILE --stage 1`` of a copy of a run that is clustered."""
     shutil.copytree(prepared_run, root)
     options = damage.options(
-        root, prepared_run.parent / "data", f"reshard.samples_per_shard={PER_SHARD}",
-        "reshard.enabled=true", "train.plan.block=4", "train.global_batch=8",
+        root, prepared_run.parent / "data", f"relocate.samples_per_shard={PER_SHARD}",
+        "relocate.enabled=true", "train.plan.block=4", "train.global_batch=8",
         f"train.steps={STEPS}", *more,
     )  # fmt: skip
     path = root.with_suffix(".yaml")
@@ -33,7 +33,7 @@ def prepared(prepared_run: Path, root: Path, *more: str) -> list[str]:
 
 
 def written(root: Path) -> dict[str, str]:
-    return tiny.digests(root / "stage_1/resharded", "*")
+    return tiny.digests(root / "stage_1/relocated", "*")
 
 
 @pytest.mark.parametrize("renamed", [False, True])
@@ -43,11 +43,11 @@ def test_killed_anywhere_it_goes_on_and_ends_with_the_same_bytes(
 ) -> None:
     whole = prepared(prepared_run, tmp_path / "whole")
     killed = prepared(prepared_run, tmp_path / "killed")
-    shell.ok("reshard", *whole)
-    assert shell("reshard", *killed, inside=KillAtFile(count, renamed)).code == -9
+    shell.ok("relocate", *whole)
+    assert shell("relocate", *killed, inside=KillAtFile(count, renamed)).code == -9
     line = shell.refused("train", *killed)
-    assert "no finished resharded" in line and "mclclip reshard" in line
-    shell.ok("reshard", *killed)
+    assert "no finished relocated" in line and "mclclip relocate" in line
+    shell.ok("relocate", *killed)
     expected, found = written(tmp_path / "whole"), written(tmp_path / "killed")
     assert sum(name.endswith(".tar") for name in expected) == NUM_SHARDS
     del expected["manifest.json"], found["manifest.json"]  # it holds the time
@@ -57,24 +57,24 @@ def test_killed_anywhere_it_goes_on_and_ends_with_the_same_bytes(
 def test_a_training_reads_either_form_and_ends_with_the_same_bits(
     shell: Shell, prepared_run: Path, tmp_path: Path
 ) -> None:
-    index_form = prepared(prepared_run, tmp_path / "index", "reshard.enabled=false")
+    index_form = prepared(prepared_run, tmp_path / "index", "relocate.enabled=false")
     copies = prepared(prepared_run, tmp_path / "copies", "data.index_workers=2")
     two = prepared(prepared_run, tmp_path / "two")
     uploaded = prepared(prepared_run, tmp_path / "uploaded")
     batches = {name: RecordBatches(tmp_path / f"{name}_batches") for name in ("i", "c", "t")}
     shell.ok("train", *index_form, inside=batches["i"])
-    shell.ok("reshard", *copies)
-    shell.ok("reshard", *two, ranks=2)
+    shell.ok("relocate", *copies)
+    shell.ok("relocate", *two, ranks=2)
     one_rank, two_ranks = written(tmp_path / "copies"), written(tmp_path / "two")
     del one_rank["manifest.json"], two_ranks["manifest.json"]
     assert one_rank == two_ranks
     trained = shell.ok("train", *copies, inside=batches["c"])
     assert "samples are read from copies at" in trained.stderr
     # Copies behind a url: what the server was asked for shows that they are what is read.
-    shell.ok("reshard", *uploaded)
-    shutil.copytree(tmp_path / "uploaded/stage_1/resharded", tmp_path / "bucket/stage_1")
+    shell.ok("relocate", *uploaded)
+    shutil.copytree(tmp_path / "uploaded/stage_1/relocated", tmp_path / "bucket/stage_1")
     with serving(tmp_path / "bucket") as server:
-        shell.ok("train", *uploaded, f"reshard.url={server.url('')}")
+        shell.ok("train", *uploaded, f"relocate.url={server.url('')}")
         assert sum(server.seen.values()) >= STEPS
     shell.ok("train", *two, ranks=2, inside=batches["t"])
     expected = batches["i"].sample_ids()
@@ -95,21 +95,21 @@ def test_run_makes_the_copies_that_its_trainings_need(shell: Shell, tmp_path: Pa
     data = tiny.make_data(tmp_path / "data", num_samples=96)
     more = (
         "base=null", "num_stages=2", "train.steps=2", "eval.suite={}", "export.concat=[]",
-        "export.soup=false", "controls=[ungrouped]", f"reshard.folder={tmp_path}/copies",
+        "export.soup=false", "controls=[ungrouped]", f"relocate.folder={tmp_path}/copies",
     )  # fmt: skip
     path = tiny.write_config(tmp_path / "c.yaml", tmp_path / "run", data, *more)
-    shell.ok("run", "--config", str(path), "reshard.enabled=true")
+    shell.ok("run", "--config", str(path), "relocate.enabled=true")
     for stage in (1, 2):
         assert len([*(tmp_path / f"copies/run/stage_{stage}").glob("*.tar")]) == 1
     # Copies of a stage that is trained are not made again, so that they may be deleted.
     shutil.rmtree(tmp_path / "copies")
-    shell.ok("run", "--config", str(path), "reshard.enabled=true")
+    shell.ok("run", "--config", str(path), "relocate.enabled=true")
     assert not (tmp_path / "copies").exists()
     line = shell.refused(
         "run",
         "--config",
         str(path),
-        "reshard.enabled=true",
+        "relocate.enabled=true",
         "controls=[]",
         "train.objective.kind=mlcd",
         "train.objective.labels_per_sample=1",
@@ -118,6 +118,6 @@ def test_run_makes_the_copies_that_its_trainings_need(shell: Shell, tmp_path: Pa
     assert "not trained on groups" in line
     # Other clusters are other groups: copies and trainings are made again.
     forced = shell.ok(
-        "run", "--config", str(path), "reshard.enabled=true", "cluster.num_clusters=2", "--force"
+        "run", "--config", str(path), "relocate.enabled=true", "cluster.num_clusters=2", "--force"
     )
     assert "samples are read from copies at" in forced.stderr

@@ -1,4 +1,4 @@
-"""Reading the batches of groups from the shards of the index and from the copies of ``reshard``.
+"""Reading the batches of groups from the shards of the index and from the copies of ``relocate``.
 
 Nothing is decoded, so that the ratio is that of reading alone. Disks are read cold where this
 process may tell the system to forget what it has read (it has to be root); else that is said.
@@ -26,16 +26,16 @@ from typing import Any
 import numpy as np
 
 from mclclip.config import Config, from_tree
+from mclclip.data.bytes import Bytes
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.labels import read_pseudo_labels
-from mclclip.data.locations import Resharded
+from mclclip.data.locations import Locations
 from mclclip.data.options import DataConfig
 from mclclip.data.remote import RemoteOptions
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import TarDataset
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, Layout
-from mclclip.verbs import index, reshard
+from mclclip.verbs import index, relocate
 from tests.batches import grouped_index
 from tests.benchmarks import memory, timing
 
@@ -154,18 +154,14 @@ def reader(
     plan = EpochPlan(
         grouped_index(labels, radices), batch, "backoff", "proportional", 0, 1, 0, block
     )  # fmt: skip
-    found = None
-    if copies is not None:
-        found = Resharded.open(copies, layout.pseudo_labels(1), samples, url, remote)
-    dataset = TarDataset(
-        samples, DataConfig(remote=remote), tokenizer=lambda texts: texts, resharded=found,  # type: ignore[arg-type,return-value]
-    )  # fmt: skip
-    return lambda: _read(dataset, plan, steps)
+    found = None if copies is None else Locations.open(copies, samples, url, remote)
+    samples_read = Bytes(samples, DataConfig(remote=remote), found)
+    return lambda: _read(samples_read, plan, steps)
 
 
-def _read(dataset: TarDataset, plan: EpochPlan, steps: int) -> None:
+def _read(samples: Bytes, plan: EpochPlan, steps: int) -> None:
     for step in range(min(steps, plan.steps_per_epoch)):
-        raws = dataset.read_many(plan.batch(step).ids)
+        raws = samples.read(plan.batch(step).ids)
         assert all(len(raw.image) for raw in raws)  # type: ignore[union-attr]
 
 
@@ -199,13 +195,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         paths = sorted((work / "shards").glob("*.tar"))
         config = prepare(work, [str(path) for path in paths], "disk")
         _print_copying(config, args.rounds)
-        copies = Layout.of(config).resharded(1, None)
+        copies = Layout.of(config).relocated(1, None)
         with server(work, work, args.latency_ms / 1e3) as (host, served_by):
             urls = [f"{host}shards/{path.name}" for path in paths]
             remote = prepare(work, urls, "http")
             _print_reading(args, config, copies, None, "disk, cold" if _may() else "disk, warm")
-            reshard.run(remote, SINGLE, stage=1)
-            of_urls = Layout.of(remote).resharded(1, None)
+            relocate.run(remote, SINGLE, stage=1)
+            of_urls = Layout.of(remote).relocated(1, None)
             url = host + str(of_urls.relative_to(work))
             how = f"{served_by}, {args.latency_ms:g} ms before every answer"
             _print_reading(args, remote, of_urls, url, how)
@@ -219,18 +215,18 @@ def _print_copying(config: Config, rounds: int) -> None:
     peaks: list[float] = []
 
     def copy() -> None:
-        peaks.append(memory.peak_mib(lambda: reshard.run(config, SINGLE, stage=1, force=True)))
+        peaks.append(memory.peak_mib(lambda: relocate.run(config, SINGLE, stage=1, force=True)))
 
-    reshard.run(config, SINGLE, stage=1)
-    found = timing.interleave({"reshard": cold(copy)}, min(rounds, 3), warm_ups=0)
-    folder = Layout.of(config).resharded(1, None)
+    relocate.run(config, SINGLE, stage=1)
+    found = timing.interleave({"relocate": cold(copy)}, min(rounds, 3), warm_ups=0)
+    folder = Layout.of(config).relocated(1, None)
     mib = sum(path.stat().st_size for path in folder.glob("*.tar")) / 2**20
     number = len(SampleIndex.open(Layout.of(config).index))
-    wall, cpu = found.wall_s("reshard"), found.cpu_s("reshard")
+    wall, cpu = found.wall_s("relocate"), found.cpu_s("relocate")
     timing.print_table(
         f"Copying {number:,} samples of {mib:,.0f} MiB in {_GROUPS} groups, one process",
         ["what", "wall s", "CPU s", "MiB per s", "samples per CPU s", "peak MiB above the start"],
-        [["reshard", *map(timing.number, (wall, cpu, mib / wall, number / cpu, max(peaks)))]],
+        [["relocate", *map(timing.number, (wall, cpu, mib / wall, number / cpu, max(peaks)))]],
     )
 
 

@@ -1,10 +1,11 @@
-"""The reshard verb: copies of samples in the order of groups, and what reads them."""
+"""The relocate verb: copies of samples in the order of groups, and what reads them."""
 
 from __future__ import annotations
 
 import io
 import itertools
 import json
+import pickle
 import re
 import shutil
 import tarfile
@@ -17,13 +18,13 @@ import webdataset
 from PIL import Image
 
 from mclclip.config import Config, from_tree
-from mclclip.data.locations import Locations, Resharded
+from mclclip.data.bytes import BadSample, Bytes
+from mclclip.data.locations import Locations
 from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import BadSample, TarDataset
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, Layout, read_manifest
-from mclclip.verbs import index, reshard
+from mclclip.verbs import index, relocate
 from tests.shard_server import serving
 from tests.tars import write_tar
 from tests.unit.test_disk_errors import at_most
@@ -64,7 +65,7 @@ def options(root: Path, **more: Any) -> Config:
             "run_dir": f"{root}/run",
             "data": {"sources": sources, "index_workers": 1, **more.pop("data", {})},
             "cluster": {"num_clusters": 4},
-            "reshard": {"samples_per_shard": 7, **more},
+            "relocate": {"samples_per_shard": 7, **more},
         }
     )
 
@@ -93,19 +94,15 @@ def config(tmp_path: Path) -> Config:
     return config
 
 
-def opened(config: Config, url: str | None = None) -> tuple[SampleIndex, Resharded]:
+def opened(config: Config, url: str | None = None) -> tuple[SampleIndex, Locations]:
     layout = Layout.of(config)
     samples = SampleIndex.open(layout.index)
-    folder = layout.resharded(1, config.reshard.folder)
-    return samples, Resharded.open(folder, layout.pseudo_labels(1), samples, url)
+    return samples, Locations.open(layout.relocated(1, config.relocate.folder), samples, url)
 
 
-def raw_samples(config: Config, resharded: Resharded | None = None) -> list[Any]:
+def raw_samples(config: Config, locations: Locations | None = None) -> list[Any]:
     samples = SampleIndex.open(Layout.of(config).index)
-    dataset = TarDataset(
-        samples, DataConfig(), tokenizer=lambda texts: texts, resharded=resharded,  # type: ignore[arg-type,return-value]
-    )  # fmt: skip
-    return dataset.read_many(range(len(samples)))
+    return Bytes(samples, DataConfig(), locations).read(range(len(samples)))
 
 
 # --- what is written ---------------------------------------------------------------------------
@@ -116,7 +113,7 @@ def test_every_labelled_sample_is_once_in_the_order_of_its_group(
     config: Config, tmp_path: Path, samples_per_shard: int
 ) -> None:
     config = options(tmp_path, samples_per_shard=samples_per_shard)
-    folder = reshard.run(config, SINGLE, stage=1)
+    folder = relocate.run(config, SINGLE, stage=1)
     samples = SampleIndex.open(Layout.of(config).index)
     expected = sorted(np.flatnonzero(LABELS >= 0), key=lambda i: (LABELS[i], i))
     tars = sorted(folder.glob("*.tar"))
@@ -129,39 +126,36 @@ def test_every_labelled_sample_is_once_in_the_order_of_its_group(
         text = {"txt": given.get("txt")} if number < 30 else {"json": given["json"]}
         wanted = {kind: given[kind], **{k: v for k, v in text.items() if v is not None}}
         assert {k: v for k, v in sample.items() if not k.startswith("__")} == wanted
-    manifest = read_manifest(folder, "resharded")
+    manifest = read_manifest(folder, "relocated")
     assert manifest.counts["without_label"] == (LABELS < 0).sum()
     assert manifest.counts["size_bytes"] == sum(tar.stat().st_size for tar in tars)
-    assert not list(folder.glob("*.npy.*")) and {*folder.glob("*.npy")} == {folder / "members.npy"}
+    left = {path.name for path in folder.iterdir()} - {tar.name for tar in tars}
+    assert left == {"locations.npy", "manifest.json"}
 
 
 def test_samples_are_the_same_in_either_form(config: Config) -> None:
     before = raw_samples(config)
-    reshard.run(config, SINGLE, stage=1)
-    samples, resharded = opened(config)
-    assert raw_samples(config, resharded) == before
-    places = Locations(samples, resharded).of(np.arange(len(samples)))
-    copied = [place.image[0] >= len(samples.shards) for place in places]
-    assert copied == (LABELS >= 0).tolist()
+    relocate.run(config, SINGLE, stage=1)
+    samples, relocated = opened(config)
+    assert raw_samples(config, pickle.loads(pickle.dumps(relocated))) == before
+    places = relocated.of(np.arange(len(samples)))
+    copied = (places[..., 0] >= len(samples.shards)).all(axis=1)
+    assert copied.tolist() == (LABELS >= 0).tolist()
+    assert (places[~copied] == Locations(samples).of(np.flatnonzero(~copied))).all()
     # Those that were not copied come from the index's own shards; the others need none of these.
     for shard in samples.shards:
         Path(shard.path).rename(f"{shard.path}.away")
-    dataset = TarDataset(samples, DataConfig(), resharded=resharded)
-    inside = np.flatnonzero(LABELS >= 0)
-    for found, number in zip(dataset.read_many(inside), inside, strict=True):
-        wanted = before[number]
-        assert isinstance(wanted, BadSample) or found.image == wanted.image
+    read, inside = Bytes(samples, DataConfig(), relocated), np.flatnonzero(LABELS >= 0)
+    assert read.read(inside) == [before[number] for number in inside]
     with pytest.raises(FileNotFoundError, match="is not on disk any more"):
-        dataset.read_many(np.flatnonzero(LABELS < 0)[:1])
+        read.read(np.flatnonzero(LABELS < 0)[:1])
 
 
 def test_a_group_is_read_in_one_piece(config: Config) -> None:
     """Ranges of a group follow each other, but for the tar's headers and its shards' ends."""
-    reshard.run(config, SINGLE, stage=1)
-    samples, resharded = opened(config)
-    ids = np.flatnonzero(LABELS == 2)
-    found = Locations(samples, resharded).of(ids)
-    ranges = [r for place in found for r in sorted((place.image, place.text)) if r[2]]
+    relocate.run(config, SINGLE, stage=1)
+    places = opened(config)[1].of(np.flatnonzero(LABELS == 2))[..., :3].tolist()
+    ranges = [member for sample in places for member in sorted(sample) if member[2]]
     assert ranges == sorted(ranges)
     for (shard, start, size), (next_shard, next_start, _) in itertools.pairwise(ranges):
         if next_shard == shard:
@@ -185,7 +179,7 @@ def test_keys_that_lead_out_of_a_folder_name_no_member(tmp_path: Path) -> None:
     indexed = SampleIndex.open(Layout.of(config).index)
     write_labels(config, np.zeros(len(indexed), np.int64))
     before = raw_samples(config)
-    folder = reshard.run(config, SINGLE, stage=1)
+    folder = relocate.run(config, SINGLE, stage=1)
     with tarfile.open(folder / "00000.tar") as tar:
         members = tar.getnames()
     numbered = {f"{number:09d}" for number in indexed.ids_of([f"a/{key}" for key in leading_out])}
@@ -203,18 +197,18 @@ def test_keys_that_lead_out_of_a_folder_name_no_member(tmp_path: Path) -> None:
 def test_only_missing_shards_are_written_by_the_next_call(config: Config, monkeypatch) -> None:
     written: list[int] = []
 
-    write_shard = reshard.write_shard
+    write_shard = relocate.write_shard
 
-    def interrupted(of: reshard.Copies, number: int) -> dict[int, int]:
+    def interrupted(of: relocate.Copies, number: int) -> dict[int, str]:
         if len(written) == 4:
             raise KeyboardInterrupt
         written.append(number)
         return write_shard(of, number)
 
-    monkeypatch.setattr(reshard, "write_shard", interrupted)
+    monkeypatch.setattr(relocate, "write_shard", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        reshard.run(config, SINGLE, stage=1)
-    folder = Layout.of(config).resharded(1, None)
+        relocate.run(config, SINGLE, stage=1)
+    folder = Layout.of(config).relocated(1, None)
     times = {path: path.stat().st_mtime_ns for path in folder.glob("*.tar")}
     (folder / "00003.json").write_bytes(b"")  # nor a note that a crash has emptied
     assert len(times) == 4 and not (folder / "manifest.json").exists()
@@ -222,7 +216,7 @@ def test_only_missing_shards_are_written_by_the_next_call(config: Config, monkey
     data = (folder / "00002.tar").read_bytes()
     (folder / "00002.tar").write_bytes(data[: len(data) * 2 // 3])  # nor one that is shorter
     monkeypatch.undo()
-    reshard.run(config, SINGLE, stage=1)
+    relocate.run(config, SINGLE, stage=1)
     kept = {path.name for path in times if path.stat().st_mtime_ns == times[path]}
     assert kept == {"00000.tar"}
     assert raw_samples(config, opened(config)[1]) == raw_samples(config)
@@ -242,37 +236,38 @@ def test_samples_that_changed_or_are_cut_short_are_counted_and_read_where_they_w
     last = samples.shards[int(samples.shard_of[cut])]
     with open(last.path, "r+b") as file:
         file.truncate(int(samples.image_offset[cut]) + 3)
-    monkeypatch.setattr(reshard, "check_shards", lambda *_: None)  # as if it came while copying
+    monkeypatch.setattr(relocate, "check_shards", lambda *_: None)  # as if it came while copying
     before = raw_samples(config)
     with pytest.raises(ValueError, match=r"data.max_bad_fraction=0.01 allows 0"):
-        reshard.run(config, SINGLE, stage=1)
+        relocate.run(config, SINGLE, stage=1)
     config = options(tmp_path, data={"max_bad_fraction": 0.5})
-    folder = reshard.run(config, SINGLE, stage=1)
+    folder = relocate.run(config, SINGLE, stage=1)
     lost = int((LABELS[samples.shard_of == samples.shard_of[cut]] >= 0)[(cut % 10) :].sum())
-    assert read_manifest(folder, "resharded").counts["not_copied"] == {
+    assert read_manifest(folder, "relocated").counts["not_copied"] == {
         "changed": 1, "truncated": lost,
     }  # fmt: skip
     assert f"{1 + lost} samples cannot be copied (" in caplog.text
-    resharded = opened(config)[1]
-    numbers, _ = resharded.find(np.array([changed, cut]))
-    assert numbers.tolist() == [-1, -1]
-    assert raw_samples(config, resharded) == before
+    relocated = opened(config)[1]
+    lost_ids = np.array([changed, cut])
+    assert (relocated.of(lost_ids) == Locations(samples).of(lost_ids)).all()
+    assert raw_samples(config, relocated) == before
     assert before[changed] == BadSample(changed, "changed")
 
 
-def test_copies_by_other_labels_are_refused(config: Config) -> None:
-    reshard.run(config, SINGLE, stage=1)
+def test_copies_by_other_labels_hold_the_same_samples_and_are_not_gone_on_with(
+    config: Config,
+) -> None:
+    relocate.run(config, SINGLE, stage=1)
     write_labels(config, (LABELS + 1) % 4)
     with pytest.raises(ValueError, match=r"\(pseudo_labels\).*--force"):
-        reshard.run(config, SINGLE, stage=1)
-    with pytest.raises(RuntimeError, match=r"copies by other pseudo labels.*reshard --force"):
-        opened(config)
-    reshard.run(config, SINGLE, stage=1, force=True)
+        relocate.run(config, SINGLE, stage=1)
+    assert raw_samples(config, opened(config)[1]) == raw_samples(config)
+    relocate.run(config, SINGLE, stage=1, force=True)
     assert raw_samples(config, opened(config)[1]) == raw_samples(config)
 
 
 def test_missing_and_damaged_copies_are_one_line(config: Config) -> None:
-    folder = reshard.run(config, SINGLE, stage=1)
+    folder = relocate.run(config, SINGLE, stage=1)
     tar = folder / "00002.tar"
     whole = tar.read_bytes()
     tar.write_bytes(whole[:-512])
@@ -283,33 +278,41 @@ def test_missing_and_damaged_copies_are_one_line(config: Config) -> None:
         opened(config)
     tar.write_bytes(whole)
     opened(config)
-    for name in ("members.npy", "grouped_index/sample_ids.npy"):
-        before = (folder / name).read_bytes()
-        (folder / name).write_bytes(before[:-8])
-        with pytest.raises(RuntimeError, match=rf"{name}.*reshard --force"):
-            opened(config)
-        (folder / name).write_bytes(before)
+    table = folder / "locations.npy"
+    before = table.read_bytes()
+    table.write_bytes(before[:-8])
+    with pytest.raises(RuntimeError, match=r"locations.npy.*relocate --force"):
+        opened(config)
+    table.write_bytes(before[:-64] + b"\xff" * 64)
+    with pytest.raises(RuntimeError, match=r"locations.npy is damaged.*relocate --force"):
+        opened(config)[1].of(np.array([NUM_SAMPLES - 1]))
 
 
 @pytest.mark.parametrize("behind_url", [False, True])
 @pytest.mark.parametrize("damage", ["bit", "cut", "other", "gone"])
-def test_damaged_copies_are_told_once_and_the_shards_of_the_index_are_read(
-    config: Config,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    damage: str,
-    behind_url: bool,
+def test_damaged_copies_are_bad_samples_and_the_index_does_not_list_them(
+    config: Config, monkeypatch: pytest.MonkeyPatch, damage: str, behind_url: bool
 ) -> None:
-    """Also shards of the same size with other samples, such as an upload from before."""
+    """Also shards of the same size with other samples, such as an upload from before. A shard that
+    is gone, or that its store says has changed, is one line."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     before = raw_samples(config)
-    folder = reshard.run(config, SINGLE, stage=1)
+    folder = relocate.run(config, SINGLE, stage=1)
     with serving(folder) as server:
-        resharded = opened(config, server.url("") if behind_url else None)[1]
+        samples, copies = opened(config, server.url("") if behind_url else None)
         damage_shards(folder, damage)
-        assert raw_samples(config, resharded) == before
-    (warned,) = [r for r in caplog.records if "is not what 'mclclip reshard' wrote" in r.message]
-    assert warned.levelname == "WARNING"
+        if behind_url or damage == "gone":
+            with pytest.raises(OSError, match="shard .*00000.tar"):
+                raw_samples(config, copies)
+            return
+        read = raw_samples(config, copies)
+    bad = {s.sample_id: s.reason for s in read if isinstance(s, BadSample)}
+    assert {*bad.values()} == {"damaged_copy"}
+    assert [s for s in read if s.sample_id not in bad] == [
+        s for s in before if s.sample_id not in bad
+    ]
+    samples.add_bad(bad)
+    assert not len(samples.bad_ids())
 
 
 def damage_shards(folder: Path, damage: str) -> None:
@@ -328,29 +331,29 @@ def test_what_cannot_be_copied_at_all_is_told_before_anything_is_written(
     config: Config, tmp_path: Path, monkeypatch
 ) -> None:
     with pytest.raises(ValueError, match=r"stage 0 .*not trained on groups"):
-        reshard.run(config, SINGLE, stage=0)
+        relocate.run(config, SINGLE, stage=0)
     with pytest.raises(ValueError, match=r"folder=s3://bucket is a url"):
-        reshard.run(options(tmp_path, folder="s3://bucket"), SINGLE, stage=1)
-    with pytest.raises(ValueError, match=r"reshard.url: 'ftp://x' is neither"):
+        relocate.run(options(tmp_path, folder="s3://bucket"), SINGLE, stage=1)
+    with pytest.raises(ValueError, match=r"relocate.url: 'ftp://x' is neither"):
         options(tmp_path, url="ftp://x")
     (tmp_path / "afile").write_text("mine")
-    with pytest.raises(ValueError, match=r"reshard.folder=.*afile is a file"):
-        reshard.run(options(tmp_path, folder=f"{tmp_path}/afile"), SINGLE, stage=1)
+    with pytest.raises(ValueError, match=r"relocate.folder=.*afile is a file"):
+        relocate.run(options(tmp_path, folder=f"{tmp_path}/afile"), SINGLE, stage=1)
     (tmp_path / "mine/run/stage_1").mkdir(parents=True)
     (tmp_path / "mine/run/stage_1/notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"reshard.folder .*did not write"):
-        reshard.run(options(tmp_path, folder=f"{tmp_path}/mine"), SINGLE, stage=1)
+    with pytest.raises(ValueError, match=r"relocate.folder .*did not write"):
+        relocate.run(options(tmp_path, folder=f"{tmp_path}/mine"), SINGLE, stage=1)
     with pytest.raises(FileNotFoundError, match="no finished pseudo_labels"):
-        reshard.run(config, SINGLE, stage=2)
+        relocate.run(config, SINGLE, stage=2)
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(ValueError, match=r"needs about .* GiB, the disk of .* GiB free: name"):
-        reshard.run(config, SINGLE, stage=1)
+        relocate.run(config, SINGLE, stage=1)
     monkeypatch.undo()
     write_labels(config, np.full(NUM_SAMPLES, -1))
     with pytest.raises(ValueError, match="no sample has a pseudo label"):
-        reshard.run(config, SINGLE, stage=1)
-    assert not (tmp_path / "run/stage_1/resharded").exists()
+        relocate.run(config, SINGLE, stage=1)
+    assert not (tmp_path / "run/stage_1/relocated").exists()
 
 
 @pytest.mark.parametrize("num_bytes", [200, 5_000])
@@ -360,16 +363,16 @@ def test_a_full_disk_is_told_with_the_option_that_names_another(
     """While samples are sorted by group, and while a shard is written; the next call goes on."""
     config = options(tmp_path, folder=f"{tmp_path}/fast")
     folder = re.escape(f"{tmp_path}/fast/run/stage_1/")
-    wanted = rf"^{folder}\S+ cannot be written \(File too large\): make .* in reshard\.folder$"
+    wanted = rf"^{folder}\S+ cannot be written \(File too large\): make .* in relocate\.folder$"
     with at_most(num_bytes), pytest.raises(ValueError, match=wanted) as caught:
-        reshard.run(config, SINGLE, stage=1)
+        relocate.run(config, SINGLE, stage=1)
     assert "run_dir" not in str(caught.value)
-    reshard.run(config, SINGLE, stage=1)
+    relocate.run(config, SINGLE, stage=1)
     assert raw_samples(config, opened(config)[1]) == raw_samples(config)
 
 
 def test_copies_may_lie_on_another_disk(config: Config, tmp_path: Path) -> None:
     elsewhere = options(tmp_path, folder=f"{tmp_path}/fast")
-    assert reshard.run(elsewhere, SINGLE, stage=1) == tmp_path / "fast/run/stage_1"
+    assert relocate.run(elsewhere, SINGLE, stage=1) == tmp_path / "fast/run/stage_1"
     assert raw_samples(config, opened(elsewhere)[1]) == raw_samples(config)
-    assert not re.search("resharded", str([*(tmp_path / "run/stage_1").iterdir()]))
+    assert not re.search("relocated", str([*(tmp_path / "run/stage_1").iterdir()]))
