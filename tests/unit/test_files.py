@@ -135,3 +135,17 @@ def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
 )
 def test_urls_are_shown_without_their_secrets(text: str, wanted: str) -> None:
     assert clean(text) == wanted
+
+
+def test_what_is_moved_aside_is_named_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As --force does to settings that somebody has edited."""
+    folder = tmp_path / "finetune"
+    for number in (1, 2):
+        folder.mkdir()
+        (folder / "settings.yaml").write_text("lr: 1\n")
+        with caplog.at_level("INFO", logger="mclclip"):
+            aside = files.move_aside(folder)
+        assert aside.name == f"finetune.old-{number}" and aside.name in caplog.text
+        assert (aside / "settings.yaml").is_file() and not folder.exists()
