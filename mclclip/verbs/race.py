@@ -344,7 +344,7 @@ class Race:
         """Holds the lock of a run directory on the first rank. It waits for the lock of the base,
         since jobs that start together make the base once."""
         lock = RunLock(Path(config.run_dir), wait_s=self.base.peer_timeout_s)
-        collectives.together(lambda: context.is_main and lock.__enter__())
+        collectives.raise_on_every_rank(lambda: context.is_main and lock.__enter__())
         if context.is_main:
             files.remove_leftovers(Path(config.run_dir))
         try:
