@@ -59,7 +59,7 @@ class Race:
     """A race, of which nothing needs to be there yet.
 
     recipe     the base configuration: a YAML file or the name of a shipped recipe
-    remedies   all of it, the control among them (``remedies.named``)
+    remedies   all of it, the control among them (``remedies.choose_remedies``)
     seeds      of everything that is drawn; empty: the configuration's
     only       one remedy, by name or by its number from 1 on, or ``base``: no table is made then
     overrides  on the base configuration
