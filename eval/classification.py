@@ -20,7 +20,7 @@ from mclclip.eval.metrics import BoolArray, FloatArray, IntArray, hits_at
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.results import Measurement, figure
 from mclclip.models.encoder import Encoder
-from mclclip.ranks.collectives import together
+from mclclip.ranks.collectives import raise_on_every_rank
 from mclclip.ranks.process_group import Context
 
 log = logging.getLogger("mclclip")
@@ -115,7 +115,7 @@ def with_feature(extractor: Extractor, feature: Feature) -> Extractor:
         raise ValueError("a joined encoder has no pooled features: use feature=projected")
     # The width of pooled features is found by encoding one blank image.
     blank = encoder.preprocess_val(Image.new("RGB", (32, 32)))[None]
-    width = together(lambda: encode(blank.to(extractor.context.device))).shape[1]
+    width = raise_on_every_rank(lambda: encode(blank.to(extractor.context.device))).shape[1]
     pooled = SimpleNamespace(
         embed_dim=width, preprocess_val=encoder.preprocess_val, encode_image=encode
     )

@@ -24,7 +24,7 @@ from mclclip.data.training_images import Readable
 from mclclip.eval.images import Region
 from mclclip.eval.metrics import BoolArray, IntArray, ranks_with_ties
 from mclclip.models.encoder import Encoder
-from mclclip.ranks.collectives import gather_objects, together
+from mclclip.ranks.collectives import gather_objects, raise_on_every_rank
 from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.run.runlog import progress
 from mclclip.util.pair_products import pair_products
@@ -40,10 +40,10 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def over_ranks(context: Context, count: int, work: Callable[[slice], T], what: str = "") -> list[T]:
     """Runs ``work`` on each rank's contiguous share of ``count`` rows; all results on every rank.
 
-    Where it fails on one rank, it raises on all of them (see ``together``, also for ``what``).
+    If it fails on one rank, it raises on all (see ``raise_on_every_rank``, also for ``what``).
     """
     start, stop = (count * rank // context.world_size for rank in (context.rank, context.rank + 1))
-    return gather_objects(together(lambda: work(slice(start, stop)), what))
+    return gather_objects(raise_on_every_rank(lambda: work(slice(start, stop)), what))
 
 
 @dataclass(frozen=True)

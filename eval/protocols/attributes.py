@@ -25,7 +25,7 @@ from mclclip.eval.metrics import IntArray
 from mclclip.eval.outcomes import Outcomes, join_outcomes
 from mclclip.eval.protocols import Evaluator, knn, linear_probe
 from mclclip.eval.results import Measurement, figure
-from mclclip.ranks.collectives import together
+from mclclip.ranks.collectives import raise_on_every_rank
 
 Probe = Literal["linear", "knn"]
 Names = Annotated[list[str], Field(min_length=1), AfterValidator(fields.check_names)]
@@ -96,7 +96,7 @@ def evaluate(
     attributes. Figures do not depend on the number of ranks. Raises the errors of ``read_split``
     and ``encode``.
     """
-    (train_images, train_values), (test_images, test_values) = together(
+    (train_images, train_values), (test_images, test_values) = raise_on_every_rank(
         lambda: [read_split(Path(root) / part, attributes) for part in ("train", "test")]
     )
     train, test = extractor.images(train_images[:max_train]), extractor.images(test_images)

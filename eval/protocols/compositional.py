@@ -46,7 +46,7 @@ from mclclip.eval.metrics import BoolArray, FloatArray, item_similarities, match
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.protocols import Evaluator
 from mclclip.eval.results import Level, Measurement, figure
-from mclclip.ranks.collectives import together
+from mclclip.ranks.collectives import raise_on_every_rank
 
 log = logging.getLogger("mclclip")
 
@@ -329,7 +329,9 @@ def evaluate(
     """
     folders = {"captions": captions, "images": images}
     leave_out = missing == "leave_out"
-    data = together(lambda: read_items(root, layout, parts=parts, leave_out=leave_out, **folders))
+    data = raise_on_every_rank(
+        lambda: read_items(root, layout, parts=parts, leave_out=leave_out, **folders)
+    )
     published = {part: LAYOUTS[layout].sizes.get(part) for part in data.read}
     other = {part: n for part, n in data.read.items() if published[part] not in (n, None)}
     if extractor.context.is_main:

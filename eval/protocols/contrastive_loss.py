@@ -25,7 +25,7 @@ from mclclip.eval.metrics import FloatArray
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.protocols import Evaluator
 from mclclip.eval.results import Measurement, figure
-from mclclip.ranks.collectives import together
+from mclclip.ranks.collectives import raise_on_every_rank
 from mclclip.ranks.process_group import SINGLE, Context
 
 
@@ -57,7 +57,9 @@ def evaluate(
     for damaged ones and samples without a caption, and the errors of ``read_captions``.
     """
     root = Path(root)
-    pictures, texts = together(lambda: read_captioned(root, captions, images, max_samples))
+    pictures, texts = raise_on_every_rank(
+        lambda: read_captioned(root, captions, images, max_samples)
+    )
     sides = extractor.images(pictures), extractor.texts(texts)
     scale = float(extractor.encoder.logit_scale)
     to_text, to_image = (

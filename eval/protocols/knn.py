@@ -20,7 +20,7 @@ from mclclip.eval.images import read_parts
 from mclclip.eval.metrics import IntArray
 from mclclip.eval.protocols import Evaluator
 from mclclip.eval.results import Measurement
-from mclclip.ranks.collectives import together
+from mclclip.ranks.collectives import raise_on_every_rank
 from mclclip.ranks.process_group import Context
 from mclclip.util import search
 
@@ -93,7 +93,7 @@ def evaluate(
     which is compared with texts, or ``pooled``, before that projection. Ranks divide the test
     images; figures do not depend on their number.
     """
-    parts = together(lambda: read_parts(Path(root)))
+    parts = raise_on_every_rank(lambda: read_parts(Path(root)))
     parts.pop("valid", None)  # the neighbours are those of train alone
     data = extract(extractor, root, feature, parts)
     predicted = predict(extractor.context, data, k, weights, temperature)

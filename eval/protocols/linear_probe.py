@@ -40,7 +40,7 @@ from mclclip.eval.metrics import BoolArray, IntArray
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.protocols import Evaluator
 from mclclip.eval.results import Measurement
-from mclclip.ranks.collectives import on_main, together
+from mclclip.ranks.collectives import on_main, raise_on_every_rank
 from mclclip.ranks.process_group import Context
 
 log = logging.getLogger("mclclip")
@@ -267,9 +267,9 @@ def evaluate(
     """
     several = metric == "map_11_point"
     if several:
-        together(lambda: check_metric(metric, 0, labels))
-    parts = together(lambda: read_parts(Path(root), labels, several=several))
-    together(lambda: check_metric(metric, len(parts["test"].class_names), labels))
+        raise_on_every_rank(lambda: check_metric(metric, 0, labels))
+    parts = raise_on_every_rank(lambda: read_parts(Path(root), labels, several=several))
+    raise_on_every_rank(lambda: check_metric(metric, len(parts["test"].class_names), labels))
     data = extract(extractor, root, feature, parts)
     options: dict[str, Any] = {
         "strength": strength, "validation_share": validation_share, "seed": seed,

@@ -22,7 +22,7 @@ from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.protocols import Evaluator
 from mclclip.eval.protocols.compositional import Side, chance_of, item_margins
 from mclclip.eval.results import Level, Measurement, figure
-from mclclip.ranks.collectives import together
+from mclclip.ranks.collectives import raise_on_every_rank
 from mclclip.util.files import below
 
 MMVP_COLUMNS = ("Question ID", "Type", "Statement")
@@ -54,7 +54,7 @@ def evaluate(
     """
     if unknown := [name for name in directions if name not in DIRECTIONS]:
         raise ValueError(f"unknown directions {unknown}: use some of {', '.join(DIRECTIONS)}")
-    pairs = together(lambda: read_pairs(root))
+    pairs = raise_on_every_rank(lambda: read_pairs(root))
     by_side = item_margins(extractor, pairs, [SIDES[name] for name in directions], prompt)
     names, types = [pair.name for pair in pairs], np.array([pair.kind for pair in pairs])
     figures = []

@@ -31,7 +31,7 @@ from mclclip.eval.metrics import chance_at, hits_at
 from mclclip.eval.outcomes import Outcomes, join_outcomes
 from mclclip.eval.protocols import Evaluator
 from mclclip.eval.results import Level, Measurement, figure
-from mclclip.ranks.collectives import together
+from mclclip.ranks.collectives import raise_on_every_rank
 
 log = logging.getLogger("mclclip")
 
@@ -95,9 +95,11 @@ def evaluate(
     """
     root = Path(root)
     path, folder = root / captions, root / images
-    sets = together(lambda: _read(path, folder, protocol, split, languages, shard_captions))
+    sets = raise_on_every_rank(
+        lambda: _read(path, folder, protocol, split, languages, shard_captions)
+    )
     [first, *_] = sets.values()
-    together(lambda: _check_images(first.images, path, folder))
+    raise_on_every_rank(lambda: _check_images(first.images, path, folder))
     image_features = extractor.images(first.images)
     names = image_items(first.images, folder)
     figures = []

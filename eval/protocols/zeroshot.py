@@ -36,7 +36,7 @@ from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.prompts import Classes, find_names, find_templates
 from mclclip.eval.protocols import Evaluator
 from mclclip.eval.results import Measurement
-from mclclip.ranks.collectives import together
+from mclclip.ranks.collectives import raise_on_every_rank
 
 log = logging.getLogger("mclclip")
 
@@ -99,11 +99,11 @@ def evaluate(
     (see ``prompts.check``), and for images that cannot be read.
     """
     root = Path(root)
-    names = together(lambda: find_names(labels_of(root, labels), classes, root))
-    together(lambda: check_metric(metric, len(names), labels))
+    names = raise_on_every_rank(lambda: find_names(labels_of(root, labels), classes, root))
+    raise_on_every_rank(lambda: check_metric(metric, len(names), labels))
     if extractor.context.is_main:
         _warn(names, classes)
-    texts = together(lambda: find_templates(templates, root))
+    texts = raise_on_every_rank(lambda: find_templates(templates, root))
     protocol: dict[str, Any] = {
         "name": "zero_shot",
         "trials": "images",
@@ -115,7 +115,7 @@ def evaluate(
         "ties": "against the model",
     }
     several = metric == "map_11_point"
-    data = together(lambda: read_labelled(root, names, labels, several=several))
+    data = raise_on_every_rank(lambda: read_labelled(root, names, labels, several=several))
     vectors = classifier(extractor, data.class_names, texts)
     features, items = extractor.images(data.images), image_items(data.images, root)
     truth = data.labels.astype(np.int64, copy=False)

@@ -299,7 +299,7 @@ class Checkpoints:
             return 0
         state, path = dict(target.state_dict()), path_of(self.directory, step)
         collectives.on_main(lambda: step_files.check_identity(path, self.identity))
-        collectives.together(lambda: step_files.check_fit(path, state))
+        collectives.raise_on_every_rank(lambda: step_files.check_fit(path, state))
         step_files.read(path, state, alone=collectives.world_size() == 1)
         target.load_state_dict(state)
         if main and (damage or from_mirror):

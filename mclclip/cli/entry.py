@@ -299,7 +299,7 @@ def run_verb(args: argparse.Namespace) -> int:
                 "wanted a base configuration and remedies, such as 'mclclip race --config ucm "
                 "--remedies mcl ifm'"
             )
-        args.remedies = remedies.named(args.remedies)
+        args.remedies = remedies.choose_remedies(args.remedies)
     from mclclip.run import runlog
 
     runlog.setup(failures.number_of("RANK", 0), "DEBUG" if args.verbose else "INFO")

@@ -139,7 +139,7 @@ def run(
     layout = Layout.of(config)
     lock = RunLock(layout.run_dir) if context.is_main else nullcontext()
     with process_group.num_threads(config.num_threads):
-        collectives.together(take_lock)
+        collectives.raise_on_every_rank(take_lock)
         try:
             if context.is_main:  # temporary files of killed writers; the lock excludes living ones
                 files.remove_leftovers(layout.run_dir)

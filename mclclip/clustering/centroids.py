@@ -99,7 +99,7 @@ class WholeCentroids:
 
         def move_run(run: tuple[tuple[Tensor, Tensor], list[int]]) -> None:
             (sums, counts), numbers = run
-            for some in self.rows.together(numbers, self._rows_per_tile):
+            for some in self.rows.merge_blocks(numbers, self._rows_per_tile):
                 labels = self._move(some, search, sums, counts)
                 self._labels.update(zip(some, labels, strict=True))
 

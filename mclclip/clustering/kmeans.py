@@ -29,7 +29,7 @@ from mclclip.clustering.nearest import ROWS_PER_PASS, squared_distance, unpack
 from mclclip.clustering.options import Algorithm, Init
 from mclclip.clustering.rows import Integers, Mask, RankRows
 from mclclip.data.arrays import ROWS_PER_BLOCK, Floats, cut_blocks
-from mclclip.ranks.collectives import all_reduce_sum, together
+from mclclip.ranks.collectives import all_reduce_sum, raise_on_every_rank
 from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.ranks.sharded_rows import balance_by_cost
 
@@ -434,7 +434,7 @@ def _cluster_groups(
     def cluster_own() -> dict[int, KMeans]:
         return {group: cluster(group) for group in local_groups if shares[group]}
 
-    return cluster_own() if context.world_size == 1 else together(cluster_own)
+    return cluster_own() if context.world_size == 1 else raise_on_every_rank(cluster_own)
 
 
 def _exchange(

@@ -113,7 +113,7 @@ class RankRows:
         dealt = [self.local_blocks[first :: self.num_threads] for first in range(self.num_threads)]
         return [run for run in dealt if run]
 
-    def together(self, numbers: Sequence[int], num_rows: int) -> list[list[int]]:
+    def merge_blocks(self, numbers: Sequence[int], num_rows: int) -> list[list[int]]:
         """The numbers of blocks, those next to each other that hold up to ``num_rows`` rows in one
         list: on a GPU small blocks take longer to start than to compute."""
         groups: list[list[int]] = []

@@ -92,7 +92,7 @@ class ShardedClassCenters:
         self.start, self.stop = self._shards.start, self._shards.stop
         rows = torch.empty(self.stop - self.start, dim)
         if initial is not None:  # it may read a file
-            rows = collectives.together(lambda: initial(self.start, self.stop))
+            rows = collectives.raise_on_every_rank(lambda: initial(self.start, self.stop))
         if tuple(rows.shape) != (self.stop - self.start, dim):
             raise ValueError(
                 f"initial class centers are {list(rows.shape)}: wanted "

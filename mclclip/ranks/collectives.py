@@ -195,7 +195,7 @@ def meet() -> None:
     waiting.wait()
 
 
-def together(work: Callable[[], T], what: str = "") -> T:
+def raise_on_every_rank(work: Callable[[], T], what: str = "") -> T:
     """Runs ``work`` on this rank; if it failed on any rank, raises on all of them.
 
     The failing rank raises its own error. The others raise an error with its message: ValueError,
@@ -235,7 +235,7 @@ def on_main(work: Callable[[], T]) -> T:
         finally:
             _alone.pop()
 
-    result = together(lambda: alone() if rank() == 0 else None)
+    result = raise_on_every_rank(lambda: alone() if rank() == 0 else None)
     return broadcast_object(result)  # type: ignore[return-value]
 
 

@@ -317,7 +317,7 @@ class Recorder:
         self.watch = StepWatch(self.leaves_out)
         self._latest = ""  # words on the last row, until a line of the log has shown them
         self._began = time.perf_counter()
-        self.metrics = collectives.together(self._open_log)
+        self.metrics = collectives.raise_on_every_rank(self._open_log)
 
     def _open_log(self) -> runlog.MetricsLog | None:
         if not self.context.is_main:

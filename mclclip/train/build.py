@@ -362,7 +362,7 @@ def loader_of(
     """This rank's batches of ``steps``, in order."""
     say_equal = steps.start == 0 and job.context.is_main
     make = partial(_batches_of, job, opened, plan, known_bad, model, say_equal)
-    batches = collectives.together(make, "train")
+    batches = collectives.raise_on_every_rank(make, "train")
     dataset = batches.dataset
 
     def ids_of(step: int) -> Integers:

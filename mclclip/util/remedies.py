@@ -67,13 +67,13 @@ def read_remedies(text: str, file: str = "") -> dict[str, Remedy]:
     what all remedies share.
     """
     where = file or "the shipped remedies"
-    found: dict[str, Remedy] = {}
+    remedies: dict[str, Remedy] = {}
     for line in text.splitlines():
         words, _, about = (part.strip() for part in re.sub(r"(^|\s)#", "\n", line).partition("\n"))
         if not words:
             continue
         name, *options = words.split()
-        if not _NAME.fullmatch(name) or name in (BASE, *_TAKEN, *found):
+        if not _NAME.fullmatch(name) or name in (BASE, *_TAKEN, *remedies):
             raise ValueError(
                 f"{where}: a remedy is named {name!r}: wanted letters, digits and . _ - (no . "
                 f"first), each name once, and neither {BASE!r} nor a race's own file"
@@ -86,48 +86,50 @@ def read_remedies(text: str, file: str = "") -> dict[str, Remedy]:
                     "num_stages, controls or encoder, but neither steps, epochs nor global_batch, "
                     "since all remedies share the rest: run another race, or set it for all"
                 )
-        named = [o.removeprefix("encoder=") for o in options if o.startswith("encoder=")]
+        encoders = [o.removeprefix("encoder=") for o in options if o.startswith("encoder=")]
         overrides = tuple(o for o in options if not o.startswith("encoder="))
-        found[name] = Remedy(name, overrides, named[-1] if named else None, about, file)
-    if not found:
+        remedies[name] = Remedy(name, overrides, encoders[-1] if encoders else None, about, file)
+    if not remedies:
         raise ValueError(f"{where} has no remedies: wanted a line each, as in a sweep file")
-    return found
+    return remedies
 
 
-def named(words: Sequence[str]) -> list[Remedy]:
-    """The remedies of ``words``, each a name or a sweep file of remedies, whose lines win over
-    names; mcl, of whose labels another may be made, and the control first, which is always there.
+def choose_remedies(words: Sequence[str]) -> list[Remedy]:
+    """The remedies of ``words``, each a name or a sweep file, whose lines win over names. The
+    control is always among them; it and mcl, whose labels another remedy may need, come first.
 
     Raises ValueError for an unknown name, with the nearest ones, for a name that two files have,
     and for a line that gives another meaning to mcl or the control, and FileNotFoundError for a
     file that is not there.
     """
-    known, chosen = read_remedies(REMEDIES), list[str]()
+    by_name, names = read_remedies(REMEDIES), list[str]()
     by_file = dict[str, dict[str, Remedy]]()
     for word in dict.fromkeys(word for word in words if word.endswith(".sweep")):
         if not Path(word).is_file():
             raise FileNotFoundError(f"--remedies {word}: there is no such file")
-        own = by_file[word] = read_remedies(Path(word).read_text(errors="replace"), word)
-        if fixed := [name for name in own if name in FIXED]:
+        in_file = by_file[word] = read_remedies(Path(word).read_text(errors="replace"), word)
+        if fixed := [name for name in in_file if name in FIXED]:
             raise ValueError(
                 f"{word}: a remedy is named {fixed[0]!r}, which others are compared with or "
                 "read the labels of: call it otherwise"
             )
-        if twice := [name for name in own if known.get(name, own[name]).file not in ("", word)]:
+        if twice := [
+            name for name in in_file if by_name.get(name, in_file[name]).file not in ("", word)
+        ]:
             raise ValueError(
-                f"{word}: a remedy is named {twice[0]!r}, as one of {known[twice[0]].file} is: "
+                f"{word}: a remedy is named {twice[0]!r}, as one of {by_name[twice[0]].file} is: "
                 "call one of them otherwise"
             )
-        known |= own
+        by_name |= in_file
     for word in words:
         if word in by_file:
-            chosen += by_file[word]
-        elif word in known:
-            chosen.append(word)
+            names += by_file[word]
+        elif word in by_name:
+            names.append(word)
         else:
             raise ValueError(
-                f"no remedy {word!r} (nearest: {', '.join(nearest(word, known))}): name some of "
-                f"{', '.join(known)}, or a file of your own, such as mine.sweep"
+                f"no remedy {word!r} (nearest: {', '.join(nearest(word, by_name))}): name some of "
+                f"{', '.join(by_name)}, or a file of your own, such as mine.sweep"
             )
-    first = [name for name in FIXED if name in (*chosen, CONTROL)]
-    return [known[name] for name in dict.fromkeys([*first, *chosen])]
+    first = [name for name in FIXED if name in (*names, CONTROL)]
+    return [by_name[name] for name in dict.fromkeys([*first, *names])]

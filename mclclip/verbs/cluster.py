@@ -97,7 +97,7 @@ class StageClusters(Step[ClusteredStage]):
 
     def make(self, out: Artifact, how: ClusteredStage) -> Made:
         """Raises, before anything is written, for settings that cannot be clustered."""
-        blocks = collectives.together(lambda: self._read_rows(how))
+        blocks = collectives.raise_on_every_rank(lambda: self._read_rows(how))
         valid = np.ones(len(how.index), dtype=bool)
         valid[collectives.on_main(how.index.bad_ids)] = False
         # A sample that can be decoded again now may have no row yet.
@@ -263,7 +263,7 @@ def pass_parts_to_main(
         if error is not None:
             raise error
 
-    collectives.together(raise_error)
+    collectives.raise_on_every_rank(raise_error)
 
 
 def _read_cluster_labels(how: ClusteredStage, stage: int) -> tuple[np.ndarray, int]:

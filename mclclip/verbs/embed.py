@@ -131,7 +131,7 @@ class Pass:
         data = self.config.data
         collectives.on_main(partial(check_shards, self.index.directory, self.index.shards, data))
         source = TarDataset(self.index, data, model.preprocess_val, image_rows=rows)
-        collectives.together(source.check, "embed")
+        collectives.raise_on_every_rank(source.check, "embed")
         return source
 
     def write(
@@ -231,7 +231,7 @@ class Embeddings(Step[Pass]):
             whole = not config.writes_image_rows
             make = partial(StoredRows.of_images, how.layout, how.index, whole=whole)
             rows = collectives.on_main(make)
-            collectives.together(partial(start_from_rows, model, rows), "embed")
+            collectives.raise_on_every_rank(partial(start_from_rows, model, rows), "embed")
         source = how.source(model.to(context.device), rows)
 
         def features(pixels: Tensor) -> np.ndarray:

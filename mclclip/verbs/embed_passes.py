@@ -125,7 +125,7 @@ def write_missing(
                 index.check_bad_fraction(bad, config.data.max_bad_fraction)
         return bad
 
-    reasons = collectives.together(work, "embed")
+    reasons = collectives.raise_on_every_rank(work, "embed")
     return BadSamples(index, config.data.max_bad_fraction).share(reasons)
 
 

@@ -29,7 +29,7 @@ from mclclip.eval.results import Reference, Result
 from mclclip.models import transformers_folder
 from mclclip.models.encoder import RANDOM, Encoder, load_model, split_name
 from mclclip.models.loading import refuse_without_weights
-from mclclip.ranks.collectives import on_main, together
+from mclclip.ranks.collectives import on_main, raise_on_every_rank
 from mclclip.ranks.process_group import SINGLE, Context, pick_device
 from mclclip.run.artifacts import MANIFEST, Layout, is_finished, run_above
 from mclclip.run.opened import Run
@@ -368,7 +368,7 @@ def evaluate(
     ``force``. ``choices``: see ``run_suite``. Returns the new rows.
     """
     benchmarks = config.eval.suite if benchmarks is None else benchmarks
-    together(partial(check, benchmarks))
+    raise_on_every_rank(partial(check, benchmarks))
     path, precision = path or Layout.of(config).results, config.eval.precision
     rows: list[Result] = []
     for name, where in models.items():
@@ -387,7 +387,9 @@ def evaluate(
             if benchmarks:
                 log.info("%s is evaluated already", name)
             continue
-        encoder = together(partial(load_model, location, pretrained, device=str(context.device)))
+        encoder = raise_on_every_rank(
+            partial(load_model, location, pretrained, device=str(context.device))
+        )
         rows += run_suite(
             encoder,
             pending,

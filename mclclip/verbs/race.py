@@ -59,7 +59,7 @@ class Race:
     """A race, of which nothing needs to be there yet.
 
     recipe     the base configuration: a YAML file or the name of a shipped recipe
-    remedies   all of it, the control among them (``remedies.named``)
+    remedies   all of it, the control among them (``remedies.choose_remedies``)
     seeds      of everything that is drawn; empty: the configuration's
     only       one remedy, by name or by its number from 1 on, or ``base``: no table is made then
     overrides  on the base configuration
@@ -344,7 +344,7 @@ class Race:
         """Holds the lock of a run directory on the first rank. It waits for the lock of the base,
         since jobs that start together make the base once."""
         lock = RunLock(Path(config.run_dir), wait_s=self.base.peer_timeout_s)
-        collectives.together(lambda: context.is_main and lock.__enter__())
+        collectives.raise_on_every_rank(lambda: context.is_main and lock.__enter__())
         if context.is_main:
             files.remove_leftovers(Path(config.run_dir))
         try:

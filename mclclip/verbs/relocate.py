@@ -133,7 +133,7 @@ class Relocated(Step[Relocation]):
             finally:
                 _opened.cache_clear()
 
-        collectives.together(named(copy), "relocate")
+        collectives.raise_on_every_rank(named(copy), "relocate")
         return collectives.on_main(named(partial(_write_table, of, num_shards, index)))
 
     def _begin(self, out: Artifact, how: Relocation) -> tuple[Copies, int]:

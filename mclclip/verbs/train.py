@@ -115,7 +115,7 @@ class Training(Step[TrainingRun]):
         opened = _opened(job)
         model = build.build_model(job)
         if (rows := opened.image_rows) is not None:
-            collectives.together(lambda: start_from_rows(model, rows))
+            collectives.raise_on_every_rank(lambda: start_from_rows(model, rows))
         objective = build.objective_of(job, model, opened.classes)
         collectives.on_main(lambda: _begin(job, opened, out))
         trainee = build.trainee_of(job, model, objective)
@@ -167,9 +167,9 @@ def _opened(job: Job) -> Opened:
         check_shards(index.directory, index.shards, config.data)
         return opened
 
-    collectives.together(lambda: job.extras)
+    collectives.raise_on_every_rank(lambda: job.extras)
     opened = collectives.on_main(checked)
-    collectives.together(lambda: opened.locations.table)
+    collectives.raise_on_every_rank(lambda: opened.locations.table)
     return opened
 
 

@@ -128,7 +128,7 @@ def fail_together(bad_rank: int) -> None:
         if collectives.rank() == bad_rank:
             raise ValueError("the data is bad")
 
-    collectives.together(work, "reading")
+    collectives.raise_on_every_rank(work, "reading")
 
 
 def fail_alone(bad_rank: int) -> None:

@@ -396,7 +396,7 @@ def test_a_part_that_cannot_be_made_is_not_told_later(
     def never(work: Any) -> None:
         raise AssertionError("another exchange was begun")
 
-    monkeypatch.setattr("mclclip.ranks.collectives.together", never)
+    monkeypatch.setattr("mclclip.ranks.collectives.raise_on_every_rank", never)
     with pytest.raises(OSError, match="no such block"):
         cluster.pass_parts_to_main(
             parts(), lambda every: sum(every), Context(0 if is_main else 1, 2)

@@ -10,7 +10,7 @@ from PIL import Image
 from mclclip.ranks.process_group import SINGLE
 from mclclip.util import files
 from mclclip.util.caption_rules import HardCaptions
-from mclclip.util.remedies import REMEDIES, named, read_remedies
+from mclclip.util.remedies import REMEDIES, choose_remedies, read_remedies
 from mclclip.verbs import race
 from mclclip.verbs.race import Race
 from tests import damage, tiny
@@ -27,7 +27,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_shipped_remedy_is_a_run_of_the_demo_at_equal_cost() -> None:
-    own = Race("demo", named([*KNOWN]), [3])
+    own = Race("demo", choose_remedies([*KNOWN]), [3])
     assert [one.name for one in own.remedies] == [*KNOWN]
     for remedy in own.remedies:
         assert remedy.about, f"{remedy.name} does not say what it is"
@@ -47,7 +47,7 @@ def test_every_shipped_remedy_is_a_run_of_the_demo_at_equal_cost() -> None:
 
 
 def test_remedies_with_the_same_overrides_share_their_trainings() -> None:
-    own = Race("demo", named(["wise", "ifm"]))
+    own = Race("demo", choose_remedies(["wise", "ifm"]))
     assert [one.name for one in own.remedies] == ["ungrouped", "wise", "ifm"]
     assert [one.name for one in own.trained] == ["ungrouped", "ifm"]
     control, wise, ifm = own.remedies
@@ -57,7 +57,7 @@ def test_remedies_with_the_same_overrides_share_their_trainings() -> None:
 
 
 def test_the_method_runs_first_and_the_control_is_always_there() -> None:
-    assert [one.name for one in named(["ifm", "mcl"])] == ["mcl", "ungrouped", "ifm"]
+    assert [one.name for one in choose_remedies(["ifm", "mcl"])] == ["mcl", "ungrouped", "ifm"]
 
 
 def test_a_sweep_file_has_remedies_of_ones_own(tmp_path: Path) -> None:
@@ -66,12 +66,12 @@ def test_a_sweep_file_has_remedies_of_ones_own(tmp_path: Path) -> None:
         "# mine\nifm_in_groups train.objective.kind=ifm # in groups\n"
         "\nlow controls=[ungrouped] train.lr=1e-5 encoder=stage_1\n"
     )
-    found = {one.name: one for one in named([str(file), "hcl"])}
+    found = {one.name: one for one in choose_remedies([str(file), "hcl"])}
     assert [*found] == ["ungrouped", "ifm_in_groups", "low", "hcl"]
     assert found["ifm_in_groups"].overrides == ("train.objective.kind=ifm",)
     assert found["ifm_in_groups"].about == "in groups"
     assert found["low"].encoder == "stage_1"
-    own = Race("demo", named([str(file)]))
+    own = Race("demo", choose_remedies([str(file)]))
     assert own.settings(found["low"], 0).train.lr == 1e-5
 
 
@@ -79,23 +79,23 @@ def test_two_files_have_no_remedy_of_one_name(tmp_path: Path) -> None:
     one, other = tmp_path / "one.sweep", tmp_path / "other.sweep"
     one.write_text("low train.lr=1e-5\nifm train.lr=1e-6\n")
     other.write_text("low train.lr=1e-6\n")
-    found = {each.name: each for each in named([str(one), "ifm", str(one)])}
+    found = {each.name: each for each in choose_remedies([str(one), "ifm", str(one)])}
     assert found["ifm"].overrides == ("train.lr=1e-6",), "a file's lines win over shipped names"
     assert found["ifm"].label == f"remedy 'ifm' of {one}" and KNOWN["ifm"].label == "remedy 'ifm'"
     with pytest.raises(ValueError, match="other.sweep: a remedy is named 'low', as one of .*one.s"):
-        named([str(one), str(other)])
+        choose_remedies([str(one), str(other)])
 
 
 def test_the_control_is_not_redefined(tmp_path: Path) -> None:
     file = tmp_path / "mine.sweep"
     file.write_text("ungrouped controls=[ungrouped] train.lr=1e-5\n")
     with pytest.raises(ValueError, match="a remedy is named 'ungrouped', which others are"):
-        named([str(file)])
+        choose_remedies([str(file)])
 
 
 def refused(recipe: Path, *words: str, remedies: tuple[str, ...] = ("mcl",), **more: object) -> str:
     with pytest.raises(ValueError) as error:
-        Race(str(recipe), named(remedies), overrides=words, **more).check(SINGLE)  # type: ignore[arg-type]
+        Race(str(recipe), choose_remedies(remedies), overrides=words, **more).check(SINGLE)  # type: ignore[arg-type]
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -161,7 +161,7 @@ def test_a_run_is_not_mixed_with_a_race(prepared_run: Path, recipe: Path) -> Non
 
 def test_one_remedy_alone_by_name_or_number(recipe: Path) -> None:
     def job(only: str) -> str:
-        own = Race(str(recipe), named(["mcl", "ifm", "wise"]), only=only)
+        own = Race(str(recipe), choose_remedies(["mcl", "ifm", "wise"]), only=only)
         return Path(own.job.run_dir).name
 
     assert [job(only) for only in ("ifm", "1", "3", "base")] == ["ifm", "mcl", "ifm", "base"]
@@ -173,11 +173,15 @@ def test_one_remedy_alone_by_name_or_number(recipe: Path) -> None:
 
 
 def test_a_base_that_differs_from_that_of_the_runs_is_refused(recipe: Path, tmp_path: Path) -> None:
-    own = Race(str(recipe), named(["mcl"]), overrides=[f"run_dir={tmp_path / 'race'}"])
+    own = Race(str(recipe), choose_remedies(["mcl"]), overrides=[f"run_dir={tmp_path / 'race'}"])
     files.write_json(own.record_path, own.record)
 
     def again(*words: str) -> Race:
-        return Race(str(recipe), named(["mcl"]), overrides=[f"run_dir={tmp_path / 'race'}", *words])
+        return Race(
+            str(recipe),
+            choose_remedies(["mcl"]),
+            overrides=[f"run_dir={tmp_path / 'race'}", *words],
+        )
 
     again("data.num_workers=2", "train.checkpoint.every=5", "seed=3", "num_threads=2").check(SINGLE)
     with pytest.raises(ValueError, match=r"another base configuration: train.lr was 0.001, now"):
