@@ -285,6 +285,9 @@ def _metric(at: Subject) -> object:
 # --- the table -----------------------------------------------------------------------------------
 
 _ROWS = "image_rows.enabled=true"
+_WHOLE_TOWER = (
+    "train.lock.image_blocks=0", "train.lock.image_norm=false", "train.lock.image_projection=false",
+)  # fmt: skip
 _HELD = "train.objective.reads.base"
 _HOLDS = "the objective holds the model near stage 0, and"
 
@@ -377,10 +380,10 @@ RULES: tuple[Rule, ...] = (
         "every epoch has the same crops: leave it out")),
     excludes(_ROWS, "relocate.enabled=true",
              because="it copies images, which are not read then: leave one out"),
-    excludes(_ROWS, "train.lock.freezes_images=true", "embed.feature=pooled",
+    excludes(_ROWS, *_WHOLE_TOWER, "embed.feature=pooled",
              because="embeddings stand for images, and these are not those of training: set "
              "embed.feature=projected"),
-    excludes(_ROWS, "train.lock.freezes_images=true", "model.projector",
+    excludes(_ROWS, *_WHOLE_TOWER, "model.projector",
              because="embeddings stand for images, and lie before it: leave it out"),
     # --- the text tower
     *(rule for option in ("model", "trained_model") for rule in (

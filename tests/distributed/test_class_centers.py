@@ -23,6 +23,7 @@ from tests.contracts import test_objectives as contract
 from tests.distributed.conftest import here
 from tests.distributed.test_engines import assert_close
 from tests.matrix import kept
+from tests.objective_loops import parts_of
 
 Ranks = Callable[..., list[Any]]
 K, D, B, L = 30, 6, 12, 3
@@ -60,7 +61,8 @@ def one_step(objective: ClassCenterLoss, step: int) -> float:
     raw = torch.randn(B, D, generator=random, dtype=torch.float64)[own].requires_grad_()
     centers.zero_grad()
     centers.begin(step)
-    loss = objective(functional.normalize(raw, dim=1), labels_of(step)[own])["loss"]
+    features = functional.normalize(raw, dim=1)
+    loss = parts_of(objective, image_features=features, classes=labels_of(step)[own])["loss"]
     loss.backward()
     return float(loss.detach())
 

@@ -34,8 +34,12 @@ ADVICE = re.compile(r"(?<![\w.])([a-z_]+(?:\.\w+)+)=([^\s,;:)`'\"]+)")
 
 
 def texts(tree: ast.AST) -> Iterator[str]:
-    """Every string of a module; an f-string is one, with ``UNKNOWN`` for what it fills in."""
+    """Every string of a module; an f-string is one, with ``UNKNOWN`` for what it fills in. The
+    conditions of rules are left out."""
     parts = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "excludes":
+            parts |= {id(condition) for condition in node.args}
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             constants = [part if isinstance(part, ast.Constant) else None for part in node.values]
