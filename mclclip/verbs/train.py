@@ -1,7 +1,7 @@
-"""Verb: index + labels -> checkpoints. One loop for every method.
+"""Verb: index + labels -> checkpoints; ``method`` and ``cli`` call it, it calls ``train.loop``.
 
-This file opens the artifact, writes the grouped index, and resumes; ``parts`` builds the objects
-from the options, and ``loop`` runs the steps.
+This file opens the artifact, writes the grouped index, and resumes; ``train.build`` builds the
+objects from the options, and ``train.loop`` runs the steps, one loop for every method.
 """
 
 from __future__ import annotations
