@@ -102,7 +102,7 @@ def _soup(args: argparse.Namespace) -> object:
     flags = flags_of(args)
     judged = {name: flags.pop(name) for name in _JUDGED}
     choice = soup.describe_choice(flags["method"], flags["alpha"])
-    judge = evaluation.judge(**judged, models=flags["models"], choice=choice)
+    judge = evaluation.open_judge(**judged, models=flags["models"], choice=choice)
     return soup.run(**flags, judge=judge)
 
 

@@ -117,7 +117,7 @@ class ModelWithObjective(nn.Module):
 
 
 @dataclass
-class Judging:
+class PeriodicEvaluation:
     """The evaluations of one training of ``total`` steps, every ``every`` steps and after the last.
 
     ``options`` name the figure that decides, ``metric``; without one, figures are only recorded.
@@ -136,7 +136,7 @@ class Judging:
         """Whether the checkpoint of ``done`` steps is evaluated."""
         return done > 0 and (done % self.every == 0 or done == self.total)
 
-    def judge(self, done: int) -> Mapping[str, float]:
+    def measure(self, done: int) -> Mapping[str, float]:
         """Evaluates the checkpoint of ``done`` steps.
 
         Raises ValueError where ``metric`` is not measured.
@@ -162,7 +162,7 @@ class Judging:
         return min((self.values.index(best) + 1) * self.every, self.total)
 
     @property
-    def kept_step(self) -> int | None:
+    def exported_step(self) -> int | None:
         """The step whose checkpoint is kept and exported; None for the last one."""
         return self.best_step if self.options.best else None
 
@@ -204,7 +204,7 @@ class Trainer:
     checkpoint_every   steps between checkpoints
     steps_per_epoch    steps in one pass over the plan
     profiler           records the chosen steps
-    judging            evaluates the checkpoints of some steps; None: none
+    evaluation            evaluates the checkpoints of some steps; None: none
     compiles           the first step compiles, for which ranks wait without a limit
     done               steps that are done
     """
@@ -220,7 +220,7 @@ class Trainer:
     checkpoint_every: int
     steps_per_epoch: int
     profiler: StepProfiler
-    judging: Judging | None = None
+    evaluation: PeriodicEvaluation | None = None
     compiles: bool = False
     done: int = field(default=0, init=False)
 
@@ -285,28 +285,30 @@ class Trainer:
     def _evaluate(self, done: int) -> bool:
         """Evaluates what ``done`` steps have made, if that is due, after it is saved; returns
         whether the training ends here."""
-        if self.judging is None or not self.judging.due(done):
+        if self.evaluation is None or not self.evaluation.due(done):
             return False
         self._save(done)
         self.checkpoints.wait(mirror_s=0.0)
         since = time.perf_counter()
-        figures = self.judging.judge(done)
+        figures = self.evaluation.measure(done)
         self.recorder.evaluated(done, figures, time.perf_counter() - since)
-        self.checkpoints.best = self.judging.kept_step
-        if self.judging.patience_is_over:
+        self.checkpoints.best = self.evaluation.exported_step
+        if self.evaluation.patience_is_over:
             log.info(
                 "step %d is the last: %s was best at step %s",
-                done, self.judging.options.metric, self.judging.best_step,
+                done, self.evaluation.options.metric, self.evaluation.best_step,
             )  # fmt: skip
-        return self.judging.patience_is_over
+        return self.evaluation.patience_is_over
 
     def _save(self, done: int) -> None:
         """Saves what ``done`` steps have made, unless it is saved already."""
         with self.recorder.peaks.phase("checkpoint"):
             try:
-                self.checkpoints.save(done, self.judging or self.engine)
+                self.checkpoints.save(done, self.evaluation or self.engine)
             except NotFinite:
-                self.recorder.judge(done)  # raises the first bad step since the last row, if any
+                self.recorder.raise_if_diverged(
+                    done
+                )  # raises the first bad step since the last row, if any
                 raise
 
     @contextlib.contextmanager
