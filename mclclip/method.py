@@ -1,4 +1,5 @@
-"""The method (MCL): for each stage: embed -> cluster -> train -> export -> evaluate; then join.
+"""The method (MCL), which ``cli`` calls and which calls verbs: for each stage embed -> cluster ->
+train -> export -> evaluate; then join.
 
 Stage 0 is the given encoder, or one trained from scratch. Every stage s >= 1 starts from stage 0's
 weights (unless ``train.start`` or ``trained_model`` says otherwise). Its batches are groups of
@@ -11,7 +12,8 @@ Finished artifacts are skipped, so the same command resumes a run that was kille
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from mclclip.eval.protocols import BenchmarkConfig
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Force, Layout, is_finished
+from mclclip.train.loop import Evaluate
 from mclclip.util import files
 from mclclip.verbs import cluster, embed, export, index, relocate, train
 from mclclip.verbs import eval as evaluation
@@ -37,20 +40,29 @@ def run(config: Config, context: Context, *, force: bool = False, only: str | No
     other settings or damaged; the others are kept. ``only``: a control that runs without the
     method itself, whose labels it must find where it reads any.
     """
-    run_dir = Path(config.run_dir)
+    remake: Force = "unfit" if force else False
     collectives.on_main(lambda: check(config, context))
-    recorded = run_dir / "config.yaml"
-    before = recorded.read_bytes() if context.is_main and recorded.exists() else None
-    text = configuration.dump(config).encode()
-    collectives.on_main(lambda: files.write_bytes(recorded, text))
-    try:
-        _steps(config, context, "unfit" if force else False, only)
-    except (ValueError, FileNotFoundError):
-        if context.is_main and before is not None:  # the run did not accept the new options
-            files.write_bytes(recorded, before)
-        raise
-    log.info("'mclclip report %s' makes one page of all that this run left", run_dir)
-    return run_dir
+    with _recorded(config, context):
+        inputs.check_samples(config, index.run(config, context, force=remake))
+        _stage(config, context, 0, "mcl", remake)
+        for variant in ["mcl", *config.controls] if only is None else [only]:
+            if variant != "mcl":
+                log.info("--- control: %s", variant)
+            for stage in range(1, config.num_stages + 1):
+                if variant == "mcl":
+                    log.info("--- stage %d of %d", stage, config.num_stages)
+                    embed.run(config, context, stage=stage - 1, force=remake)
+                    cluster.run(config, context, stage=stage - 1, force=remake)
+                    # Copies that a finished training has read may be deleted.
+                    trained = partial(is_finished, Layout.of(config).train(stage))
+                    if config.relocate.enabled and (remake or not collectives.on_main(trained)):
+                        relocate.run(config, context, stage=stage, force=remake)
+                _stage(config, context, stage, variant, remake)
+            if config.has_stages:  # concatenation and soup of the stages
+                joined = export.join(config, context, variant=variant, force=remake)
+                _evaluate(config, context, variant, joined)
+    log.info("'mclclip report %s' makes one page of all that this run left", config.run_dir)
+    return Path(config.run_dir)
 
 
 def prepare(
@@ -74,32 +86,6 @@ def prepare(
     cluster.run(config, context, stage=0, force=remake)
 
 
-def _steps(config: Config, context: Context, force: Force, only: str | None) -> None:
-    inputs.check_samples(config, index.run(config, context, force=force))
-    _stage(config, context, 0, "mcl", force)
-    if only is None:
-        _method(config, context, force)
-    for control in config.controls if only is None else [only]:
-        log.info("--- control: %s", control)
-        for stage in range(1, config.num_stages + 1):
-            _stage(config, context, stage, control, force)
-        _join(config, context, control, force)
-
-
-def _method(config: Config, context: Context, force: Force) -> None:
-    """Every stage of MCL after stage 0, and their join."""
-    for stage in range(1, config.num_stages + 1):
-        log.info("--- stage %d of %d", stage, config.num_stages)
-        embed.run(config, context, stage=stage - 1, force=force)
-        cluster.run(config, context, stage=stage - 1, force=force)
-        # Copies that a finished training has read may be deleted.
-        trained = partial(is_finished, Layout.of(config).train(stage))
-        if config.relocate.enabled and (force or not collectives.on_main(trained)):
-            relocate.run(config, context, stage=stage, force=force)
-        _stage(config, context, stage, "mcl", force)
-    _join(config, context, "mcl", force)
-
-
 def check(config: Config, context: Context, *, reads_benchmarks: bool = True) -> None:
     """Raises, before the first verb, errors of options that would stop the run later.
 
@@ -111,58 +97,62 @@ def check(config: Config, context: Context, *, reads_benchmarks: bool = True) ->
     (evaluation.check if reads_benchmarks else evaluation.check_options)(config.eval.suite)
 
 
+@contextmanager
+def _recorded(config: Config, context: Context) -> Iterator[None]:
+    """Writes the options into the run directory, and those of before again if the block refuses
+    them."""
+    path = Path(config.run_dir) / "config.yaml"
+    before = path.read_bytes() if context.is_main and path.exists() else None
+    text = configuration.dump(config).encode()
+    collectives.on_main(lambda: files.write_bytes(path, text))
+    try:
+        yield
+    except (ValueError, FileNotFoundError):
+        if context.is_main and before is not None:
+            files.write_bytes(path, before)
+        raise
+
+
 def _stage(config: Config, context: Context, stage: int, variant: str, force: Force) -> None:
     """Trains, exports and evaluates one stage of MCL or of a control (stage 0 may be given)."""
     if stage or config.base is not None:
-        train_stage(config, context, stage=stage, variant=variant, force=force)
+        evaluate = evaluations(config, context, stage, variant)
+        train.run(config, context, stage=stage, variant=variant, force=force, evaluate=evaluate)
     path = export.stage(config, context, stage=stage, variant=variant, force=force)
     _evaluate(config, context, variant, {f"stage_{stage}": path})
-
-
-def _join(config: Config, context: Context, variant: str, force: Force) -> None:
-    """Joins the stages of MCL or of a control by concatenation and soup, and evaluates both.
-
-    Nothing happens where stage 0 is all there is.
-    """
-    if not config.has_stages:
-        return
-    joined = export.join(config, context, variant=variant, force=force)
-    _evaluate(config, context, variant, joined)
 
 
 def _evaluate(config: Config, context: Context, variant: str, named: Mapping[str, Path]) -> None:
     """Evaluates encoders of MCL or of a control, given by name, but for those that
     ``eval.encoders`` leaves out. Stage 0 is what all are compared with."""
-    layout, wanted = Layout.of(config, variant), config.eval.encoders
-    chosen = {
+    layout, encoders = Layout.of(config, variant), config.eval.encoders
+    compared = {
         layout.model_name(name): path
         for name, path in named.items()
-        if wanted is None or name in ("stage_0", *wanted)
+        if encoders is None or name in ("stage_0", *encoders)
     }
-    if chosen:
-        evaluation.evaluate(config, context, chosen, path=layout.results)
+    if compared:
+        evaluation.evaluate(config, context, compared, path=layout.results)
 
 
 # --- within a training --------------------------------------------------------------------------
 
 
-def train_stage(
-    config: Config, context: Context, *, stage: int, variant: str = "mcl", force: Force = False
-) -> Path:
-    """The verb ``train``, with the evaluations that its options ask for; returns its directory."""
-    evaluate = None
+def evaluations(config: Config, context: Context, stage: int, variant: str) -> Evaluate | None:
+    """Returns what evaluates checkpoints while ``verbs.train`` trains; None where the options ask
+    for no evaluation."""
     options = config.base if stage == 0 else config.train
-    if options is not None and options.evaluate.every is not None:
-        suite, choices = config.eval.suite, {}
-        benchmarks = {name: suite[name] for name in options.evaluate.suite or suite}
-        if (metric := options.evaluate.metric) is not None:
-            decides = metric.partition("/")[0]
-            choices[decides] = f"the checkpoint or the end of stage {stage} (evaluate.metric)"
-            rows = collectives.on_main(lambda: results.read(Layout.of(config).results))
-            base = [row for row in rows if row.model == "stage_0"]
-            results.check_unseen(base, [decides], choices[decides])
-        evaluate = partial(_figures, config, context, stage, variant, benchmarks, choices)
-    return train.run(config, context, stage=stage, variant=variant, force=force, evaluate=evaluate)
+    if options is None or options.evaluate.every is None:
+        return None
+    suite, choices = config.eval.suite, {}
+    benchmarks = {name: suite[name] for name in options.evaluate.suite or suite}
+    if (metric := options.evaluate.metric) is not None:
+        decides = metric.partition("/")[0]
+        choices[decides] = f"the checkpoint or the end of stage {stage} (evaluate.metric)"
+        rows = collectives.on_main(lambda: results.read(Layout.of(config).results))
+        base = [row for row in rows if row.model == "stage_0"]
+        results.check_unseen(base, [decides], choices[decides])
+    return partial(_figures, config, context, stage, variant, benchmarks, choices)
 
 
 def _figures(

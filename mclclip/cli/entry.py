@@ -70,6 +70,14 @@ def _export(config: Config, context: Context, args: argparse.Namespace) -> objec
     return export.stage(config, context, **flags_of(args))
 
 
+def _train(config: Config, context: Context, args: argparse.Namespace) -> object:
+    from mclclip import method
+    from mclclip.verbs import train
+
+    evaluate = method.evaluations(config, context, args.stage, args.variant)
+    return train.run(config, context, **flags_of(args), evaluate=evaluate)
+
+
 def _run(config: Config, context: Context, args: argparse.Namespace) -> object:
     from mclclip import method
     from mclclip.eval import results
@@ -94,7 +102,7 @@ def _soup(args: argparse.Namespace) -> object:
     flags = flags_of(args)
     judged = {name: flags.pop(name) for name in _JUDGED}
     choice = soup.describe_choice(flags["method"], flags["alpha"])
-    judge = evaluation.judge(**judged, models=flags["models"], choice=choice)
+    judge = evaluation.open_judge(**judged, models=flags["models"], choice=choice)
     return soup.run(**flags, judge=judge)
 
 
@@ -193,7 +201,7 @@ _FUNCTIONS: dict[str, Callable[..., object]] = {
     "embed": _function("verbs.embed.run"),
     "cluster": _function("verbs.cluster.run"),
     "relocate": _function("verbs.relocate.run"),
-    "train": _function("method.train_stage"),
+    "train": _train,
     "export": _export,
     "eval": _function("verbs.eval.run"),
     "analyse": _function("verbs.analyse.run"),

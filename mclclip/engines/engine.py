@@ -240,7 +240,7 @@ class Engine:
                 return measured
             features, *_ = gradient_cache.all_features(self, batch, self.micro_batch)
             module: Any = self.module
-            measured = module.loss(features, batch)
+            measured = module.forward(batch, features=features)
             return measured
 
     @contextmanager

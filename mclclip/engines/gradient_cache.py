@@ -10,7 +10,8 @@ micro-batch's activations exist at a time.
 The module that is run so (``train.loop.ModelWithObjective``) has an ``objective``.
 ``module(batch, finish)`` computes the features by name and returns ``finish(features)``: tensors
 [b, ...] have one row per sample, 0-dimensional ones belong to the whole batch.
-``module.loss(features, batch)`` maps features of the whole local batch to ``{"loss": ..., parts}``.
+``module.forward(batch, features=features)`` returns ``{"loss": ..., parts}`` of those of the whole
+local batch.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def backward(engine: Any, batch: Any, micro_batch: int) -> dict[str, Tensor]:
     features, pieces, states = all_features(engine, batch, micro_batch)
     engine.phase_ended("forward")
     leaves = {n: f.requires_grad_() for n, f in features.items() if f.is_floating_point()}
-    parts: dict[str, Tensor] = module.loss(features, batch)
+    parts: dict[str, Tensor] = module.forward(batch, features=features)
     inputs = [*leaves.values(), *_trained(module.objective)]
     gradients = torch.autograd.grad(parts["loss"], inputs, allow_unused=True)
     of_features = {n: g for n, g in zip(leaves, gradients, strict=False) if g is not None}

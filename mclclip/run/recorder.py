@@ -54,8 +54,8 @@ class StepWatch:
     """Counts the steps of this rank whose loss or gradient norm is not finite.
 
     ``leaves_out``: the engine skips the weight update of such steps. Then only many in a row cause
-    a warning; otherwise the first one has spoiled the weights. ``judge`` takes the maximum of each
-    of the ``counts`` over the ranks.
+    a warning; otherwise the first one has spoiled the weights. ``raise_if_diverged``
+    takes the maximum of each of the ``counts`` over the ranks.
     """
 
     def __init__(self, leaves_out: bool = False) -> None:
@@ -72,7 +72,7 @@ class StepWatch:
             "max_in_a_row": (in_a_row + 1) * bad,
         }
 
-    def judge(self, done: int, max_since: int, max_in_a_row: int) -> None:
+    def raise_if_diverged(self, done: int, max_since: int, max_in_a_row: int) -> None:
         """Raises NotFinite if one of the ``done`` steps was not finite and was not skipped.
 
         Warns of many skipped steps in a row. All ranks must call this with equal counts.
@@ -361,10 +361,12 @@ class Recorder:
         self.watch.take(parts["loss"], parts["grad_norm"])
         return self._write(done, parts, lr) if self.gives_row(done) else None
 
-    def judge(self, done: int) -> None:
+    def raise_if_diverged(self, done: int) -> None:
         """Raises NotFinite if the training has diverged within ``done`` steps; a collective."""
         every = self._gather(self.watch.counts)
-        self.watch.judge(done, **{name: int(max(values)) for name, values in every.items()})
+        self.watch.raise_if_diverged(
+            done, **{name: int(max(values)) for name, values in every.items()}
+        )
 
     def end_epoch(self, done: int, leaving: bool = False) -> None:
         """Writes the epoch's row if the epoch ends after ``done`` steps (then it is a collective).
@@ -440,7 +442,7 @@ class Recorder:
                 f"samples/s, waiting {100 * row['data_wait_share']:.0f} %"
             )
             log.debug("%s step %d: %s", self.name, done, self._latest)
-        self.watch.judge(done, **counts)
+        self.watch.raise_if_diverged(done, **counts)
         return {"step": done, **row}
 
     def _figures(

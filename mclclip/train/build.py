@@ -37,7 +37,7 @@ from mclclip.ranks.process_group import STARTED, Context, choose_memory
 from mclclip.ranks.step_boundary import StepBoundary
 from mclclip.run.artifacts import Layout, made_of
 from mclclip.run.recorder import PeakMemory, Recorder, StepProfiler
-from mclclip.train.loop import Judging, ModelWithObjective, Trainer
+from mclclip.train.loop import ModelWithObjective, PeriodicEvaluation, Trainer
 from mclclip.train.symptoms import Symptoms
 from mclclip.util.caption_rules import HardCaptions
 from mclclip.util.options import protocol_of
@@ -47,7 +47,7 @@ _WEIGHTS = 5  # purpose of a random number: initial weights of a stage with trai
 
 
 @dataclass(frozen=True)
-class Job:
+class StageTraining:
     """One training, as its options decide it.
 
     name          its option, ``base`` or ``train``
@@ -81,7 +81,7 @@ class Job:
         layout: Layout,
         stage: int,
         index: SampleIndex,
-    ) -> Job:
+    ) -> StageTraining:
         """Training of a stage."""
         objective = options.objective
         groups = objective.reads.groups and stage > 0
@@ -128,7 +128,7 @@ class Job:
     def classes(self) -> ClassLabels | AttributeClasses | None:
         """Clusters of the stage before, or values of an attribute, by sample, for objectives that
         read them; else None. Reads and compares their files: rank 0 alone asks for it, and all
-        ranks are given what it read in ``Opened``."""
+        ranks are given what it read in ``TrainingInputs``."""
         reads = self.options.objective.reads
         if reads.attribute is not None:
             return AttributeClasses(self.index, reads.attribute)
@@ -175,7 +175,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Opened:
+class TrainingInputs:
     """Files that a training reads beside its index, checked by rank 0 for all ranks."""
 
     classes: ClassLabels | AttributeClasses | None
@@ -183,7 +183,7 @@ class Opened:
     image_rows: StoredRows | None = None
 
 
-def locations_of(job: Job) -> Locations:
+def locations_of(job: StageTraining) -> Locations:
     """Returns where a training reads the samples: in copies that ``relocate`` made for its groups,
     or in the shards of the index. Raises the errors of ``Locations.open``."""
     how, layout = job.config.relocate, job.layout
@@ -194,7 +194,7 @@ def locations_of(job: Job) -> Locations:
     return Locations.open(directory, job.index, url, job.config.data.remote)
 
 
-def trainee_of(job: Job, model: Model, objective: Objective) -> ModelWithObjective:
+def trainee_of(job: StageTraining, model: Model, objective: Objective) -> ModelWithObjective:
     """Model and objective as one module, on the device."""
     trainee = ModelWithObjective(model, objective, job.options.precision).to(job.context.device)
     if job.options.engine.compile == "step":
@@ -202,7 +202,7 @@ def trainee_of(job: Job, model: Model, objective: Objective) -> ModelWithObjecti
     return trainee
 
 
-def engine_of(job: Job, trainee: ModelWithObjective, peaks: PeakMemory) -> Engine:
+def engine_of(job: StageTraining, trainee: ModelWithObjective, peaks: PeakMemory) -> Engine:
     """The engine around model and objective, with the optimizer the options name; its phases go
     to ``peaks``."""
     options = job.options
@@ -221,7 +221,7 @@ def engine_of(job: Job, trainee: ModelWithObjective, peaks: PeakMemory) -> Engin
 
 
 def objective_of(
-    job: Job, model: Model, classes: ClassLabels | AttributeClasses | None
+    job: StageTraining, model: Model, classes: ClassLabels | AttributeClasses | None
 ) -> Objective:
     """The objective, as its options build it.
 
@@ -249,14 +249,14 @@ def objective_of(
 
 
 def trainer_of(
-    job: Job,
+    job: StageTraining,
     trainee: ModelWithObjective,
     engine: Engine,
     checkpoints: Checkpoints,
     plan: EpochPlan,
     start: int,
     total: int,
-    judging: Judging | None,
+    evaluation: PeriodicEvaluation | None,
     peaks: PeakMemory,
 ) -> Trainer:
     """The loop of the steps ``start`` to ``total``, with what it records and obeys."""
@@ -274,7 +274,7 @@ def trainer_of(
         track=list(job.config.track),
         config=to_tree(job.config),
         peaks=peaks,
-        evaluates=judging is not None,
+        evaluates=evaluation is not None,
         leaves_out=engine.leaves_out,
     )
     limit = job.config.wall_time_s
@@ -298,12 +298,12 @@ def trainer_of(
         checkpoint_every=options.checkpoint.every,
         steps_per_epoch=plan.steps_per_epoch,
         profiler=StepProfiler(folder, options.profile_steps, total, context.device, context.rank),
-        judging=judging,
+        evaluation=evaluation,
         compiles=options.engine.compile != "off",
     )
 
 
-def checkpoints_of(job: Job, identity: str) -> Checkpoints:
+def checkpoints_of(job: StageTraining, identity: str) -> Checkpoints:
     """The checkpoints of a training, whose inputs and options have the digest ``identity``.
 
     It is a part of the folder's name in the mirror, so that a training with other options or inputs
@@ -324,7 +324,7 @@ def checkpoints_of(job: Job, identity: str) -> Checkpoints:
     return Checkpoints(folder, options, identity=digest)
 
 
-def build_model(job: Job) -> Model:
+def build_model(job: StageTraining) -> Model:
     """The model a stage starts from, with its locks and adapters, on its device.
 
     Raises ValueError where the objective reads captions and the model has no text tower, and where
@@ -357,7 +357,12 @@ def build_model(job: Job) -> Model:
 
 
 def loader_of(
-    job: Job, opened: Opened, plan: EpochPlan, known_bad: np.ndarray, model: Model, steps: range
+    job: StageTraining,
+    opened: TrainingInputs,
+    plan: EpochPlan,
+    known_bad: np.ndarray,
+    model: Model,
+    steps: range,
 ) -> Loader[Batch]:
     """This rank's batches of ``steps``, in order."""
     say_equal = steps.start == 0 and job.context.is_main
@@ -382,8 +387,8 @@ def loader_of(
 
 
 def _batches_of(
-    job: Job,
-    opened: Opened,
+    job: StageTraining,
+    opened: TrainingInputs,
     plan: EpochPlan,
     known_bad: np.ndarray,
     model: Model,

@@ -1,4 +1,7 @@
-"""The training loop, one for every method: read a step, update, record, save, evaluate, or leave.
+"""The training loop, which ``verbs.train`` calls and which calls an engine at every step.
+
+``Trainer.run`` is one for every method: batch, forward, backward, step, record, save; then it
+evaluates what is due, and leaves where the ranks agreed to.
 
 Everything at step t is a function of t, so a run that resumes at t repeats an uninterrupted one.
 
@@ -13,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,15 +75,16 @@ class ModelWithObjective(nn.Module):
         self,
         batch: Batch,
         finish: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
+        features: dict[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
-        """This rank's loss and parts by name; or what ``finish`` makes of the features by name, in
-        the place of the loss (``engines.gradient_cache``)."""
-        with self._autocast(batch.views[0].device):
-            features = self.objective.features(self.model, batch, {})
-        return self.loss(features, batch) if finish is None else finish(features)
+        """This rank's {"loss": ..., parts}, of ``features`` where they are there already.
 
-    def loss(self, features: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        """Features of the local batch -> {"loss": ..., parts}."""
+        ``finish`` makes something else of the features by name (``engines.gradient_cache``)."""
+        if features is None:
+            with self._autocast(batch.views[0].device):
+                features = self.objective.features(self.model, batch, {})
+        if finish is not None:
+            return finish(features)
         self.seen = {name: value.detach() for name, value in features.items()}, batch
         parts: dict[str, Tensor] = self.objective(features, batch)
         return parts
@@ -113,7 +117,7 @@ class ModelWithObjective(nn.Module):
 
 
 @dataclass
-class Judging:
+class PeriodicEvaluation:
     """The evaluations of one training of ``total`` steps, every ``every`` steps and after the last.
 
     ``options`` name the figure that decides, ``metric``; without one, figures are only recorded.
@@ -132,7 +136,7 @@ class Judging:
         """Whether the checkpoint of ``done`` steps is evaluated."""
         return done > 0 and (done % self.every == 0 or done == self.total)
 
-    def judge(self, done: int) -> Mapping[str, float]:
+    def measure(self, done: int) -> Mapping[str, float]:
         """Evaluates the checkpoint of ``done`` steps.
 
         Raises ValueError where ``metric`` is not measured.
@@ -158,7 +162,7 @@ class Judging:
         return min((self.values.index(best) + 1) * self.every, self.total)
 
     @property
-    def kept_step(self) -> int | None:
+    def exported_step(self) -> int | None:
         """The step whose checkpoint is kept and exported; None for the last one."""
         return self.best_step if self.options.best else None
 
@@ -200,8 +204,9 @@ class Trainer:
     checkpoint_every   steps between checkpoints
     steps_per_epoch    steps in one pass over the plan
     profiler           records the chosen steps
-    judging            evaluates the checkpoints of some steps; None: none
+    evaluation            evaluates the checkpoints of some steps; None: none
     compiles           the first step compiles, for which ranks wait without a limit
+    done               steps that are done
     """
 
     trainee: ModelWithObjective
@@ -215,8 +220,9 @@ class Trainer:
     checkpoint_every: int
     steps_per_epoch: int
     profiler: StepProfiler
-    judging: Judging | None = None
+    evaluation: PeriodicEvaluation | None = None
     compiles: bool = False
+    done: int = field(default=0, init=False)
 
     def run(self, batches: Iterable[Batch], start: int, total: int, description: str) -> int:
         """Trains on ``batches``, those of the steps ``start`` to ``total`` in order; returns the
@@ -226,116 +232,109 @@ class Trainer:
         RuntimeError, one line and on all ranks, where the training has diverged; then the state
         that is not finite is not saved.
         """
-        reading = self.recorder.reading(batches)
+        objective, device, self.done = self.trainee.objective, self.engine.context.device, start
+        reading, words = self.recorder.reading(batches), self.recorder.latest
         progress = runlog.progress(
-            reading, total=total, description=description, start=start, detail=self.recorder.latest
+            reading, total=total, description=description, start=start, detail=words
         )
-        with signals.deferred(), contextlib.closing(self.recorder):
-            try:
-                return self._steps(progress, start, total)
-            except NotFinite as error:
-                raise self._diverged(error, description) from error
-
-    def _steps(self, batches: Iterable[Batch], start: int, total: int) -> int:
-        done = start
-        try:
+        with signals.deferred(), contextlib.closing(self.recorder), self._errors(description):
             ended = self._evaluate(start)
-            for batch in () if ended else batches:
-                first = batch.step == start
-                with without_limit() if first and self.compiles else contextlib.nullcontext():
-                    if first:
-                        device = self.engine.context.device
+            for batch in () if ended else progress:
+                is_first, step = self.done == start, batch.step
+                with without_limit() if is_first and self.compiles else contextlib.nullcontext():
+                    # -----------------------------------------------------------------------------
+                    # One step, on every rank: batch, forward, backward, step, record, save
+                    if is_first:
                         self.engine.fix_reduction_order(self.trainee.on_device(batch, device))
-                    self.train_step(batch, total)
-                done = batch.step + 1
-                if self._evaluate(done):
-                    self.recorder.end_epoch(done, leaving=True)
+                    with self.profiler.step(step):
+                        batch = self.trainee.on_device(batch, device)
+                        seed_everything(*self.seed_words, step, self.engine.context.rank)
+                        self.recorder.peaks.restart()
+                        objective.begin(step, total, step / self.steps_per_epoch)
+                        self.symptoms.before(batch)
+                        lr = self.learning_rate(step)
+                        parts = self.engine.update(batch, lr)  # forward, backward, optimizer
+                        parts |= self.symptoms.figures(step + 1, parts)
+                        objective.stepped(self.trainee.model)  # momentum copies follow the weights
+                    self.symptoms.warn_of(self.recorder.take(step + 1, parts, lr))
+                    if (step + 1) % self.checkpoint_every == 0 or step + 1 == total:
+                        self._save(step + 1)
+                    self.recorder.end_epoch(step + 1)
+                    del batch  # so that the device has room while the next one is read
+                    # -----------------------------------------------------------------------------
+                self.done = step + 1
+                if self._evaluate(self.done):
+                    self.recorder.end_epoch(self.done, leaving=True)
                     break
-                if done < total:  # all ranks decide the same
-                    decision = self.boundary.decide()
-                    if decision.leave is not None:
-                        self._leave(done)
-                        raise decision.preempted()
-                    if decision.save:
-                        self._save(done)
+                if self.done == total:
+                    continue
+                decision = self.boundary.decide()  # all ranks decide the same
+                if decision.leave is not None or decision.save:
+                    self._save(self.done)
+                if decision.leave is not None:
+                    self.checkpoints.wait(mirror_s=MIRROR_S)
+                    self.recorder.end_epoch(self.done, leaving=True)
+                    self.boundary.finish()
+                    raise decision.preempted()
             decision = self.boundary.finish()
             self.checkpoints.wait()
-        except RuntimeError as error:
-            if (lost := failures.as_lost(error, f"in step {done + 1}")) is error:
-                raise
-            raise lost from error
-        if decision.leave is not None:
-            raise decision.preempted()
-        return done
+            if decision.leave is not None:
+                raise decision.preempted()
+        return self.done
 
     def _evaluate(self, done: int) -> bool:
         """Evaluates what ``done`` steps have made, if that is due, after it is saved; returns
         whether the training ends here."""
-        if self.judging is None or not self.judging.due(done):
+        if self.evaluation is None or not self.evaluation.due(done):
             return False
         self._save(done)
         self.checkpoints.wait(mirror_s=0.0)
         since = time.perf_counter()
-        figures = self.judging.judge(done)
+        figures = self.evaluation.measure(done)
         self.recorder.evaluated(done, figures, time.perf_counter() - since)
-        self.checkpoints.best = self.judging.kept_step
-        if self.judging.patience_is_over:
+        self.checkpoints.best = self.evaluation.exported_step
+        if self.evaluation.patience_is_over:
             log.info(
                 "step %d is the last: %s was best at step %s",
-                done, self.judging.options.metric, self.judging.best_step,
+                done, self.evaluation.options.metric, self.evaluation.best_step,
             )  # fmt: skip
-        return self.judging.patience_is_over
-
-    def train_step(self, batch: Batch, total: int) -> None:
-        """One update, then the row, checkpoint and epoch row that are due."""
-        lr, done = self.learning_rate(batch.step), batch.step + 1
-        with self.profiler.step(batch.step):
-            batch = self.trainee.on_device(batch, self.engine.context.device)
-            seed_everything(*self.seed_words, batch.step, self.engine.context.rank)
-            self.recorder.peaks.restart()
-            epoch = batch.step / self.steps_per_epoch
-            self.trainee.objective.begin(batch.step, total, epoch)
-            self.symptoms.before(batch)
-            parts = self.engine.update(batch, lr)
-            parts |= self.symptoms.figures(done, parts)
-            self.trainee.objective.stepped(self.trainee.model)
-        self.symptoms.warn_of(self.recorder.take(done, parts, lr))
-        if done % self.checkpoint_every == 0 or done == total:
-            self._save(done)
-        self.recorder.end_epoch(done)
-
-    def _leave(self, done: int) -> None:
-        """Saves what ``done`` steps have made."""
-        self._save(done)
-        self.checkpoints.wait(mirror_s=MIRROR_S)
-        self.recorder.end_epoch(done, leaving=True)
-        self.boundary.finish()
+        return self.evaluation.patience_is_over
 
     def _save(self, done: int) -> None:
         """Saves what ``done`` steps have made, unless it is saved already."""
         with self.recorder.peaks.phase("checkpoint"):
             try:
-                self.checkpoints.save(done, self.judging or self.engine)
+                self.checkpoints.save(done, self.evaluation or self.engine)
             except NotFinite:
-                self.recorder.judge(done)  # raises the first bad step since the last row, if any
+                self.recorder.raise_if_diverged(
+                    done
+                )  # raises the first bad step since the last row, if any
                 raise
 
-    def _diverged(self, error: NotFinite, description: str) -> RuntimeError:
-        """Returns the error for the user; waits for the checkpoint being written, a collective."""
-        self.boundary.finish()
+    @contextlib.contextmanager
+    def _errors(self, description: str) -> Iterator[None]:
+        """Turns errors of the block into one line for the user; of a training that has diverged it
+        waits for the checkpoint being written, a collective."""
         try:
-            self.checkpoints.wait(mirror_s=MIRROR_S)
-        except RuntimeError as failure:  # then an older checkpoint is the last
-            log.warning("%s", failure)
-        clip, saved = self.engine.clip_grad_norm, self.checkpoints.steps()
-        kept = (
-            f"the last good checkpoint, from which the same command goes on, is step {saved[-1]}"
-            if saved
-            else "no checkpoint had been saved"
-        )
-        return RuntimeError(
-            f"{error} ({description}): lower lr ({self.learning_rate(error.step - 1):.3g} there) "
-            f"or {'set clip_grad_norm' if clip is None else f'clip_grad_norm ({clip:g})'}; "
-            f"{kept} in {self.checkpoints.directory}. Other settings want another run directory, "
-            "or --force to move this training aside and make it again"
-        )
+            yield
+        except NotFinite as error:
+            self.boundary.finish()
+            try:
+                self.checkpoints.wait(mirror_s=MIRROR_S)
+            except RuntimeError as failure:  # then an older checkpoint is the last
+                log.warning("%s", failure)
+            clip, saved = self.engine.clip_grad_norm, self.checkpoints.steps()
+            remedy = "set clip_grad_norm" if clip is None else f"clip_grad_norm ({clip:g})"
+            last = "no checkpoint had been saved"
+            if saved:
+                last = "the last good checkpoint, from which the same command goes on, is step "
+                last += str(saved[-1])
+            raise RuntimeError(
+                f"{error} ({description}): lower lr ({self.learning_rate(error.step - 1):.3g} "
+                f"there) or {remedy}; {last} in {self.checkpoints.directory}. Other settings want "
+                "another run directory, or --force to move this training aside and make it again"
+            ) from error
+        except RuntimeError as error:
+            if (lost := failures.as_lost(error, f"in step {self.done + 1}")) is error:
+                raise
+            raise lost from error

@@ -251,7 +251,7 @@ class SuiteJudge:
         )
 
 
-def judge(
+def open_judge(
     *,
     held_out: Path | None = None,
     captions: str = "txt",

@@ -1,7 +1,7 @@
-"""Verb: index + labels -> checkpoints. One loop for every method.
+"""Verb: index + labels -> checkpoints; ``method`` and ``cli`` call it, it calls ``train.loop``.
 
-This file opens the artifact, writes the grouped index, and resumes; ``parts`` builds the objects
-from the options, and ``loop`` runs the steps.
+This file opens the artifact, writes the grouped index, and resumes; ``train.build`` builds the
+objects from the options, and ``train.loop`` runs the steps, one loop for every method.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from mclclip.run.recorder import PeakMemory
 from mclclip.run.runlog import count_of
 from mclclip.run.steps import Made, Step, look, make
 from mclclip.train import build
-from mclclip.train.build import Job, Opened
-from mclclip.train.loop import Evaluate, Judging, ModelWithObjective
+from mclclip.train.build import StageTraining, TrainingInputs
+from mclclip.train.loop import Evaluate, ModelWithObjective, PeriodicEvaluation
 from mclclip.train.options import EvaluateConfig
 from mclclip.util.files import digest_file, move_aside
 
@@ -70,7 +70,7 @@ def run(
     layout = Layout.of(config, variant)
     options = _options(config, layout, stage)
     index = collectives.on_main(lambda: SampleIndex.open(layout.index))
-    job = Job.of(config, options, context, layout, stage, index)
+    job = StageTraining.of(config, options, context, layout, stage, index)
     rules.check(config, num_ranks=context.world_size, training=job.name)
     how = TrainingRun(job, evaluate, PeakMemory(context.device))
     make(collectives.on_main(lambda: _step_of(job)), job.directory, how, force)
@@ -82,7 +82,7 @@ def run(
 class TrainingRun:
     """A training, what measures its checkpoints, and its peaks of memory."""
 
-    job: Job
+    job: StageTraining
     evaluate: Evaluate | None
     peaks: PeakMemory
 
@@ -140,7 +140,7 @@ def _options(config: Config, layout: Layout, stage: int) -> TrainConfig:
     return options
 
 
-def _step_of(job: Job) -> Training:
+def _step_of(job: StageTraining) -> Training:
     """What a training is; of one that it controls its number of steps is read."""
     options, is_control = job.options, job.layout.variant != "mcl"
     if options.evaluate.metric is None:  # figures that are only recorded
@@ -152,15 +152,15 @@ def _step_of(job: Job) -> Training:
     )  # fmt: skip
 
 
-def _opened(job: Job) -> Opened:
+def _opened(job: StageTraining) -> TrainingInputs:
     """The files that a training reads beside its index: rank 0 reads and checks them (on_main), and
     all ranks map those that they read from (together)."""
     config, index = job.config, job.index
 
-    def checked() -> Opened:
+    def checked() -> TrainingInputs:
         if edits := job.options.objective.reads.edits:
             survey(edits, index, config.data, job.name)
-        opened = Opened(job.classes, build.locations_of(job))
+        opened = TrainingInputs(job.classes, build.locations_of(job))
         if job.reads_image_rows:
             whole = not config.writes_image_rows
             opened = replace(opened, image_rows=StoredRows.of_images(job.layout, index, whole))
@@ -173,7 +173,7 @@ def _opened(job: Job) -> Opened:
     return opened
 
 
-def _begin(job: Job, opened: Opened, out: Artifact) -> None:
+def _begin(job: StageTraining, opened: TrainingInputs, out: Artifact) -> None:
     """Opens the directory for writing, with the grouped index in it; writes nothing if the groups
     do not fit."""
     groups, bad_ids = StageGroups(job.directory / _GROUPS), job.index.bad_ids()
@@ -186,7 +186,7 @@ def _begin(job: Job, opened: Opened, out: Artifact) -> None:
         groups.write(*(planned or _planned(job, bad_ids)), bad_ids)
 
 
-def _report_samples(job: Job, opened: Opened) -> None:
+def _report_samples(job: StageTraining, opened: TrainingInputs) -> None:
     """Logs which samples a training draws, and where it reads them."""
     reasons = {
         "without_caption": "have no caption",
@@ -212,14 +212,16 @@ def _report_samples(job: Job, opened: Opened) -> None:
         log.info("stage %d: samples are read from copies at %s", job.stage, opened.locations.source)
 
 
-def _controlled_steps(job: Job) -> int:
+def _controlled_steps(job: StageTraining) -> int:
     """Steps of the training that this one is a control of.
 
     An epoch over other groups can have another number of steps (policies drop and wrap), so the
     number comes from the groups that the controlled training draws from.
     """
     options = job.options
-    mcl = Job.of(job.config, options, job.context, Layout.of(job.config), job.stage, job.index)
+    mcl = StageTraining.of(
+        job.config, options, job.context, Layout.of(job.config), job.stage, job.index
+    )
     # Raises where the controlled training was made with other options or labels than those of now.
     # It is no control, so that this is not called again.
     look(_step_of(mcl), mcl.directory, TrainingRun(mcl, None, PeakMemory(job.context.device)))
@@ -233,7 +235,7 @@ def _controlled_steps(job: Job) -> int:
     return total_steps(None, options.epochs, report.steps)
 
 
-def _planned(job: Job, bad_ids: np.ndarray) -> tuple[LabelBlocks, GroupSizes]:
+def _planned(job: StageTraining, bad_ids: np.ndarray) -> tuple[LabelBlocks, GroupSizes]:
     """The labels of all samples, without those that this training leaves out, and their groups;
     logs the coverage. Raises ValueError where the groups do not fit the batch."""
     left_out = reduce(np.union1d, job.left_out.values(), np.zeros(0, np.int64))
@@ -253,7 +255,7 @@ def _planned(job: Job, bad_ids: np.ndarray) -> tuple[LabelBlocks, GroupSizes]:
     return blocks, sizes
 
 
-def _inputs(job: Job) -> dict[str, str]:
+def _inputs(job: StageTraining) -> dict[str, str]:
     """The digests of the artifacts that a training depends on."""
     _ = job.left_out  # its errors come first: no other verb makes what the samples lack
     reads, layout = job.options.objective.reads, job.layout
@@ -290,7 +292,11 @@ def _inputs(job: Job) -> dict[str, str]:
 
 
 def _train(
-    how: TrainingRun, opened: Opened, trainee: ModelWithObjective, identity: str, steps: int | None
+    how: TrainingRun,
+    opened: TrainingInputs,
+    trainee: ModelWithObjective,
+    identity: str,
+    steps: int | None,
 ) -> tuple[int, int | None]:
     """Trains model and objective; returns the number of steps of the whole training, and the one
     that is exported where it may be another than the last."""
@@ -301,14 +307,14 @@ def _train(
     engine = build.engine_of(job, trainee, peaks)
     plan = job.plan(grouped)
     total = steps or total_steps(options.steps, options.epochs, plan.steps_per_epoch)
-    checkpoints, judging = build.checkpoints_of(job, identity), None
+    checkpoints, evaluation = build.checkpoints_of(job, identity), None
     if (when := options.evaluate).every is not None:
         assert evaluate is not None, "whoever asks for evaluations passes what makes them"
         every = when.every * (plan.steps_per_epoch if when.unit == "epochs" else 1)
-        judging = Judging(engine, evaluate, when, every, total)
-    start = checkpoints.resume(judging or engine)
-    if judging:
-        checkpoints.best = judging.kept_step
+        evaluation = PeriodicEvaluation(engine, evaluate, when, every, total)
+    start = checkpoints.resume(evaluation or engine)
+    if evaluation:
+        checkpoints.best = evaluation.exported_step
     if start:
         log.info("resumed from %s", path_of(checkpoints.directory, start))
     log.info(
@@ -316,11 +322,11 @@ def _train(
         job.stage, job.title, count_of(total, "step"), start, plan.steps_per_epoch,
         options.global_batch, count_of(job.context.world_size, "rank"),
     )  # fmt: skip
-    if start < total or judging:  # a resumed training evaluates its first step again
+    if start < total or evaluation:  # a resumed training evaluates its first step again
         trainer = build.trainer_of(
-            job, trainee, engine, checkpoints, plan, start, total, judging, peaks
+            job, trainee, engine, checkpoints, plan, start, total, evaluation, peaks
         )
         left = range(start, total)
         loader = build.loader_of(job, opened, plan, known_bad, trainee.model, left)
         total = trainer.run(loader, start, total, f"stage {job.stage}")
-    return total, judging.kept_step if judging else None
+    return total, evaluation.exported_step if evaluation else None

@@ -8,7 +8,7 @@ ZeRO are not among the engines: they refuse parameters on a CPU that has an inde
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -175,16 +175,15 @@ def waits_of(options: dict[str, Any], how: dict[str, Any], folder: Path) -> dict
     parsed = base.parse(options)
     with following() as waits:
         trainer = trainer_of(options, how, folder)
-        trainer.engine.fix_reduction_order(trainer.trainee.on_device(batch_of(0, parsed), DEVICE))
-        batches = trainer.recorder.reading(batch_of(n, parsed) for n in range(WARM_UP + STEPS))
-        for batch in batches:
-            trainer.train_step(batch, 100)
-            claim(waits, trainer)
-            waits.recording = batch.step + 1 >= WARM_UP
-            trainer.boundary.decide()
-        waits.recording = False
-        trainer.boundary.finish()
-        trainer.recorder.close()
+
+        def batches() -> Iterator[Batch]:
+            for step in range(WARM_UP + STEPS):
+                yield batch_of(step, parsed)
+                claim(waits, trainer)
+                waits.recording = step + 1 >= WARM_UP
+            waits.recording = False
+
+        trainer.run(batches(), 0, 100, "")
     return waits.found
 
 

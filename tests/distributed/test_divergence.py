@@ -89,7 +89,7 @@ def record(directory: Path, ahead: bool) -> list[str]:
         try:
             recorder.take(done, parts, lr=0.1)
             if ahead and done == 7:  # as where a checkpoint is due between two rows
-                recorder.judge(done)
+                recorder.raise_if_diverged(done)
         except NotFinite as error:
             raised.append(f"{done}: {error}")
     recorder.close()

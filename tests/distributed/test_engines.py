@@ -165,7 +165,7 @@ def gradient_with_dropout(micro_batch: int | None, seed: int = 0) -> dict[str, n
             n: torch.cat([piece[n] for piece in found]) if value.ndim else value
             for n, value in found[0].items()
         }
-        engine.module.loss(features, batch)["loss"].backward()
+        engine.module.forward(batch, features=features)["loss"].backward()
     return whole({n: p.grad for n, p in engine.module.named_parameters() if p.grad is not None})
 
 

@@ -18,7 +18,7 @@ from mclclip.ranks.process_group import SINGLE
 from mclclip.run import artifacts
 from mclclip.run.artifacts import Layout
 from mclclip.train import build
-from mclclip.train.build import Job, Opened
+from mclclip.train.build import StageTraining, TrainingInputs
 from mclclip.verbs import cluster, embed, export, index, plan, train
 from mclclip.verbs.plan import Machine
 from tests import tiny
@@ -101,11 +101,13 @@ def test_controls_see_the_same_views(labels: Path, tmp_path: Path) -> None:
 def first_epoch(options: Config, variant: str) -> dict[int, tuple[Tensor, Tensor]]:
     """Picture and caption of every sample as the training of a variant reads them in epoch 0."""
     layout = Layout.of(options, variant)
-    job = Job.of(options, options.train, SINGLE, layout, 1, SampleIndex.open(layout.index))
+    job = StageTraining.of(
+        options, options.train, SINGLE, layout, 1, SampleIndex.open(layout.index)
+    )
     grouped, bad = StageGroups(layout.train(1) / "grouped_index").read()
     model = build.build_model(job)
     num_steps = grouped.num_samples // options.train.global_batch
-    opened, plan = Opened(job.classes, None, None), job.plan(grouped)
+    opened, plan = TrainingInputs(job.classes, None, None), job.plan(grouped)
     loader = build.loader_of(job, opened, plan, bad, model, range(num_steps))
     found = {}
     for batch in loader:

@@ -82,5 +82,5 @@ def test_a_checkpoint_is_not_chosen_by_training_images(tmp_path: Path) -> None:
     row = results.Result("stage_0", "near", "accuracy", 25.0, 4, 5.0, 70.0, protocol)
     results.write(tmp_path / "run" / "results.jsonl", [row])
     with pytest.raises(ValueError, match=r"'near': .* 3 of its 8 images, and the checkpoint"):
-        method.train_stage(config.from_tree(tree(tmp_path / "run", **changes)), SINGLE, stage=1)
+        method.evaluations(config.from_tree(tree(tmp_path / "run", **changes)), SINGLE, 1, "mcl")
     assert not (tmp_path / "run" / "stage_1").exists()

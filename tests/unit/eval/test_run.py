@@ -407,11 +407,11 @@ def test_what_is_trained_on_decides_nothing(
     (Path(trained.run_dir) / "config.yaml").write_text(configuration.dump(trained))
     message = "'held_out': the run is trained on 3 of its 3 images, and alpha is chosen by it: give"
     for models in ([str(export)], [f"base={export}"]):
-        judge = evaluation.judge(held_out=tmp_path / "held_out", models=models, choice="alpha")
+        judge = evaluation.open_judge(held_out=tmp_path / "held_out", models=models, choice="alpha")
         with pytest.raises(ValueError, match=message):
             judge.measure(planted("perfect", 5), tmp_path / "results.jsonl", "soup")
     assert not (tmp_path / "results.jsonl").exists()
-    judge = evaluation.judge(held_out=tmp_path / "held_out", models=[str(export)])
+    judge = evaluation.open_judge(held_out=tmp_path / "held_out", models=[str(export)])
     rows = judge.measure(planted("perfect", 5), tmp_path / "results.jsonl", "soup")
     assert {row.protocol["training_images"] for row in rows} == {3}
     other = replace(trained, run_dir=str(tmp_path / "other"))  # which trains nothing

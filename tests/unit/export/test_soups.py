@@ -371,9 +371,9 @@ def test_a_folder_of_others_is_left_alone(stages: list[Path], tmp_path: Path, ma
 )
 def test_options_of_a_judge_that_would_do_nothing(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        evaluation.judge(**options)
+        evaluation.open_judge(**options)
 
 
 def test_a_folder_without_held_out_shards_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=f"there is no shard in {tmp_path}: held-out pairs"):
-        evaluation.judge(held_out=tmp_path)
+        evaluation.open_judge(held_out=tmp_path)

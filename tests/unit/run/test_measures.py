@@ -51,7 +51,7 @@ def test_the_first_bad_step_is_told_though_later_ones_are_finite(bad: float) -> 
     watch = watch_of([1.0, 1.0, bad, 1.0, bad, 1.0])
     assert counts_of(watch) == {"max_since": 4, "max_in_a_row": 0}
     with pytest.raises(NotFinite, match="not finite since step 103$") as caught:
-        watch.judge(106, **counts_of(watch))
+        watch.raise_if_diverged(106, **counts_of(watch))
     assert caught.value.step == 103
 
 
@@ -64,8 +64,8 @@ def test_the_gradient_counts_too(bad: float) -> None:
 def test_finite_steps_are_no_matter() -> None:
     watch = watch_of([1.0, 1e30, -5.0])
     assert counts_of(watch) == {"max_since": 0, "max_in_a_row": 0}
-    watch.judge(3, **counts_of(watch))
-    StepWatch().judge(0, **counts_of(StepWatch()))
+    watch.raise_if_diverged(3, **counts_of(watch))
+    StepWatch().raise_if_diverged(0, **counts_of(StepWatch()))
 
 
 @pytest.mark.parametrize(("many", "warned"), [(15, 0), (16, 1)])
@@ -76,7 +76,7 @@ def test_steps_left_out_are_a_warning_where_they_are_many(
     caplog.set_level(logging.WARNING, "mclclip")  # whatever a test before this one left
     watch = watch_of([math.nan, 1.0] + [math.nan] * many)
     watch.leaves_out = True
-    watch.judge(40, **counts_of(watch))
+    watch.raise_if_diverged(40, **counts_of(watch))
     # A test before this one may have left the capture at two loggers: one record comes twice then.
     assert len({id(record) for record in caplog.records if record.name == "mclclip"}) == warned
     assert warned == ("the last 16 steps up to step 40 were left out" in caplog.text)

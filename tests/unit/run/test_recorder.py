@@ -159,7 +159,7 @@ def test_a_training_that_has_diverged_ends_at_the_row_that_tells(tmp_path: Path)
     for done in range(1, 5):
         take(done)
     with pytest.raises(NotFinite, match="since step 3"):
-        recorder.judge(4)
+        recorder.raise_if_diverged(4)
     with pytest.raises(NotFinite, match="since step 3"):
         take(5)
     recorder.close()
@@ -171,6 +171,6 @@ def test_steps_that_are_left_out_do_not_end_it(tmp_path: Path) -> None:
     recorder = make(tmp_path, leaves_out=True)
     for done in range(1, 11):
         recorder.take(done, parts_of(done) | {"loss": torch.tensor(float("inf"))}, lr=0.1)
-    recorder.judge(10)
+    recorder.raise_if_diverged(10)
     recorder.close()
     assert [row["step"] for row in tiny.rows(tmp_path / "metrics.jsonl")] == [5, 10]

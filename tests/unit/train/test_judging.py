@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mclclip import config
-from mclclip.train.loop import Judging
+from mclclip.train.loop import PeriodicEvaluation
 from mclclip.train.options import EvaluateConfig
 
 
@@ -25,19 +25,19 @@ class Engine:
         self.state = state
 
 
-def judging(values: dict[int, float], **options: Any) -> Judging:
+def judging(values: dict[int, float], **options: Any) -> PeriodicEvaluation:
     """Of a training of 10 steps, evaluated after 3, 6, 9 and 10."""
     settled: dict[str, Any] = {"every": 3, "metric": "pairs/average"} | options
     when = EvaluateConfig(**settled)
     figures = lambda step: {"pairs/average": values[step]}  # noqa: E731
-    return Judging(Engine(), figures, when, settled["every"], total=10)
+    return PeriodicEvaluation(Engine(), figures, when, settled["every"], total=10)
 
 
-def until_it_ends(judged: Judging, start: int = 0) -> int:
+def until_it_ends(judged: PeriodicEvaluation, start: int = 0) -> int:
     """The steps after ``start`` as the loop takes them; returns the last one."""
     for done in range(start, judged.total + 1):
         if judged.due(done):
-            judged.judge(done)
+            judged.measure(done)
             if judged.patience_is_over:
                 return done
     return judged.total
@@ -67,13 +67,13 @@ def test_the_best_and_the_end(
     given = dict(zip((3, 6, 9, 10), values, strict=True))
     judged = judging(given, best=True, **options)
     assert until_it_ends(judged) == ends
-    assert judged.best_step == judged.kept_step == best
-    assert judging(given, **options).kept_step is None
+    assert judged.best_step == judged.exported_step == best
+    assert judging(given, **options).exported_step is None
     for start in (3, 6, 9):  # resumed from a checkpoint, which is older than its own evaluation
         before = judging(given, best=True, **options)
         for done in range(start):
             if before.due(done):
-                before.judge(done)
+                before.measure(done)
         if not before.patience_is_over:
             resumed = judging(given, best=True, **options)
             resumed.load_state_dict(before.state_dict())
@@ -84,7 +84,7 @@ def test_the_best_and_the_end(
 def test_an_evaluation_that_is_made_again_counts_once() -> None:
     judged = judging({3: 1.0, 6: 2.0}, patience=1)
     for done in (3, 6, 6, 6):
-        judged.judge(done)
+        judged.measure(done)
     assert judged.values == [1.0, 2.0] and not judged.patience_is_over
 
 
@@ -99,14 +99,14 @@ def test_shapes_of_the_state_do_not_depend_on_the_figures() -> None:
 def test_a_checkpoint_holds_both_states() -> None:
     judged, resumed = judging({3: 7.0}), judging({})
     judged.engine = Engine(weight=torch.ones(2))
-    judged.judge(3)
+    judged.measure(3)
     resumed.load_state_dict(judged.state_dict())
     assert resumed.values == [7.0] and resumed.engine.state_dict().keys() == {"weight"}
 
 
 def test_a_metric_that_is_not_measured_is_named() -> None:
     with pytest.raises(ValueError, match="'pairs/top1' is not measured: name one of pairs/average"):
-        judging({3: 1.0}, metric="pairs/top1").judge(3)
+        judging({3: 1.0}, metric="pairs/top1").measure(3)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from mclclip.models.loading import load_towers
 from mclclip.models.transforms import fast_transform
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import Artifact, Layout, read_manifest
-from mclclip.train.build import Job
+from mclclip.train.build import StageTraining
 from mclclip.train.loop import ModelWithObjective
 from mclclip.verbs import index, train
 from tests import tiny
@@ -156,7 +156,7 @@ def test_a_control_takes_what_its_original_took(data: Path, tmp_path: Path, pixe
         config = tiny.make_config(tmp_path, data, f"data.pixels={asked}")
         layout = Layout(tmp_path, "ungrouped")
         samples = SampleIndex.open(layout.index)
-        assert Job.of(config, config.train, SINGLE, layout, 1, samples).pixels == wanted
+        assert StageTraining.of(config, config.train, SINGLE, layout, 1, samples).pixels == wanted
     assert not artifact.finished
 
 
