@@ -29,17 +29,17 @@ from tests.unit.test_architecture import edges
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
-    "files": 223,
-    "lines": 34_918,
-    "functions": 2_838,
-    "functions of two lines or fewer": 748,
-    "classes": 328,
-    "dataclasses": 157,
-    "options": 275,
-    "arrows between rooms": 305,
-    "empty names": 626,
-    "riddling docstrings": 65,
-    "lines of tests": 47_893,
+    "files": 230,
+    "lines": 34_695,
+    "functions": 2_815,
+    "functions of two lines or fewer": 745,
+    "classes": 351,
+    "dataclasses": 179,
+    "options": 260,
+    "arrows between rooms": 304,
+    "empty names": 206,
+    "riddling docstrings": 16,
+    "lines of tests": 48_409,
 }
 ROOM = 1.01
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
