@@ -63,8 +63,8 @@ prepare() {
     # The ranks of a machine divide its cores; torchrun would give one to each, with a warning.
     threads=$((cores / $1))
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
-    # If torchrun is asked to end nevertheless, its workers get this many seconds to save (30 before
-    # torch 2.9 or so). Only SIGINT and SIGQUIT make it end (before: SIGTERM and SIGHUP too).
+    # If torchrun is asked to end nevertheless, its workers get this many seconds to save from torch
+    # 2.14 on, and 30 before. Only SIGINT and SIGQUIT make it end (before: SIGTERM and SIGHUP too).
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}
     export PET_SIGNALS_TO_HANDLE=SIGINT,SIGQUIT
     # When the first host ends, the others' torchruns lose its store and would print warnings.
