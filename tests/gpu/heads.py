@@ -213,7 +213,8 @@ def info_nce(where: Where) -> str:
     def step(device: torch.device, dtype: torch.dtype, tile: int) -> list[Tensor]:
         inputs = [x.to(device, dtype, copy=True).requires_grad_() for x in (image, text)]
         scale = torch.tensor(30.0, device=device, dtype=dtype, requires_grad=True)
-        parts = InfoNCE(tile=tile)(
+        parts = parts_of(
+            InfoNCE(tile=tile),
             image_features=inputs[0],
             text_features=inputs[1],
             logit_scale=scale,

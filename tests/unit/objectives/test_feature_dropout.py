@@ -29,6 +29,7 @@ class Encoder(nn.Module):
     # Binary fractions, so that black and white are the same numbers in fp32 and float64.
     look = PixelFormat((6, 7), (0.5, 0.25, 0.5, 0.125), (0.25, 0.5, 0.125, 0.5), channels=4)
     image_size, num_channels, feature_dim, has_logit_bias = (6, 7), 4, 5, False
+    first_block = 0
 
     def __init__(self) -> None:
         super().__init__()
