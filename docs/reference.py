@@ -187,7 +187,7 @@ def objective_kinds() -> str:
 
 
 def objectives() -> str:
-    """What every objective computes, in the words of its module, and its options."""
+    """Describes every objective in the words of its module, and its options."""
     parts = []
     for kind in kinds():
         module = _module_of(kind)

@@ -17,7 +17,7 @@ import numpy as np
 
 from mclclip.data.findings import Findings
 from mclclip.data.shard_scan import is_caption, parse_captions, read_text_file
-from mclclip.data.table_formats import IMAGE_COLUMNS, NamedTexts, captions_of_json, named
+from mclclip.data.table_formats import IMAGE_COLUMNS, NamedTexts, captions_of_json, present_columns
 from mclclip.data.tables import open_table
 from mclclip.eval.images import read_lines, read_range, read_rows, read_shards
 from mclclip.eval.metrics import IntArray
@@ -202,7 +202,7 @@ def _caption_lines(path: Path, split: str | None) -> NamedTexts:
     """DOCCI: an object per line with ``image_file``, ``description`` and perhaps ``split``; or a
     table with columns of common names."""
     lines = read_lines(path)
-    if lines and isinstance(lines[0][1], dict) and named(lines[0][1], IMAGE_COLUMNS):
+    if lines and isinstance(lines[0][1], dict) and present_columns(lines[0][1], IMAGE_COLUMNS):
         return _caption_table(path, split)
     fields = ("image_file", "description", *(["split"] if split else []))
     pairs: list[tuple[str, str]] = []

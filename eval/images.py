@@ -399,7 +399,7 @@ def _members(shards: Sequence[Path]) -> Pairs:
             for key, group in group_members(file, str(path), "cls", findings).items():
                 label = read_member(file, group.text).decode("utf-8", "replace").strip()
                 if group.image is None or not label:
-                    findings.add("no_image" if label else "no_label", group.named(key))
+                    findings.add("no_image" if label else "no_label", group.full_key(key))
                 else:
                     pairs.append((StoredImage(path, f"{path.stem}/{key}", *group.image), label))
     if lacking := findings.without(["other_member"]).lines():

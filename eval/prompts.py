@@ -167,7 +167,7 @@ def find_templates(templates: str | Sequence[str], root: Path) -> list[str]:
     those that clip-benchmark ships for a data set (needs the extra ``eval``); or a file below
     ``root``, text with one per line or JSON (``.json``) with a list. ValueError for anything else.
     """
-    prompts = _named_templates(templates, root) if isinstance(templates, str) else [*templates]
+    prompts = _find_templates(templates, root) if isinstance(templates, str) else [*templates]
     if wrong := [template for template in prompts if str(template).count("{}") != 1]:
         raise ValueError(
             f"template {wrong[0]!r} must have one {{}} for the class name, as 'a photo of a {{}}.'"
@@ -177,7 +177,7 @@ def find_templates(templates: str | Sequence[str], root: Path) -> list[str]:
     return [str(template) for template in prompts]
 
 
-def _named_templates(name: str, root: Path) -> Sequence[Any]:
+def _find_templates(name: str, root: Path) -> Sequence[Any]:
     if name in ("clip_7", "clip_80"):
         from mclclip.models.clip import IMAGENET_TEMPLATES, RECOMMENDED_TEMPLATES
 

@@ -260,7 +260,7 @@ class Settings(Step[tuple[Manifest, Callable[[], tuple[int, str]]]]):
     options: Mapping[str, str]
 
     def reads(self, how: tuple[Manifest, Any]) -> dict[str, str]:
-        """What was packed."""
+        """Returns what was packed."""
         return {"shards": how[0].digest}
 
     def make(self, out: Artifact, how: tuple[Any, Callable[[], tuple[int, str]]]) -> Made:

@@ -38,7 +38,7 @@ CEILINGS = {
     "options": 260,
     "arrows between rooms": 304,
     "empty names": 206,
-    "riddling docstrings": 16,
+    "riddling docstrings": 0,
     "lines of tests": 48_409,
 }
 ROOM = 1.01

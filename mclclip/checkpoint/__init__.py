@@ -213,7 +213,7 @@ class Checkpoints:
                 files.remove_leftovers(self.directory)
                 temporary.mkdir()
             writer = step_files.Writer(temporary, copied=self.options.asynchronous)
-            part = step_files.own_part(state, rank, collectives.world_size())
+            part = step_files.local_part(state, rank, collectives.world_size())
             spoiled = not_finite(part)
             if self.options.asynchronous:
                 part = writer.stage(part)  # a copy in main memory

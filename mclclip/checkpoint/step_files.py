@@ -218,7 +218,7 @@ class Writer(FileSystemWriter):
             raise (behind or error) from None
 
 
-def own_part(state: State, rank: int, world_size: int) -> State:
+def local_part(state: State, rank: int, world_size: int) -> State:
     """The part of the state that this rank writes.
 
     Plain tensors, which all ranks hold, are dealt to the W ranks by size, the same way on each, so

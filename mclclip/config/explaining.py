@@ -100,7 +100,7 @@ def _of_benchmarks(prefix: str) -> Iterator[Option]:
 
 
 def _begins(option: str, key: str, whole: bool = False) -> bool:
-    """Whether ``key``, as a user types it for --explain, names this option or a group above it; of
+    """Returns whether ``key``, as typed for --explain, names this option or a group above it; of
     the last part the beginning is enough, unless ``whole``."""
     names, given = option.split("."), key.split(".")
     pairs = list(zip(names, given, strict=False))

@@ -74,7 +74,7 @@ class Config:
 
     @property
     def has_stages(self) -> bool:
-        """Whether anything comes after stage 0: a clustering, a training, encoders to join."""
+        """True where anything comes after stage 0: a clustering, a training, encoders to join."""
         return self.num_stages > 0
 
     @property
@@ -110,12 +110,12 @@ class Config:
 
     @property
     def reads_captions(self) -> bool:
-        """Whether the objective of any training reads captions."""
+        """True where the objective of any training reads captions."""
         return any(each.objective.reads.captions for each in self.trainings.values())
 
     @property
     def needs_text_embeddings(self) -> bool:
-        """Whether ``embed`` writes embeddings of the captions at stage 0."""
+        """True where ``embed`` writes embeddings of the captions at stage 0."""
         return bool(self.stored_texts)
 
     @property
@@ -133,6 +133,6 @@ class Config:
 
     @property
     def shares_text_tower(self) -> bool:
-        """Whether all stages have stage 0's text tower, so that its text embeddings are theirs."""
+        """True where all stages have stage 0's text tower, whose text embeddings are theirs."""
         train = self.train
         return self.trained_model is None and train.start == "base" and not train.lock.text

@@ -27,7 +27,7 @@ from mclclip.run import runlog
 from mclclip.run.artifacts import Layout, Manifest, is_finished, read_manifest, run_above
 from mclclip.run.opened import Run
 from mclclip.util import files
-from mclclip.util.options import named_path
+from mclclip.util.options import split_named_path
 from mclclip.util.search import Floats, Rows, cosines
 
 
@@ -152,7 +152,7 @@ def _why_no_scores(run: Run, config: Config, stage: int, images: RowStore) -> st
 
 def _evaluation_images(text: str, images: RowStore) -> EvaluationImages:
     """Evaluation images that ``--against`` names, after a comparison of width and encoder."""
-    name, path = named_path(text, "--against", "evaluation images")
+    name, path = split_named_path(text, "--against", "evaluation images")
     name = name or str(path.resolve())
     if path.suffix == ".npy":
         try:

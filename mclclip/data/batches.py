@@ -143,7 +143,7 @@ ForkingPickler.register(Batch, _reduced)
 
 
 @contextmanager
-def kept_rng() -> Iterator[None]:
+def preserve_rng() -> Iterator[None]:
     """Restores the global CPU generators (torch, random, numpy) after the block. That takes 80 us,
     most of it numpy's, so it is done once for many samples."""
     before = torch.random.get_rng_state(), random.getstate(), np.random.get_state()
@@ -158,7 +158,7 @@ def kept_rng() -> Iterator[None]:
 def seed_generators(key: int, only_torch: bool = False) -> None:
     """Seeds the global CPU generators by ``key``, 0 <= key < 2^64; of these torch's alone where
     ``only_torch``, since the others take 30 us. torchvision draws from torch's, timm's transforms
-    from all. Inside of ``kept_rng``, which restores them."""
+    from all. Inside of ``preserve_rng``, which restores them."""
     torch.default_generator.manual_seed(key)
     if not only_torch:
         random.seed(key)
@@ -319,7 +319,7 @@ class TrainingBatches(Dataset[Batch]):
             further = ([view] if view else []) if occurrence is None else [view, occurrence]
             keys.append(self._keys(_AUGMENTATION, epoch, sample_ids, *further).tolist())
         views = [[partial(self._view, key) for key in own] for own in zip(*keys, strict=True)]
-        with kept_rng():
+        with preserve_rng():
             return [
                 self.dataset.decoded(*of_sample)
                 for of_sample in zip(raws, numbers, views, parts, draws, strict=True)

@@ -188,7 +188,7 @@ def as_picture(pixels: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def is_array(data: bytes) -> bool:
-    """Whether these bytes are a ``.npy`` file, by how they begin."""
+    """Returns whether these bytes are a ``.npy`` file, by how they begin."""
     return data.startswith(_ARRAY_MAGIC)
 
 

@@ -118,7 +118,7 @@ def drawn(
     """At most ``wanted.per_caption`` captions that are wrong for the picture of a sample, whose
     text ``member`` is given; those of a field that are a caption of the picture do not count."""
     if wanted.field is None:
-        edits = draw(wanted.chosen_rules, captions, caption_number, key, wanted.per_caption)
+        edits = draw(wanted.rule_names, captions, caption_number, key, wanted.per_caption)
         return [edit.text for edit in edits]
     true = {*map(spoken, captions)}
     texts = dict.fromkeys(_texts_of(wanted.field, member))
@@ -159,12 +159,12 @@ def survey(wanted: HardCaptions, index: SampleIndex, options: DataConfig, option
         with_field += wanted.field is not None and bool(_texts_of(wanted.field, raw.text))
         for number, caption in enumerate(captions):
             num_captions += 1
-            fits = [r for r in wanted.chosen_rules if false_edits(r, captions, number)]
+            fits = [r for r in wanted.rule_names if false_edits(r, captions, number)]
             counts.update(fits)
             edits = drawn(wanted, raw.text, captions, number, raw.sample_id)
             fitting += bool(edits)
             example = example or (edits and (caption, edits[0])) or None
-    what = f"rules {', '.join(wanted.chosen_rules)}"
+    what = f"rules {', '.join(wanted.rule_names)}"
     advice = "the rules are for English sentences; name others"
     if wanted.field is not None:
         what = (
@@ -179,7 +179,7 @@ def survey(wanted: HardCaptions, index: SampleIndex, options: DataConfig, option
             f"{named}: {what} gave no wrong caption for any of {num_captions:,} captions, of "
             f"{len(raws):,} samples that were looked at: {advice}, or leave hard_captions out"
         )
-    shares = [f"{rule} {counts[rule] / num_captions:.1%}" for rule in wanted.chosen_rules]
+    shares = [f"{rule} {counts[rule] / num_captions:.1%}" for rule in wanted.rule_names]
     log.info(
         "%s: of %s captions, of %s samples that were looked at, %.1f %% have a wrong one%s, such "
         "as %r for %r",

@@ -100,11 +100,7 @@ class Locations:
             places = np.asarray(self.table[sample_ids])
         wrong = (places[..., :3] < 0).any(axis=(1, 2)) | (places[..., 0] >= len(self.files)).any(1)
         if wrong.any():
-            row, path, again = (
-                int(np.flatnonzero(wrong)[0]),
-                self.index.directory / SAMPLES,
-                INDEX_AGAIN,
-            )
+            row, path, again = wrong.argmax(), self.index.directory / SAMPLES, INDEX_AGAIN
             if self.directory is not None:
                 path, again = self.directory / TABLE, "run 'mclclip relocate --force'"
             raise RuntimeError(

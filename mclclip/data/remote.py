@@ -178,14 +178,14 @@ class Remote:
         return [of_urls[path] if path in of_urls else stat(path) for path in paths]
 
     def _stat_url(self, url: str) -> StoredFile:
-        def look(store: Any, path: str) -> Any:
+        def head(store: Any, path: str) -> Any:
             if protocol_of(url) in ("http", "https", "hf"):
                 # Not by HEAD, which servers refuse where a url is signed for GET; and a server
                 # without ranges is told here, not a verb later.
                 return obstore.get(store, path, options={"range": (0, 1)}).meta
             return obstore.head(store, path)
 
-        meta = _call(url, self.options, look)
+        meta = _call(url, self.options, head)
         changed = meta["last_modified"]
         tag = meta["e_tag"] or (changed.isoformat() if changed.timestamp() > 0 else "")
         return StoredFile(url, meta["size"], tag)

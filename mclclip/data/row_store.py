@@ -260,7 +260,7 @@ class RowStore:
 
     def __getitem__(self, rows: slice | Integers, /) -> Floats:
         """The rows of a slice without a step, or of sorted numbers; in memory, or mapped."""
-        parts = [*(self._cut(rows) if isinstance(rows, slice) else self._chosen(rows))]
+        parts = [*(self._cut(rows) if isinstance(rows, slice) else self._rows_of(rows))]
         if len(parts) == 1:
             return parts[0]
         if parts:
@@ -277,7 +277,7 @@ class RowStore:
                 yield self.read(file, slice(start - first, end - first))
             start, file = max(start, end), file + 1
 
-    def _chosen(self, ids: Integers) -> Iterator[Floats]:
+    def _rows_of(self, ids: Integers) -> Iterator[Floats]:
         for file in np.unique(numbers := np.searchsorted(self.starts, ids, side="right") - 1):
             yield self._map(int(file))[ids[numbers == file] - self.starts[file]]
 

@@ -64,7 +64,7 @@ class Extra(Protocol):
 
     @property
     def reads_text(self) -> bool:
-        """Whether captions are read for it, also where text embeddings stand for them."""
+        """True where captions are read, also where text embeddings stand for them."""
 
     def __call__(
         self, raw: RawSample, captions: Sequence[str], caption_number: int, key: int

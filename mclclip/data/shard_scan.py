@@ -246,7 +246,7 @@ class Group:
     num_images: int = 0
     extensions: Counter[str] = field(default_factory=Counter)
 
-    def named(self, key: str) -> str:
+    def full_key(self, key: str) -> str:
         """The key with the names of its first members, for a message about what it lacks."""
         names = [f"{key.rpartition('/')[2]}.{extension}" for extension in self.extensions]
         cut = ": names are cut at their first dot" if any("." in e for e in self.extensions) else ""
@@ -348,7 +348,7 @@ def _fill_row(
     if image is None or image[1] == 0 or image[1] > MAX_IMAGE_BYTES:
         unusable = "no_image" if image is None else "large_image"
         reason = "zero_byte_image" if image and not image[1] else unusable
-        findings.add(reason, full if image else group.named(full))
+        findings.add(reason, full if image else group.full_key(full))
         return False
     if image[1] < _POINTER_BYTES and _read(file, image).startswith(LFS_POINTER):
         findings.add("lfs_pointer", full)

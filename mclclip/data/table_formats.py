@@ -70,7 +70,7 @@ def is_stored(value: Any) -> bool:
     return isinstance(value, bytes) or (isinstance(value, dict) and "bytes" in value)
 
 
-def named(columns: Fields, names: Sequence[str]) -> list[str]:
+def present_columns(columns: Fields, names: Sequence[str]) -> list[str]:
     """The columns of these names, whatever their case, in the order of the names."""
     found = [column for column in columns if column.strip().lower() in names]
     return sorted(found, key=lambda column: names.index(column.strip().lower()))
@@ -184,10 +184,10 @@ def _text_columns(schema: pa.Schema, first: Fields) -> set[str]:
     stored = {name: b"" for name, example in _examples(schema).items() if example == b""}
     names = [
         name
-        for name in named(stored, IMAGE_COLUMNS)
+        for name in present_columns(stored, IMAGE_COLUMNS)
         if suffix_of((_spelt(first.get(name)) or "").strip()) in PICTURE_SUFFIXES
     ]
-    return {*named(stored, CAPTION_COLUMNS), *names}
+    return {*present_columns(stored, CAPTION_COLUMNS), *names}
 
 
 def _spelt(data: bytes | None) -> str | None:
@@ -298,7 +298,7 @@ def _tars(files: Sequence[Path]) -> Format:
                     findings.add("duplicate_key", *[where] * min(again, 1), count=again)
                     findings.add("several_images", *[where] * (group.num_images > 1))
                     if image is None or image[1] > MAX_IMAGE_BYTES:
-                        told = where if image else f"{group.named(key)} in {path.name}"
+                        told = where if image else f"{group.full_key(key)} in {path.name}"
                         findings.add("large_image" if image else "no_image", told)
                     else:
                         yield where, _sample(file, where, group, image, form, findings)
@@ -330,7 +330,7 @@ def _sample(
         findings.add(fault.reason, where)
     facts = facts if isinstance(facts, dict) else {}
     if isinstance(facts.get("captions"), list) or not texts:
-        names = ("captions", *named(facts, CAPTION_COLUMNS))
+        names = ("captions", *present_columns(facts, CAPTION_COLUMNS))
         texts = next((facts[name] for name in names if facts.get(name)), [])
     data = os.pread(file.fileno(), image[1], image[0])
     return {
@@ -380,8 +380,8 @@ def _pairs_of(entry: Any) -> list[tuple[Any, Any]]:
     fields that are called as columns of images and of captions are."""
     if not isinstance(entry, dict):
         return [(None, None)]
-    image = next((entry[name] for name in named(entry, IMAGE_COLUMNS)), None)
-    texts: Any = next((entry[name] for name in named(entry, CAPTION_COLUMNS)), None)
+    image = next((entry[name] for name in present_columns(entry, IMAGE_COLUMNS)), None)
+    texts: Any = next((entry[name] for name in present_columns(entry, CAPTION_COLUMNS)), None)
     if "conversations" in entry:
         turns = entry["conversations"]
         texts = next((turn["value"] for turn in turns if turn.get("from") == "gpt"), None)

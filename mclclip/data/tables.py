@@ -37,7 +37,7 @@ from mclclip.data.table_formats import (
     Format,
     Rows,
     is_stored,
-    named,
+    present_columns,
     suffix_of,
 )
 from mclclip.data.text_tables import csv_format, delimiter_of
@@ -351,7 +351,9 @@ def _image_column(
         return _checked(path, table, given or (table.chosen or ("", ""))[0])
     stored = [name for name, value in table.columns.items() if is_stored(value)]
     paths = [
-        name for name in named(table.columns, IMAGE_COLUMNS) if isinstance(table.columns[name], str)
+        name
+        for name in present_columns(table.columns, IMAGE_COLUMNS)
+        if isinstance(table.columns[name], str)
     ]
     addresses = [name for name in paths if protocol_of(table.columns[name]) not in (None, "file")]
     found = stored or [name for name in paths if name not in addresses]
@@ -365,18 +367,19 @@ def _image_column(
             f"{path} has addresses in {addresses[0]!r}: fetch the images first, such as with "
             "img2dataset, and pack its shards"
         )
-    captions = named(table.columns, CAPTION_COLUMNS)
+    captions = present_columns(table.columns, CAPTION_COLUMNS)
     texts = [(name, value) for name, value in table.columns.items() if name not in captions]
     texts = [(name, value) for name, value in texts if isinstance(value, str)]
     fits = [name for name, value in texts if value and os.path.isfile(root / value)]
     fits += [name for name, value in texts if suffix_of(value.strip()) in PICTURE_SUFFIXES]
-    missing = f"{path} has no column of images ({', '.join(IMAGE_COLUMNS)}), it has {_told(table)}"
+    missing = f"{path} has no column of images ({', '.join(IMAGE_COLUMNS)})"
+    missing += f", it has {_describe(table)}"
     if fits:
         raise ask(f"{missing}: name it", "--path-column", fits[0])
     raise ValueError(f"{missing}: name the column of names or of bytes with --path-column")
 
 
-def _told(table: Format) -> str:
+def _describe(table: Format) -> str:
     """The columns of a table, and those that cannot be read with their types."""
     unread = [f"{name} of type {kind}" for name, kind in table.unread.items()]
     return f"{[*table.columns]}" + (f", and cannot read {', '.join(unread)}" if unread else "")
@@ -397,7 +400,7 @@ def _caption_columns(
     texts = [
         n for n, value in table.columns.items() if isinstance(value, str | list) and n != images
     ]
-    found = named(dict.fromkeys(texts), CAPTION_COLUMNS)
+    found = present_columns(dict.fromkeys(texts), CAPTION_COLUMNS)
     if len(found) > 1 and not first:
         names = " and ".join(map(repr, found))
         raise ask(f"{path} has captions in {names}, choose one", "--caption-column", found[0])
@@ -426,7 +429,7 @@ def _texts(value: Any) -> list[Any]:
 def _checked(path: Path, table: Format, name: str) -> str:
     if name not in table.columns:
         raise ValueError(
-            f"{path} has no column {name!r}, it has {_told(table)}: name the columns of image "
+            f"{path} has no column {name!r}, it has {_describe(table)}: name the columns of image "
             "path and caption"
         )
     return name

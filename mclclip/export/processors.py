@@ -69,7 +69,7 @@ def write_image_processors(out: Path, settings: Mapping[str, Any], kind: str) ->
     files.write_json(exact / transformers_folder.PREPROCESSOR, record)
 
 
-def own_processor(out: Path | str) -> Any:
+def load_processor(out: Path | str) -> Any:
     """The image processor of open_clip's pixels with the settings of an export: the class of this
     package, never the file in the folder."""
     cls = import_module(f"mclclip.export.{_PROCESSOR}").OpenClipImageProcessor

@@ -75,7 +75,7 @@ class HardNegatives(Contrast):
         self, queries: Tensor, keys: Tensor, pairs: Pairs, scale: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """-log(e+ / (e+ + N_g)) of every row; 0 where it has no negatives."""
-        count, positives = count_columns(pairs), pairs.own_logits(queries, keys)
+        count, positives = count_columns(pairs), pairs.positive_logits(queries, keys)
         alone = count == 0
         log_count = count.clamp_min(1).to(positives.dtype).log()
         # Logs of the sums of e^beta and of e^(1 + beta) over each row's negatives.

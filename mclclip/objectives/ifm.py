@@ -99,7 +99,8 @@ class ImplicitModification(Contrast):
         self, queries: Tensor, keys: Tensor, pairs: Pairs, scale: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The weighted sum of the plain and the modified loss of every row."""
-        (negatives,), positives = log_sums(queries, keys, pairs), pairs.own_logits(queries, keys)
+        (negatives,) = log_sums(queries, keys, pairs)
+        positives = pairs.positive_logits(queries, keys)
         losses = modified_losses(negatives, positives, self.epsilon * scale, self.weights)
         return losses, {"rows_without_negatives": negatives == float("-inf")}
 

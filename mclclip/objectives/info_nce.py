@@ -170,14 +170,15 @@ class InfoNCE(Contrast):
         if len(keys) > num:
             further = self._further(queries, keys[num:], pairs)
             none = further == float("-inf")
-            losses = torch.logaddexp(losses, further - pairs.own_logits(queries, paired))
+            losses = torch.logaddexp(losses, further - pairs.positive_logits(queries, paired))
             counted = {"rows_without_negatives": alone & none, "rows_with_edits": ~none}
         if has_positives:
             equal = replace(pairs, columns="equal")
             count = count_columns(equal).to(queries.dtype)[:, None]
             # The positives' mean key minus the own one; exactly 0, as its gradient, for no equal
             # pair.
-            mean = (sum_columns(paired, equal) - count * pairs.own(paired)) / (count + 1.0)
+            mean = sum_columns(paired, equal) - count * pairs.positive_keys(paired)
+            mean = mean / (count + 1.0)
             losses = losses - (queries * mean).sum(dim=1)
         return losses, counted
 

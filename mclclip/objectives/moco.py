@@ -233,7 +233,8 @@ class _WithCopy(Objective):
         queries = features / self.temperature
         if not self.epsilon:
             return row_losses(queries, keys, pairs)
-        (negatives,), positives = log_sums(queries, keys, pairs), pairs.own_logits(queries, keys)
+        (negatives,) = log_sums(queries, keys, pairs)
+        positives = pairs.positive_logits(queries, keys)
         shift, weights = self.epsilon / self.temperature, weights_of(self.term)
         return modified_losses(negatives, positives, shift, weights), negatives == float("-inf")
 

@@ -82,13 +82,13 @@ class Pairs:
             all_digests=tuple(all_digests),
         )
 
-    def own(self, keys: Tensor) -> Tensor:
+    def positive_keys(self, keys: Tensor) -> Tensor:
         """[b, D]: of the columns' keys [B, D], those of the rows' own pairs."""
         return keys[self.first : self.first + len(self.groups)]
 
-    def own_logits(self, queries: Tensor, keys: Tensor) -> Tensor:
+    def positive_logits(self, queries: Tensor, keys: Tensor) -> Tensor:
         """[b]: the products of the rows' queries and their own keys."""
-        return (queries * self.own(keys)).sum(dim=1)
+        return (queries * self.positive_keys(keys)).sum(dim=1)
 
     def positives_of_class(self) -> Pairs:
         """Returns pairs whose "negatives" are the columns of a row's class but its own sample."""
@@ -289,7 +289,7 @@ class _RowLosses(torch.autograd.Function):
     def forward(ctx: Any, queries: Tensor, keys: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
         with choose_no_autocast(queries.device):
             tiles = Tiles(queries, keys, pairs)
-            positive = torch.linalg.vecdot(queries, pairs.own(keys))
+            positive = torch.linalg.vecdot(queries, pairs.positive_keys(keys))
             maximum, log_totals, alone = _stream(tiles, positive, 1.0)
             log_total = log_totals[:, 0]
         losses = maximum - positive + log_total
@@ -314,9 +314,9 @@ class _RowLosses(torch.autograd.Function):
             grad_queries, grad_keys = _pulled(ctx, tiles, shares, weighted)
             own = torch.expm1(-losses)[:, None]  # the own pair's share of the row's sum, minus 1
             if grad_queries is not None:
-                grad_queries.addcmul_(own, ctx.pairs.own(keys)).mul_(grad[:, None])
+                grad_queries.addcmul_(own, ctx.pairs.positive_keys(keys)).mul_(grad[:, None])
             if grad_keys is not None:
-                ctx.pairs.own(grad_keys).addcmul_(own, weighted)
+                ctx.pairs.positive_keys(grad_keys).addcmul_(own, weighted)
         return grad_queries, grad_keys, None
 
 
@@ -398,7 +398,7 @@ class _Divergences(torch.autograd.Function):
         with choose_no_autocast(queries.device):
             tiles, base = (Tiles(*side, pairs) for side in every)
             lowest = queries.new_full((len(queries),), torch.finfo(queries.dtype).min)
-            own = [pairs.own_logits(*side) if with_own else lowest for side in every]
+            own = [pairs.positive_logits(*side) if with_own else lowest for side in every]
             streamed = [
                 _stream_divergence(tiles, base, rows, own[0][rows], own[1][rows], float(with_own))
                 for rows in blocks(len(queries), pairs.tile)
@@ -427,9 +427,9 @@ class _Divergences(torch.autograd.Function):
             if ctx.with_own:
                 share = (((own - total).exp() - (base_own - base_total).exp()) * grad)[:, None]
                 if grad_queries is not None:
-                    grad_queries.addcmul_(share, pairs.own(keys))
+                    grad_queries.addcmul_(share, pairs.positive_keys(keys))
                 if grad_keys is not None:
-                    pairs.own(grad_keys).addcmul_(share, queries)
+                    pairs.positive_keys(grad_keys).addcmul_(share, queries)
         return grad_queries, grad_keys, None, None, None, None
 
 

@@ -101,7 +101,7 @@ class SupervisedContrast(Contrast):
         others = sum_columns(keys, same)
         if len(self.names) == 2:
             losses, alone = row_losses(queries, keys, pairs)
-            own_keys = pairs.own(keys)
+            own_keys = pairs.positive_keys(keys)
             mean = (own_keys + others) / (count + 1.0)[:, None]
             losses = losses + (queries * (own_keys - mean)).sum(dim=1)
             left_out = torch.zeros_like(alone)

@@ -186,7 +186,7 @@ def sentences(found: Standings) -> list[str]:
     """The race in words: what beats the control and what is worse, and how far to trust it."""
     control = found.whole["control"]
     better, worse = (
-        [_named(c) for c in control if c.verdict == verdict] for verdict in ("better", "worse")
+        [_describe(c) for c in control if c.verdict == verdict] for verdict in ("better", "worse")
     )
     metrics = count_of(len(found.metrics), "main metric")
     lines = [
@@ -199,7 +199,7 @@ def sentences(found: Standings) -> list[str]:
         lines.append(f"Worse than the ungrouped control beyond chance: {'; '.join(worse)}.")
     base = [c for c in found.whole["base"] if c.verdict != "inside the noise"]
     lines.append(
-        "Against the base beyond chance: " + "; ".join(f"{_named(c)} {c.verdict}" for c in base)
+        "Against the base beyond chance: " + "; ".join(f"{_describe(c)} {c.verdict}" for c in base)
         + "."
         if base
         else "Against the base no remedy, and not the control either, is better or worse beyond "
@@ -208,7 +208,7 @@ def sentences(found: Standings) -> list[str]:
     return [*lines, _trust(found)]
 
 
-def _named(c: Comparison) -> str:
+def _describe(c: Comparison) -> str:
     return f"{c.row.model} on {c.row.benchmark} ({c.texts()[2]} {c.row.unit.difference})"
 
 

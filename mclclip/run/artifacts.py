@@ -128,8 +128,8 @@ def parse_manifest(path: Path) -> Manifest:
 
 
 def damage_of(directory: Path) -> str | None:
-    """What is wrong with a finished artifact, in words, where its manifest cannot be read or a file
-    has another size; None where nothing is."""
+    """Describes the damage of a finished artifact: its manifest cannot be read, or a file has
+    another size. None where there is none."""
     try:
         parse_manifest(directory / MANIFEST).check(directory)
     except (ValueError, OSError, RuntimeError) as error:
@@ -214,11 +214,11 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
         "less": sorted(before.keys() - now.keys()),
         "changed": sorted(name for name in before.keys() & now.keys() if before[name] != now[name]),
     }
-    parts = [_named(names, how) for how, names in changes.items() if names]
+    parts = [_count_names(names, how) for how, names in changes.items() if names]
     return f"was made from other data: {', '.join(parts)}" if parts else None
 
 
-def _named(names: Sequence[str], how: str) -> str:
+def _count_names(names: Sequence[str], how: str) -> str:
     """``2 more (a.jpg, b.jpg)``; of many names the first three."""
     shown = ", ".join(files.clean(name) for name in names[:3]) + ", ..." * (len(names) > 3)
     return f"{len(names)} {how} ({shown})"
@@ -317,17 +317,6 @@ class Artifact:
     def identity(self) -> str:
         """Digest of all that the result depends on."""
         return files.digest_json(self._made_of())
-
-    @property
-    def finished(self) -> bool:
-        """True where a manifest exists: there is nothing to do."""
-        return self.manifest is not None
-
-    def reopen(self) -> None:
-        """Marks a finished artifact as begun, because a part of it is made again."""
-        files.write_json(self.directory / INTENT, self._made_of())
-        (self.directory / MANIFEST).unlink()
-        self.manifest = None
 
     def finish(
         self,

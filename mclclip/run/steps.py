@@ -39,7 +39,7 @@ How = TypeVar("How", contravariant=True)
 
 @dataclass(frozen=True)
 class Made:
-    """What the manifest says of a finished artifact.
+    """The part of a finished artifact's manifest that its step determines.
 
     records  of its files, by name, with which they are compared later
     digest   identifies the content (None: the step and its inputs do, of which it is a function)
@@ -52,7 +52,7 @@ class Made:
 
 
 class Step(ABC, Generic[How]):
-    """What makes an artifact: a frozen dataclass, whose fields and inputs are its identity."""
+    """Makes an artifact: a frozen dataclass, whose fields and inputs are its identity."""
 
     kind: ClassVar[str]
     all_ranks: ClassVar[bool] = False
@@ -82,7 +82,7 @@ def identity_of(options: Any) -> Any:
     return options
 
 
-def look(step: Step[How], directory: Path, how: How, force: Force = False) -> Artifact:
+def find_artifact(step: Step[How], directory: Path, how: How, force: Force = False) -> Artifact:
     """Returns the artifact of a step as it is on disk: finished, begun or neither.
 
     Writes nothing. Raises ValueError where it was made by another step or from other inputs. Call
@@ -103,7 +103,7 @@ def make(step: Step[How], directory: Path, how: How, force: Force = False) -> Ma
     """
     from mclclip.ranks import collectives  # seconds, for torch: what a verb refuses comes before
 
-    artifact = collectives.on_main(partial(look, step, directory, how, force))
+    artifact = collectives.on_main(partial(find_artifact, step, directory, how, force))
     if artifact.manifest is not None:
         log.info("%s is finished: skipped", directory)
         return artifact.manifest

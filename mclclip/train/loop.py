@@ -133,7 +133,7 @@ class PeriodicEvaluation:
     values: list[float] = field(default_factory=list)
 
     def due(self, done: int) -> bool:
-        """Whether the checkpoint of ``done`` steps is evaluated."""
+        """Returns whether the checkpoint of ``done`` steps is evaluated."""
         return done > 0 and (done % self.every == 0 or done == self.total)
 
     def measure(self, done: int) -> Mapping[str, float]:
@@ -168,7 +168,7 @@ class PeriodicEvaluation:
 
     @property
     def patience_is_over(self) -> bool:
-        """Whether ``patience`` evaluations in a row have brought nothing better."""
+        """True where ``patience`` evaluations in a row have brought nothing better."""
         if self.options.patience is None or (best := self.best_step) is None:
             return False
         return len(self.values) - -(-best // self.every) >= self.options.patience
@@ -204,7 +204,7 @@ class Trainer:
     checkpoint_every   steps between checkpoints
     steps_per_epoch    steps in one pass over the plan
     profiler           records the chosen steps
-    evaluation            evaluates the checkpoints of some steps; None: none
+    evaluation         evaluates the checkpoints of some steps; None: none
     compiles           the first step compiles, for which ranks wait without a limit
     done               steps that are done
     """

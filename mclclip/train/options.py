@@ -117,7 +117,7 @@ class TrainConfig:
 
     @property
     def reads_text_embeddings(self) -> bool:
-        """Whether captions come as embeddings from disk (in stages after stage 0)."""
+        """True where captions come as embeddings from disk (in stages after stage 0)."""
         return self.objective.reads.captions and self.cached_text and not self.lock.text
 
     @property

@@ -276,7 +276,7 @@ def _limit(trainee: nn.Module) -> float | None:
 
 
 def _has_two_modes(module: nn.Module) -> bool:
-    """Whether it is in training mode, and computes something else than in evaluation mode."""
+    """Returns whether a module is in training mode and computes something else in evaluation."""
     drops = isinstance(module, _DropoutNd) and module.p > 0.0
     return module.training and (drops or isinstance(module, _BatchNorm | PatchDropout))
 

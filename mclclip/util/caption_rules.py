@@ -407,11 +407,11 @@ class HardCaptions:
             check_rules(self.rules)
 
     @property
-    def chosen_rules(self) -> tuple[str, ...]:
+    def rule_names(self) -> tuple[str, ...]:
         """The rules, none where a field is read."""
         return () if self.field is not None else tuple(self.rules or RULES)
 
     @property
     def drawn_by(self) -> tuple[object, ...]:
         """The options that decide which edits are drawn; equal ones share stored embeddings."""
-        return self.chosen_rules, self.per_caption, self.field
+        return self.rule_names, self.per_caption, self.field

@@ -100,7 +100,7 @@ def first_problem(error: ValidationError) -> tuple[str, str]:
     return name, problem["msg"].removeprefix("Value error, ") + got
 
 
-def named_path(text: str, option: str, what: str) -> tuple[str | None, Path]:
+def split_named_path(text: str, option: str, what: str) -> tuple[str | None, Path]:
     """Splits ``[NAME=]PATH``, the value of a command's ``option``; None without a name.
 
     ``what`` is named, in the message of the ValueError for a name that no folder can have.

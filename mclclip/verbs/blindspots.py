@@ -47,7 +47,7 @@ from mclclip.run.artifacts import Artifact, Force, read_manifest
 from mclclip.run.opened import Run
 from mclclip.run.steps import Made, Step, make
 from mclclip.util import files
-from mclclip.util.options import named_path
+from mclclip.util.options import split_named_path
 from mclclip.util.search import Integers, NearPairs
 
 log = logging.getLogger("mclclip")
@@ -192,7 +192,7 @@ def _other_encoder(run: Run, num_stages: int, stage: int, other: str | None) -> 
                 "[NAME=]FOLDER of another encoder's embeddings"
             )
         return run.stage(number).embeddings
-    name, folder = named_path(other, "--other", "its encoder")
+    name, folder = split_named_path(other, "--other", "its encoder")
     manifest, index = read_manifest(folder, "embeddings"), run.index
     if manifest.inputs.get("index") != index.digest:
         raise RuntimeError(

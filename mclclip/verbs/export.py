@@ -95,7 +95,7 @@ def _stage(config: Config, stage: int, variant: str, force: Force) -> Path:
         inputs["train"] = artifacts.read_manifest(layout.train(stage), "train").digest
         ema = None if options.ema_decay is None else config.export.ema
     else:
-        given = _given_encoder(config)
+        given = _identify_encoder(config)
         seed = None if config.model.pretrained else config.seed
         if config.model.pretrained is None and is_without_weights(config.model.name):
             beside = "" if config.model.image_weights is None else " beside model.image_weights"
@@ -139,7 +139,7 @@ def _options(config: Config, stage: int) -> TrainConfig:
     return config.train if stage > 0 or config.base is None else config.base
 
 
-def _given_encoder(config: Config) -> dict[str, Any]:
+def _identify_encoder(config: Config) -> dict[str, Any]:
     """Returns what determines an encoder that is not trained here; files count by their content."""
     model = config.model
     fields = {name: getattr(model, name) for name in ("name", "pretrained", "text", "long_context")}

@@ -29,7 +29,7 @@ from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import Artifact, Force, refuse_foreign
 from mclclip.run.steps import Made, Step, make
 from mclclip.util import files, search
-from mclclip.util.options import named_path
+from mclclip.util.options import split_named_path
 
 log = logging.getLogger("mclclip")
 
@@ -137,7 +137,7 @@ def run(
 
 
 def _run(config: Config, stage: int, name: str, options: Options, force: Force) -> Path | None:
-    named_path(f"{name}=", "--name", "its folder")
+    split_named_path(f"{name}=", "--name", "its folder")
     if not options.scores or options.against or options.near_duplicates is not None:
         search.library("filter")  # before embeddings are read
     clusters: bool | None = {"all": False, "clusters": True}.get(options.within or "")

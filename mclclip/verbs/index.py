@@ -88,7 +88,7 @@ def run(config: Config, context: Context, force: Force = False) -> SampleIndex:
 
 def _index(config: Config, directory: Path, force: Force) -> None:
     filters = _filters(config.data.sources)
-    wanted = _wanted_shards(config.data.sources, filters, config.data.remote)
+    wanted = _list_shards(config.data.sources, filters, config.data.remote)
     known, new = _known_and_new(directory, wanted, config.data, force)
     old = read_manifest(directory, KIND) if is_finished(directory) else None
     pixels = config.data.verify == "full"
@@ -305,7 +305,7 @@ def _filters(sources: Mapping[str, SourceConfig]) -> dict[str, ShardFilter]:
     return found
 
 
-def _wanted_shards(
+def _list_shards(
     sources: Mapping[str, SourceConfig], filters: Mapping[str, ShardFilter], remote: RemoteOptions
 ) -> list[Shard]:
     """The shards of all sources in the order of a first indexing, without their rows."""
@@ -480,10 +480,10 @@ def _new_shards(known: Sequence[Shard], wanted: Sequence[Shard], directory: Path
                 again = "with " if not name else ""
                 raise ValueError(f"{where} was indexed with {name}{was}, now {again}{is_now}")
     folders = {shard.source: shard.folder for shard in known if shard.name}
-    return [_named_as_before(shard, folders.get(shard.source)) for shard in by_name.values()]
+    return [_keep_name(shard, folders.get(shard.source)) for shard in by_name.values()]
 
 
-def _named_as_before(shard: Shard, folder: str | None) -> Shard:
+def _keep_name(shard: Shard, folder: str | None) -> Shard:
     """The shard with its path from a folder on as its name; itself where there is no folder."""
     stem = stem_of(shard.path)
     if folder is not None and not stem.startswith(folder):

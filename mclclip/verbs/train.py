@@ -34,7 +34,7 @@ from mclclip.run import artifacts
 from mclclip.run.artifacts import Artifact, Force, Layout
 from mclclip.run.recorder import PeakMemory
 from mclclip.run.runlog import count_of
-from mclclip.run.steps import Made, Step, look, make
+from mclclip.run.steps import Made, Step, find_artifact, make
 from mclclip.train import build
 from mclclip.train.build import StageTraining, TrainingInputs
 from mclclip.train.loop import Evaluate, ModelWithObjective, PeriodicEvaluation
@@ -141,7 +141,7 @@ def _options(config: Config, layout: Layout, stage: int) -> TrainConfig:
 
 
 def _step_of(job: StageTraining) -> Training:
-    """What a training is; of one that it controls its number of steps is read."""
+    """Returns the step that makes a training; a control trains as long as what it controls."""
     options, is_control = job.options, job.layout.variant != "mcl"
     if options.evaluate.metric is None:  # figures that are only recorded
         options = replace(options, evaluate=EvaluateConfig())
@@ -224,7 +224,9 @@ def _controlled_steps(job: StageTraining) -> int:
     )
     # Raises where the controlled training was made with other options or labels than those of now.
     # It is no control, so that this is not called again.
-    look(_step_of(mcl), mcl.directory, TrainingRun(mcl, None, PeakMemory(job.context.device)))
+    find_artifact(
+        _step_of(mcl), mcl.directory, TrainingRun(mcl, None, PeakMemory(job.context.device))
+    )
     controlled = StageGroups(mcl.directory / _GROUPS)
     if not controlled.written:
         raise RuntimeError(

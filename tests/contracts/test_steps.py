@@ -12,7 +12,7 @@ import pytest
 
 from mclclip.ranks import collectives
 from mclclip.run.artifacts import INTENT, MANIFEST, Artifact, is_finished, read_manifest
-from mclclip.run.steps import Made, Step, identity_of, look, make
+from mclclip.run.steps import Made, Step, find_artifact, identity_of, make
 from mclclip.util import files
 from tests import tiny
 from tests.distributed.conftest import RankPool
@@ -74,13 +74,13 @@ def test_inputs_count_by_their_names(captions: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"from other data: 1 changed \(captions\)"):
         run(captions, out, STEP)
     with pytest.raises(ValueError, match="captions"):
-        look(STEP, out, captions)
+        find_artifact(STEP, out, captions)
     run(captions, out, STEP, force=True)
     assert read_manifest(out, "lengths").counts == {"captions": 1}
 
 
 def test_what_was_begun_goes_on(captions: Path, tmp_path: Path) -> None:
-    out = look(STEP, tmp_path / "out", captions).begin()
+    out = find_artifact(STEP, tmp_path / "out", captions).begin()
     (out / "lengths.json").write_text("{}")  # as the call that was killed has left it
     run(captions, out, STEP)
     assert (out / "lengths.json").read_text() == "{}" and is_finished(out)

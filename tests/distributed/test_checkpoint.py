@@ -353,7 +353,7 @@ def save_with_failure(
         "records": (step_files.files, "record_of"),
         "list": (step_files.files, "write_json"),
         "rename": (os, "rename"),
-        "copy": (step_files, "own_part"),
+        "copy": (step_files, "local_part"),
         "writer": (step_files, "Writer"),
     }[where]
     checkpoints, line = Checkpoints(directory, CheckpointConfig(**options)), ""

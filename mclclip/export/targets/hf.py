@@ -186,7 +186,7 @@ def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
         processors_ = {
             "AutoImageProcessor on Pillow": stock(str(out), use_fast=False),
             "AutoImageProcessor on torchvision": stock(str(out), use_fast=True),
-            "OpenClipImageProcessor": processors.own_processor(out),
+            "OpenClipImageProcessor": processors.load_processor(out),
         }
         name = f"transformers {transformers.__version__}, {type(model).__name__}"
         return [

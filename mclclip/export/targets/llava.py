@@ -71,7 +71,7 @@ def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
         model, layers = hf.load(transformers.CLIPVisionModel, out), [-2]
 
     @torch.no_grad()
-    def own_states(images: Tensor) -> Tensor:
+    def exported_states(images: Tensor) -> Tensor:
         stages = source.encoder.stages
         states = [stage.encode_trunk(images, stage.num_blocks - 1) for stage in stages]
         return unit(torch.stack(states, dim=1))
@@ -83,7 +83,7 @@ def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
 
     ours, theirs = (
         SimpleNamespace(encode_image=encode, preprocess_val=source.encoder.preprocess_val)
-        for encode in (own_states, states)
+        for encode in (exported_states, states)
     )
     what = f"{type(model).__name__}, tokens before the last block"
     runtime = f"transformers {transformers.__version__}, {what}"

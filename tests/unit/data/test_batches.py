@@ -24,7 +24,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from mclclip.data.batches import Batch, TrainingBatches, kept_rng, seed_generators
+from mclclip.data.batches import Batch, TrainingBatches, preserve_rng, seed_generators
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.groups import GroupedIndex, LabelBlocks
 from mclclip.data.labels import truncate
@@ -206,12 +206,12 @@ def test_keyed_rng_starts_from_the_key_and_kept_rng_restores_what_was() -> None:
     wanted = [draws(), draws()]
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     assert draws() == wanted[0]
-    with kept_rng():
+    with preserve_rng():
         found = []
         for key in (2**64 - 1, 2**64 - 1, 2**64 - 2):
             seed_generators(key)
             found.append(draws())
-    with pytest.raises(KeyError), kept_rng():
+    with pytest.raises(KeyError), preserve_rng():
         draws()
         raise KeyError
     assert draws() == wanted[1]

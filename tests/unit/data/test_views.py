@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mclclip.data.batches import Batch, TrainingBatches, kept_rng, seed_generators
+from mclclip.data.batches import Batch, TrainingBatches, preserve_rng, seed_generators
 from mclclip.data.bytes import RawSample
 from mclclip.data.decode import decode_image
 from mclclip.data.row_store import StoredRows
@@ -78,7 +78,7 @@ def expected(
     sample_id, epoch = int(batch.sample_id[row]), batch.step // batches.steps_per_epoch
     raw = batches.dataset.read_many([sample_id])[0]
     assert isinstance(raw, RawSample)
-    with kept_rng():
+    with preserve_rng():
         seed_generators(int(mix(3, 1, epoch, AUGMENTATION, sample_id, view)))
         return augment(decode_image(raw.image, 10_000))  # type: ignore[no-any-return]
 

@@ -13,7 +13,7 @@ from PIL import Image
 import mclclip
 from mclclip.data.decode import decode_image, upright_rgb
 from mclclip.export import certificate, convert
-from mclclip.export.processors import EXACT, own_processor
+from mclclip.export.processors import EXACT, load_processor
 from mclclip.export.targets import hf
 from tests.unit.export.models import exported, joined, the_certificate
 
@@ -30,7 +30,7 @@ def test_the_code_in_an_export_is_not_run(tmp_path: Path) -> None:
         for path in code:
             path.write_text("raise SystemExit('it ran')")
     hf.load_stages(out)
-    own_processor(out)
+    load_processor(out)
     mclclip.load_model(f"hf:{clip}")
 
 
@@ -40,7 +40,7 @@ def test_the_own_image_processor_gives_open_clips_pixels(tmp_path: Path, mode: s
     look = {"size": [32, 32], "resize_mode": mode}
     source = exported(tmp_path / "own", preprocess_cfg=look)
     out = convert.run("hf", source, tmp_path / "hf")
-    own, processor = mclclip.load_model(source), own_processor(out)
+    own, processor = mclclip.load_model(source), load_processor(out)
     random, moved = np.random.default_rng(0), 0
     stock = transformers.CLIPImageProcessor.from_pretrained(out)
     for side in range(33, 45):
@@ -93,7 +93,7 @@ def test_as_many_pictures_are_compared_as_were_asked_for(tmp_path: Path) -> None
 def test_the_own_image_processor_turns_pictures_upright(tmp_path: Path) -> None:
     """As mclclip's decoding does, whose pixels it gives of a file as Pillow opens it."""
     source = exported(tmp_path / "own")
-    processor = own_processor(convert.run("hf", source, tmp_path / "hf"))
+    processor = load_processor(convert.run("hf", source, tmp_path / "hf"))
     pixels = np.random.default_rng(0).integers(0, 256, (40, 64, 3), dtype=np.uint8)
     exif = Image.Exif()
     exif[0x0112] = 6

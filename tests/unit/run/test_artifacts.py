@@ -188,25 +188,25 @@ def test_a_mismatch_names_the_field_and_both_values(
 
 def test_force_resumes_what_was_begun_with_these_settings(tmp_path: Path) -> None:
     begin_with_work(tmp_path / "a")
-    assert not begin(tmp_path / "a", force=True).finished
+    assert not begin(tmp_path / "a", force=True).manifest
     assert (tmp_path / "a" / "00000.npy").exists() and not (tmp_path / "a.old-1").exists()
 
 
 def test_unfit_keeps_what_fits_and_makes_damaged_ones_again(tmp_path: Path) -> None:
     artifact = begin_with_work(tmp_path / "a")
     artifact.finish({}, records=files.records_of(tmp_path / "a", "00000.npy"))
-    assert begin(tmp_path / "a", force="unfit").finished
+    assert begin(tmp_path / "a", force="unfit").manifest
     assert not (tmp_path / "a.old-1").exists()
     np.save(tmp_path / "a" / "00000.npy", np.arange(4))
-    assert begin(tmp_path / "a").finished  # nobody has read it yet
-    assert not begin(tmp_path / "a", force="unfit").finished
+    assert begin(tmp_path / "a").manifest  # nobody has read it yet
+    assert not begin(tmp_path / "a", force="unfit").manifest
     assert (tmp_path / "a.old-1" / "00000.npy").exists()
     begin_with_work(tmp_path / "a").finish({})
     manifest = tmp_path / "a" / MANIFEST
     manifest.write_text(manifest.read_text()[:40])
     with pytest.raises(ValueError, match="manifest.json"):
         begin(tmp_path / "a")
-    assert not begin(tmp_path / "a", force="unfit").finished
+    assert not begin(tmp_path / "a", force="unfit").manifest
 
 
 def test_a_directory_without_work_is_begun_anew(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_directory_without_work_is_begun_anew(tmp_path: Path) -> None:
     begin(tmp_path / "a")
     (tmp_path / "a" / "checkpoints").mkdir()
     changed = {"config": CONFIG | {"dtype": "float32"}}
-    assert not begin(tmp_path / "a", **changed).finished
+    assert not begin(tmp_path / "a", **changed).manifest
     assert json.loads((tmp_path / "a" / INTENT).read_text())["config"]["dtype"] == "float32"
     assert not (tmp_path / "a.old-1").exists()
 
@@ -239,11 +239,11 @@ def test_only_begun_directories_are_cleaned(tmp_path: Path) -> None:
 
 
 def test_looking_does_not_write(tmp_path: Path) -> None:
-    assert not begin(tmp_path / "a", write=False).finished
+    assert not begin(tmp_path / "a", write=False).manifest
     assert not (tmp_path / "a").exists()
     begin_with_work(tmp_path / "a").finish({})
     changed = {"config": CONFIG | {"dtype": "float32"}}
-    assert not begin(tmp_path / "a", **changed, force=True, write=False).finished
+    assert not begin(tmp_path / "a", **changed, force=True, write=False).manifest
     assert read_manifest(tmp_path / "a", "embeddings").config == CONFIG
 
 
@@ -261,7 +261,7 @@ def test_values_that_json_rewrites_still_match(tmp_path: Path) -> None:
     begin_with_work(tmp_path / "a", config=odd)
     assert (tmp_path / "a" / "00000.npy").exists()
     begin(tmp_path / "a", config=odd).finish({})
-    assert begin(tmp_path / "a", config=odd).finished
+    assert begin(tmp_path / "a", config=odd).manifest
     with pytest.raises(ValueError, match=r"limit was nan, now 1.0"):
         begin(tmp_path / "a", config=odd | {"limit": 1.0})
 
@@ -269,7 +269,7 @@ def test_values_that_json_rewrites_still_match(tmp_path: Path) -> None:
 def test_a_kill_between_manifest_and_cleaning_leaves_a_finished_artifact(tmp_path: Path) -> None:
     begin_with_work(tmp_path / "a").finish({})
     (tmp_path / "a" / INTENT).write_text("{}")
-    assert begin(tmp_path / "a").finished
+    assert begin(tmp_path / "a").manifest
 
 
 # --- reading manifests -----------------------------------------------------------------------

@@ -157,7 +157,7 @@ def test_a_control_takes_what_its_original_took(data: Path, tmp_path: Path, pixe
         layout = Layout(tmp_path, "ungrouped")
         samples = SampleIndex.open(layout.index)
         assert StageTraining.of(config, config.train, SINGLE, layout, 1, samples).pixels == wanted
-    assert not artifact.finished
+    assert not artifact.manifest
 
 
 @pytest.mark.parametrize(
