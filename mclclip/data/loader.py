@@ -20,6 +20,8 @@ from mclclip.ranks import failures, signals
 from mclclip.ranks.process_group import start_loader_worker
 from mclclip.util.files import clean
 
+# Workers send tensors through sockets in this folder, whose paths have at most 107 characters.
+LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")
 T = TypeVar("T")
 log = logging.getLogger("mclclip")
 
@@ -33,7 +35,7 @@ class Loader(Generic[T]):
     ``fresh`` workers start as fresh processes, not as forks: urls cannot be read in a fork
     (`mclclip.util.stores`). Iterating raises LostWorker where a worker was ended from outside, and
     where an item does not come within ``timeout_s``; nothing limits the reading of this process
-    itself.
+    itself. Raises ValueError where the path of TMPDIR is too long for workers.
     """
 
     def __init__(
@@ -50,6 +52,12 @@ class Loader(Generic[T]):
     ) -> None:
         self.items, self.describe, self.timeout_s = items, describe, timeout_s
         num_workers = min(num_workers, len(items))
+        folder = tempfile.gettempdir()
+        if num_workers and len(os.fsencode(folder)) > LONGEST_TMPDIR:
+            raise ValueError(
+                f"TMPDIR={folder} is longer than the {LONGEST_TMPDIR} characters that sockets of "
+                "reading processes leave it: set a shorter one, or data.num_workers=0"
+            )
         self._in_file = _InFile(dataset) if fresh and num_workers else None
         one: dict[str, Any] = {"batch_size": None, "sampler": items}
         many: dict[str, Any] = {"batch_sampler": items, "collate_fn": list}

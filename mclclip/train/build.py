@@ -50,13 +50,13 @@ _WEIGHTS = 5  # purpose of a random number: initial weights of a stage with trai
 class StageTraining:
     """One training, as its options decide it.
 
-    name          its option, ``base`` or ``train``
-    directory     of its artifact
-    title         name in log lines: the variant if it has groups or is their control, else the kind
-                  of the objective
-    reads_groups  whether batches are made of groups of pseudo labels
-    reads_image_rows   whether views are what the frozen blocks made of images once, not images
-    cached_text   whether captions come as embeddings from disk
+    name              its option, ``base`` or ``train``
+    directory         of its artifact
+    title             name in log lines: the variant if it has groups or is their control, else the
+                      kind of the objective
+    reads_groups      batches are made of groups of pseudo labels
+    reads_image_rows  views are rows that frozen blocks, or a frozen tower, made of images once
+    cached_text       captions come as embeddings from disk
     """
 
     config: Config

@@ -28,6 +28,7 @@ from mclclip.data.batches import Batch, TrainingBatches, preserve_rng, seed_gene
 from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.groups import GroupedIndex, LabelBlocks
 from mclclip.data.labels import truncate
+from mclclip.data.loader import LONGEST_TMPDIR
 from mclclip.data.row_store import StoredRows
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_writer import PackedSample, write_shards
@@ -499,6 +500,18 @@ def test_a_program_that_is_killed_leaves_no_data_set_behind(
 
 def test_a_program_that_fails_while_it_reads_ends(index: SampleIndex, tmp_path: Path) -> None:
     check_end(index, tmp_path, "fork", "raise")
+
+
+@pytest.mark.parametrize(("further", "code"), [(0, 0), (1, 1)])
+def test_a_temporary_folder_that_sockets_do_not_fit_is_refused(
+    index: SampleIndex, tmp_path: Path, further: int, code: int
+) -> None:
+    with tempfile.TemporaryDirectory() as short:
+        folder = Path(short) / ("x" * (LONGEST_TMPDIR + further - len(short) - 1))
+        folder.mkdir()
+        done = run_program(index, tmp_path, "fork", "break", str(folder))
+    assert done.returncode == code, done.stderr
+    assert "TMPDIR" in done.stderr if code else done.stdout == "0\n"
 
 
 @pytest.mark.slow
