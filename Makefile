@@ -57,7 +57,7 @@ demo: $(INSTALLED)
 	$(BIN)/mclclip demo $(DEMO)
 
 test: $(INSTALLED)
-	$(PYTEST) -m 'not slow' -n 3 --dist loadfile --no-loadscope-reorder --durations 15 $(TEST)
+	$(PYTEST) -m 'not slow' -n 2 --dist loadfile --no-loadscope-reorder --durations 15 $(TEST)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
