@@ -16,7 +16,7 @@ from tabulate import tabulate
 from mclclip.eval import outcomes
 from mclclip.eval.metrics import Z_95, design_effect, stratified_interval
 from mclclip.eval.outcomes import NATS, PERCENT, Outcomes, Unit
-from mclclip.util.files import clean, parse_json, write_bytes
+from mclclip.util.files import parse_json, printable, write_bytes
 
 WIDTH = 80
 """Columns of a terminal that a table fits into."""
@@ -295,12 +295,12 @@ def _block(benchmark: str, rows: Sequence[Result], published: Sequence[Reference
         name = f"{reference.model} [{reference.source}]"
         models.setdefault(name, {})[reference.metric, PERCENT] = reference
     above = ["trials", *(["chance"] if chances else [])]
-    names = [wrapped(clean(name), 40) for name in (benchmark, *above, *models)]
+    names = [wrapped(printable(name), 40) for name in (benchmark, *above, *models)]
     columns = []
     for (metric, unit), counts in trials.items():
         cells = [row_of.get((metric, unit)) for row_of in models.values()]
         digits = unit.decimals(cell.value for cell in cells if cell)
-        head = wrapped(clean(short_name(metric)), 11) + unit.note
+        head = wrapped(printable(short_name(metric)), 11) + unit.note
         texts = [head, "/".join(map(str, sorted(counts)))]
         if chances:
             own_chances = sorted(chances.get((metric, unit), ()))

@@ -40,9 +40,10 @@ from mclclip.ranks import collectives, failures, process_group, signals
 from mclclip.ranks.process_group import Context
 from mclclip.report.verdict import Verdict
 from mclclip.run import opened, runlog
-from mclclip.run.artifacts import MANIFEST, Artifact, Force, Manifest
+from mclclip.run.artifacts import MANIFEST, Artifact, Manifest
 from mclclip.run.steps import Made, Step, make
 from mclclip.util import advice, files
+from mclclip.util.remake import Remake
 from mclclip.verbs import compare, make_pairs, pack, report
 
 __all__ = ["Encoder", "Run", "finetune", "load_model"]
@@ -191,14 +192,14 @@ def run(
     )  # fmt: skip
     given = {name: value for name, _, value in (each.partition("=") for each in overrides)}
 
-    def settle() -> tuple[str, Force]:
+    def settle() -> tuple[str, Remake]:
         _check_held_out(held_out)
         # As long as nothing was trained, what a mistaken call left is made again where it differs.
-        anew: Force = "unfit" if force or not _has_trained(out) else False
+        anew = Remake.UNFIT if force or not _has_trained(out) else Remake.NOTHING
         columns = {n: packing[n] for n in _OF_TABLES if n in packing}
         table = None if captions is None else Path(captions)
         pictures = _table(images, table, command=command, **columns)
-        if anew:
+        if anew is Remake.UNFIT:
             count = _count(pictures) or _MANY
             likely, _ = choices.choose(situation(round(count * (1 - 2 * held_out))), overrides)
             method.check(likely, context, reads_benchmarks=False)
@@ -225,7 +226,7 @@ def run(
     settings, anew = collectives.on_main(settle)
     settled = configuration.load(settings)
     with process_group.num_threads(settled.num_threads):
-        method.run(settled, context, force=bool(anew))
+        method.run(settled, context, force=anew)
     return Run.open(out)
 
 
@@ -239,7 +240,7 @@ def _check_captioned(packed: Manifest, images: Path) -> None:
         )
 
 
-def _make_pairs(out: Path, force: Force) -> Path | None:
+def _make_pairs(out: Path, force: Remake) -> Path | None:
     """Makes minimal pairs of the share ``report``; None where its captions fit no rule."""
     shards, folder = out / "data" / "report", out / choices.PAIRS
     try:

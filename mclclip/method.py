@@ -23,67 +23,73 @@ from mclclip.eval import results
 from mclclip.eval.protocols import BenchmarkConfig
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
-from mclclip.run.artifacts import Force, Layout, is_finished
+from mclclip.run.artifacts import RunPaths, is_finished
 from mclclip.train.loop import Evaluate
 from mclclip.util import files
+from mclclip.util.remake import Remake
 from mclclip.verbs import cluster, embed, export, index, relocate, train
 from mclclip.verbs import eval as evaluation
 
 log = logging.getLogger("mclclip")
 
 
-def run(config: Config, context: Context, *, force: bool = False, only: str | None = None) -> Path:
+def run(
+    config: Config, context: Context, *, force: Remake = Remake.NOTHING, only: str | None = None
+) -> Path:
     """Runs the whole method and returns the run directory.
 
     Options that would stop the run only at a later stage are checked first: they raise ValueError
-    or FileNotFoundError before anything is written. ``force`` makes artifacts again that are of
-    other settings or damaged; the others are kept. ``only``: a control that runs without the
+    or FileNotFoundError before anything is written. ``only``: a control that runs without the
     method itself, whose labels it must find where it reads any.
     """
-    remake: Force = "unfit" if force else False
     collectives.on_main(lambda: check(config, context))
     with _recorded(config, context):
-        inputs.check_samples(config, index.run(config, context, force=remake))
-        _stage(config, context, 0, "mcl", remake)
+        inputs.check_samples(config, index.run(config, context, force=force))
+        _stage(config, context, 0, "mcl", force)
         for variant in ["mcl", *config.controls] if only is None else [only]:
             if variant != "mcl":
                 log.info("--- control: %s", variant)
             for stage in range(1, config.num_stages + 1):
                 if variant == "mcl":
                     log.info("--- stage %d of %d", stage, config.num_stages)
-                    embed.run(config, context, stage=stage - 1, force=remake)
-                    cluster.run(config, context, stage=stage - 1, force=remake)
+                    embed.run(config, context, stage=stage - 1, force=force)
+                    cluster.run(config, context, stage=stage - 1, force=force)
                     # Copies that a finished training has read may be deleted.
-                    trained = partial(is_finished, Layout.of(config).train(stage))
-                    if config.relocate.enabled and (remake or not collectives.on_main(trained)):
-                        relocate.run(config, context, stage=stage, force=remake)
-                _stage(config, context, stage, variant, remake)
+                    trained = collectives.on_main(
+                        partial(is_finished, RunPaths.of(config).train(stage))
+                    )
+                    if config.relocate.enabled and not (trained and force is Remake.NOTHING):
+                        relocate.run(config, context, stage=stage, force=force)
+                _stage(config, context, stage, variant, force)
             if config.has_stages:  # concatenation and soup of the stages
-                joined = export.join(config, context, variant=variant, force=remake)
+                joined = export.join(config, context, variant=variant, force=force)
                 _evaluate(config, context, variant, joined)
     log.info("'mclclip report %s' makes one page of all that this run left", config.run_dir)
     return Path(config.run_dir)
 
 
 def prepare(
-    config: Config, context: Context, *, readers: Mapping[str, Config], force: bool = False
+    config: Config,
+    context: Context,
+    *,
+    readers: Mapping[str, Config],
+    force: Remake = Remake.NOTHING,
 ) -> None:
     """Makes what every training of stage 1 starts from: the index, stage 0, its figures and its
     embeddings (of texts too where the configuration or one of the ``readers`` of stage 0 reads
     them), clusters and pseudo labels. Options are checked as by ``run``, and the samples are for
     ``readers`` too, by whose names their errors begin."""
-    remake: Force = "unfit" if force else False
     collectives.on_main(lambda: check(config, context))
-    samples = index.run(config, context, force=remake)
+    samples = index.run(config, context, force=force)
     inputs.check_samples(config, samples)
     for name, reader in readers.items():
         try:
             inputs.check_samples(reader, samples)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-    _stage(config, context, 0, "mcl", remake)
-    embed.run(config, context, stage=0, readers=[*readers.values()], force=remake)
-    cluster.run(config, context, stage=0, force=remake)
+    _stage(config, context, 0, "mcl", force)
+    embed.run(config, context, stage=0, readers=[*readers.values()], force=force)
+    cluster.run(config, context, stage=0, force=force)
 
 
 def check(config: Config, context: Context, *, reads_benchmarks: bool = True) -> None:
@@ -113,7 +119,7 @@ def _recorded(config: Config, context: Context) -> Iterator[None]:
         raise
 
 
-def _stage(config: Config, context: Context, stage: int, variant: str, force: Force) -> None:
+def _stage(config: Config, context: Context, stage: int, variant: str, force: Remake) -> None:
     """Trains, exports and evaluates one stage of MCL or of a control (stage 0 may be given)."""
     if stage or config.base is not None:
         evaluate = evaluations(config, context, stage, variant)
@@ -125,7 +131,7 @@ def _stage(config: Config, context: Context, stage: int, variant: str, force: Fo
 def _evaluate(config: Config, context: Context, variant: str, named: Mapping[str, Path]) -> None:
     """Evaluates encoders of MCL or of a control, given by name, but for those that
     ``eval.encoders`` leaves out. Stage 0 is what all are compared with."""
-    layout, encoders = Layout.of(config, variant), config.eval.encoders
+    layout, encoders = RunPaths.of(config, variant), config.eval.encoders
     compared = {
         layout.model_name(name): path
         for name, path in named.items()
@@ -149,7 +155,7 @@ def evaluations(config: Config, context: Context, stage: int, variant: str) -> E
     if (metric := options.evaluate.metric) is not None:
         decides = metric.partition("/")[0]
         choices[decides] = f"the checkpoint or the end of stage {stage} (evaluate.metric)"
-        rows = collectives.on_main(lambda: results.read(Layout.of(config).results))
+        rows = collectives.on_main(lambda: results.read(RunPaths.of(config).results))
         base = [row for row in rows if row.model == "stage_0"]
         results.check_unseen(base, [decides], choices[decides])
     return partial(_figures, config, context, stage, variant, benchmarks, choices)
@@ -165,7 +171,7 @@ def _figures(
     step: int,
 ) -> dict[str, float]:
     """Figures, as BENCHMARK/METRIC, of the checkpoint of a step, the same on all ranks."""
-    folder = Layout.of(config, variant).train(stage) / "evaluations"
+    folder = RunPaths.of(config, variant).train(stage) / "evaluations"
     encoder, name = folder / "encoder", f"step_{step:08d}"
     collectives.on_main(
         lambda: export.write_step(config, stage, variant, step=step, directory=encoder)

@@ -21,7 +21,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.eval import results
 from mclclip.eval.outcomes import Outcomes
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import Artifact, Layout
+from mclclip.run.artifacts import Artifact, RunPaths
 from mclclip.util.files import record_of
 from mclclip.verbs import blindspots, cluster, index
 from mclclip.verbs import filter as filtering
@@ -98,7 +98,7 @@ def make(root: Path) -> Path:
     write_pairs(root / "pairs")
     options = settings(root)
     index.run(options, SINGLE)
-    layout = Layout.of(options)
+    layout = RunPaths.of(options)
     (layout.run_dir / "config.yaml").write_text(config.dump(options))
     samples = SampleIndex.open(layout.index)
     for stage in range(2):
@@ -107,7 +107,7 @@ def make(root: Path) -> Path:
     blindspots.run(options, SINGLE, other="1", per_image=1)
     filtering.run(options, SINGLE, name="few", near_duplicates=0.999)
     for variant, stage in (("mcl", 1), ("mcl", 2), ("ungrouped", 1)):
-        train(Layout.of(options, variant).train(stage), slower=variant != "mcl")
+        train(RunPaths.of(options, variant).train(stage), slower=variant != "mcl")
     evaluate(layout.results)
     return layout.run_dir
 

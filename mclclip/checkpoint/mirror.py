@@ -39,12 +39,12 @@ class Mirror:
     def __init__(self, url: str, directory: Path, keep: int, keep_every: int | None) -> None:
         if protocol_of(url) not in _PROTOCOLS:
             raise ValueError(
-                f"mirror={files.clean(url)!r} cannot be used: give a folder by its path, or a url "
-                "of s3://, gs:// or az://"
+                f"mirror={files.printable(url)!r} cannot be used: give a folder by its path, or a "
+                "url of s3://, gs:// or az://"
             )
         if protocol_of(url) is not None and ("?" in url or "@" in url):
             raise ValueError(
-                f"mirror={files.clean(url.rpartition('@')[2])!r} holds a query or a password: "
+                f"mirror={files.printable(url.rpartition('@')[2])!r} holds a query or a password: "
                 "leave it out, and put it into the environment, since warnings show this url"
             )
         self.url, self.directory = url.rstrip("/"), Path(directory)

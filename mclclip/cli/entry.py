@@ -149,9 +149,9 @@ def _config(args: argparse.Namespace) -> object:
         speed = plan.Speed(args.peak_tflops, args.share, args.samples_per_s, args.images_per_s)
         plan.run(options, machine, samples=args.samples, as_json=args.json, speed=speed)
     else:
-        from mclclip.util.files import clean_lines
+        from mclclip.util.files import printable_lines
 
-        print(clean_lines(config.dump(options)), end="")
+        print(printable_lines(config.dump(options)), end="")
     return None
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from mclclip import __version__
 from mclclip.cli.flag_parser import Parser, character, parse_named_path, parse_path
 from mclclip.data import datasets
+from mclclip.util.remake import Remake
 
 _VARIANTS = ["mcl", "ungrouped", "random_groups"]
 _VARIANT = f"the method itself, or a control of it: {', '.join(_VARIANTS)}"
@@ -111,6 +112,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _remaking(artifacts: Remake) -> dict[str, Any]:
+    return {"action": "store_const", "const": artifacts, "default": Remake.NOTHING}
+
+
 def _add(verbs: Any, name: str, force: str | None = None) -> argparse.ArgumentParser:
     """The parser of a verb. With ``force``, what --force does (empty: the verb has none), the verb
     reads a configuration.
@@ -127,7 +132,8 @@ def _add(verbs: Any, name: str, force: str | None = None) -> argparse.ArgumentPa
     if force is not None:
         _add_config_options(verb)
     if force:
-        verb.add_argument("--force", action="store_true", help=force)
+        remade = Remake.UNFIT if force == _UNFIT else Remake.ALL
+        verb.add_argument("--force", help=force, **_remaking(remade))
     return verb
 
 
@@ -192,7 +198,7 @@ def _add_pack(verbs: Any) -> None:
     add("--samples-per-shard", type=int, default=10_000, help="images of a tar")
     add("--delimiter", type=character, help="default: by suffix (.tsv: tab) and header")
     add("--key-prefix", default="", help="put before the running number of a key")
-    add("--force", action="store_true", help=_FORCE)
+    add("--force", help=_FORCE, **_remaking(Remake.ALL))
 
 
 def _add_make_dataset(verbs: Any) -> None:
@@ -202,7 +208,7 @@ def _add_make_dataset(verbs: Any) -> None:
     add("name", choices=names, metavar="NAME", help=f"one of {', '.join(names)}")
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder for the shards")
     add("--seed", type=int, default=0, help="of what is drawn")
-    add("--force", action="store_true", help=_FORCE)
+    add("--force", help=_FORCE, **_remaking(Remake.ALL))
     add = verb.add_argument_group("options of some data sets").add_argument
     add("--source", action="append", metavar="NAME=FOLDER", help="where files are")
     download = "let torchvision fill the folders of --source first"
@@ -232,7 +238,7 @@ def _add_make_pairs(verbs: Any) -> None:
     add("--confused", type=Path, metavar="FOLDER", help="blind spots of a run on these shards")
     add("--per-rule", type=int, default=200, metavar="N", help="items of a rule at most")
     add("--seed", type=int, default=0, help="of what is drawn")
-    add("--force", action="store_true", help=_FORCE)
+    add("--force", help=_FORCE, **_remaking(Remake.ALL))
 
 
 def _add_soup(verbs: Any) -> None:
@@ -252,7 +258,7 @@ def _add_soup(verbs: Any) -> None:
     add("--images", type=parse_path, metavar="FOLDER", help=images)
     base = "models do not record one base, but are known to have one"
     add("--any-base", action="store_true", help=base)
-    add("--force", action="store_true", help=_FORCE)
+    add("--force", help=_FORCE, **_remaking(Remake.ALL))
     add = verb.add_argument_group("score").add_argument
     held_out = "shards with captions; the score is retrieval on them, the mean of both R@1"
     add("--held-out", type=parse_path, metavar="FOLDER", help=held_out)

@@ -115,7 +115,7 @@ def run(
     The first rank calls ``check`` before anything is written, and all ranks raise its error.
     """
     from mclclip.ranks import collectives, process_group
-    from mclclip.run.artifacts import Layout
+    from mclclip.run.artifacts import RunPaths
     from mclclip.run.lock import RunLock, write_state
     from mclclip.util import files
 
@@ -136,7 +136,7 @@ def run(
     )
     if check is not None:
         collectives.on_main(partial(check, context))
-    layout = Layout.of(config)
+    layout = RunPaths.of(config)
     lock = RunLock(layout.run_dir) if context.is_main else nullcontext()
     with process_group.num_threads(config.num_threads):
         collectives.raise_on_every_rank(take_lock)

@@ -14,7 +14,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.eval.protocols import evaluator
 from mclclip.models.loading import check_tokenizer, load_towers, refuse_folded_norms
 from mclclip.ranks import collectives
-from mclclip.run.artifacts import Layout, is_finished
+from mclclip.run.artifacts import RunPaths, is_finished
 
 log = logging.getLogger("mclclip")
 
@@ -46,7 +46,7 @@ def _check_tokenizers(config: Config, reads_text: bool) -> None:
     models = [config.model_of(n) for n, each in trainings if each.objective.reads.captions]
     if reads_text or (config.has_stages and config.needs_text_embeddings):
         models.append(config.model)
-    first = Layout.of(config).export(0)  # has a copy of the tokenizer's files
+    first = RunPaths.of(config).export(0)  # has a copy of the tokenizer's files
     names = [
         first if model is config.model and is_finished(first) else model.name
         for model in models
@@ -64,7 +64,7 @@ def check_samples(config: Config, index: SampleIndex) -> None:
     if config.has_stages and config.cluster.feature == "mean":
         index.without_caption("cluster.feature=mean")
     most = max(config.clusters, default=1)
-    has_base = collectives.on_main(lambda: is_finished(Layout.of(config).export(0)))
+    has_base = collectives.on_main(lambda: is_finished(RunPaths.of(config).export(0)))
     for name, options in config.trainings.items():
         reads, reader = options.objective.reads, options.reader(name)
         lacking = index.left_out(reader, captions=reads.captions, attribute=reads.attribute)

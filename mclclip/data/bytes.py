@@ -19,7 +19,7 @@ from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import DAMAGED_COPY, SampleIndex
 from mclclip.data.shard_reader import Range, ShardReader
 from mclclip.data.shard_scan import parse_captions
-from mclclip.util.files import clean
+from mclclip.util.files import printable
 
 Integers = npt.NDArray[np.int64]
 BOTH = (PICTURE, CAPTION)
@@ -133,8 +133,8 @@ class Bytes:
                     raise RuntimeError(
                         f"sample {self.index.keys([raw.sample_id])[0]} has {len(captions)} "
                         f"readable captions, the index says {number}, or other ones: its shard "
-                        f"{clean(shard)} has changed, put the old one back or run 'mclclip index "
-                        "--force'"
+                        f"{printable(shard)} has changed, put the old one back or run 'mclclip "
+                        "index --force'"
                     )
                 texts.append((raw, captions))
         return texts
@@ -143,7 +143,7 @@ class Bytes:
         """``name`` with the files that samples are read from, and the samples' keys."""
         ids = self.index.checked(sample_ids)
         numbers = sorted({*self.locations.of(ids)[:, PICTURE, 0].tolist()})
-        paths = [clean(self.locations.files[number].path) for number in numbers[:_MOST_NAMED]]
+        paths = [printable(self.locations.files[number].path) for number in numbers[:_MOST_NAMED]]
         more = len(numbers) - len(paths)
         files = ", ".join(paths) + (f" and {more} more" if more else "")
         return f"{name} from {files}", self.index.keys(ids)

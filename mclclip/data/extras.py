@@ -30,9 +30,9 @@ from mclclip.data.row_store import StoredRows
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Tokenizer, cut_text, tokenized
 from mclclip.data.shard_scan import caption_fields, parse_captions
-from mclclip.run.artifacts import Layout
+from mclclip.run.artifacts import RunPaths
 from mclclip.util.caption_rules import HardCaptions, draw, false_edits, spoken
-from mclclip.util.files import clean
+from mclclip.util.files import printable
 
 log = logging.getLogger("mclclip")
 SURVEYED = 512
@@ -53,7 +53,7 @@ class BaseFeatures:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: RunPaths,
         index: SampleIndex,
         read: Collection[str],
         edits: HardCaptions | None = None,
@@ -85,7 +85,7 @@ class BaseFeatures:
         }
 
 
-def directory_of(layout: Layout, edits: HardCaptions | None) -> Path:
+def directory_of(layout: RunPaths, edits: HardCaptions | None) -> Path:
     """The folder of the embeddings of edited captions; for None of the captions themselves."""
     return layout.text_embeddings if edits is None else layout.edited_texts(edits.drawn_by)
 
@@ -185,7 +185,7 @@ def survey(wanted: HardCaptions, index: SampleIndex, options: DataConfig, option
         "as %r for %r",
         named, f"{num_captions:,}", f"{len(raws):,}", 100 * fitting / num_captions,
         f" ({', '.join(shares)})" if shares else f" in the {what.rstrip(',')}",
-        clean(example[1]), clean(example[0]),
+        printable(example[1]), printable(example[0]),
     )  # fmt: skip
 
 

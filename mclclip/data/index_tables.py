@@ -38,11 +38,11 @@ from mclclip.data.shard_scan import ATTRIBUTE, ROW, TEXT, TEXT_CRC, ShardScan, s
 from mclclip.ranks.workers import map_in_pool
 from mclclip.run.runlog import count_of, progress
 from mclclip.util.files import (
-    clean,
     damaged_if_unreadable,
     digest_array,
     digest_json,
     digest_keys,
+    printable,
     read_json,
     whole_file,
     write_json,
@@ -95,7 +95,7 @@ class Shard:
 
     def describe(self, directory: Path) -> str:
         """Its path, its source and the index in ``directory``, for messages."""
-        return f"shard {clean(self.path)} of source {self.source} in {directory}"
+        return f"shard {printable(self.path)} of source {self.source} in {directory}"
 
     def to_json(self) -> dict[str, Any]:
         """Its fields; attributes, tag, subset and name only where there are some."""
@@ -157,7 +157,7 @@ def read_shards(directory: Path) -> list[Shard]:
             if not all(isinstance(t, str) for t in (*texts, *shard.attributes)):
                 raise TypeError(f"{shard} has fields of other types")
             if not (before.stop if before else 0) == shard.start <= shard.stop:
-                raise ValueError(f"the rows of {clean(shard.path)} do not follow those before")
+                raise ValueError(f"the rows of {printable(shard.path)} do not follow those before")
     return [replace(shard, path=_to_read(shard.path, directory)) for shard in shards]
 
 

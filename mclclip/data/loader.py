@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from mclclip.ranks import failures, signals
 from mclclip.ranks.process_group import start_loader_worker
-from mclclip.util.files import clean
+from mclclip.util.files import printable
 
 # Workers send tensors through sockets in this folder, whose paths have at most 107 characters.
 LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")
@@ -124,7 +124,7 @@ class Loader(Generic[T]):
         if isinstance(lost, failures.LostWorker) and keys:
             log.error(
                 "samples of %s (data.exclude=FILE leaves those out whose keys it lists): %s",
-                what, clean(" ".join(keys)),
+                what, printable(" ".join(keys)),
             )  # fmt: skip
         return lost
 

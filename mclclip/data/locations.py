@@ -19,7 +19,7 @@ from mclclip.data.arrays import open_npy
 from mclclip.data.index_tables import INDEX_AGAIN, SAMPLES
 from mclclip.data.remote import Remote, RemoteOptions, StoredFile
 from mclclip.data.sample_index import SampleIndex
-from mclclip.util.files import clean
+from mclclip.util.files import printable
 
 Integers = npt.NDArray[np.int64]
 PICTURE, CAPTION = 0, 1
@@ -72,8 +72,8 @@ class Locations:
             if stored is None or stored.size != size:
                 kind = FileNotFoundError if stored is None else RuntimeError
                 raise kind(
-                    f"{clean(path)} is missing or has another size than the {size:,} bytes that "
-                    "'mclclip relocate' wrote: put it there, or run that again with --force"
+                    f"{printable(path)} is missing or has another size than the {size:,} bytes "
+                    "that 'mclclip relocate' wrote: put it there, or run that again with --force"
                 )
             copies.append(stored)
         return cls(index, copies, directory)
@@ -86,7 +86,7 @@ class Locations:
     @property
     def source(self) -> str:
         """The folder or url that copies are read from, without secrets."""
-        return clean(self.files[-1].path.rpartition("/")[0])
+        return printable(self.files[-1].path.rpartition("/")[0])
 
     def of(self, sample_ids: Integers) -> Integers:
         """int64 [n, 2, 4]: for picture and captions of each sample the number of the file, offset,

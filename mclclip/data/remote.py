@@ -24,7 +24,7 @@ from obstore import exceptions
 from pydantic import Field, PositiveFloat
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from mclclip.util.files import clean
+from mclclip.util.files import printable
 from mclclip.util.options import PROTOCOLS, STRICT, protocol_of
 from mclclip.util.stores import HUB_URL, open_store, reason_of
 
@@ -83,27 +83,29 @@ def check_protocol(path: str, where: str) -> None:
     the hub that names no file of a data set, and one with // or a wildcard that is none."""
     if not path.startswith(tuple(f"{known}://" for known in PROTOCOLS)):
         raise ValueError(
-            f"{where}: {clean(path)!r} is neither a local path nor a url that is read: wanted "
+            f"{where}: {printable(path)!r} is neither a local path nor a url that is read: wanted "
             f"one of {', '.join(f'{known}://' for known in PROTOCOLS)}"
         )
     if len(parts := path.split()) > 1:
-        raise ValueError(f"{where}: {clean(parts[0])!r} is followed by a blank: write it as %20")
+        raise ValueError(
+            f"{where}: {printable(parts[0])!r} is followed by a blank: write it as %20"
+        )
     if "//" in path.partition("://")[2].partition("?")[0]:
-        raise ValueError(f"{where}: {clean(path)!r} has // in its path: write one slash")
+        raise ValueError(f"{where}: {printable(path)!r} has // in its path: write one slash")
     if path.startswith(("s3://", "gs://", "az://")) and re.search(r"[?[]", path):
         raise ValueError(
-            f"{where}: {clean(path)!r} holds ? or [, which are no wildcards of an object store: "
-            "wanted * or ** or braces"
+            f"{where}: {printable(path)!r} holds ? or [, which are no wildcards of an object "
+            "store: wanted * or ** or braces"
         )
     is_hub = path.startswith("hf://")
     if is_hub and not HUB_URL.fullmatch(path):
         raise ValueError(
-            f"{where}: {clean(path)!r} names no file of a data set: wanted "
+            f"{where}: {printable(path)!r} names no file of a data set: wanted "
             "hf://datasets/ORG/NAME/FILE, or hf://datasets/ORG/NAME@REVISION/FILE"
         )
     if "@" in path.split("/")[2] and not is_hub:
         raise ValueError(
-            f"{where}: {clean(path)!r} holds a user or a password: leave them out, and put "
+            f"{where}: {printable(path)!r} holds a user or a password: leave them out, and put "
             "them where they are looked for (HTTP: ~/.netrc; others: environment variables)"
         )
 
@@ -118,7 +120,7 @@ def _call(url: str, options: RemoteOptions, call: Callable[[Any, str], T]) -> T:
     try:
         return call(*open_store(url, options.retries, options.timeout_s))
     except (exceptions.BaseError, OSError, ValueError) as error:
-        failure = _failure(clean(url), error, options.retries)
+        failure = _failure(printable(url), error, options.retries)
     raise failure
 
 
@@ -197,7 +199,7 @@ class Remote:
         protocol = protocol_of(pattern)
         if protocol in ("http", "https", "hf"):
             raise ValueError(
-                f"{clean(pattern)!r}: HTTP has no listings: use braces, such as "
+                f"{printable(pattern)!r}: HTTP has no listings: use braces, such as "
                 "https://host/{00000..00099}.tar, or @FILE with one url per line"
             )
         path = "".join(pattern.split("/", 3)[3:])
@@ -276,7 +278,7 @@ class Remote:
             ]
             file.writelines(self._side_by_side(self._read, blocks))
         if self.stat([stored.path]) != [stored]:
-            url = clean(stored.path)
+            url = printable(stored.path)
             raise ChangedShard(f"shard {url} changed while it was read: start again")
 
     def _read(self, request: UrlRange) -> bytes:
@@ -299,7 +301,7 @@ class Remote:
         )  # fmt: skip
         if len(data) != size:
             raise ChangedShard(
-                f"shard {clean(url)} has become shorter than when it was indexed: restore it"
+                f"shard {printable(url)} has become shorter than when it was indexed: restore it"
             )
         return data
 

@@ -31,7 +31,7 @@ from mclclip.data.arrays import (
 from mclclip.data.remote import StoredFile
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_reader import ShardReader
-from mclclip.run.artifacts import Layout, Manifest, is_finished, verb_of
+from mclclip.run.artifacts import Manifest, RunPaths, is_finished, verb_of
 from mclclip.util import files
 from mclclip.util.files import Record
 from mclclip.util.search import unit
@@ -310,7 +310,7 @@ class StoredRows:
         self._layouts: dict[int, tuple[int, BlockLayout]] = {}
 
     @classmethod
-    def of_images(cls, layout: Layout, index: SampleIndex, whole: bool) -> StoredRows:
+    def of_images(cls, layout: RunPaths, index: SampleIndex, whole: bool) -> StoredRows:
         """The rows that stand for images: what the frozen blocks make of them, or (``whole``) the
         embeddings of stage 0, where no part of the image tower is trained."""
         if whole:

@@ -37,7 +37,7 @@ from mclclip.data.shard_scan import ATTRIBUTE, IMAGE_CRC, PER_FIELD, RANGES, TEX
 from mclclip.data.shard_writer import PACKED_FROM
 from mclclip.run.artifacts import Manifest, read_manifest, verb_of
 from mclclip.run.runlog import count_of
-from mclclip.util.files import clean, damaged_if_unreadable, parse_json, read_json, write_json
+from mclclip.util.files import damaged_if_unreadable, parse_json, printable, read_json, write_json
 from mclclip.util.options import brief
 from mclclip.util.randomness import mix
 
@@ -172,7 +172,7 @@ class SampleIndex:
             except (OSError, ValueError):  # a plain caption, or a shard that is not there now
                 continue
             if isinstance(facts, dict) and isinstance(file := facts.get(PACKED_FROM), str):
-                names[place] += f" ({clean(file)})"
+                names[place] += f" ({printable(file)})"
         return names
 
     def ids_of(self, keys: Sequence[str]) -> npt.NDArray[np.int64]:

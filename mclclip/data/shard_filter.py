@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 
 from mclclip.data.arrays import open_given_npy
 from mclclip.data.remote import Remote, RemoteOptions, StoredFile, open_whole
-from mclclip.util.files import clean, digest_parts, message_of, parse_json
+from mclclip.util.files import digest_parts, message_of, parse_json, printable
 from mclclip.util.options import protocol_of
 
 log = logging.getLogger("mclclip")
@@ -149,7 +149,7 @@ def read_uids(stored: StoredFile, keys: Sequence[str], remote: Remote) -> list[s
 
     Raises ValueError for a file that is no parquet or has no keys; the errors of ``open_whole``.
     """
-    where = clean(stored.path)
+    where = printable(stored.path)
     with open_whole(stored, remote) as file:
         try:
             parquet = pq.ParquetFile(file)
@@ -218,8 +218,8 @@ class ShardFilter:
         """
         if protocol_of(subset) is not None:
             raise ValueError(
-                f"got {clean(subset)!r}, wanted a file on a disk: uids are searched at random, so "
-                "fetch it"
+                f"got {printable(subset)!r}, wanted a file on a disk: uids are searched at random, "
+                "so fetch it"
             )
         path = os.path.abspath(os.path.expanduser(subset))
         return cls(path, digest_uids(path))
@@ -246,8 +246,8 @@ class ShardFilter:
         uids, known = to_uids(pa.array(texts, pa.large_string()))
         if keys and not known.any():
             raise ValueError(
-                f"no sample of {clean(shard)} has a uid, neither in a column 'uid' of "
-                f"{clean(metadata_path(shard))} nor in a field 'uid' of its .json: fetch the "
+                f"no sample of {printable(shard)} has a uid, neither in a column 'uid' of "
+                f"{printable(metadata_path(shard))} nor in a field 'uid' of its .json: fetch the "
                 "parquet that was written with the shard, or leave subset out"
             )
         reasons = np.where(

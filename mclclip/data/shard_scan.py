@@ -31,7 +31,7 @@ from mclclip.data.findings import LFS_POINTER, NO_TEXTS, REASONS, Findings, near
 from mclclip.data.remote import Remote, RemoteOptions, StoredFile, open_whole
 from mclclip.data.shard_filter import ShardFilter
 from mclclip.data.tar_members import Member, TarFault, read_members
-from mclclip.util.files import clean, digest_array, digest_json, parse_json, read_bounded
+from mclclip.util.files import digest_array, digest_json, parse_json, printable, read_bounded
 
 log = logging.getLogger("mclclip")
 ARRAY_EXTENSION = "npy"
@@ -300,7 +300,7 @@ def scan_shard(
         head = file.read(len(LFS_POINTER))
         if packed := next((n for magic, n in _COMPRESSED.items() if head.startswith(magic)), None):
             raise ValueError(
-                f"{clean(path)} is compressed with {packed}: samples are read at random "
+                f"{printable(path)} is compressed with {packed}: samples are read at random "
                 "positions, which needs plain tar files. Decompress it first"
             )
         file.seek(0)
@@ -404,17 +404,17 @@ def group_members(
                 reason = unread or "bad_name"
                 cut = f"{member.name[:100]}... ({len(member.name)} characters)"
                 name = ascii(member.name if len(member.name) <= MAX_NAME else cut)
-                findings.add(reason, f"{name} in {clean(path)}")
+                findings.add(reason, f"{name} in {printable(path)}")
             elif split is not None and not _METADATA.match(member.name):
                 group = groups.setdefault(split[0], Group())
                 _add_member(group, split[1], member, text_extension)
                 if split[1] not in _READ_EXTENSIONS and split[1] != text_extension:
-                    findings.add("other_member", f"{clean(member.name)} in {clean(path)}")
+                    findings.add("other_member", f"{printable(member.name)} in {printable(path)}")
     except TarFault as fault:
-        log.debug("%s: %s", clean(path), fault)
+        log.debug("%s: %s", printable(path), fault)
         file.seek(0)
         is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
-        findings.add("lfs_shard" if is_pointer else fault.reason, clean(path))
+        findings.add("lfs_shard" if is_pointer else fault.reason, printable(path))
     return groups
 
 

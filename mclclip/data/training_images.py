@@ -25,7 +25,7 @@ from mclclip.data.labels import SampleWeights
 from mclclip.data.options import DataConfig, PlanConfig
 from mclclip.data.sample_index import KIND, SampleIndex
 from mclclip.data.shard_reader import ShardReader
-from mclclip.run.artifacts import HasRunDir, Layout, is_finished, read_manifest
+from mclclip.run.artifacts import HasRunDir, RunPaths, is_finished, read_manifest
 from mclclip.util.files import digest_keys
 
 log = logging.getLogger("mclclip")
@@ -71,7 +71,7 @@ class TrainingImages:
     @classmethod
     def of(cls, config: Trained) -> TrainingImages | None:
         """The images of a configured run; None where it trains nothing or has no index yet."""
-        directory = Layout.of(config).index
+        directory = RunPaths.of(config).index
         if not config.trainings or not is_finished(directory):
             return None
         plans = {name: training.plan for name, training in config.trainings.items()}

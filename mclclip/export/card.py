@@ -24,7 +24,7 @@ from mclclip.export.certificate import Certificate
 from mclclip.export.targets import Source
 from mclclip.models.clip import is_without_weights
 from mclclip.run import artifacts
-from mclclip.run.artifacts import Layout
+from mclclip.run.artifacts import RunPaths
 from mclclip.util import files
 
 log = logging.getLogger("mclclip")
@@ -90,7 +90,7 @@ def write_card(out: Path, to: str, source: Source, proofs: Sequence[Certificate]
 
 def _escaped(value: object) -> str:
     """Escapes a text of others for a line of Markdown, so that it forms no link, cell or HTML."""
-    text = re.sub(r"([\\\[\]|*])", r"\\\1", files.clean(str(value)))
+    text = re.sub(r"([\\\[\]|*])", r"\\\1", files.printable(str(value)))
     return text.replace("<", "&lt;").replace("`", "'")
 
 
@@ -114,7 +114,7 @@ def origin(source: Source, run: Path, options: Config | None) -> dict[str, objec
         rows["stages after the base"] = options.num_stages
         rows["objective"] = f"`{_escaped(options.train.objective.kind)}`"
         rows["data"] = ", ".join(map(_escaped, options.data.sources)) or "none"
-    index = Layout(run).index
+    index = RunPaths(run).index
     if artifacts.is_finished(index):
         digest = artifacts.read_manifest(index, "index").digest
         rows["digest of the data's index"] = f"`{_escaped(digest)}`"
@@ -126,11 +126,11 @@ def origin(source: Source, run: Path, options: Config | None) -> dict[str, objec
 
 def benchmark_rows(source: Source, run: Path | None) -> list[Result]:
     """The rows of results.jsonl of this encoder, by its name in the run; none for a folder outside
-    `Layout`. A control and MCL have stages of the same names."""
+    `RunPaths`. A control and MCL have stages of the same names."""
     if run is None:
         return []
     parts = source.directory.resolve().relative_to(run.resolve()).parts
-    path, variant = Layout(run).results, "mcl"
+    path, variant = RunPaths(run).results, "mcl"
     if parts[:1] == ("controls",) and len(parts) > 1:
         variant, parts = parts[1], parts[2:]
     is_joined = len(parts) == 2 and parts[0] == "exports"
@@ -139,7 +139,7 @@ def benchmark_rows(source: Source, run: Path | None) -> list[Result]:
         return []
     if not path.is_file():
         return []
-    name = Layout(run, variant).model_name(source.name)
+    name = RunPaths(run, variant).model_name(source.name)
     return [row for row in results.read(path) if row.model == name][:_MOST_ROWS]
 
 

@@ -19,10 +19,11 @@ from mclclip.export.certificate import Certificate, Probes
 from mclclip.export.targets import Precision, Source
 from mclclip.models import weights
 from mclclip.run import artifacts
-from mclclip.run.artifacts import Artifact, Force
+from mclclip.run.artifacts import Artifact
 from mclclip.run.lock import start_of_process
 from mclclip.run.steps import Made, Step, make
 from mclclip.util import files
+from mclclip.util.remake import Remake
 
 log = logging.getLogger("mclclip")
 
@@ -36,7 +37,7 @@ def run(
     texts: Path | None = None,
     precision: Precision | None = None,
     num_images: int = 64,
-    force: Force = False,
+    force: Remake = Remake.NOTHING,
 ) -> Path:
     """Writes the encoder in ``model`` (an export: a stage, a soup, a concat; for `clip_retrieval` a
     stage's embeddings in its run directory) as a folder that library ``to`` reads; returns it.

@@ -131,14 +131,14 @@ class Model(nn.Module):
 
     @property
     def layout(self) -> towers.ImageLayout:
-        """Layout of the image tower. Raises ValueError, with the reason, where it has none."""
+        """RunPaths of the image tower. Raises ValueError, with the reason, where it has none."""
         if isinstance(self._layout, str):
             raise ValueError(self._layout)
         return self._layout
 
     @property
     def text_layout(self) -> towers.TowerLayout:
-        """Layout of the text tower. Raises ValueError where its blocks are not found."""
+        """RunPaths of the text tower. Raises ValueError where its blocks are not found."""
         return towers.text_layout(self.text_tower)
 
     @property

@@ -176,7 +176,7 @@ def _check_names(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> 
 
 
 def _some(names: list[str]) -> str:
-    shown = ", ".join(map(files.clean, names[:3]))[:300]
+    shown = ", ".join(map(files.printable, names[:3]))[:300]
     return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown or "nothing"
 
 

@@ -118,7 +118,7 @@ def tokens_of(
             raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ValueError(
-            f"the tokenizer {where} fails on a text ({files.clean(reason)[:300]})"
+            f"the tokenizer {where} fails on a text ({files.printable(reason)[:300]})"
         ) from error
     if tuple(tokens.shape) != (num_texts, context_length):
         raise ValueError(

@@ -270,7 +270,7 @@ def resnet_layout(tower: nn.Module) -> ImageLayout:
 
 
 def text_layout(tower: nn.Module) -> TowerLayout:
-    """Layout of a text tower: `CLIP` itself, or the `text` of `CustomTextCLIP`.
+    """RunPaths of a text tower: `CLIP` itself, or the `text` of `CustomTextCLIP`.
 
     The tower is open_clip's own transformer or one of Hugging Face. Raises ValueError where no
     blocks are found.

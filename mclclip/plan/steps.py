@@ -20,7 +20,7 @@ from mclclip.data.labels import SampleWeights, label_space, read_pseudo_labels
 from mclclip.data.options import Policy
 from mclclip.data.sample_index import SampleIndex
 from mclclip.run import artifacts
-from mclclip.run.artifacts import Layout
+from mclclip.run.artifacts import RunPaths
 
 Range = tuple[int, int]
 # Where there are no labels, plans are shown for both: the coverage depends on the sizes of the
@@ -47,7 +47,7 @@ def count(config: Config, samples: int | None) -> dict[str, Any]:
     """
     if samples is not None and samples < 1:
         raise ValueError(f"--samples is {samples}: wanted at least 1")
-    layout = Layout.of(config)
+    layout = RunPaths.of(config)
     index = SampleIndex.open(layout.index) if artifacts.is_finished(layout.index) else None
     found = _samples(index, samples)
     trainings = [] if config.base is None else [_training(config, index, found, 0, "mcl")]
@@ -155,7 +155,7 @@ def _grouped_on_disk(
     or get a heavy one."""
     labels, radices = np.broadcast_to(np.int64(0), len(index)), tuple[int, ...]()
     if stage > 0 and _radices(config, stage, variant):
-        directory = Layout.of(config, variant).pseudo_labels(stage)
+        directory = RunPaths.of(config, variant).pseudo_labels(stage)
         if not artifacts.is_finished(directory):
             return None
         labels, radices, _ = read_pseudo_labels(directory, index)

@@ -136,9 +136,9 @@ def complain(error: Exception, with_traceback: bool) -> None:
         # All ranks fail together: rank 0 prints, and the launcher ends the others meanwhile.
         time.sleep(LATER_RANKS_WAIT_S)
     if with_traceback:
-        from mclclip.util.files import clean_lines  # as in `line_of`
+        from mclclip.util.files import printable_lines  # as in `line_of`
 
-        print(clean_lines("".join(traceback.format_exception(error))), file=sys.stderr)
+        print(printable_lines("".join(traceback.format_exception(error))), file=sys.stderr)
     print(f"mclclip: {line_of(error)}", file=sys.stderr)
     for note in getattr(error, "__notes__", ()):  # further rules of the configuration are broken
         print(f"mclclip: {line_of(ValueError(note))}", file=sys.stderr)
@@ -146,7 +146,10 @@ def complain(error: Exception, with_traceback: bool) -> None:
 
 def line_of(error: BaseException) -> str:
     """The message of an error on one line; for a loader worker's error without its traceback."""
-    from mclclip.util.files import FULL, clean  # imports numpy, which the command line does without
+    from mclclip.util.files import (  # imports numpy, which the command line does without
+        FULL,
+        printable,
+    )
 
     line = str(error)
     if isinstance(error, OSError) and error.errno in FULL:
@@ -170,7 +173,7 @@ def line_of(error: BaseException) -> str:
         )
     if _is_of_loader_worker(error):
         line = line.strip().splitlines()[-1].partition(": ")[2]
-    line = advice.complete(clean(" ".join(line.split()))) or type(error).__name__
+    line = advice.complete(printable(" ".join(line.split()))) or type(error).__name__
     if len(line) <= LONGEST_LINE:
         return line
     left_out = len(line) - LONGEST_LINE

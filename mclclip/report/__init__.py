@@ -14,7 +14,11 @@ from mclclip.util import files
 
 
 def _printable(value: Any) -> Any:
-    return files.clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+    return (
+        files.printable(value)
+        if isinstance(value, str) and not isinstance(value, Markup)
+        else value
+    )
 
 
 @cache
@@ -33,7 +37,7 @@ def environment() -> Environment:
     made.filters["place"] = "{:.1f}".format
     # A line may break behind an underscore or a slash of a name.
     made.filters["breakable"] = lambda name: Markup("<wbr>").join(
-        re.split(r"(?<=[_/])", files.clean(name))
+        re.split(r"(?<=[_/])", files.printable(name))
     )
     return made
 

@@ -21,7 +21,7 @@ from mclclip.eval import outcomes, results, seeds
 from mclclip.report import charts, duration, environment
 from mclclip.run.opened import Run
 from mclclip.run.runlog import count_of
-from mclclip.util.files import clean
+from mclclip.util.files import printable
 from mclclip.verbs import compare
 from mclclip.verbs.compare import LEVEL, Comparison
 
@@ -247,7 +247,7 @@ def table(found: Standings, remedies: Sequence[Entrant]) -> str:
             )
             for one in remedies
         ]
-        title = results.wrapped(clean(f"{metric[0]}, {results.short_name(metric[1])}"), 20)
+        title = results.wrapped(printable(f"{metric[0]}, {results.short_name(metric[1])}"), 20)
         unit = next(iter(of_base.values())).row.unit.name
         heads = [title, unit, "against the control", "against the base"]
         blocks.append(tabulate(body, headers=heads, disable_numparse=True))
@@ -269,7 +269,7 @@ def frame(found: Standings) -> DataFrame:
     rows = [("", c) for of in found.whole.values() for c in of]
     rows += [part for of in found.parts.values() for part in of]
     made: DataFrame = compare.frame([c for _, c in rows])
-    made.insert(2, "part", [clean(name) for name, _ in rows])
+    made.insert(2, "part", [printable(name) for name, _ in rows])
     return pandas.DataFrame(made)
 
 

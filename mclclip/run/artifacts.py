@@ -37,11 +37,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from mclclip import __version__
 from mclclip.util import files
 from mclclip.util.options import brief
+from mclclip.util.remake import Remake
 
 MANIFEST = "manifest.json"
 INTENT = "in_progress.json"
@@ -220,14 +221,8 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
 
 def _count_names(names: Sequence[str], how: str) -> str:
     """``2 more (a.jpg, b.jpg)``; of many names the first three."""
-    shown = ", ".join(files.clean(name) for name in names[:3]) + ", ..." * (len(names) > 3)
+    shown = ", ".join(files.printable(name) for name in names[:3]) + ", ..." * (len(names) > 3)
     return f"{len(names)} {how} ({shown})"
-
-
-Force = bool | Literal["unfit"]
-"""How a verb treats an artifact that is there: False goes on with it or skips it, and refuses
-one of other settings; ``unfit`` makes one of other settings again, and a finished one that is
-damaged; True makes every finished one again. One that was begun with these settings is resumed."""
 
 
 @dataclass
@@ -239,7 +234,7 @@ class Artifact:
     config: dict[str, Any]
     inputs: dict[str, str]
     manifest: Manifest | None = None
-    force: Force = False
+    force: Remake = Remake.NOTHING
 
     @classmethod
     def open(
@@ -249,18 +244,17 @@ class Artifact:
         kind: str,
         config: Mapping[str, Any],
         inputs: Mapping[str, str],
-        force: Force = False,
+        force: Remake = Remake.NOTHING,
         write: bool = True,
     ) -> Artifact:
         """Opens an artifact for writing, or finds it finished.
 
         ``config`` holds the configuration fields that change the result, ``inputs`` the digests of
         what it is made from. Where the directory was begun or finished with other values, raises
-        ValueError naming the field and both values; with ``force`` the old directory is moved
-        aside (``NAME.old-1``), and so is a finished one that fits (see ``Force``). A directory that
-        was begun but holds no file yet is taken over without an error. Temporary files of a killed
-        writer are removed. With ``write=False`` nothing on disk is changed. Call it on one rank and
-        send the result to the others.
+        ValueError naming the field and both values; ``force`` moves the old directory aside instead
+        (``NAME.old-1``, see ``Remake``). A directory that was begun but holds no file yet is taken
+        over without an error. Temporary files of a killed writer are removed. With ``write=False``
+        nothing on disk is changed. Call it on one rank and send the result to the others.
         """
         directory = Path(directory)
         artifact = cls(directory, kind, dict(config), dict(inputs), force=force)
@@ -268,7 +262,7 @@ class Artifact:
         try:
             old = made_of(directory)
         except ValueError:  # a damaged manifest
-            if not force:
+            if force is Remake.NOTHING:
                 raise
             old = {"kind": None, "config": {}, "inputs": {}}  # as no artifact is: it is moved aside
         if old:
@@ -277,14 +271,18 @@ class Artifact:
                     files.remove_leftovers(below)
             changed = _changed(old, artifact._made_of())
             if changed is None and not (
-                finished and (force is True or (force and damage_of(directory) is not None))
+                finished
+                and (
+                    force is Remake.ALL
+                    or (force is Remake.UNFIT and damage_of(directory) is not None)
+                )
             ):
                 if finished:
                     artifact.manifest = read_manifest(directory, kind)
                 return artifact
             inside = (path for path in directory.rglob("*") if not path.is_dir())
             holds_work = any(path != directory / INTENT for path in inside)
-            if holds_work and not force:
+            if holds_work and force is Remake.NOTHING:
                 raise ValueError(
                     f"{directory} {changed}. Use another output directory, or --force to "
                     "move the old one aside and make it again"
@@ -352,20 +350,20 @@ def run_above(artifact: Path) -> Path | None:
     """The run directory that an artifact of a stage lies in, known by its index or its stage 0,
     since verbs that are called one by one leave no configuration there; None for one elsewhere."""
     for folder in artifact.resolve().parents[:4]:  # of a control it is the fourth
-        if is_finished(Layout(folder).index) or is_finished(Layout(folder).export(0)):
+        if is_finished(RunPaths(folder).index) or is_finished(RunPaths(folder).export(0)):
             return folder
     return None
 
 
 class HasRunDir(Protocol):
-    """The one field of a configuration that ``Layout`` reads."""
+    """The one field of a configuration that ``RunPaths`` reads."""
 
     @property
     def run_dir(self) -> str:
         """The run directory."""
 
 
-class Layout:
+class RunPaths:
     """Paths of a run (drawn above).
 
     variant          ``mcl`` or the name of a control, which shares index, stage 0 and pseudo labels
@@ -386,7 +384,7 @@ class Layout:
         self.image_rows = run_dir / "stage_0" / "image_rows"
 
     @classmethod
-    def of(cls, config: HasRunDir, variant: str = "mcl") -> Layout:
+    def of(cls, config: HasRunDir, variant: str = "mcl") -> RunPaths:
         """The layout of a configuration's run directory."""
         return cls(Path(config.run_dir), variant)
 

@@ -34,7 +34,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.eval import results
 from mclclip.eval.results import Result
 from mclclip.run import artifacts
-from mclclip.run.artifacts import Layout, Manifest
+from mclclip.run.artifacts import Manifest, RunPaths
 from mclclip.util import files
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Run:
         variant: str = "mcl",
     ) -> None:
         self.directory, self.config = Path(directory), config
-        self.layout = Layout(self.directory, variant)
+        self.layout = RunPaths(self.directory, variant)
         self.seed = 0 if config is None else config.seed
         self._whole: Run | None = None  # the run that this one is a control of
 
@@ -116,7 +116,7 @@ class Run:
 
     @classmethod
     def of(cls, config: Config, variant: str = "mcl") -> Run:
-        """The run of a configuration, or one of its controls (``Layout.variant``)."""
+        """The run of a configuration, or one of its controls (``RunPaths.variant``)."""
         return cls(Path(config.run_dir), config, variant)
 
     # --- its parts ---

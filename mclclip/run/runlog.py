@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from mclclip.ranks.failures import line_of
 from mclclip.util import advice
-from mclclip.util.files import clean, clean_lines, write_bytes
+from mclclip.util.files import printable, printable_lines, write_bytes
 
 T = TypeVar("T")
 log = logging.getLogger("mclclip")
@@ -36,14 +36,14 @@ CLEAR_LINE = "\r\x1b[2K"  # of a terminal
 
 class _Formatter(logging.Formatter):
     """One record is one line, whatever a stranger's key, caption or file name holds (see
-    ``clean``); the traceback of an error has lines of its own."""
+    ``printable``); the traceback of an error has lines of its own."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         clear = CLEAR_LINE if sys.stderr.isatty() else ""  # of a line of progress
-        return clear + advice.complete(clean(super().formatMessage(record)))
+        return clear + advice.complete(printable(super().formatMessage(record)))
 
     def formatException(self, ei: Any) -> str:  # noqa: N802
-        return clean_lines(super().formatException(ei))
+        return printable_lines(super().formatException(ei))
 
 
 def setup(rank: int = 0, level: str = "INFO") -> None:
@@ -173,7 +173,7 @@ def _open_wandb(directory: Path, config: Mapping[str, Any]) -> Sink:
         id=path.read_text().strip(),
         resume="allow",
         dir=str(directory),
-        config=json.loads(clean(json.dumps(config))),  # without secrets, as of signed urls
+        config=json.loads(printable(json.dumps(config))),  # without secrets, as of signed urls
     )
     return Sink(lambda step, row: run.log(dict(row), step=step), run.finish)
 

@@ -29,9 +29,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from mclclip.run.artifacts import Artifact, Force, Manifest
+from mclclip.run.artifacts import Artifact, Manifest
 from mclclip.util import files
 from mclclip.util.options import NO_RESULT
+from mclclip.util.remake import Remake
 
 log = logging.getLogger("mclclip")
 How = TypeVar("How", contravariant=True)
@@ -82,7 +83,9 @@ def identity_of(options: Any) -> Any:
     return options
 
 
-def find_artifact(step: Step[How], directory: Path, how: How, force: Force = False) -> Artifact:
+def find_artifact(
+    step: Step[How], directory: Path, how: How, force: Remake = Remake.NOTHING
+) -> Artifact:
     """Returns the artifact of a step as it is on disk: finished, begun or neither.
 
     Writes nothing. Raises ValueError where it was made by another step or from other inputs. Call
@@ -94,7 +97,7 @@ def find_artifact(step: Step[How], directory: Path, how: How, force: Force = Fal
     )
 
 
-def make(step: Step[How], directory: Path, how: How, force: Force = False) -> Manifest:
+def make(step: Step[How], directory: Path, how: How, force: Remake = Remake.NOTHING) -> Manifest:
     """Makes the artifact of a step in ``directory``, unless it is finished; returns its manifest.
 
     Goes on with one that was begun. One of another step or of other inputs is refused with

@@ -35,7 +35,7 @@ from mclclip.objectives.base import Objective, ObjectiveInputs
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import STARTED, Context, choose_memory
 from mclclip.ranks.step_boundary import StepBoundary
-from mclclip.run.artifacts import Layout, made_of
+from mclclip.run.artifacts import RunPaths, made_of
 from mclclip.run.recorder import PeakMemory, Recorder, StepProfiler
 from mclclip.train.loop import ModelWithObjective, PeriodicEvaluation, Trainer
 from mclclip.train.symptoms import Symptoms
@@ -62,7 +62,7 @@ class StageTraining:
     config: Config
     options: TrainConfig
     context: Context
-    layout: Layout
+    layout: RunPaths
     stage: int
     index: SampleIndex
     name: str
@@ -78,7 +78,7 @@ class StageTraining:
         config: Config,
         options: TrainConfig,
         context: Context,
-        layout: Layout,
+        layout: RunPaths,
         stage: int,
         index: SampleIndex,
     ) -> StageTraining:
@@ -155,7 +155,7 @@ class StageTraining:
         """How images become pixels. Where ``data.pixels`` is ``auto``, a control takes what the
         training that it controls took."""
         if self.config.data.pixels == "auto" and self.layout.variant != "mcl":
-            original = made_of(Layout.of(self.config).train(self.stage)).get("config", {})
+            original = made_of(RunPaths.of(self.config).train(self.stage)).get("config", {})
             taken: Pixels | None = original.get("data", {}).get("pixels")
             if taken is not None:  # it read pictures
                 return taken

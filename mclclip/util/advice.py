@@ -102,9 +102,9 @@ def complete(text: str) -> str:
 
 
 def _shown(words: Sequence[str]) -> str:
-    from mclclip.util.files import clean  # imports numpy
+    from mclclip.util.files import printable  # imports numpy
 
-    return shlex.join(map(clean, words))
+    return shlex.join(map(printable, words))
 
 
 def _stage(verb: str, text: str) -> str:

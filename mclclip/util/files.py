@@ -303,7 +303,7 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
 # --- text to show, and paths that a table names --------------------------------------------------
 
 
-def clean(text: str) -> str:
+def printable(text: str) -> str:
     """Cleans a text, path or url for a message, a log or a report.
 
     Urls lose what may be secret: user, password and the query of a signed one. A character that
@@ -330,9 +330,9 @@ def message_of(error: BaseException, most: int = 200) -> str:
     return " ".join(str(error).split())[:most]
 
 
-def clean_lines(text: str) -> str:
+def printable_lines(text: str) -> str:
     """Cleans a text of ours that has several lines."""
-    return "\n".join(map(clean, text.split("\n")))
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def below(root: Path, name: str, where: str) -> Path:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, Field, ValidationError
 
-from mclclip.util.files import clean
+from mclclip.util.files import printable
 
 Value = TypeVar("Value")
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
@@ -63,8 +63,8 @@ def refuse_url(path: str | Path, option: str) -> None:
     if (protocol := protocol_of(path)) is not None and not os.path.exists(path):
         url = f"{protocol}://{str(path)[len(protocol) + 1 :].lstrip('/')}"
         raise ValueError(
-            f"{option} {clean(url)} is a url, and this reads and writes files alone: fetch it and "
-            "give its path (tar shards behind urls are read by data.sources.NAME.shards)"
+            f"{option} {printable(url)} is a url, and this reads and writes files alone: fetch it "
+            "and give its path (tar shards behind urls are read by data.sources.NAME.shards)"
         )
 
 

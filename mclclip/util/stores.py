@@ -24,7 +24,7 @@ from urllib.parse import unquote, urlsplit
 
 import obstore.store
 
-from mclclip.util.files import clean
+from mclclip.util.files import printable
 from mclclip.util.options import protocol_of
 
 _MOST_STORES = 4096  # that stay open: one for each bucket or host, and for each signature
@@ -113,4 +113,4 @@ def reason_of(error: Exception) -> str:
         about_redirects = "redirect" in text.partition("\n")[0]
         return "too many redirects" if about_redirects else f"HTTP error: {kind[1]}"
     line = text.partition("\n")[0].partition(": Error performing")[0]
-    return clean(re.sub(r"\S*[?&#=]\S*", "...", line))[:200] or type(error).__name__
+    return printable(re.sub(r"\S*[?&#=]\S*", "...", line))[:200] or type(error).__name__

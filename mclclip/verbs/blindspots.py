@@ -43,11 +43,12 @@ from mclclip.data.shard_writer import image_extension
 from mclclip.eval.protocols.mmvp import MMVP_COLUMNS, MMVP_FOLDERS
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
-from mclclip.run.artifacts import Artifact, Force, read_manifest
+from mclclip.run.artifacts import Artifact, read_manifest
 from mclclip.run.opened import Run
 from mclclip.run.steps import Made, Step, make
 from mclclip.util import files
 from mclclip.util.options import split_named_path
+from mclclip.util.remake import Remake
 from mclclip.util.search import Integers, NearPairs
 
 log = logging.getLogger("mclclip")
@@ -90,7 +91,7 @@ def run(
     below: float = BELOW,
     per_image: int = 5,
     max_pairs: int = 1000,
-    force: Force = False,
+    force: Remake = Remake.NOTHING,
 ) -> Path:
     """Finds the blind spots of ``stage`` that another encoder sees; returns their directory.
 
@@ -110,7 +111,7 @@ def run(
 
 
 def _run(
-    config: Config, stage: int, other: str | None, limits: dict[str, Any], force: Force
+    config: Config, stage: int, other: str | None, limits: dict[str, Any], force: Remake
 ) -> Path:
     above, below = limits["above"], limits["below"]
     if not 0.0 < above < 1.0:
@@ -457,6 +458,6 @@ def _write_benchmark(directory: Path, pairs: list[list[int]], run: Run) -> None:
             stored = sink.getvalue()
         files.write_bytes(directory / MMVP_FOLDERS[0] / TYPE / f"{number}.{suffix}", stored)
         caption = (run.captions([sample_id])[0] or [""])[0]
-        about = files.clean(caption), files.clean(run.index.keys([sample_id])[0])
+        about = files.printable(caption), files.printable(run.index.keys([sample_id])[0])
         table.writerow([number, TYPE, "", *about])
     files.write_bytes(directory / "Questions.csv", lines.getvalue().encode())

@@ -29,10 +29,11 @@ from mclclip.data.row_store import MeanBlocks, RowBlocks, RowStore
 from mclclip.data.sample_index import SampleIndex
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
-from mclclip.run.artifacts import Artifact, Force, Layout
+from mclclip.run.artifacts import Artifact, RunPaths
 from mclclip.run.runlog import count_of
 from mclclip.run.steps import Made, Step, make
 from mclclip.util.files import digest_array, records_of
+from mclclip.util.remake import Remake
 
 log = logging.getLogger("mclclip")
 
@@ -42,7 +43,7 @@ _SIZES_UP_TO = 10_000  # clusters whose sizes the manifest lists
 T = TypeVar("T")
 
 
-def run(config: Config, context: Context, *, stage: int, force: Force = False) -> Path:
+def run(config: Config, context: Context, *, stage: int, force: Remake = Remake.NOTHING) -> Path:
     """Clusters the embeddings of ``stage``; returns the directory of the clusters.
 
     Writes ``clusters/``: centroids.npy float32 [K, D], cluster_labels.npy int32 [N, L], nearest
@@ -51,7 +52,7 @@ def run(config: Config, context: Context, *, stage: int, force: Force = False) -
     ``pseudo_labels.npy`` int64 [N, 1] of stage + 1. Raises ValueError for more clusters than
     samples, and RuntimeError where the embeddings are not those of the index.
     """
-    layout, options = Layout.of(config), config.cluster
+    layout, options = RunPaths.of(config), config.cluster
     how = ClusteredStage(layout, SampleIndex.open(layout.index), stage, context)
     clusters = StageClusters(replace(options, num_clusters=options.clusters_of(stage)), config.seed)
     make(clusters, layout.clusters(stage), how, force)
@@ -65,7 +66,7 @@ def run(config: Config, context: Context, *, stage: int, force: Force = False) -
 class ClusteredStage:
     """The stage whose embeddings are clustered."""
 
-    layout: Layout
+    layout: RunPaths
     index: SampleIndex
     number: int
     context: Context

@@ -22,7 +22,7 @@ from mclclip.eval import outcomes, results
 from mclclip.eval.outcomes import Difference, Outcomes
 from mclclip.eval.results import Result, short_name
 from mclclip.run.opened import Run
-from mclclip.util.files import clean, write_bytes
+from mclclip.util.files import printable, write_bytes
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -387,12 +387,12 @@ def frame(comparisons: Sequence[Comparison]) -> DataFrame:
 
     return pandas.DataFrame(
         {
-            "benchmark": clean(c.row.benchmark),
-            "metric": clean(c.row.metric),
-            "model": clean(c.row.model),
+            "benchmark": printable(c.row.benchmark),
+            "metric": printable(c.row.metric),
+            "model": printable(c.row.model),
             "unit": c.row.unit.name,
             "value": c.row.value,
-            "against": clean(c.against.model),
+            "against": printable(c.against.model),
             "against_value": c.against.value,
             "difference": c.row.unit.scale * c.difference.value,
             "ci_low": c.row.unit.scale * c.difference.low,
@@ -430,7 +430,7 @@ def render(comparisons: Sequence[Comparison], format: Format) -> str:
         return str(short.to_markdown(index=False, disable_numparse=True))
     lines = [
         textwrap.fill(
-            clean(c.sentence()), results.WIDTH, initial_indent="- ", subsequent_indent="  "
+            printable(c.sentence()), results.WIDTH, initial_indent="- ", subsequent_indent="  "
         )
         for c in comparisons
     ]
@@ -470,8 +470,8 @@ def _blocks(comparisons: Sequence[Comparison]) -> str:
         groups.setdefault((c.row.benchmark, c.row.metric, c.against.model), []).append(c)
     blocks = []
     for (benchmark, metric, other), group in groups.items():
-        what = f"{clean(benchmark)}, {clean(short_name(metric))}"
-        head = f"{what}, against {clean(other)} ({group[0].texts()[1]})"
+        what = f"{printable(benchmark)}, {printable(short_name(metric))}"
+        head = f"{what}, against {printable(other)} ({group[0].texts()[1]})"
         rows = [_lines(c) for c in group]
         align = ("left", "right", "right", "right", "right", "right", "left")
         body = tabulate(rows, headers="keys", disable_numparse=True, colalign=align)
@@ -484,7 +484,7 @@ def _lines(c: Comparison) -> dict[str, str]:
     unit = c.row.unit.name
     cells = _cells(c, unit)
     return {
-        "model": results.wrapped(clean(c.row.model), 18),
+        "model": results.wrapped(printable(c.row.model), 18),
         unit: cells[unit],
         "change": cells["difference"],
         "95 %\nrange": cells["95 % interval"].replace(" to", "\nto"),

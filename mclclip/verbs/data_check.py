@@ -28,7 +28,7 @@ from mclclip.data.locations import PICTURE
 from mclclip.data.sample_index import SampleIndex
 from mclclip.models.loading import model_config, model_tokenizer
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import Layout, is_finished, read_manifest
+from mclclip.run.artifacts import RunPaths, is_finished, read_manifest
 from mclclip.run.runlog import count_of
 from mclclip.util.options import brief
 from mclclip.verbs import doctor, index
@@ -70,7 +70,7 @@ def findings(config: Config, folder: Path) -> Iterator[Finding]:
 
 def _index(config: Config, folder: Path) -> tuple[SampleIndex, int, str]:
     """An index of all shards or of some; the number of all samples; and what was looked at."""
-    directory = Layout.of(config).index
+    directory = RunPaths.of(config).index
     if is_finished(directory):
         samples = SampleIndex.open(directory)
         return samples, len(samples), f" in {count_of(len(samples.shards), 'shard')}, all indexed"

@@ -26,7 +26,7 @@ from typing import Any, Literal
 from mclclip import __version__
 from mclclip.ranks.failures import MORE_SHARED_MEMORY
 from mclclip.util import advice, search
-from mclclip.util.files import clean, fsync_directory, message_of, nearest_existing
+from mclclip.util.files import fsync_directory, message_of, nearest_existing, printable
 
 FREE_GB, SHM_GB, OPEN_FILES = 10, 1, 1024
 SLOW_FSYNC_S = 1.0
@@ -56,7 +56,7 @@ def show(lines: Iterator[Finding]) -> int:
     """Prints findings as they come, and how many are bad; returns 0, or 2 where a check failed."""
     number: Counter[str] = Counter()
     for each in lines:
-        print(advice.complete(clean(str(each))), flush=True)
+        print(advice.complete(printable(str(each))), flush=True)
         number[each.state] += 1
     bad = number["FAIL"] or number["warn"]
     print(f"{number['FAIL']} failed, {number['warn']} to look at" if bad else "all is well")

@@ -33,11 +33,12 @@ from mclclip.models.loading import load_towers, start_from_rows
 from mclclip.models.model import Model, unit
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
-from mclclip.run.artifacts import Artifact, Force, Layout, is_finished, made_of, read_manifest
+from mclclip.run.artifacts import Artifact, RunPaths, is_finished, made_of, read_manifest
 from mclclip.run.steps import Made, Step, make
 from mclclip.util import files
 from mclclip.util.caption_rules import HardCaptions
 from mclclip.util.randomness import mix
+from mclclip.util.remake import Remake
 from mclclip.verbs.embed_passes import Passes, forward, image_batches, made_of_shards, write_missing
 
 log = logging.getLogger("mclclip")
@@ -50,7 +51,7 @@ def run(
     stage: int,
     text: bool | None = None,
     readers: Sequence[Config] = (),
-    force: Force = False,
+    force: Remake = Remake.NOTHING,
 ) -> Path:
     """Embeds every image of the index with the export of ``stage``; returns the directory.
 
@@ -70,7 +71,7 @@ def run(
         raise ValueError(
             f"--text with --stage {stage}: captions are embedded by stage 0 alone, leave one out"
         )
-    layout = Layout.of(config)
+    layout = RunPaths.of(config)
     index = SampleIndex.open(layout.index)
     every = (config, *readers) if stage == 0 else ()
     texts = [edits for reader in every for edits in reader.stored_texts]
@@ -102,24 +103,24 @@ class Pass:
 
     config: Config
     context: Context
-    layout: Layout
+    layout: RunPaths
     index: SampleIndex
     stage: int
     edits: HardCaptions | None = None
 
-    def remake(self, directory: Path, force: Force) -> Force:
+    def remake(self, directory: Path, force: Remake) -> Remake:
         """How finished embeddings are treated: any force makes them again where samples that have
         no row have been restored since, and a warning counts these without one."""
         if not is_finished(directory):
             return force
         excluded = read_excluded(self.index, self.config.data.exclude)
         restored = num_restored(directory, self.index, excluded)
-        if restored and not force:
+        if restored and force is Remake.NOTHING:
             log.warning(
                 "%s has no rows of %d samples that have changed since, or were in data.exclude "
                 "then: --force embeds them", directory, restored,
             )  # fmt: skip
-        return bool(force) if restored else force
+        return Remake.ALL if restored and force is not Remake.NOTHING else force
 
     def inputs(self) -> dict[str, str]:
         """The digests of the index and of the encoder."""
@@ -188,14 +189,14 @@ class ImageRows(Step[Pass]):
         return how.write(out, passes, self.dtype, *shape, shape=list(shape))
 
 
-def _frozen_blocks(config: Config, layout: Layout, force: Force) -> int:
+def _frozen_blocks(config: Config, layout: RunPaths, force: Remake) -> int:
     """Number of first blocks that no stage trains. Raises ValueError for none, and where embeddings
     were made from images."""
     export, trained = layout.export(0), config.train.lock.image_blocks
     read_manifest(export, "export")  # says which verb makes it
     rules.check(replace(config, model=replace(config.model, name=f"local-dir:{export}")))
     embeddings = made_of(layout.embeddings(0))
-    if embeddings and "image_rows" not in embeddings["inputs"] and not force:
+    if embeddings and "image_rows" not in embeddings["inputs"] and force is Remake.NOTHING:
         raise ValueError(
             f"{layout.embeddings(0)} was made from images, and image_rows.enabled starts from "
             "rows: use another run_dir, leave image_rows out, or --force to make it again"

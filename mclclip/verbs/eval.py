@@ -31,10 +31,11 @@ from mclclip.models.encoder import RANDOM, Encoder, load_model, split_name
 from mclclip.models.loading import refuse_without_weights
 from mclclip.ranks.collectives import on_main, raise_on_every_rank
 from mclclip.ranks.process_group import SINGLE, Context, pick_device
-from mclclip.run.artifacts import MANIFEST, Layout, is_finished, run_above
+from mclclip.run.artifacts import MANIFEST, RunPaths, is_finished, run_above
 from mclclip.run.opened import Run
 from mclclip.util.files import digest_file, digest_json
 from mclclip.util.options import first_problem, refuse_url
+from mclclip.util.remake import Remake
 
 log = logging.getLogger("mclclip")
 
@@ -303,14 +304,14 @@ def _trained_on(models: Sequence[str | Path], config: Config | None = None) -> l
     paths = [Path(str(model).removeprefix("local-dir:")) for model in models]
     runs = dict.fromkeys(run for path in paths if path.exists() and (run := run_above(path)))
     for run_dir in runs:
-        if not is_finished(Layout(run_dir).index):  # an export that was copied with its folders
+        if not is_finished(RunPaths(run_dir).index):  # an export that was copied with its folders
             continue
         if config is not None and run_dir == Path(config.run_dir).resolve():
             continue
         try:
             of_run = TrainingImages.of(replace(load(run_dir / "config.yaml"), run_dir=str(run_dir)))
         except (ValueError, OSError):  # the run's configuration is damaged or gone
-            of_run = TrainingImages(Layout(run_dir).index, {"": PlanConfig()})
+            of_run = TrainingImages(RunPaths(run_dir).index, {"": PlanConfig()})
         images.append(of_run)
     return [some for some in images if some is not None]
 
@@ -358,7 +359,7 @@ def evaluate(
     *,
     benchmarks: Mapping[str, BenchmarkConfig] | None = None,
     path: Path | None = None,
-    force: bool = False,
+    force: Remake = Remake.NOTHING,
     choices: Mapping[str, str] | None = None,
 ) -> list[Result]:
     """Evaluates models (name -> directory, NAME@PRETRAINED, or NAME@random for random weights).
@@ -369,12 +370,12 @@ def evaluate(
     """
     benchmarks = config.eval.suite if benchmarks is None else benchmarks
     raise_on_every_rank(partial(check, benchmarks))
-    path, precision = path or Layout.of(config).results, config.eval.precision
+    path, precision = path or RunPaths.of(config).results, config.eval.precision
     rows: list[Result] = []
     for name, where in models.items():
         location, pretrained = split_name(where)
         identity = on_main(partial(identity_of, location, pretrained))
-        earlier = [] if force else on_main(partial(results.read, path))
+        earlier = [] if force is Remake.ALL else on_main(partial(results.read, path))
         digests = {
             row.benchmark: row.protocol.get("evaluation") for row in earlier if row.model == name
         }
@@ -417,7 +418,7 @@ def run(
     variables: Sequence[str] = (),
     only: Sequence[str] = (),
     details: bool = False,
-    force: bool = False,
+    force: Remake = Remake.NOTHING,
 ) -> list[Result]:
     """Evaluates models given as ``[NAME=]PATH`` (default: all exports of the run).
 
@@ -442,7 +443,7 @@ def run(
         )
     rows = evaluate(config, context, encoders, benchmarks=benchmarks, force=force)
     if context.is_main:
-        shown = [row for row in results.read(Layout.of(config).results) if row.model in encoders]
+        shown = [row for row in results.read(RunPaths.of(config).results) if row.model in encoders]
         print(results.table(shown, references, details=details))
     return rows
 

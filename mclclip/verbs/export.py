@@ -34,18 +34,24 @@ from mclclip.models.options import Variant
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import artifacts
-from mclclip.run.artifacts import Force, Layout
+from mclclip.run.artifacts import RunPaths
 from mclclip.run.steps import make
 from mclclip.train.loop import MODEL
 from mclclip.util import files
 from mclclip.util.options import with_prefix
+from mclclip.util.remake import Remake
 
 log = logging.getLogger("mclclip")
 _SHORT = ("a photo of a dog", "two red cups on a table, seen from above")
 
 
 def stage(
-    config: Config, context: Context, *, stage: int, variant: str = "mcl", force: Force = False
+    config: Config,
+    context: Context,
+    *,
+    stage: int,
+    variant: str = "mcl",
+    force: Remake = Remake.NOTHING,
 ) -> Path:
     """Exports the last checkpoint of a stage, or the given encoder for stage 0.
 
@@ -56,7 +62,7 @@ def stage(
 
 
 def join(
-    config: Config, context: Context, *, variant: str = "mcl", force: Force = False
+    config: Config, context: Context, *, variant: str = "mcl", force: Remake = Remake.NOTHING
 ) -> dict[str, Path]:
     """Joins the exports of stages 0 to N; returns the directories by name.
 
@@ -87,8 +93,8 @@ class StageExport(ExportStep):
     seed: int | None
 
 
-def _stage(config: Config, stage: int, variant: str, force: Force) -> Path:
-    layout, options = Layout.of(config, variant), _options(config, stage)
+def _stage(config: Config, stage: int, variant: str, force: Remake) -> Path:
+    layout, options = RunPaths.of(config, variant), _options(config, stage)
     is_trained = stage > 0 or config.base is not None
     ema, given, seed, inputs = None, None, None, dict[str, str]()
     if is_trained:
@@ -123,7 +129,7 @@ def _stage(config: Config, stage: int, variant: str, force: Force) -> Path:
 def write_step(config: Config, stage: int, variant: str, *, step: int, directory: Path) -> None:
     """Writes the encoder at a saved step of a training that may not have finished, without a
     manifest, in place of what was in ``directory``. One rank calls it; errors as of ``stage``."""
-    layout = Layout.of(config, variant)
+    layout = RunPaths.of(config, variant)
     checkpoints = layout.train(stage) / "checkpoints"
     state = checkpoint.load_model_state(checkpoints, step)
     if _options(config, stage).ema_decay is not None and config.export.ema:
@@ -160,7 +166,7 @@ def _identify_encoder(config: Config) -> dict[str, Any]:
     return fields
 
 
-def _base(config: Config, layout: Layout, stage: int) -> Model:
+def _base(config: Config, layout: RunPaths, stage: int) -> Model:
     """The model that a stage's training starts from, or that is given as stage 0."""
     given = config.model if stage == 0 else config.trained_model
     if given is None:
@@ -187,7 +193,7 @@ def _report_context(config: Config, longer: Model) -> None:
     )
 
 
-def _filled(config: Config, layout: Layout, stage: int, state: dict[str, Tensor]) -> Model:
+def _filled(config: Config, layout: RunPaths, stage: int, state: dict[str, Tensor]) -> Model:
     """The model of a stage with the ``state`` of a checkpoint of its training, adapters merged.
 
     An export holds one part of a checkpoint's model: neither projector nor objective.
@@ -215,13 +221,13 @@ def _filled(config: Config, layout: Layout, stage: int, state: dict[str, Tensor]
 # --- all stages ------------------------------------------------------------------------------
 
 
-def _join(config: Config, variant: str, force: Force) -> dict[str, Path]:
+def _join(config: Config, variant: str, force: Remake) -> dict[str, Path]:
     if not config.has_stages:
         raise ValueError(
             "num_stages=0 leaves stage 0 alone, and joining takes at least two encoders: export it "
             "with 'mclclip export --stage 0', or train stages with num_stages=1 or more"
         )
-    layout = Layout.of(config, variant)
+    layout = RunPaths.of(config, variant)
     stages = {f"stage_{number}": layout.export(number) for number in range(config.num_stages + 1)}
     inputs = {n: artifacts.read_manifest(p, "export").digest for n, p in stages.items()}
     made: dict[str, tuple[ExportStep, Callable[[Path], dict[str, Any]]]] = {
@@ -257,9 +263,9 @@ def _concat(stages: dict[str, Path], variant: Variant, directory: Path) -> dict[
 
 
 def _soup(
-    config: Config, layout: Layout, stages: list[Path], force: Force, directory: Path
+    config: Config, layout: RunPaths, stages: list[Path], force: Remake, directory: Path
 ) -> dict[str, Any]:
-    averaged = soup.save_uniform_soup(stages, directory, bool(force))
+    averaged = soup.save_uniform_soup(stages, directory, force is not Remake.NOTHING)
     counts = {"ingredients": len(stages), "averaged_tensors": averaged}
     if soup.needs_statistics(stages):
         model = load_towers(directory)

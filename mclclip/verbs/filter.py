@@ -26,10 +26,11 @@ from mclclip.curate.inputs import CurateInputs, open_inputs
 from mclclip.data.arrays import save_npy
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
-from mclclip.run.artifacts import Artifact, Force, refuse_foreign
+from mclclip.run.artifacts import Artifact, refuse_foreign
 from mclclip.run.steps import Made, Step, make
 from mclclip.util import files, search
 from mclclip.util.options import split_named_path
+from mclclip.util.remake import Remake
 
 log = logging.getLogger("mclclip")
 
@@ -118,7 +119,7 @@ def run(
     *,
     stage: int = 0,
     name: str = "filter",
-    force: Force = False,
+    force: Remake = Remake.NOTHING,
     **filters: Any,
 ) -> Path | None:
     """Decides which samples to train on, by the embeddings of ``stage`` and by ``filters``, which
@@ -136,7 +137,7 @@ def run(
     return collectives.on_main(partial(_run, config, stage, name, Options(**filters), force))
 
 
-def _run(config: Config, stage: int, name: str, options: Options, force: Force) -> Path | None:
+def _run(config: Config, stage: int, name: str, options: Options, force: Remake) -> Path | None:
     split_named_path(f"{name}=", "--name", "its folder")
     if not options.scores or options.against or options.near_duplicates is not None:
         search.library("filter")  # before embeddings are read

@@ -51,17 +51,17 @@ from mclclip.ranks.process_group import Context
 from mclclip.run.artifacts import (
     MANIFEST,
     Artifact,
-    Force,
-    Layout,
     Manifest,
+    RunPaths,
     damage_of,
     is_finished,
     read_manifest,
 )
 from mclclip.run.runlog import count_of, progress
 from mclclip.run.steps import Made, Step, make
-from mclclip.util.files import clean, move_aside, records_of, remove_leftovers
+from mclclip.util.files import move_aside, printable, records_of, remove_leftovers
 from mclclip.util.options import protocol_of
+from mclclip.util.remake import Remake
 
 log = logging.getLogger("mclclip")
 MAX_PATHS = 1_000_000  # that one pattern of shards may stand for
@@ -69,7 +69,7 @@ _IN_URL = re.compile(r"::(?![\w.+-]+://|[/.~@${])")  # a ``::`` that separates n
 MAX_FOLDERS = 50_000  # that ** of a pattern may look into
 
 
-def run(config: Config, context: Context, force: Force = False) -> SampleIndex:
+def run(config: Config, context: Context, force: Remake = Remake.NOTHING) -> SampleIndex:
     """Indexes the shards of ``data.sources`` into the run's ``index`` directory and opens it.
 
     New shards are scanned and appended; if all are known, nothing is done, unless
@@ -81,12 +81,12 @@ def run(config: Config, context: Context, force: Force = False) -> SampleIndex:
     missing shards. With ``force`` an old index is moved aside
     instead: any, or with ``unfit`` one that is damaged or that raised these errors.
     """
-    directory = Layout.of(config).index
+    directory = RunPaths.of(config).index
     collectives.on_main(lambda: _index(config, directory, force))
     return SampleIndex.open(directory)
 
 
-def _index(config: Config, directory: Path, force: Force) -> None:
+def _index(config: Config, directory: Path, force: Remake) -> None:
     filters = _filters(config.data.sources)
     wanted = _list_shards(config.data.sources, filters, config.data.remote)
     known, new = _known_and_new(directory, wanted, config.data, force)
@@ -115,8 +115,8 @@ def _index(config: Config, directory: Path, force: Force) -> None:
         for shard, scan in zip(to_scan, seen, strict=True):
             if shard.digest and is_finished(directory) and scan.digest != shard.digest:
                 raise ValueError(
-                    f"shard {clean(shard.path)} has changed since it was indexed: restore it, or "
-                    "use --force"
+                    f"shard {printable(shard.path)} has changed since it was indexed: restore it, "
+                    "or use --force"
                 )
             rows.append(scan.rows)
             scanned.append(dataclasses.replace(shard, digest=scan.digest))
@@ -165,7 +165,7 @@ def _check_lost(findings: Findings, num_samples: int, bound: float) -> None:
 
 
 def _known_and_new(
-    directory: Path, wanted: list[Shard], data: DataConfig, force: Force
+    directory: Path, wanted: list[Shard], data: DataConfig, force: Remake
 ) -> tuple[list[Shard], list[Shard]]:
     """The shards of the index that there is, in its order, and those that it lacks."""
     try:
@@ -174,13 +174,13 @@ def _known_and_new(
         known = read_shards(directory)  # also those of an index that was not finished
         new = _new_shards(known, wanted, directory)
         if is_finished(directory):
-            if force is True:
+            if force is Remake.ALL:
                 raise ValueError("it is made again")
-            if force == "unfit" and (damage := damage_of(directory)) is not None:
+            if force is Remake.UNFIT and (damage := damage_of(directory)) is not None:
                 raise ValueError(damage)
             check_shards(directory, known, data)
     except (ValueError, FileNotFoundError, RuntimeError) as error:
-        if not force:
+        if force is Remake.NOTHING:
             raise type(error)(f"{error} (--force moves the old index aside)") from error
         log.info("index: %s: the old index is moved aside", error)
         move_aside(directory)
@@ -332,7 +332,7 @@ def _list_shards(
         paths = expand_shards(source.shards, f"{option}.shards", remote)
         for path, stat in zip(paths, Remote(remote).stat(paths), strict=True):
             if stat is None:
-                raise FileNotFoundError(f"{option}.shards: {clean(path)} is not there any more")
+                raise FileNotFoundError(f"{option}.shards: {printable(path)} is not there any more")
             shard = Shard(path, name, captions, 0, 0, stat.size, attributes, tag=stat.tag)
             wanted.append(dataclasses.replace(shard, subset=subset))
     return wanted
@@ -368,10 +368,10 @@ def expand_shards(
         for path in _expand(line, option, Remote(remote))
     )
     if not paths:
-        raise FileNotFoundError(f"{option} names no shard: {clean(str(listed))}")
+        raise FileNotFoundError(f"{option} names no shard: {printable(str(listed))}")
     for path, following in itertools.pairwise(paths):
         if path == following:
-            raise ValueError(f"{option} names {clean(path)} twice: list each shard once")
+            raise ValueError(f"{option} names {printable(path)} twice: list each shard once")
     return paths
 
 
@@ -384,14 +384,14 @@ def _expand(pattern: str, option: str, remote: Remote) -> list[str]:
         return files
     if (number := _most_paths(pattern)) > MAX_PATHS:
         raise ValueError(
-            f"{option}: {clean(pattern)!r} stands for up to {number:.0e} paths, wanted at most "
+            f"{option}: {printable(pattern)!r} stands for up to {number:.0e} paths, wanted at most "
             f"{MAX_PATHS:,}: use a glob, or @FILE"
         )
     whole = _IN_URL.sub("\0", pattern) if "://" in pattern else pattern
     try:
         candidates = [os.path.expanduser(path.replace("\0", "::")) for path in expand_urls(whole)]
     except (ValueError, AssertionError) as error:  # unbalanced braces; no such variable
-        raise ValueError(f"{option}: {clean(pattern)!r} does not expand: {error}") from None
+        raise ValueError(f"{option}: {printable(pattern)!r} does not expand: {error}") from None
     found: list[str] = []
     missing: list[str] = []
     for path in candidates:
@@ -410,8 +410,8 @@ def _expand(pattern: str, option: str, remote: Remote) -> list[str]:
         raise FileNotFoundError(f"{option}: {missing[0]} is a folder: use {missing[0]}/*.tar")
     if missing:
         raise FileNotFoundError(
-            f"{option}: {len(missing)} of the {len(candidates)} paths of {clean(pattern)!r} match "
-            f"no file, such as {clean(missing[0])}"
+            f"{option}: {len(missing)} of the {len(candidates)} paths of {printable(pattern)!r} "
+            f"match no file, such as {printable(missing[0])}"
         )
     return found
 
@@ -488,7 +488,7 @@ def _keep_name(shard: Shard, folder: str | None) -> Shard:
     stem = stem_of(shard.path)
     if folder is not None and not stem.startswith(folder):
         raise ValueError(
-            f"keys of the source {shard.source} have the names of shards in {clean(folder)}, and "
-            f"{clean(shard.path)} lies elsewhere: put it there"
+            f"keys of the source {shard.source} have the names of shards in {printable(folder)}, "
+            f"and {printable(shard.path)} lies elsewhere: put it there"
         )
     return shard if folder is None else dataclasses.replace(shard, name=stem[len(folder) :])

@@ -22,6 +22,7 @@ from mclclip.run import runlog
 from mclclip.run.artifacts import Artifact
 from mclclip.run.steps import Made, Step, make
 from mclclip.util import files
+from mclclip.util.remake import Remake
 
 log = logging.getLogger("mclclip")
 
@@ -31,7 +32,9 @@ SAMPLES_PER_SHARD = 2_000
 SPLITS = ("train", "test", "unlabeled")
 
 
-def run(name: str, out: Path, *, seed: int = 0, force: bool = False, **options: Any) -> Path:
+def run(
+    name: str, out: Path, *, seed: int = 0, force: Remake = Remake.NOTHING, **options: Any
+) -> Path:
     """Writes the data set ``name`` below ``out`` (skips what is finished) and returns ``out``.
 
     ``patterns`` takes the fields of ``Patterns``. The others are those of ``data.datasets.NAMES``:

@@ -33,12 +33,13 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_writer import image_extension
 from mclclip.eval.captions import read_captions_of_shards
 from mclclip.eval.items import CONFUSED
-from mclclip.run.artifacts import Artifact, Force, Layout, Manifest, run_above
+from mclclip.run.artifacts import Artifact, Manifest, RunPaths, run_above
 from mclclip.run.runlog import progress
 from mclclip.run.steps import Made, Step, make
 from mclclip.util import files
 from mclclip.util.caption_rules import RULES, check_rules, false_edits, spoken
 from mclclip.util.randomness import mix, permute
+from mclclip.util.remake import Remake
 
 log = logging.getLogger("mclclip")
 PAIRS = "pairs.jsonl"  # of the blind spots
@@ -60,7 +61,7 @@ def run(
     confused: Path | None = None,
     per_rule: int = 200,
     seed: int = 0,
-    force: Force = False,
+    force: Remake = Remake.NOTHING,
 ) -> Manifest:
     """Writes minimal pairs of the pictures of ``shards/*.tar``; returns the manifest.
 
@@ -175,7 +176,7 @@ def _read_spots(folder: Path, sizes: Sequence[int]) -> tuple[Manifest, list[list
     run_dir = run_above(folder / PAIRS)
     if run_dir is None:
         raise ValueError(f"--confused: {folder} is no folder that 'mclclip blindspots' has written")
-    index = SampleIndex.open(Layout(run_dir).index)
+    index = SampleIndex.open(RunPaths(run_dir).index)
     manifest = index.manifest_of(folder, "blindspots")
     if index.image_size.tolist() != [*sizes]:
         raise ValueError(
@@ -263,7 +264,8 @@ def _gallery(records: dict[str, dict[str, dict[str, str]]]) -> str:
     template = environment.get_template("make_pairs.html")
     shown = {
         rule: {
-            number: {k: files.clean(v) for k, v in item.items()} for number, item in of_rule.items()
+            number: {k: files.printable(v) for k, v in item.items()}
+            for number, item in of_rule.items()
         }
         for rule, of_rule in records.items()
     }

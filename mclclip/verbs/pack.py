@@ -40,12 +40,13 @@ from mclclip.data.shard_writer import (
 from mclclip.data.spellings import explain_missing
 from mclclip.data.table_formats import CAPTION_COLUMNS, suffix_of
 from mclclip.data.tables import Row, Table, open_table
-from mclclip.run.artifacts import Artifact, Force, Manifest
+from mclclip.run.artifacts import Artifact, Manifest
 from mclclip.run.runlog import count_of, progress
 from mclclip.run.steps import Made, Step, make
 from mclclip.util import advice
 from mclclip.util.files import Record, Roots
 from mclclip.util.options import refuse_url
+from mclclip.util.remake import Remake
 
 log = logging.getLogger("mclclip")
 _KEY_DIGITS = 9
@@ -64,7 +65,7 @@ def pack(
     key_prefix: str = "",
     allow_roots: Sequence[Path] = (),
     held_out: Mapping[str, float] = MappingProxyType({}),
-    force: Force = False,
+    force: Remake = Remake.NOTHING,
     command: Sequence[str] = (),
 ) -> Manifest:
     """Packs the pictures of ``source`` with the ``captions``, a table, or with those that it has.

@@ -17,7 +17,7 @@ from mclclip.config import Config, rules
 from mclclip.plan import costs, memory, steps, table
 from mclclip.plan.machine import Machine, Speed
 from mclclip.ranks.process_group import pick_device
-from mclclip.util.files import clean_lines
+from mclclip.util.files import printable_lines
 
 __all__ = ["Machine", "Speed", "make", "run"]
 
@@ -44,7 +44,7 @@ def run(
             "plan: this machine has no GPU, and the plan is for one: describe it with "
             "--gpus-per-node, --gpu-memory-gib and --peak-tflops, or plan for a CPU with device=cpu"
         )
-    print(json.dumps(plan, indent=2) if as_json else clean_lines(table.text(plan)))
+    print(json.dumps(plan, indent=2) if as_json else printable_lines(table.text(plan)))
     for name, measured in plan["memory"].items():
         memory.check(measured, name, machine)
     lacking = costs.missing_disk(plan["disk"], config, machine)

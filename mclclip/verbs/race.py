@@ -39,11 +39,12 @@ from mclclip.report import race as page
 from mclclip.report import story
 from mclclip.report.race import Entrant
 from mclclip.run import artifacts
-from mclclip.run.artifacts import Layout
+from mclclip.run.artifacts import RunPaths
 from mclclip.run.lock import RunLock
 from mclclip.run.opened import JOINED, Run
 from mclclip.run.steps import identity_of
 from mclclip.util import files
+from mclclip.util.remake import Remake
 from mclclip.util.remedies import BASE, CONTROL, Remedy
 from mclclip.verbs import plan
 
@@ -63,7 +64,6 @@ class Race:
     seeds      of everything that is drawn; empty: the configuration's
     only       one remedy, by name or by its number from 1 on, or ``base``: no table is made then
     overrides  on the base configuration
-    force      make again what is of other settings or damaged
     """
 
     recipe: str
@@ -71,7 +71,7 @@ class Race:
     seeds: Sequence[int] = ()
     only: str | None = None
     overrides: Sequence[str] = ()
-    force: bool = False
+    force: Remake = Remake.NOTHING
 
     # --- settings ---
 
@@ -148,7 +148,7 @@ class Race:
     def encoder(self, remedy: Remedy) -> str:
         """The name in results.jsonl of the encoder that stands for a remedy."""
         config = self.settings(remedy, self.all_seeds[0])
-        return Layout.of(config, *config.controls).model_name(_judged_by(remedy, config))
+        return RunPaths.of(config, *config.controls).model_name(_judged_by(remedy, config))
 
     @cached_property
     def job(self) -> Config:
@@ -191,7 +191,7 @@ class Race:
                 method.check(config, context)
             except ValueError as error:
                 raise ValueError(f"{remedy.label}: {error}") from None
-        holds_run = artifacts.is_finished(Layout.of(self.base).index)
+        holds_run = artifacts.is_finished(RunPaths.of(self.base).index)
         if holds_run and not self.record_path.exists():
             raise ValueError(
                 f"{self.base.run_dir} holds a run, whose files a race would mix with its own: give "
@@ -201,7 +201,7 @@ class Race:
 
     def _check_record(self) -> None:
         path = self.record_path
-        if path.exists() and not self.force:
+        if path.exists() and self.force is Remake.NOTHING:
             before = files.read_json(path)
             if difference := artifacts.difference(before, self.record):
                 raise ValueError(
@@ -304,7 +304,7 @@ class Race:
         files.write_bytes(folder / page.PAGE, text.encode())
         print(page.table(standings, entrants))
         for sentence in page.sentences(standings):
-            print("\n" + textwrap.fill(files.clean(sentence), results.WIDTH))
+            print("\n" + textwrap.fill(files.printable(sentence), results.WIDTH))
         log.info("wrote %s and %s", folder / page.PAGE, folder / page.TABLE)
 
     def _entrant(self, remedy: Remedy, steps: int) -> Entrant:

@@ -54,10 +54,11 @@ from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.ranks.workers import map_in_pool
 from mclclip.run import runlog
-from mclclip.run.artifacts import Artifact, Force, Layout, is_finished, refuse_foreign
+from mclclip.run.artifacts import Artifact, RunPaths, is_finished, refuse_foreign
 from mclclip.run.steps import Made, Step, make
 from mclclip.util import files
 from mclclip.util.options import protocol_of
+from mclclip.util.remake import Remake
 
 log = logging.getLogger("mclclip")
 
@@ -70,7 +71,7 @@ _WINDOW_BYTES = 1 << 26  # of samples that are read before they are written
 _AT_ONCE = 1 << 16  # rows of the table that are written at once
 
 
-def run(config: Config, context: Context, *, stage: int, force: Force = False) -> Path:
+def run(config: Config, context: Context, *, stage: int, force: Remake = Remake.NOTHING) -> Path:
     """Copies every sample that has a pseudo label of ``stage``; returns the directory.
 
     Shards are dealt out to ranks, and of a rank to ``data.index_workers`` processes. A killed run
@@ -79,7 +80,7 @@ def run(config: Config, context: Context, *, stage: int, force: Force = False) -
     ValueError where the stage has no groups, the disk has too little room, or more samples than
     ``data.max_bad_fraction`` cannot be copied.
     """
-    layout = Layout.of(config)
+    layout = RunPaths.of(config)
     check(config, stage)
     directory = layout.relocated(stage, config.relocate.folder)
     index = collectives.on_main(lambda: SampleIndex.open(layout.index))
@@ -96,7 +97,7 @@ class Relocation:
 
     config: Config
     context: Context
-    layout: Layout
+    layout: RunPaths
     index: SampleIndex
 
 
@@ -231,7 +232,7 @@ def _write_table(of: Copies, num_shards: int, index: SampleIndex) -> Made:
         log.warning(
             "relocate: %d samples cannot be copied (%s) and are read where they were, such as %s",
             len(left), ", ".join(f"{n} {why}" for why, n in reasons.items()),
-            files.clean(", ".join(some)),
+            files.printable(", ".join(some)),
         )  # fmt: skip
     return Made(counts, records | files.records_of(directory, TABLE))
 

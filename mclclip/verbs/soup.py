@@ -38,9 +38,10 @@ from mclclip.models.encoder import Encoder
 from mclclip.models.loading import has_texts, load_towers
 from mclclip.models.model import Model
 from mclclip.ranks.process_group import Context
-from mclclip.run.artifacts import Force, refuse_foreign
+from mclclip.run.artifacts import refuse_foreign
 from mclclip.run.steps import make
 from mclclip.util import files
+from mclclip.util.remake import Remake
 
 log = logging.getLogger("mclclip")
 
@@ -85,7 +86,7 @@ def run(
     alphas: Sequence[float] | None = None,
     images: Path | None = None,
     any_base: bool = False,
-    force: Force = False,
+    force: Remake = Remake.NOTHING,
 ) -> Path:
     """Writes a soup of ``models``, given as ``[NAME=]PATH``, into the folder ``out``; returns it.
 

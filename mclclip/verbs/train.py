@@ -31,7 +31,7 @@ from mclclip.models.options import ModelConfig
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import artifacts
-from mclclip.run.artifacts import Artifact, Force, Layout
+from mclclip.run.artifacts import Artifact, RunPaths
 from mclclip.run.recorder import PeakMemory
 from mclclip.run.runlog import count_of
 from mclclip.run.steps import Made, Step, find_artifact, make
@@ -40,6 +40,7 @@ from mclclip.train.build import StageTraining, TrainingInputs
 from mclclip.train.loop import Evaluate, ModelWithObjective, PeriodicEvaluation
 from mclclip.train.options import EvaluateConfig
 from mclclip.util.files import digest_file, move_aside
+from mclclip.util.remake import Remake
 
 log = logging.getLogger("mclclip")
 
@@ -52,7 +53,7 @@ def run(
     *,
     stage: int,
     variant: str = "mcl",
-    force: Force = False,
+    force: Remake = Remake.NOTHING,
     evaluate: Evaluate | None = None,
 ) -> Path:
     """Trains stage ``stage`` of ``variant`` and returns its directory (skips if finished).
@@ -67,7 +68,7 @@ def run(
     Raises ValueError where options and data do not fit, and RuntimeError for a control whose
     number of steps is not known yet, before anything is written.
     """
-    layout = Layout.of(config, variant)
+    layout = RunPaths.of(config, variant)
     options = _options(config, layout, stage)
     index = collectives.on_main(lambda: SampleIndex.open(layout.index))
     job = StageTraining.of(config, options, context, layout, stage, index)
@@ -127,7 +128,7 @@ class Training(Step[TrainingRun]):
         return Made(counts | lacking, collectives.on_main(groups.records))
 
 
-def _options(config: Config, layout: Layout, stage: int) -> TrainConfig:
+def _options(config: Config, layout: RunPaths, stage: int) -> TrainConfig:
     """The options of a training. See ``run`` for errors."""
     options = config.base if stage == 0 else config.train
     if options is None:
@@ -178,7 +179,7 @@ def _begin(job: StageTraining, opened: TrainingInputs, out: Artifact) -> None:
     do not fit."""
     groups, bad_ids = StageGroups(job.directory / _GROUPS), job.index.bad_ids()
     planned = None if groups.written else _planned(job, bad_ids)
-    if out.force and groups.damage() is not None:
+    if out.force is not Remake.NOTHING and groups.damage() is not None:
         move_aside(job.directory)
     out.begin()
     _report_samples(job, opened)
@@ -220,7 +221,7 @@ def _controlled_steps(job: StageTraining) -> int:
     """
     options = job.options
     mcl = StageTraining.of(
-        job.config, options, job.context, Layout.of(job.config), job.stage, job.index
+        job.config, options, job.context, RunPaths.of(job.config), job.stage, job.index
     )
     # Raises where the controlled training was made with other options or labels than those of now.
     # It is no control, so that this is not called again.

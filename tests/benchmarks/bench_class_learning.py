@@ -39,7 +39,7 @@ import torch
 
 from mclclip.config import Config
 from mclclip.eval import results
-from mclclip.run.artifacts import Layout
+from mclclip.run.artifacts import RunPaths
 from mclclip.util.files import digest_json
 from mclclip.verbs import eval as evaluation
 from tests.benchmarks.class_learning import (
@@ -67,7 +67,7 @@ PER_CLASS = {"cifar10": (500, 400, 1500), "caltech101": (10, 5, 0), "rendered": 
 def measure(options: Config, name: str, model: Path) -> dict[str, Any]:
     """Accuracy in percent on each benchmark, and the number of test images."""
     evaluation.evaluate(options, CONTEXT, {name: model})
-    rows = [row for row in results.read(Layout.of(options).results) if row.metric == "accuracy"]
+    rows = [row for row in results.read(RunPaths.of(options).results) if row.metric == "accuracy"]
     return {row.benchmark: row.value for row in rows if row.model == name} | {
         "train_images": rows[0].protocol["num_train"],  # type: ignore[index]
         "test_images": rows[0].count,
@@ -97,7 +97,7 @@ def one_seed(
             first, *_, last = purity(source, labels)
             print(f"{name} seed {seed}: {first:.1%} of an image's nearest cluster are of its class")
             print(f"{name} seed {seed}: {last:.1%} of the farthest that is stored")
-            model = Layout.of(options).export(0)
+            model = RunPaths.of(options).export(0)
         else:
             run_dir = root / variant.replace(", ", "_").replace(" = ", "")
             options = options_of(source, run_dir, seed, variant, how)

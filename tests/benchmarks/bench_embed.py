@@ -28,7 +28,7 @@ from mclclip.config import Config, from_tree
 from mclclip.models.loading import load_towers
 from mclclip.ranks import process_group
 from mclclip.ranks.process_group import SINGLE, Context
-from mclclip.run.artifacts import Layout
+from mclclip.run.artifacts import RunPaths
 from mclclip.verbs import embed, export, index
 from tests.benchmarks import memory, timing
 from tests.benchmarks.bench_reading import photographs, rendered
@@ -86,8 +86,8 @@ def verb(config: Config, rank: int = 0, world_size: int = 1, store: str = "") ->
 def bare(config: Config) -> float:
     """Seconds of the forward alone, for as many images."""
     _settle()
-    model = load_towers(Layout.of(config).export(0)).eval()
-    samples = len(index.SampleIndex.open(Layout.of(config).index))
+    model = load_towers(RunPaths.of(config).export(0)).eval()
+    samples = len(index.SampleIndex.open(RunPaths.of(config).index))
     images = torch.randn(BATCH, 3, model.image_size, model.image_size)
     with torch.inference_mode():
         model.encode_image(images)
@@ -100,7 +100,7 @@ def bare(config: Config) -> float:
 def loop(config: Config, shards: Sequence[Path], out: Path) -> float:
     """Seconds of the plain loop."""
     _settle()
-    model = load_towers(Layout.of(config).export(0)).eval()
+    model = load_towers(RunPaths.of(config).export(0)).eval()
     data = webdataset.WebDataset([str(path) for path in shards], shardshuffle=False)
     data = data.decode("pil").to_tuple("jpg;png").map_tuple(model.preprocess_val)
     loader = torch.utils.data.DataLoader(data.batched(BATCH), batch_size=None, num_workers=1)

@@ -29,7 +29,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.models.loading import start_from_rows
 from mclclip.models.model import unit
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import Artifact, Layout
+from mclclip.run.artifacts import Artifact, RunPaths
 from mclclip.verbs import embed, export, index, plan
 from tests.benchmarks import peers, timing
 from tests.benchmarks.bench_reading import rendered, repeated
@@ -86,7 +86,7 @@ def prepare(setting: Setting, run_dir: Path) -> None:
     config = options(setting, run_dir)
     samples = index.run(config, SINGLE)
     encoder = export.stage(config, SINGLE, stage=0)
-    layout, inputs = Layout.of(config), {"index": samples.digest}
+    layout, inputs = RunPaths.of(config), {"index": samples.digest}
     labels = Artifact.open(layout.pseudo_labels(1), kind="pseudo_labels", config={}, inputs=inputs)
     np.save(labels.directory / "pseudo_labels.npy", np.zeros((len(samples), 1), np.int64))
     labels.finish({"radices": [1]})
@@ -135,7 +135,7 @@ def allowed(setting: Setting, run_dir: Path) -> tuple[float, float]:
 def embedded(setting: Setting, run_dir: Path, *more: str) -> float:
     """Images per second of a whole pass at stage 0."""
     config = options(setting, run_dir, *more)
-    layout = Layout.of(config)
+    layout = RunPaths.of(config)
     index = SampleIndex.open(layout.index)
     model = embed.load_towers(layout.export(0)).eval()
     rows = None

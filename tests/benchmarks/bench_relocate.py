@@ -34,7 +34,8 @@ from mclclip.data.options import DataConfig
 from mclclip.data.remote import RemoteOptions
 from mclclip.data.sample_index import SampleIndex
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import Artifact, Layout
+from mclclip.run.artifacts import Artifact, RunPaths
+from mclclip.util.remake import Remake
 from mclclip.verbs import index, relocate
 from tests.batches import grouped_index
 from tests.benchmarks import memory, timing
@@ -135,7 +136,7 @@ def prepare(work: Path, shards: Sequence[str], name: str) -> Config:
     tree: Any = {"sources": {"bench": {"shards": list(shards)}}, "index_workers": 1}
     config = from_tree({"run_dir": str(work / name), "data": tree})
     samples = index.run(config, SINGLE)
-    folder = Layout.of(config).pseudo_labels(1)
+    folder = RunPaths.of(config).pseudo_labels(1)
     inputs = {"index": samples.digest}
     artifact = Artifact.open(folder, kind="pseudo_labels", config={}, inputs=inputs)
     labels = np.random.default_rng(1).integers(0, _GROUPS, (len(samples), 1))
@@ -148,7 +149,7 @@ def reader(
     config: Config, batch: int, steps: int, block: int, copies: Path | None, url: str | None
 ) -> Callable[[], None]:
     """Reads the first batches of an epoch: from copies, or (None) from the shards of the index."""
-    layout, remote = Layout.of(config), RemoteOptions(in_flight=32)
+    layout, remote = RunPaths.of(config), RemoteOptions(in_flight=32)
     samples = SampleIndex.open(layout.index)
     labels, radices, _ = read_pseudo_labels(layout.pseudo_labels(1), samples)
     plan = EpochPlan(
@@ -195,13 +196,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         paths = sorted((work / "shards").glob("*.tar"))
         config = prepare(work, [str(path) for path in paths], "disk")
         _print_copying(config, args.rounds)
-        copies = Layout.of(config).relocated(1, None)
+        copies = RunPaths.of(config).relocated(1, None)
         with server(work, work, args.latency_ms / 1e3) as (host, served_by):
             urls = [f"{host}shards/{path.name}" for path in paths]
             remote = prepare(work, urls, "http")
             _print_reading(args, config, copies, None, "disk, cold" if _may() else "disk, warm")
             relocate.run(remote, SINGLE, stage=1)
-            of_urls = Layout.of(remote).relocated(1, None)
+            of_urls = RunPaths.of(remote).relocated(1, None)
             url = host + str(of_urls.relative_to(work))
             how = f"{served_by}, {args.latency_ms:g} ms before every answer"
             _print_reading(args, remote, of_urls, url, how)
@@ -215,13 +216,15 @@ def _print_copying(config: Config, rounds: int) -> None:
     peaks: list[float] = []
 
     def copy() -> None:
-        peaks.append(memory.peak_mib(lambda: relocate.run(config, SINGLE, stage=1, force=True)))
+        peaks.append(
+            memory.peak_mib(lambda: relocate.run(config, SINGLE, stage=1, force=Remake.ALL))
+        )
 
     relocate.run(config, SINGLE, stage=1)
     found = timing.interleave({"relocate": cold(copy)}, min(rounds, 3), warm_ups=0)
-    folder = Layout.of(config).relocated(1, None)
+    folder = RunPaths.of(config).relocated(1, None)
     mib = sum(path.stat().st_size for path in folder.glob("*.tar")) / 2**20
-    number = len(SampleIndex.open(Layout.of(config).index))
+    number = len(SampleIndex.open(RunPaths.of(config).index))
     wall, cpu = found.wall_s("relocate"), found.cpu_s("relocate")
     timing.print_table(
         f"Copying {number:,} samples of {mib:,.0f} MiB in {_GROUPS} groups, one process",

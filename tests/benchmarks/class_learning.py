@@ -24,7 +24,7 @@ from PIL import Image
 from mclclip import config
 from mclclip.config import Config
 from mclclip.ranks.process_group import Context
-from mclclip.run.artifacts import Layout
+from mclclip.run.artifacts import RunPaths
 from mclclip.verbs import cluster, embed, export, index, pack, train
 
 UNTRAINED, TEACHER, REFERENCE = "untrained", "teacher", "single_label"
@@ -137,7 +137,7 @@ def options_of(source: Path, run_dir: Path, seed: int, variant: str, how: Settin
         models["model"] = model | {"name": how.model(text_width=32)}
         models["base"] = {"objective": {"kind": "info_nce"}, **_steps(how, how.teacher_steps)}
     elif how.teacher_steps:
-        teacher = Layout(teacher_run(source, seed, how)).export(0)
+        teacher = RunPaths(teacher_run(source, seed, how)).export(0)
         models = {"model": {"name": f"local-dir:{teacher}"}, "trained_model": model}
     objective = {
         **VARIANTS.get(variant, VARIANTS[REFERENCE]),

@@ -14,6 +14,7 @@ from mclclip.ranks import collectives
 from mclclip.run.artifacts import INTENT, MANIFEST, Artifact, is_finished, read_manifest
 from mclclip.run.steps import Made, Step, find_artifact, identity_of, make
 from mclclip.util import files
+from mclclip.util.remake import Remake
 from tests import tiny
 from tests.distributed.conftest import RankPool
 from tests.toys.lengths import Counting, Lengths, run
@@ -57,7 +58,7 @@ def test_every_field_counts(
     out = run(captions, tmp_path / "out", STEP)
     with pytest.raises(ValueError, match=f"{out} was made with other settings: {difference}"):
         run(captions, out, other)
-    assert read_manifest(run(captions, out, other, force="unfit"), "lengths").config != {}
+    assert read_manifest(run(captions, out, other, force=Remake.UNFIT), "lengths").config != {}
     assert is_finished(tmp_path / "out.old-1")
 
 
@@ -75,7 +76,7 @@ def test_inputs_count_by_their_names(captions: Path, tmp_path: Path) -> None:
         run(captions, out, STEP)
     with pytest.raises(ValueError, match="captions"):
         find_artifact(STEP, out, captions)
-    run(captions, out, STEP, force=True)
+    run(captions, out, STEP, force=Remake.ALL)
     assert read_manifest(out, "lengths").counts == {"captions": 1}
 
 

@@ -23,7 +23,8 @@ from mclclip.config import Config
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.export import convert
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import INTENT, MANIFEST, Artifact, Force, Manifest, is_finished
+from mclclip.run.artifacts import INTENT, MANIFEST, Artifact, Manifest, is_finished
+from mclclip.util.remake import Remake
 from mclclip.verbs import (
     blindspots,
     cluster,
@@ -63,7 +64,7 @@ class Verb:
 def of_run(function: Call, *overrides: str, **flags: Any) -> Call:
     """Returns a verb that reads a configuration; the change is an override, or flags of its own."""
 
-    def call(folder: Path, change: Any = (), force: Force = False) -> object:
+    def call(folder: Path, change: Any = (), force: Remake = Remake.NOTHING) -> object:
         words = [*overrides, *([change] if change and isinstance(change, str) else [])]
         given = flags | (change if isinstance(change, dict) else {})
         config = damage.options(folder / "run", (folder / "data").resolve(), *words)
@@ -72,18 +73,18 @@ def of_run(function: Call, *overrides: str, **flags: Any) -> Call:
     return call
 
 
-def call_pack(folder: Path, change: Any = (), force: Any = False) -> object:
+def call_pack(folder: Path, change: Any = (), force: Remake = Remake.NOTHING) -> object:
     table, images = folder / "run" / "table.csv", (folder / "data" / "pictures").resolve()
     options = {"captions": table, "samples_per_shard": 2} | dict(change)
     return pack.pack(images, folder / "run" / "packed", **options, force=force)
 
 
-def call_make_dataset(folder: Path, change: Any = (), force: Any = False) -> object:
+def call_make_dataset(folder: Path, change: Any = (), force: Remake = Remake.NOTHING) -> object:
     options: dict[str, Any] = {"seed": 1, "num_samples": 6, "num_pairs": 1} | dict(change)
     return make_dataset.run("patterns", folder / "run" / "made", **options, force=force)
 
 
-def call_make_pairs(folder: Path, change: Any = (), force: Any = False) -> object:
+def call_make_pairs(folder: Path, change: Any = (), force: Remake = Remake.NOTHING) -> object:
     shards = folder / "data" / "captioned"
     if not shards.exists():
         picture = (folder / "data" / "pictures" / "1.png").read_bytes()
@@ -215,9 +216,9 @@ def test_force_makes_what_is_finished_again(folder: Path, verb: Verb) -> None:
     """Advice and option agree: a finished artifact was skipped, whatever was wrong with it."""
     path = folder / "run" / verb.artifact
     before, digest = state(path), json.loads((path / MANIFEST).read_text())["digest"]
-    verb.call(folder, force="unfit")
+    verb.call(folder, force=Remake.UNFIT)
     assert state(path) == before
-    verb.call(folder, force=True)
+    verb.call(folder, force=Remake.ALL)
     assert json.loads((path / MANIFEST).read_text())["digest"] == digest  # what is made of it fits
     assert state(path.with_name(f"{path.name}.old-1")) == before
 
@@ -226,7 +227,7 @@ def test_force_makes_what_is_finished_again(folder: Path, verb: Verb) -> None:
 def test_force_moves_one_of_other_settings_aside(folder: Path, verb: Verb) -> None:
     path = folder / "run" / verb.artifact
     before = state(path)
-    verb.call(folder, verb.change, force="unfit")
+    verb.call(folder, verb.change, force=Remake.UNFIT)
     assert is_finished(path) and state(path.with_name(f"{path.name}.old-1")) == before
     verb.call(folder, verb.change)
     assert not path.with_name(f"{path.name}.old-2").exists()
@@ -333,19 +334,19 @@ def test_a_change_of_an_option_is_refused_where_it_changes_the_result(
     assert not wrong
 
 
-def call_blindspots(folder: Path, change: Any = (), force: Any = False) -> object:
+def call_blindspots(folder: Path, change: Any = (), force: Remake = Remake.NOTHING) -> object:
     flags: dict[str, Any] = {"other": "1"} | dict(change)
     return of_run(blindspots.run)(folder, flags, force)
 
 
-def call_soup(folder: Path, change: Any = (), force: Any = False) -> object:
+def call_soup(folder: Path, change: Any = (), force: Remake = Remake.NOTHING) -> object:
     judge: Any = SimpleNamespace(benchmarks={}, read_texts=[])
     options: dict[str, Any] = {"method": "uniform", "judge": judge} | dict(change)
     models = [str(folder / "run" / f"stage_{stage}" / "export") for stage in (0, 1)]
     return soup.run(models=models, out=folder / "run" / "soup", **options, force=force)
 
 
-def call_convert(folder: Path, change: Any = (), force: Any = False) -> object:
+def call_convert(folder: Path, change: Any = (), force: Remake = Remake.NOTHING) -> object:
     options: dict[str, Any] = {"to": "hf"} | dict(change)
     model, out = folder / "run" / "stage_1" / "export", folder / "run" / "converted"
     return convert.run(options.pop("to"), model, out, **options, force=force)

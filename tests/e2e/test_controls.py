@@ -16,7 +16,7 @@ from mclclip.data.groups import StageGroups
 from mclclip.data.sample_index import SampleIndex
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run import artifacts
-from mclclip.run.artifacts import Layout
+from mclclip.run.artifacts import RunPaths
 from mclclip.train import build
 from mclclip.train.build import StageTraining, TrainingInputs
 from mclclip.verbs import cluster, embed, export, index, plan, train
@@ -64,7 +64,7 @@ def test_controls_take_the_steps_of_what_they_control(
         done = train.run(options, SINGLE, stage=1, variant=variant)
         steps[variant] = artifacts.read_manifest(done, "train").counts["steps"]
     assert steps["ungrouped"] == steps["random_groups"] == steps["mcl"]
-    ungrouped = StageGroups(Layout.of(options, "ungrouped").train(1) / "grouped_index").read()[0]
+    ungrouped = StageGroups(RunPaths.of(options, "ungrouped").train(1) / "grouped_index").read()[0]
     own = coverage_report(ungrouped, options.train.global_batch, options.train.plan.policy).steps
     assert 2 * own != steps["mcl"]  # epochs of its own would have been others
     planned = plan.make(options, Machine(), None)["trainings"]
@@ -78,7 +78,7 @@ def test_a_control_waits_for_what_it_controls(labels: Path, tmp_path: Path) -> N
     options = labelled(labels, tmp_path / "run", "drop")
     with pytest.raises(RuntimeError, match=r"run 'mclclip train --stage 1' first, or set train"):
         train.run(options, SINGLE, stage=1, variant="ungrouped")
-    assert not Layout.of(options, "ungrouped").train(1).exists()
+    assert not RunPaths.of(options, "ungrouped").train(1).exists()
 
 
 def test_controls_see_the_same_views(labels: Path, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_controls_see_the_same_views(labels: Path, tmp_path: Path) -> None:
 
 def first_epoch(options: Config, variant: str) -> dict[int, tuple[Tensor, Tensor]]:
     """Picture and caption of every sample as the training of a variant reads them in epoch 0."""
-    layout = Layout.of(options, variant)
+    layout = RunPaths.of(options, variant)
     job = StageTraining.of(
         options, options.train, SINGLE, layout, 1, SampleIndex.open(layout.index)
     )
@@ -124,4 +124,4 @@ def test_a_control_of_another_training_is_refused(labels: Path, tmp_path: Path) 
     longer = config.from_tree(config.to_tree(options), ["train.epochs=3"])
     with pytest.raises(ValueError, match=r"train.epochs was 2.*, now 3"):
         train.run(longer, SINGLE, stage=1, variant="ungrouped")
-    assert not Layout.of(options, "ungrouped").train(1).exists()
+    assert not RunPaths.of(options, "ungrouped").train(1).exists()

@@ -21,7 +21,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.eval import results
 from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import Context, start_loader_worker
-from mclclip.run.artifacts import Layout
+from mclclip.run.artifacts import RunPaths
 from mclclip.verbs import cluster, demo, doctor, embed, export, index
 from mclclip.verbs import eval as evaluation
 from tests import tiny
@@ -46,7 +46,7 @@ def _config(where: Where, name: str, device: torch.device, *overrides: str) -> C
 def _batches(where: Where) -> TrainingBatches:
     config = _config(where, "reading", CPU)
     index.run(config, Context())
-    samples = SampleIndex.open(Layout.of(config).index)
+    samples = SampleIndex.open(RunPaths.of(config).index)
     labels = np.arange(len(samples)) % 3
     labels[samples.bad_ids()] = -1
     grouped = grouped_index(labels, (3,))
@@ -135,7 +135,7 @@ def verbs(where: Where) -> str:
         context = Context(device=device)
         index.run(config, context)
         export.stage(config, context, stage=0)
-        layout = Layout.of(config)
+        layout = RunPaths.of(config)
         embed.run(config, context, stage=0, text=True)
         cluster.run(config, context, stage=0)
         rows = evaluation.run(config, context)
@@ -258,7 +258,7 @@ def class_centers_run(where: Where) -> str:
         "cluster.num_clusters=20",
     )
     run_dir = method.run(config, Context(device=where.device))
-    directory = Layout.of(config).train(1)
+    directory = RunPaths.of(config).train(1)
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert all(np.isfinite(row["loss"]) for row in rows)
     table = next((directory / "profile").glob("*.txt")).read_text()

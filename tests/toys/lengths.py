@@ -6,10 +6,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mclclip.run.artifacts import Artifact, Force
+from mclclip.run.artifacts import Artifact
 from mclclip.run.steps import Made, Step, make
 from mclclip.util import files
 from mclclip.util.options import NO_RESULT
+from mclclip.util.remake import Remake
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Lengths(Step[Path]):
         return Made({"captions": lengths.total()}, files.records_of(out.directory, path.name))
 
 
-def run(captions: Path, out: Path, step: Lengths, *, force: Force = False) -> Path:
+def run(captions: Path, out: Path, step: Lengths, *, force: Remake = Remake.NOTHING) -> Path:
     """Counts the captions of a file, unless they are counted; returns the directory."""
     make(step, out, captions, force)
     return out

@@ -24,6 +24,7 @@ from mclclip.cli import entry, flag_parser, process
 from mclclip.ranks import failures, signals
 from mclclip.run.lock import RunLock
 from mclclip.util import advice, shipped
+from mclclip.util.remake import Remake
 from mclclip.verbs import demo
 from tests import tiny
 
@@ -375,7 +376,7 @@ def test_overrides_reach_the_verb(
         "embed", "--stage", "2", "--text", "--force", f"run_dir={tmp_path}", "seed=5", "device=cpu"
     )
     assert shown.code == 0, shown.err
-    assert seen == {"stage": 2, "text": True, "force": True, "seed": 5, "rank": 0}
+    assert seen == {"stage": 2, "text": True, "force": Remake.ALL, "seed": 5, "rank": 0}
     assert not (tmp_path / "run.lock").exists()
 
 

@@ -19,8 +19,9 @@ from mclclip.data.labels import read_pseudo_labels
 from mclclip.data.sample_index import SampleIndex
 from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.run import artifacts
-from mclclip.run.artifacts import Artifact, Layout, read_manifest
+from mclclip.run.artifacts import Artifact, RunPaths, read_manifest
 from mclclip.util.files import digest_array
+from mclclip.util.remake import Remake
 from mclclip.verbs import cluster, index
 from tests.tars import write_tar
 
@@ -42,7 +43,7 @@ def truth(stage: int) -> np.ndarray:
 
 def write_embeddings(config: Config, stage: int) -> None:
     """Tight clusters around K directions, zeros for the undecodable samples, as embed does."""
-    layout = Layout.of(config)
+    layout = RunPaths.of(config)
     samples = SampleIndex.open(layout.index)
     rng = np.random.default_rng(100 + stage)
     rows = np.eye(12)[truth(stage)] + 0.05 * rng.normal(size=(len(samples), 12))
@@ -96,7 +97,7 @@ def change(tree: dict[str, Any], **options: Any) -> Config:
 def test_clusters_and_pseudo_labels_of_two_stages(tmp_path: Path) -> None:
     tree = make_run(tmp_path / "run", tmp_path / "shards", stages=2)
     config = from_tree(tree)
-    layout, good = Layout.of(config), np.setdiff1d(np.arange(sum(SIZES)), BAD)
+    layout, good = RunPaths.of(config), np.setdiff1d(np.arange(sum(SIZES)), BAD)
     found = []
     for stage in (0, 1):
         directory = cluster.run(config, SINGLE, stage=stage)
@@ -126,7 +127,7 @@ def test_clusters_and_pseudo_labels_of_two_stages(tmp_path: Path) -> None:
 
 def test_manifests_report_what_was_found(tmp_path: Path) -> None:
     config = from_tree(make_run(tmp_path / "run", tmp_path / "shards", stages=2))
-    layout, samples = Layout.of(config), SampleIndex.open(tmp_path / "run" / "index")
+    layout, samples = RunPaths.of(config), SampleIndex.open(tmp_path / "run" / "index")
     for stage in (0, 1):
         cluster.run(config, SINGLE, stage=stage)
     manifest = read_manifest(layout.clusters(1), "clusters")
@@ -157,7 +158,7 @@ def test_last_mode_and_a_k_per_stage(tmp_path: Path) -> None:
     config = from_tree(make_run(tmp_path / "run", tmp_path / "shards", stages=2, **options))
     for stage in (0, 1):
         cluster.run(config, SINGLE, stage=stage)
-    layout, samples = Layout.of(config), SampleIndex.open(tmp_path / "run" / "index")
+    layout, samples = RunPaths.of(config), SampleIndex.open(tmp_path / "run" / "index")
     labels, radices, _ = read_pseudo_labels(layout.pseudo_labels(2), samples)
     assert radices == (3,)
     assert np.array_equal(labels, np.load(layout.clusters(1) / "cluster_labels.npy")[:, 0])
@@ -193,8 +194,8 @@ def test_killed_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     config = from_tree(make_run(tmp_path / "run", tmp_path / "shards", **options))
     calm = from_tree(make_run(tmp_path / "calm", tmp_path / "shards", **options))
     directory = cluster.run(calm, SINGLE, stage=0)
-    wanted, directory = contents(tmp_path / "calm"), Layout.of(config).clusters(0)
-    whole = {path.name for path in Layout.of(calm).clusters(0).glob("*.npy")}
+    wanted, directory = contents(tmp_path / "calm"), RunPaths.of(config).clusters(0)
+    whole = {path.name for path in RunPaths.of(calm).clusters(0).glob("*.npy")}
     # At the end of each file, and at each of the three blocks of labels.
     places: list[tuple[Any, str, int]] = [(cluster, "write_npy_parts", n) for n in range(3)]
     places += [(arrays, "whole_file", n) for n in range(3)]
@@ -247,7 +248,7 @@ def test_the_nearest_several_with_their_similarities(tmp_path: Path, algorithm: 
         "manifest.json",
         "similarities.npy",
     ]
-    files = sorted(Layout.of(config).embeddings(0).glob("*.npy"))
+    files = sorted(RunPaths.of(config).embeddings(0).glob("*.npy"))
     rows = np.concatenate([np.load(path) for path in files]).astype(np.float64)
     good = np.setdiff1d(np.arange(len(rows)), BAD)
     if algorithm == "spherical":
@@ -260,7 +261,7 @@ def test_the_nearest_several_with_their_similarities(tmp_path: Path, algorithm: 
     assert (labels[list(BAD)] == -1).all() and (similarities[list(BAD)] == 0.0).all()
     # The pseudo labels and the manifest know the nearest alone.
     first, radices, _ = read_pseudo_labels(
-        Layout.of(config).pseudo_labels(1), SampleIndex.open(Layout.of(config).index)
+        RunPaths.of(config).pseudo_labels(1), SampleIndex.open(RunPaths.of(config).index)
     )
     assert radices == (K,) and np.array_equal(first, labels[:, 0])
     sizes = read_manifest(directory, "clusters").counts["cluster_sizes"]
@@ -269,7 +270,7 @@ def test_the_nearest_several_with_their_similarities(tmp_path: Path, algorithm: 
 
 def write_texts(config: Config, texts: np.ndarray) -> None:
     """Text embeddings of one caption per sample."""
-    layout = Layout.of(config)
+    layout = RunPaths.of(config)
     samples = SampleIndex.open(layout.index)
     inputs = {"index": samples.digest, "encoder": "texts"}
     artifact = Artifact.open(
@@ -293,11 +294,11 @@ def test_the_mean_of_image_and_text(tmp_path: Path) -> None:
     joint = truth(0) * 2 + half
     assert adjusted_mutual_info_score(joint[good], labels) == pytest.approx(1.0)
     inputs = read_manifest(directory, "clusters").inputs
-    texts = read_manifest(Layout.of(config).text_embeddings, "text_embeddings")
+    texts = read_manifest(RunPaths.of(config).text_embeddings, "text_embeddings")
     assert inputs["text_embeddings"] == texts.digest
     with pytest.raises(ValueError, match="feature was 'mean', now 'image'"):
         cluster.run(change(tree, feature="image"), SINGLE, stage=0)
-    (Layout.of(config).text_embeddings / "00002.npy").unlink()
+    (RunPaths.of(config).text_embeddings / "00002.npy").unlink()
     shutil.rmtree(directory)
     with pytest.raises(
         FileNotFoundError, match="no .*00002.npy: run 'mclclip embed --text --force'"
@@ -327,7 +328,7 @@ def test_a_training_without_groups_gets_no_pseudo_labels(tmp_path: Path) -> None
     config = from_tree(tree, ["train.objective={kind: mlcd, labels_per_sample: 1, sample_rate: 1}"])
     assert config.train.objective.reads.clusters == 1
     cluster.run(config, SINGLE, stage=0)
-    assert not Layout.of(config).pseudo_labels(1).exists()
+    assert not RunPaths.of(config).pseudo_labels(1).exists()
 
 
 # --- mistakes: one line, nothing half-written ---
@@ -352,7 +353,7 @@ def test_embeddings_of_another_index(tmp_path: Path) -> None:
     write_tar(tmp_path / "more" / "x.tar", [("new.jpg", b"x"), ("new.txt", b"x")])
     sources = {"shards": [f"{tmp_path}/shards/*.tar", f"{tmp_path}/more/*.tar"]}
     tree["data"]["sources"]["s"] = sources
-    index.run(from_tree(tree), SINGLE, force=True)
+    index.run(from_tree(tree), SINGLE, force=Remake.ALL)
     wanted = "has 100 rows, the index has 101 .*: run 'mclclip embed --force' after 'mclclip index'"
     with pytest.raises(RuntimeError, match=wanted):
         cluster.run(config, SINGLE, stage=0)
@@ -360,7 +361,7 @@ def test_embeddings_of_another_index(tmp_path: Path) -> None:
 
 def test_embeddings_that_are_missing_or_short(tmp_path: Path) -> None:
     config = from_tree(make_run(tmp_path / "run", tmp_path / "shards"))
-    path = Layout.of(config).embeddings(0) / "00001.npy"
+    path = RunPaths.of(config).embeddings(0) / "00001.npy"
     rows = np.load(path)
     np.save(path, rows[:-1])
     with pytest.raises(RuntimeError, match="has 99 rows, the index has 100"):

@@ -23,9 +23,10 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_writer import PackedSample
 from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import INTENT, MANIFEST, Layout, made_of, parse_manifest
+from mclclip.run.artifacts import INTENT, MANIFEST, RunPaths, made_of, parse_manifest
 from mclclip.run.steps import make
 from mclclip.util import files
+from mclclip.util.remake import Remake
 from mclclip.verbs import cluster, embed, export, index, make_dataset, make_pairs, pack, train
 from tests import damage
 
@@ -60,16 +61,20 @@ def training(config: Config) -> None:
 
 
 def recluster(config: Config) -> None:
-    shutil.rmtree(Layout.of(config).clusters(0))
+    shutil.rmtree(RunPaths.of(config).clusters(0))
     cluster.run(config, SINGLE, stage=0)
 
 
 def read_texts(config: Config) -> StoredRows:
-    return StoredRows(Layout.of(config).text_embeddings, SampleIndex.open(Layout.of(config).index))
+    return StoredRows(
+        RunPaths.of(config).text_embeddings, SampleIndex.open(RunPaths.of(config).index)
+    )
 
 
 def class_labels(config: Config) -> ClassLabels:
-    return ClassLabels(Layout.of(config).clusters(0), SampleIndex.open(Layout.of(config).index), 2)
+    return ClassLabels(
+        RunPaths.of(config).clusters(0), SampleIndex.open(RunPaths.of(config).index), 2
+    )
 
 
 READERS: dict[str, Callable[[Config], object]] = {
@@ -80,7 +85,7 @@ READERS: dict[str, Callable[[Config], object]] = {
     "stage_0/clusters/cluster_labels.npy": class_labels,
     "stage_0/clusters/centroids.npy": class_labels,
     "stage_0/export/open_clip_model.safetensors": lambda config: load_towers(
-        Layout.of(config).export(0)
+        RunPaths.of(config).export(0)
     ),
     "stage_1/pseudo_labels/pseudo_labels.npy": training,
 }
@@ -102,7 +107,7 @@ def test_an_untouched_copy_is_read(config: Config) -> None:
 
 def test_a_grouped_index_that_was_cut_is_refused_and_made_again(config: Config) -> None:
     training(config)
-    directory = Layout.of(config).train(1)
+    directory = RunPaths.of(config).train(1)
     files.write_json(directory / INTENT, made_of(directory))  # as if it had not finished
     (directory / MANIFEST).unlink()
     groups = StageGroups(directory / "grouped_index")
@@ -110,7 +115,7 @@ def test_a_grouped_index_that_was_cut_is_refused_and_made_again(config: Config) 
     cut(directory / "grouped_index" / "sample_ids.npy")
     with pytest.raises(RuntimeError, match=r"sample_ids.npy is damaged.*train --force"):
         training(config)
-    train.run(config, SINGLE, stage=1, force=True)
+    train.run(config, SINGLE, stage=1, force=Remake.ALL)
     assert groups.damage() is None
 
 
@@ -154,11 +159,11 @@ def test_doctor_passes_a_whole_run_and_one_that_is_being_made(
 ) -> None:
     config = damage.copied(trained_run, tmp_path)
     assert doctor(config, capsys) == (0, [])
-    embeddings = Layout.of(config).embeddings(0)
+    embeddings = RunPaths.of(config).embeddings(0)
     files.write_json(embeddings / INTENT, made_of(embeddings))
     (embeddings / MANIFEST).unlink()
     (embeddings / "00001.npy").unlink()
-    temporary = Layout.of(config).train(1) / "checkpoints" / ".step_00000004.tmp"
+    temporary = RunPaths.of(config).train(1) / "checkpoints" / ".step_00000004.tmp"
     temporary.mkdir()
     (temporary / "state.json").write_text("{")
     assert doctor(config, capsys) == (0, [])
@@ -169,9 +174,9 @@ def test_doctor_tells_the_first_difference_of_each_artifact(
 ) -> None:
     config = damage.copied(trained_run, tmp_path)
     for name in ("00000.npy", "00001.npy"):
-        flip(Layout.of(config).embeddings(0) / name)
-    (Layout.of(config).clusters(0) / "centroids.npy").unlink()
-    (Layout.of(config).pseudo_labels(1) / MANIFEST).write_text("{")
+        flip(RunPaths.of(config).embeddings(0) / name)
+    (RunPaths.of(config).clusters(0) / "centroids.npy").unlink()
+    (RunPaths.of(config).pseudo_labels(1) / MANIFEST).write_text("{")
     code, lines = doctor(config, capsys)
     assert code == 2 and len(lines) == 3
     assert "00000.npy" in lines[1] and "centroids.npy" in lines[0] and MANIFEST in lines[2]
@@ -205,7 +210,7 @@ def test_doctor_does_not_wait_for_a_pipe(
     trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = damage.copied(trained_run, tmp_path)
-    labels = Layout.of(config).pseudo_labels(1) / "pseudo_labels.npy"
+    labels = RunPaths.of(config).pseudo_labels(1) / "pseudo_labels.npy"
     labels.unlink()
     os.mkfifo(labels)
     code, (line,) = doctor(config, capsys)
@@ -225,7 +230,7 @@ def test_doctor_tells_an_odd_manifest_in_one_line(
     trained_run: Path, tmp_path: Path, odd: dict[str, object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = damage.copied(trained_run, tmp_path)
-    path = Layout.of(config).embeddings(0) / MANIFEST
+    path = RunPaths.of(config).embeddings(0) / MANIFEST
     files.write_json(path, files.read_json(path) | odd)
     code, (line,) = doctor(config, capsys)
     assert code == 2 and "stage_0/embeddings: " in line
@@ -312,11 +317,11 @@ def test_embeddings_that_are_not_finite_are_made_again_as_advised(
 
     with monkeypatch.context() as patched:
         patched.setattr(embed, "unit", spoiled)
-        embed.run(config, SINGLE, stage=0, force=True)
+        embed.run(config, SINGLE, stage=0, force=Remake.ALL)
     with pytest.raises(ValueError, match="hold NaN or infinite.*'mclclip embed --force'"):
-        cluster.run(config, SINGLE, stage=0, force=True)
-    embed.run(config, SINGLE, stage=0, force=True)
-    cluster.run(config, SINGLE, stage=0, force=True)
+        cluster.run(config, SINGLE, stage=0, force=Remake.ALL)
+    embed.run(config, SINGLE, stage=0, force=Remake.ALL)
+    cluster.run(config, SINGLE, stage=0, force=Remake.ALL)
 
 
 # --- shards ------------------------------------------------------------------------------------
@@ -332,7 +337,7 @@ def own_shards(prepared_run: Path, tmp_path: Path) -> Config:
 
 
 def shard_of(config: Config, number: int = 0) -> Path:
-    return Path(SampleIndex.open(Layout.of(config).index).shards[number].path)
+    return Path(SampleIndex.open(RunPaths.of(config).index).shards[number].path)
 
 
 def swap_captions(path: Path) -> None:
@@ -360,7 +365,7 @@ def _train_zero(config: Config) -> None:
 
 
 def test_another_time_alone_is_noted_and_nothing_else(own_shards: Config) -> None:
-    directory = Layout.of(own_shards).index
+    directory = RunPaths.of(own_shards).index
     before = {path.name: path.read_bytes() for path in directory.iterdir()}
     for number in (0, 1):
         os.utime(shard_of(own_shards, number), ns=(1, 1))
@@ -407,7 +412,7 @@ def restore(before: dict[Path, bytes]) -> None:
 def test_after_a_shard_is_restored_the_same_command_works(own_shards: Config) -> None:
     """Its list was believed for ever, also by embeddings that were begun."""
     export.stage(own_shards, SINGLE, stage=0)
-    samples = SampleIndex.open(Layout.of(own_shards).index)
+    samples = SampleIndex.open(RunPaths.of(own_shards).index)
     before = spoil(samples, 3, 4, 50)
     samples.add_bad({3: "unidentified", 4: "unidentified", 50: "unidentified"})
     for _ in range(2):
@@ -417,7 +422,7 @@ def test_after_a_shard_is_restored_the_same_command_works(own_shards: Config) ->
     restore(before)
     assert SampleIndex.open(samples.directory).bad_ids().tolist() == []
     embed.run(own_shards, SINGLE, stage=0, text=False)
-    directory = Layout.of(own_shards).embeddings(0)
+    directory = RunPaths.of(own_shards).embeddings(0)
     assert (np.abs(np.load(directory / "00000.npy")).max(axis=1) > 0).all()
     assert left_out(directory, 2).tolist() == []
 
@@ -427,20 +432,20 @@ def test_restored_samples_come_back_into_finished_embeddings_with_force(
 ) -> None:
     config = replace(own_shards, data=replace(own_shards.data, max_bad_fraction=0.5))
     export.stage(config, SINGLE, stage=0)
-    samples = SampleIndex.open(Layout.of(config).index)
-    directory, before = Layout.of(config).embeddings(0), spoil(samples, 3, 50)
+    samples = SampleIndex.open(RunPaths.of(config).index)
+    directory, before = RunPaths.of(config).embeddings(0), spoil(samples, 3, 50)
     embed.run(config, SINGLE, stage=0, text=False)
     cluster.run(config, SINGLE, stage=0)
-    labels = Layout.of(config).clusters(0) / "cluster_labels.npy"
+    labels = RunPaths.of(config).clusters(0) / "cluster_labels.npy"
     assert left_out(directory, 2).tolist() == np.flatnonzero(np.load(labels)[:, 0] < 0).tolist()
     restore(before)
     # Rows of zeros are not clustered, though nothing is wrong with the samples any more.
-    cluster.run(config, SINGLE, stage=0, force=True)
+    cluster.run(config, SINGLE, stage=0, force=Remake.ALL)
     assert np.flatnonzero(np.load(labels)[:, 0] < 0).tolist() == [3, 50]
     embed.run(config, SINGLE, stage=0, text=False)
     assert "no rows of 2 samples" in caplog.text
-    embed.run(config, SINGLE, stage=0, text=False, force="unfit")
-    cluster.run(config, SINGLE, stage=0, force="unfit")
+    embed.run(config, SINGLE, stage=0, text=False, force=Remake.UNFIT)
+    cluster.run(config, SINGLE, stage=0, force=Remake.UNFIT)
     assert (np.load(labels)[:, 0] >= 0).all()
 
 
@@ -449,8 +454,8 @@ def test_samples_that_are_excluded_no_more_are_embedded_again(
 ) -> None:
     """Those of a killed call at once, those of finished embeddings with force."""
     export.stage(own_shards, SINGLE, stage=0)
-    samples = SampleIndex.open(Layout.of(own_shards).index)
-    directory = Layout.of(own_shards).embeddings(0)
+    samples = SampleIndex.open(RunPaths.of(own_shards).index)
+    directory = RunPaths.of(own_shards).embeddings(0)
 
     def excluding(*ids: int) -> Config:
         path = tmp_path / "exclude.txt"
@@ -465,12 +470,12 @@ def test_samples_that_are_excluded_no_more_are_embedded_again(
     assert left_out(directory, 2).tolist() == [50]
     embed.run(own_shards, SINGLE, stage=0, text=False)
     assert left_out(directory, 2).tolist() == [50] and "no rows of 1 samples" in caplog.text
-    embed.run(own_shards, SINGLE, stage=0, text=False, force="unfit")
+    embed.run(own_shards, SINGLE, stage=0, text=False, force=Remake.UNFIT)
     assert left_out(directory, 2).tolist() == []
 
 
 def test_what_one_reader_cannot_use_is_not_kept_for_others(own_shards: Config) -> None:
-    samples = SampleIndex.open(Layout.of(own_shards).index)
+    samples = SampleIndex.open(RunPaths.of(own_shards).index)
     samples.add_bad({1: "unfit", 2: "no_caption", 3: "truncated"})
     assert samples.bad_ids().tolist() == [3]
 
@@ -482,7 +487,7 @@ def test_pixels_are_compared_where_the_index_has_their_checksums(own_shards: Con
     export.stage(options, SINGLE, stage=0)
     with pytest.raises(ValueError, match="no checksums of them: run 'mclclip index'"):
         embed.run(options, SINGLE, stage=0, text=False)
-    digest = SampleIndex.open(Layout.of(options).index).digest
+    digest = SampleIndex.open(RunPaths.of(options).index).digest
     samples = index.run(options, SINGLE)
     assert samples.digest == digest and samples.image_crc32 is not None
     path = Path(samples.shards[0].path)

@@ -23,8 +23,9 @@ from mclclip.models.model import Model
 from mclclip.models.optimizer import build_optimizer
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run import artifacts
-from mclclip.run.artifacts import Artifact, Layout
+from mclclip.run.artifacts import Artifact, RunPaths
 from mclclip.util import files
+from mclclip.util.remake import Remake
 from mclclip.verbs import export
 from tests.matrix import in_soak, kept
 from tests.unit.models.stages import vary
@@ -64,7 +65,7 @@ def finish_training(directory: Path, base: Model, seed: int) -> Model:
 def options(tmp_path: Path) -> Config:
     """A run whose stages 1 and 2 are trained and exported."""
     options = make_config(tmp_path / "run")
-    layout = Layout.of(options)
+    layout = RunPaths.of(options)
     export.stage(options, SINGLE, stage=0)
     for stage in (1, 2):
         finish_training(layout.train(stage), load_towers(layout.export(0)), seed=stage)
@@ -83,7 +84,7 @@ def test_given_encoder_is_stage_zero(tmp_path: Path) -> None:
 
 
 def test_last_checkpoint_is_exported(options: Config) -> None:
-    layout = Layout.of(options)
+    layout = RunPaths.of(options)
     state = load_model_state(layout.train(2) / "checkpoints", 10)
     plain, _, _ = open_clip.create_model_and_transforms(f"local-dir:{layout.export(2)}")
     for name, tensor in plain.state_dict().items():
@@ -94,7 +95,7 @@ def test_last_checkpoint_is_exported(options: Config) -> None:
 
 def test_stage_zero_trained_from_scratch_is_its_own_base(tmp_path: Path) -> None:
     options = make_config(tmp_path, base={"steps": 10})
-    layout = Layout.of(options)
+    layout = RunPaths.of(options)
     with pytest.raises(FileNotFoundError, match="no finished train"):
         export.stage(options, SINGLE, stage=0)
     assert not layout.export(0).exists()
@@ -122,13 +123,13 @@ def written(directory: Path) -> dict[str, int]:
 
 @in_soak
 def test_another_training_needs_force(options: Config) -> None:
-    layout = Layout.of(options)
+    layout = RunPaths.of(options)
     files.move_aside(layout.train(1))
     finish_training(layout.train(1), load_towers(layout.export(0)), seed=7)
     with pytest.raises(ValueError, match="inputs.train was"):
         export.stage(options, SINGLE, stage=1)
     before = artifacts.read_manifest(layout.export(1), "export").digest
-    export.stage(options, SINGLE, stage=1, force=True)
+    export.stage(options, SINGLE, stage=1, force=Remake.ALL)
     assert artifacts.read_manifest(layout.export(1), "export").digest != before
     assert layout.export(1).with_name("export.old-1").exists()
 
@@ -162,7 +163,7 @@ def test_weights_that_are_not_finite_are_refused(
     options: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as an earlier version, or a damaged memory, may have saved."""
-    layout, load = Layout.of(options), load_model_state
+    layout, load = RunPaths.of(options), load_model_state
     files.move_aside(layout.export(1))
 
     def spoiled(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
@@ -180,7 +181,7 @@ def test_weights_that_are_not_finite_are_refused(
 
 @pytest.mark.parametrize("kind", kept(["concat_raw", "soup_uniform"], 0))
 def test_what_is_made_of_such_weights_is_refused(options: Config, kind: str) -> None:
-    layout = Layout.of(options)
+    layout = RunPaths.of(options)
     path = layout.export(2) / weights.WEIGHTS
     tensors = weights.read_tensors(path)
     tensors["logit_scale"].fill_(float("inf"))

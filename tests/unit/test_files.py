@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mclclip.util import files
-from mclclip.util.files import MAX_DEPTH, Roots, below, clean, parse_json
+from mclclip.util.files import MAX_DEPTH, Roots, below, parse_json, printable
 
 BAD_JSON = {
     "deep_lists": ("[" * 5000 + "]" * 5000, "nested deeper than 64 levels"),
@@ -134,7 +134,7 @@ def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_urls_are_shown_without_their_secrets(text: str, wanted: str) -> None:
-    assert clean(text) == wanted
+    assert printable(text) == wanted
 
 
 def test_what_is_moved_aside_is_named_in_the_log(

@@ -21,7 +21,8 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
 from mclclip.models.loading import load_towers, start_from_rows
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import Layout, read_manifest
+from mclclip.run.artifacts import RunPaths, read_manifest
+from mclclip.util.remake import Remake
 from mclclip.verbs import cluster, embed, export, index, train
 from tests import tiny
 from tests.matrix import kept
@@ -67,7 +68,7 @@ def embedded(config: Config) -> StoredRows:
 
 
 def rows_of(config: Config) -> StoredRows:
-    layout = Layout.of(config)
+    layout = RunPaths.of(config)
     return StoredRows(layout.image_rows, SampleIndex.open(layout.index), IMAGE_ROWS)
 
 
@@ -77,16 +78,16 @@ def trained(config: Config) -> list[float]:
     train.run(config, SINGLE, stage=1)
     export.stage(config, SINGLE, stage=1)
     embed.run(config, SINGLE, stage=1)
-    return [row["loss"] for row in tiny.rows(Layout.of(config).train(1) / "metrics.jsonl")]
+    return [row["loss"] for row in tiny.rows(RunPaths.of(config).train(1) / "metrics.jsonl")]
 
 
 def embeddings(config: Config, stage: int) -> np.ndarray:
-    paths = sorted(Layout.of(config).embeddings(stage).glob("*.npy"))
+    paths = sorted(RunPaths.of(config).embeddings(stage).glob("*.npy"))
     return np.concatenate([np.load(path) for path in paths])
 
 
 def read(config: Config, rows: StoredRows, ids: list[int]) -> list[Sample | BadSample]:
-    samples = SampleIndex.open(Layout.of(config).index)
+    samples = SampleIndex.open(RunPaths.of(config).index)
     copy = pickle.loads(pickle.dumps(rows))
     found = TarDataset(samples, DataConfig(), image_rows=copy)
     return found.__getitems__(ids)
@@ -122,8 +123,8 @@ def test_rows_are_the_output_of_the_frozen_blocks(
     rows = embedded(config)
     assert rows.shape == shape and rows.get(0).dtype == dtype
     assert read_manifest(rows.directory, IMAGE_ROWS).config["blocks"] == blocks
-    encoder = load_towers(Layout.of(config).export(0)).eval()
-    samples = SampleIndex.open(Layout.of(config).index)
+    encoder = load_towers(RunPaths.of(config).export(0)).eval()
+    samples = SampleIndex.open(RunPaths.of(config).index)
     images = TarDataset(samples, DataConfig(max_image_pixels=10**6), encoder.preprocess_val)
     ids = [51, 3, 59, 0, 48, 47]  # of both shards, in no order
     for number, found in zip(ids, read(config, rows, ids), strict=True):
@@ -146,7 +147,7 @@ def test_everything_after_it_is_as_from_images(made: Config, data: Path, tmp_pat
     assert trained(cached) == losses and len({*losses}) == 4
     for stage in (0, 1):
         np.testing.assert_array_equal(embeddings(cached, stage), embeddings(images, stage))
-    weights = [tiny.digests(Layout.of(config).export(1)) for config in (images, cached)]
+    weights = [tiny.digests(RunPaths.of(config).export(1)) for config in (images, cached)]
     assert weights[0] == weights[1] and weights[0]
 
 
@@ -178,7 +179,7 @@ def test_every_way_to_train_starts_from_it(data: Path, tmp_path: Path, more: lis
         if config.num_stages == 2:
             cluster.run(config, SINGLE, stage=1)
             train.run(config, SINGLE, stage=2)
-            lines = (Layout.of(config).train(2) / "metrics.jsonl").read_text().splitlines()
+            lines = (RunPaths.of(config).train(2) / "metrics.jsonl").read_text().splitlines()
             found[name] += [json.loads(line)["loss"] for line in lines]
     # In float64 the cache's trunk still ran in fp32.
     tolerance = 1e-4 if "train.precision=float64" in more else 1e-5
@@ -200,7 +201,7 @@ def test_where_the_whole_tower_is_frozen_its_embeddings_stand_for_pictures(
     losses = trained(images)
     monkeypatch.setattr(samples, "decode", None)
     np.testing.assert_allclose(trained(rows), losses, rtol=1e-5)
-    assert len({*losses}) == 4 and not Layout.of(rows).image_rows.exists()
+    assert len({*losses}) == 4 and not RunPaths.of(rows).image_rows.exists()
     np.testing.assert_allclose(embeddings(rows, 1), embeddings(images, 1), atol=1e-6)
     with pytest.raises(ValueError, match="embed.feature=pooled"):
         options(tmp_path / "pooled", data, ON, lock, "embed.feature=pooled")
@@ -215,7 +216,7 @@ def test_a_sample_that_cannot_be_decoded_has_no_row_until_it_is_restored(
     shutil.copytree(data, tmp_path / "data")
     config = options(tmp_path / "run", tmp_path / "data", ON, "data.max_bad_fraction=0.1")
     index.run(config, SINGLE)
-    samples = SampleIndex.open(Layout.of(config).index)
+    samples = SampleIndex.open(RunPaths.of(config).index)
     path = Path(samples.shards[0].path)
     whole = path.read_bytes()
     with open(path, "r+b") as file:  # the image of sample 5 ends in zeros
@@ -227,15 +228,15 @@ def test_a_sample_that_cannot_be_decoded_has_no_row_until_it_is_restored(
     assert found == BadSample(5, "no_row") and isinstance(other, Sample)
     assert not embeddings(config, 0)[5].any()
     trained(config)
-    record = read_manifest(Layout.of(config).image_rows, "image_rows")
+    record = read_manifest(RunPaths.of(config).image_rows, "image_rows")
     assert record.counts["bad_samples"] == 1
     path.write_bytes(whole)
-    shutil.rmtree(Layout.of(config).train(1))
+    shutil.rmtree(RunPaths.of(config).train(1))
     embed.run(config, SINGLE, stage=0)  # says that a row could be made
     train.run(config, SINGLE, stage=1)  # finds none
-    embed.run(config, SINGLE, stage=0, force=True)
+    embed.run(config, SINGLE, stage=0, force=Remake.ALL)
     assert not len(rows_of(config).without)
-    assert 5 not in SampleIndex.open(Layout.of(config).index).bad_ids()
+    assert 5 not in SampleIndex.open(RunPaths.of(config).index).bad_ids()
 
 
 def test_files_of_rows_that_are_gone_or_cut_are_refused_before_a_step(
@@ -251,7 +252,7 @@ def test_files_of_rows_that_are_gone_or_cut_are_refused_before_a_step(
     path.unlink()
     with pytest.raises(FileNotFoundError, match=r"no .*00000.npy: run 'mclclip embed"):
         train.run(config, SINGLE, stage=1)
-    assert not Layout.of(config).train(1).exists()
+    assert not RunPaths.of(config).train(1).exists()
 
 
 def test_other_blocks_or_other_weights_are_refused(
@@ -261,7 +262,7 @@ def test_other_blocks_or_other_weights_are_refused(
     fewer = copied(made, data, tmp_path / "fewer", "train.lock.image_blocks=1")
     with pytest.raises(ValueError, match="blocks was 1, now 2.*--force"):
         embed.run(fewer, SINGLE, stage=0)
-    embed.run(fewer, SINGLE, stage=0, force=True)  # two blocks are frozen now
+    embed.run(fewer, SINGLE, stage=0, force=Remake.ALL)  # two blocks are frozen now
     more = options(Path(fewer.run_dir), data, ON)
     cluster.run(more, SINGLE, stage=0)
     with pytest.raises(ValueError, match="have passed 2 blocks, and train.lock freezes 1: lower"):
@@ -288,8 +289,8 @@ def test_embeddings_of_images_are_told_before_a_row_is_written(data: Path, tmp_p
     embed.run(plain, SINGLE, stage=0)
     with pytest.raises(ValueError, match="was made from images, and image_rows.enabled starts"):
         embed.run(on, SINGLE, stage=0)
-    assert not Layout.of(on).image_rows.exists()
-    embed.run(on, SINGLE, stage=0, force=True)
+    assert not RunPaths.of(on).image_rows.exists()
+    embed.run(on, SINGLE, stage=0, force=Remake.ALL)
     assert not len(rows_of(on).without)
 
 
@@ -303,7 +304,7 @@ def test_without_it_a_later_stage_says_what_to_run(data: Path, tmp_path: Path) -
         train.run(on, SINGLE, stage=1)
     # Artifacts of runs that never had it keep their identity.
     path = train.run(config, SINGLE, stage=1)
-    for directory, kind in ((Layout.of(config).embeddings(0), "embeddings"), (path, "train")):
+    for directory, kind in ((RunPaths.of(config).embeddings(0), "embeddings"), (path, "train")):
         assert "image_rows" not in read_manifest(directory, kind).inputs
 
 
@@ -320,7 +321,7 @@ def test_a_value_that_float16_does_not_hold_is_told(
     monkeypatch.setattr(embed, "forward", large)
     with pytest.raises(ValueError, match="float16 does not hold: set image_rows.dtype=float32"):
         embed.run(config, SINGLE, stage=0)
-    assert not [*Layout.of(config).image_rows.rglob("*.npy")]
+    assert not [*RunPaths.of(config).image_rows.rglob("*.npy")]
 
 
 # --- options -------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from mclclip.data.sample_index import KIND, SampleIndex
 from mclclip.eval.images import read_shards
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
+from mclclip.util.remake import Remake
 from mclclip.verbs import index
 from tests import hostile_tars
 from tests.tars import write_tar
@@ -29,7 +30,11 @@ def make_shard(path: Path, *keys: str, captions: str = "txt") -> Path:
 
 
 def run(
-    run_dir: Path, force: bool = False, workers: int = 1, bad: float = 0.01, **sources: Any
+    run_dir: Path,
+    force: Remake = Remake.NOTHING,
+    workers: int = 1,
+    bad: float = 0.01,
+    **sources: Any,
 ) -> SampleIndex:
     """Indexes ``name=shards`` or ``name=(shards, captions)``; ``bad``: data.max_bad_fraction."""
     tree = {
@@ -344,7 +349,7 @@ def test_source_without_samples_is_warned_of(
 def test_other_words_for_the_same_shards_are_no_change(tmp_path: Path, shards: Path) -> None:
     first = run(tmp_path / "run", s=f"{shards}/*.tar")
     before = files(first.directory)
-    again = run(tmp_path / "run", s=[f"{shards}/{{00..03}}.tar"], force="unfit")
+    again = run(tmp_path / "run", s=[f"{shards}/{{00..03}}.tar"], force=Remake.UNFIT)
     assert files(again.directory) == before
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["index"]
 
@@ -423,7 +428,7 @@ def test_changed_shards_stop_until_forced(
         run(tmp_path / "run", s=(f"{shards}/{pattern}", captions))
     assert "--force" in str(caught.value) and "\n" not in str(caught.value)
     assert files(first.directory) == before
-    forced = run(tmp_path / "run", s=(f"{shards}/{pattern}", captions), force=True)
+    forced = run(tmp_path / "run", s=(f"{shards}/{pattern}", captions), force=Remake.ALL)
     assert forced.digest != first.digest
     assert files(tmp_path / "run" / "index.old-1") == before
 
@@ -527,7 +532,7 @@ def test_a_shard_outside_the_folder_that_names_start_from_is_refused(tmp_path: P
     sources = {"s": [f"{tmp_path}/in/*.tar", f"{tmp_path}/out/0.tar"]}
     with pytest.raises(ValueError, match="--force"):
         run(tmp_path / "run", **sources)
-    found = run(tmp_path / "run", force=True, **sources)
+    found = run(tmp_path / "run", force=Remake.ALL, **sources)
     assert all_keys(found)[-1] == "s/out/0/1"
 
 

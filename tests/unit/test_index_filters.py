@@ -21,6 +21,7 @@ from mclclip.data.sample_index import KIND, SampleIndex
 from mclclip.data.shard_filter import UID
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
+from mclclip.util.remake import Remake
 from mclclip.verbs import embed, export, index
 from tests import tiny
 from tests.shard_server import serving
@@ -85,7 +86,7 @@ def run(
     run_dir: Path,
     shards: Any,
     workers: int = 1,
-    force: bool = False,
+    force: Remake = Remake.NOTHING,
     verify: str = "captions",
     **source: Any,
 ) -> SampleIndex:
@@ -244,7 +245,7 @@ def test_another_filter_stops_until_forced(
         run(tmp_path / "run", pool.shards, **(options | change))
     assert "--force" in str(caught.value) and "\n" not in str(caught.value)
     assert files(first.directory) == before
-    forced = run(tmp_path / "run", pool.shards, force=True, **(options | change))
+    forced = run(tmp_path / "run", pool.shards, force=Remake.ALL, **(options | change))
     assert forced.digest != first.digest and len(forced) > len(first)
 
 

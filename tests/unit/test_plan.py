@@ -22,7 +22,8 @@ from mclclip.objectives.feature_dropout import Viewmaker
 from mclclip.plan import costs, memory
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run import artifacts
-from mclclip.run.artifacts import Artifact, Layout
+from mclclip.run.artifacts import Artifact, RunPaths
+from mclclip.util.remake import Remake
 from mclclip.verbs import cluster, embed, export, index, plan, train
 from mclclip.verbs.plan import Machine
 from tests import tiny
@@ -322,7 +323,7 @@ def test_counts_are_those_of_the_run(tmp_path: Path) -> None:
     assert epoch["sizes"] == "found" and epoch["steps"] == 192 // 24
     assert "no labels yet" not in plan.table.text(found)
     train.run(options, SINGLE, stage=1)
-    layout = Layout.of(options)
+    layout = RunPaths.of(options)
     done = artifacts.read_manifest(layout.train(1), "train")
     assert planned["steps"] == (done.counts["steps"],) * 2
     written = sum(p.stat().st_size for p in layout.embeddings(0).glob("*.npy"))
@@ -339,7 +340,7 @@ def test_counts_are_those_of_the_run(tmp_path: Path) -> None:
     remade = tiny.make_config(
         tmp_path / "run", data, "base=null", "num_stages=1", "cluster.num_clusters=2"
     )
-    cluster.run(remade, SINGLE, stage=0, force=True)
+    cluster.run(remade, SINGLE, stage=0, force=Remake.ALL)
     (planned,) = plan.steps.count(remade, None)["trainings"]
     assert planned["exact"] and planned["groups"] == (2, 2)
     shutil.rmtree(layout.pseudo_labels(1))
@@ -384,7 +385,7 @@ def test_samples_without_captions_are_counted_for_who_reads_captions(tmp_path: P
     }  # fmt: skip
     assert [t["steps_per_epoch"] for t in counted["trainings"]] == [(9, 9)] * 2  # of 39 samples
     labels = (np.arange(60) > 50).astype(np.int64)  # 33 usable ones of 0, 6 of 1
-    directory = Layout.of(options).pseudo_labels(1)
+    directory = RunPaths.of(options).pseudo_labels(1)
     artifact = Artifact.open(directory, kind="pseudo_labels", config={},
                              inputs={"index": samples.digest})  # fmt: skip
     np.save(directory / "pseudo_labels.npy", labels[:, None])

@@ -23,7 +23,8 @@ from mclclip.data.locations import Locations
 from mclclip.data.options import DataConfig
 from mclclip.data.sample_index import SampleIndex
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import Artifact, Layout, read_manifest
+from mclclip.run.artifacts import Artifact, RunPaths, read_manifest
+from mclclip.util.remake import Remake
 from mclclip.verbs import index, relocate
 from tests.shard_server import serving
 from tests.tars import write_tar
@@ -71,7 +72,7 @@ def options(root: Path, **more: Any) -> Config:
 
 
 def write_labels(config: Config, labels: np.ndarray) -> None:
-    layout = Layout.of(config)
+    layout = RunPaths.of(config)
     shutil.rmtree(layout.pseudo_labels(1), ignore_errors=True)
     samples = SampleIndex.open(layout.index)
     artifact = Artifact.open(
@@ -95,13 +96,13 @@ def config(tmp_path: Path) -> Config:
 
 
 def opened(config: Config, url: str | None = None) -> tuple[SampleIndex, Locations]:
-    layout = Layout.of(config)
+    layout = RunPaths.of(config)
     samples = SampleIndex.open(layout.index)
     return samples, Locations.open(layout.relocated(1, config.relocate.folder), samples, url)
 
 
 def raw_samples(config: Config, locations: Locations | None = None) -> list[Any]:
-    samples = SampleIndex.open(Layout.of(config).index)
+    samples = SampleIndex.open(RunPaths.of(config).index)
     return Bytes(samples, DataConfig(), locations).read(range(len(samples)))
 
 
@@ -114,7 +115,7 @@ def test_every_labelled_sample_is_once_in_the_order_of_its_group(
 ) -> None:
     config = options(tmp_path, samples_per_shard=samples_per_shard)
     folder = relocate.run(config, SINGLE, stage=1)
-    samples = SampleIndex.open(Layout.of(config).index)
+    samples = SampleIndex.open(RunPaths.of(config).index)
     expected = sorted(np.flatnonzero(LABELS >= 0), key=lambda i: (LABELS[i], i))
     tars = sorted(folder.glob("*.tar"))
     assert len(tars) == -(-len(expected) // samples_per_shard)
@@ -176,7 +177,7 @@ def test_keys_that_lead_out_of_a_folder_name_no_member(tmp_path: Path) -> None:
     write_tar(tmp_path / "b/0.tar", members_of(30))
     config = options(tmp_path, samples_per_shard=100)
     index.run(config, SINGLE)
-    indexed = SampleIndex.open(Layout.of(config).index)
+    indexed = SampleIndex.open(RunPaths.of(config).index)
     write_labels(config, np.zeros(len(indexed), np.int64))
     before = raw_samples(config)
     folder = relocate.run(config, SINGLE, stage=1)
@@ -208,7 +209,7 @@ def test_only_missing_shards_are_written_by_the_next_call(config: Config, monkey
     monkeypatch.setattr(relocate, "write_shard", interrupted)
     with pytest.raises(KeyboardInterrupt):
         relocate.run(config, SINGLE, stage=1)
-    folder = Layout.of(config).relocated(1, None)
+    folder = RunPaths.of(config).relocated(1, None)
     times = {path: path.stat().st_mtime_ns for path in folder.glob("*.tar")}
     (folder / "00003.json").write_bytes(b"")  # nor a note that a crash has emptied
     assert len(times) == 4 and not (folder / "manifest.json").exists()
@@ -226,7 +227,7 @@ def test_samples_that_changed_or_are_cut_short_are_counted_and_read_where_they_w
     config: Config, tmp_path: Path, monkeypatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "mclclip")
-    samples = SampleIndex.open(Layout.of(config).index)
+    samples = SampleIndex.open(RunPaths.of(config).index)
     ids = np.flatnonzero((LABELS >= 0) & (samples.num_captions > 0))
     changed, cut = int(ids[4]), int(np.flatnonzero(LABELS[50:] >= 0)[-1] + 50)
     shard = samples.shards[int(samples.shard_of[changed])]
@@ -262,7 +263,7 @@ def test_copies_by_other_labels_hold_the_same_samples_and_are_not_gone_on_with(
     with pytest.raises(ValueError, match=r"\(pseudo_labels\).*--force"):
         relocate.run(config, SINGLE, stage=1)
     assert raw_samples(config, opened(config)[1]) == raw_samples(config)
-    relocate.run(config, SINGLE, stage=1, force=True)
+    relocate.run(config, SINGLE, stage=1, force=Remake.ALL)
     assert raw_samples(config, opened(config)[1]) == raw_samples(config)
 
 

@@ -32,7 +32,7 @@ from mclclip.export.targets import Source, hf
 from mclclip.models import config_check, transformers_layout, weights
 from mclclip.models.model import unit
 from mclclip.run import artifacts
-from mclclip.run.artifacts import Layout
+from mclclip.run.artifacts import RunPaths
 
 CARD = {"library_name": "transformers"}
 IS_MODEL = True
@@ -99,7 +99,7 @@ def trained_blocks_seen(source: Source) -> str:
     if source.is_concat:
         trained = num_blocks - source.encoder.num_trunk_blocks
     else:
-        folder = None if source.run_dir is None else Layout(source.run_dir).export(0)
+        folder = None if source.run_dir is None else RunPaths(source.run_dir).export(0)
         if (
             folder is None
             or not artifacts.is_finished(folder)

@@ -20,7 +20,8 @@ from mclclip.data.row_store import rows_path
 from mclclip.data.sample_index import SampleIndex
 from mclclip.eval.protocols.mmvp import read_pairs
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import Layout, read_manifest
+from mclclip.run.artifacts import RunPaths, read_manifest
+from mclclip.util.remake import Remake
 from mclclip.verbs import blindspots, index
 from tests import tiny
 from tests.made_run import write_embeddings
@@ -52,7 +53,7 @@ def rows_of(which: str) -> np.ndarray:
 
 
 def embed(config: Config, samples: SampleIndex, which: str, stage: int = 0) -> Path:
-    directory, bad = Layout.of(config).embeddings(stage), [BROKEN] if which == "second" else []
+    directory, bad = RunPaths.of(config).embeddings(stage), [BROKEN] if which == "second" else []
     write_embeddings(directory, samples, rows_of(which), encoder=which, bad=bad)
     return directory
 
@@ -124,8 +125,8 @@ def test_weights_count_the_blind_spots_of_an_image_up_to_a_limit(
     crowd = rows_of("first")
     crowd[[3, 20, 8, 39]] = crowd[3]
     monkeypatch.setattr(sys.modules[__name__], "rows_of", lambda _: crowd)
-    shutil.rmtree(directory := Layout.of(config).embeddings(0))
-    assert embed(config, SampleIndex.open(Layout.of(config).index), "first") == directory
+    shutil.rmtree(directory := RunPaths.of(config).embeddings(0))
+    assert embed(config, SampleIndex.open(RunPaths.of(config).index), "first") == directory
     weights = np.load(blindspots.run(config, SINGLE, per_image=2) / "weights.npy")
     assert weights[[3, 20, 8, 39]].tolist() == [3, 3, 3, 3]  # of the three at most two count
 
@@ -187,7 +188,7 @@ def test_a_second_call_is_skipped_and_force_makes_it_again(
     assert "is finished: skipped" in caplog.text
     with pytest.raises(ValueError, match=r"made with other settings: max_pairs was 1000, now"):
         blindspots.run(config, SINGLE, max_pairs=2)
-    blindspots.run(config, SINGLE, max_pairs=2, force=True)
+    blindspots.run(config, SINGLE, max_pairs=2, force=Remake.ALL)
     assert (first.with_name("stage_0-stage_1.old-1") / "pairs.jsonl").read_bytes() == before
     assert (first / "pairs.jsonl").read_bytes() == b"".join(before.splitlines(True)[:2])
     left_out = read_manifest(first, "blindspots").counts["blind_spots"]["left_out"]
@@ -238,14 +239,14 @@ def test_embeddings_of_another_index_are_refused(config: Config, tmp_path: Path)
     other = embed(*indexed(tmp_path / "other", SIZES, captions, prefix="x"), "second")
     line = refused(config, other=str(other))
     assert "made from another index" in line and "index the same data.sources" in line
-    line = refused(config, other=str(Layout.of(config).embeddings(0)))
+    line = refused(config, other=str(RunPaths.of(config).embeddings(0)))
     assert "holds the same embeddings as stage_0" in line
 
 
 def test_damaged_embeddings_and_a_missing_faiss_are_one_line(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = rows_path(Layout.of(config).embeddings(1), 2)
+    path = rows_path(RunPaths.of(config).embeddings(1), 2)
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
     line = refused(config)

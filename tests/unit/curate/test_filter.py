@@ -20,9 +20,10 @@ from mclclip.data.options import DataConfig, PlanConfig
 from mclclip.data.row_store import rows_path
 from mclclip.data.sample_index import SampleIndex
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import Artifact, Layout, read_manifest
+from mclclip.run.artifacts import Artifact, RunPaths, read_manifest
 from mclclip.util import search
 from mclclip.util.files import record_of
+from mclclip.util.remake import Remake
 from mclclip.verbs import cluster
 from mclclip.verbs import filter as filtering
 from mclclip.verbs.filter import CODES
@@ -96,7 +97,7 @@ def embed(
     config: Config, rows: np.ndarray, encoder: str = "enc", feature: str = "projected"
 ) -> Path:
     """Writes the embeddings of stage 0, in the place of those that are there."""
-    layout, bad = Layout.of(config), [BROKEN] if len(rows) == COUNT else []
+    layout, bad = RunPaths.of(config), [BROKEN] if len(rows) == COUNT else []
     samples, directory = SampleIndex.open(layout.index), layout.embeddings(0)
     shutil.rmtree(directory, ignore_errors=True)
     write_embeddings(directory, samples, rows, encoder=encoder, bad=bad, feature=feature)
@@ -118,7 +119,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = [
         sum(len(captions(i)) for i in range(shard.start, shard.stop)) for shard in samples.shards
     ]
-    directory, kind = Layout.of(config).text_embeddings, "text_embeddings"
+    directory, kind = RunPaths.of(config).text_embeddings, "text_embeddings"
     write_embeddings(directory, samples, texts(), encoder="enc", sizes=sizes, kind=kind)
     cluster.run(config, SINGLE, stage=0)
     np.save(root / "evaluation.npy", evaluation())
@@ -152,7 +153,7 @@ def refused(config: Config, **wanted: Any) -> str:
 
 def test_of_planted_copies_one_is_kept_and_nothing_else_is_left_out(config: Config) -> None:
     """Within all: precision and recall are 1, and each line says what is kept instead."""
-    shutil.rmtree(Layout.of(config).text_embeddings)
+    shutil.rmtree(RunPaths.of(config).text_embeddings)
     directory = done(config, near_duplicates=0.95, within="all")
     wanted = {higher: lower for lower, higher in EXACT | NEAR}
     wanted |= {CHAIN[1]: CHAIN[0]}  # the third of the chain is not near the first
@@ -384,7 +385,7 @@ def test_data_without_any_pair_are_surveyed(
     rows = np.tile(np.eye(4, DIM, dtype=np.float16), (COUNT // 4, 1))
     rows[BROKEN] = 0.0
     embed(config, rows)
-    cluster.run(config, SINGLE, stage=0, force=True)
+    cluster.run(config, SINGLE, stage=0, force=Remake.ALL)
     with caplog.at_level(logging.INFO, "mclclip"):
         assert filtering.run(config, SINGLE, within="clusters") is None
     assert "55 samples are equal to an earlier one" in caplog.text
@@ -449,7 +450,7 @@ def test_evaluation_images_of_another_kind_are_refused(config: Config, tmp_path:
     pooled = evaluation_run(tmp_path / "pooled", evaluation(), feature="pooled")
     assert "are of the feature pooled" in refused(config, against=[str(pooled)])
     # Equal weights are one model, though exported by two runs.
-    for directory in (other, Layout.of(config).embeddings(0)):
+    for directory in (other, RunPaths.of(config).embeddings(0)):
         export, name = directory.parent / "export", "open_clip_model.safetensors"
         artifact = Artifact.open(export, kind="export", config={"run": str(export)}, inputs={})
         (export / name).write_bytes(b"weights")
@@ -458,7 +459,7 @@ def test_evaluation_images_of_another_kind_are_refused(config: Config, tmp_path:
 
 
 def test_embeddings_that_do_not_fit_are_one_line(config: Config) -> None:
-    layout, near_by = Layout.of(config), {"near_duplicates": 0.95}
+    layout, near_by = RunPaths.of(config), {"near_duplicates": 0.95}
     labels = layout.clusters(0) / "cluster_labels.npy"
     for path in (rows_path(layout.embeddings(0), 2), labels):
         whole = path.read_bytes()
@@ -490,7 +491,7 @@ def test_embeddings_of_another_index_are_refused(made: Path, tmp_path: Path) -> 
 
 
 def test_within_clusters_copies_in_one_cluster_are_found(config: Config) -> None:
-    labels = np.load(Layout.of(config).clusters(0) / "cluster_labels.npy")[:, 0]
+    labels = np.load(RunPaths.of(config).clusters(0) / "cluster_labels.npy")[:, 0]
     pairs = EXACT | NEAR | {CHAIN[:2], CHAIN[1:]}
     together = {pair for pair in pairs if labels[pair[0]] == labels[pair[1]]}
     assert EXACT <= together  # the recall of exact copies is 1 in any clustering

@@ -19,6 +19,7 @@ from mclclip.data.sample_index import KIND, SampleIndex
 from mclclip.data.shard_scan import ATTRIBUTE, parse_attributes, scan_shard
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
+from mclclip.util.remake import Remake
 from mclclip.verbs import index
 from tests.matrix import in_soak
 from tests.tars import write_tar
@@ -42,7 +43,9 @@ def make_shard(path: Path, rows: list[Any], prefix: str = "k") -> Path:
     return write_tar(path, members)
 
 
-def run(run_dir: Path, force: bool = False, **sources: tuple[Path, list[str]]) -> SampleIndex:
+def run(
+    run_dir: Path, force: Remake = Remake.NOTHING, **sources: tuple[Path, list[str]]
+) -> SampleIndex:
     tree = {
         name: {"shards": f"{path}/*.tar", "attributes": names}
         for name, (path, names) in sources.items()
@@ -111,7 +114,7 @@ def test_other_attributes_of_a_known_shard_are_refused(tmp_path: Path, shards: P
     run(tmp_path / "run", s=(shards, ["shape"]))
     with pytest.raises(ValueError, match=r"indexed with attributes=\['shape'\], now \['size'\]"):
         run(tmp_path / "run", s=(shards, ["size"]))
-    assert run(tmp_path / "run", force=True, s=(shards, ["size"])).attribute("size")
+    assert run(tmp_path / "run", force=Remake.ALL, s=(shards, ["size"])).attribute("size")
 
 
 def test_samples_without_a_value_are_named(tmp_path: Path, shards: Path) -> None:

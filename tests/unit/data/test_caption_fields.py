@@ -22,7 +22,8 @@ from mclclip.data.shard_scan import (
 )
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import Layout, read_manifest
+from mclclip.run.artifacts import RunPaths, read_manifest
+from mclclip.util.remake import Remake
 from mclclip.verbs import index
 from tests import tiny
 from tests.batches import grouped_index, training_batches
@@ -53,9 +54,9 @@ def settled(folder: Path, captions: Any = FIELDS) -> Config:
     return tiny.config.from_tree(tree, ())
 
 
-def indexed(config: Config, force: bool = False) -> SampleIndex:
+def indexed(config: Config, force: Remake = Remake.NOTHING) -> SampleIndex:
     index.run(config, SINGLE, force=force)
-    return SampleIndex.open(Layout.of(config).index)
+    return SampleIndex.open(RunPaths.of(config).index)
 
 
 def batches(found: SampleIndex, **changes: Any) -> TrainingBatches:
@@ -113,7 +114,7 @@ def test_tokens_and_stored_features_are_of_the_same_caption(tmp_path: Path) -> N
 def test_missing_fields_are_counted_and_digests_follow(tmp_path: Path) -> None:
     config = settled(tmp_path)
     first = indexed(config)
-    manifest = read_manifest(Layout.of(config).index, "index")
+    manifest = read_manifest(RunPaths.of(config).index, "index")
     counts = {name: entry["count"] for name, entry in manifest.counts["findings"].items()}
     assert counts == {"no_caption": 1, "no_field:short": 4, "no_field:tags": 8}
     assert manifest.counts["captions"] == int(first.num_captions.sum()) == 15 + 3 * 11 + 7
@@ -125,7 +126,7 @@ def test_missing_fields_are_counted_and_digests_follow(tmp_path: Path) -> None:
         other = settled(tmp_path, captions)
         with pytest.raises(ValueError, match="was indexed with captions="):
             indexed(other)
-        digests.append(indexed(other, force=True).digest)
+        digests.append(indexed(other, force=Remake.ALL).digest)
     assert len(set(digests)) == 3
     assert indexed(settled(tmp_path, {"json:long": 1.0})).digest == digests[-1]  # one is no draw
 

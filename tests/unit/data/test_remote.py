@@ -33,6 +33,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
 from mclclip.data.shard_reader import ShardReader
 from mclclip.ranks.process_group import SINGLE
+from mclclip.util.remake import Remake
 from mclclip.verbs import index
 from mclclip.verbs.index import expand_shards
 from tests.shard_server import Handler, ShardServer, s3_bucket, serving
@@ -450,7 +451,7 @@ def test_the_index_remembers_what_a_url_was(tmp_path: Path) -> None:
         make_shard(folder / "1.tar", "d")
         with pytest.raises(ValueError, match=r"1\.tar .* had the ETag .* restore it, or index"):
             run_index(tmp_path / "run", s=urls)
-        assert all_keys(run_index(tmp_path / "run", s=urls, force=True))[-1] == "s/d"
+        assert all_keys(run_index(tmp_path / "run", s=urls, force=Remake.ALL))[-1] == "s/d"
         (folder / "0.tar").unlink()
         with pytest.raises(FileNotFoundError, match=r"0\.tar is not there"):
             run_index(tmp_path / "run", s=urls)

@@ -15,6 +15,7 @@ from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.eval import prompts, results
 from mclclip.eval.protocols import BenchmarkConfig
 from mclclip.ranks.process_group import SINGLE
+from mclclip.util.remake import Remake
 from mclclip.verbs import eval as evaluation
 from mclclip.verbs import index
 
@@ -259,7 +260,7 @@ def test_the_verb_evaluates_every_export_once(
     before = (run_dir / "results.jsonl").read_bytes()
     assert evaluation.run(config, SINGLE) == [] and len(loaded) == 1
     assert (run_dir / "results.jsonl").read_bytes() == before
-    assert evaluation.run(config, SINGLE, force=True) == rows and len(loaded) == 2
+    assert evaluation.run(config, SINGLE, force=Remake.ALL) == rows and len(loaded) == 2
     (run_dir / "stage_0" / "export" / "weights.safetensors").write_text("constant")
     assert evaluation.run(config, SINGLE)[0].value == 0.0  # the files changed
     assert len(results.read(run_dir / "results.jsonl")) == len(rows)

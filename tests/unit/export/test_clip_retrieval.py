@@ -26,7 +26,7 @@ from mclclip.models.encoder import load_model, save_concat
 from mclclip.models.loading import load_towers
 from mclclip.models.options import Variant
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import Layout
+from mclclip.run.artifacts import RunPaths
 from mclclip.run.steps import make
 from mclclip.verbs import embed, export, index
 from tests import tiny
@@ -70,13 +70,13 @@ def test_rows_are_the_runs_by_key(run: Path, tmp_path: Path) -> None:
         "text_emb/text_emb_0.npy",
     ]
     images, texts, table = read(out)
-    samples = SampleIndex.open(Layout(run).index)
+    samples = SampleIndex.open(RunPaths(run).index)
     assert len(images) == len(texts) == len(table) == len(samples) - 1 == 95
     ids = samples.ids_of(list(table["key"]))
     rows = np.concatenate([np.load(path) for path in sorted(source.glob("*.npy"))])
     np.testing.assert_array_equal(images, rows[ids])
     wanted = np.concatenate(
-        [np.load(path) for path in sorted(Layout(run).text_embeddings.glob("*.npy"))]
+        [np.load(path) for path in sorted(RunPaths(run).text_embeddings.glob("*.npy"))]
     )
     np.testing.assert_array_equal(texts, wanted[samples.caption_start[ids]])
     assert list(table.columns) == ["image_path", "caption", "key"]
@@ -146,7 +146,7 @@ def test_a_run_without_a_configuration(run: Path, tmp_path: Path) -> None:
     images, texts, table = read(out)
     assert len(images) == len(texts) == 95 and table["caption"].str.len().min() > 3
     text = (out / "README.md").read_text()
-    assert f"`{SampleIndex.open(Layout(run).index).digest}`" in text and "| base |" not in text
+    assert f"`{SampleIndex.open(RunPaths(run).index).digest}`" in text and "| base |" not in text
     (tmp_path / "config.yaml").write_text("theirs: 1\n")
     (tmp_path / "elsewhere").mkdir()
     assert Source(tmp_path / "elsewhere" / "export").run_dir is None
@@ -184,7 +184,7 @@ def test_the_card_says_where_a_model_comes_from(run: Path, tmp_path: Path) -> No
     assert front["library_name"] == "transformers"
     assert front["pipeline_tag"] == "zero-shot-image-classification"
     assert "# stage_0\n" in text and "| data | patterns |" in text
-    assert f"`{SampleIndex.open(Layout(run).index).digest}`" in text
+    assert f"`{SampleIndex.open(RunPaths(run).index).digest}`" in text
     assert "| benchmark | metric | value | unit |" in text
     assert "| a\\|b | pairs | 12.5 | % | 5.0 to 25.0 | 40 |" in text
     assert "| a\\|b | loss | 2.35 | nats | 2.00 to 2.50 | 40 |" in text
@@ -238,7 +238,7 @@ def joined(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(run, root)
     options = config.load(root / "config.yaml", [f"run_dir={root}", "train.lock.text=false"])
     (root / "config.yaml").write_text(config.dump(options))
-    layout = Layout(root)
+    layout = RunPaths(root)
     model = load_towers(layout.export(0))
     model.lock(2, image_norm=True, image_projection=True, text=False, logit_scale=False)
     vary(model, 1)
@@ -262,7 +262,7 @@ WEIGHTS = (0.25, 0.75)
 
 def test_an_index_of_a_joined_encoder_serves_all_weights(joined: Path, tmp_path: Path) -> None:
     """Written once: inner products are the cosines of the stages, weighed."""
-    layout, out = Layout(joined), tmp_path / "out"
+    layout, out = RunPaths(joined), tmp_path / "out"
     convert.run("clip_retrieval", layout.joined("concat_stage_norm"), out)
     images, texts, table = read(out)
     np.testing.assert_allclose(np.linalg.norm(images, axis=1), 1.0, atol=1e-6)
@@ -294,7 +294,7 @@ def test_embeddings_that_a_joined_encoder_cannot_use_are_refused(
     joined: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(joined, tmp_path / "run")
-    layout, out = Layout(tmp_path / "run"), tmp_path / "out"
+    layout, out = RunPaths(tmp_path / "run"), tmp_path / "out"
     with pytest.raises(ValueError, match="any length .raw.*give concat_stage_norm"):
         convert.run("clip_retrieval", layout.joined("concat_raw"), out)
     other, source = load_towers(layout.export(1)), layout.joined("concat_stage_norm")

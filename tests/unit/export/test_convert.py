@@ -17,6 +17,7 @@ from mclclip.cli import entry
 from mclclip.export import convert
 from mclclip.export.targets import Source
 from mclclip.models import weights
+from mclclip.util.remake import Remake
 from tests.unit.export.models import exported, the_certificate
 
 pytest.importorskip("transformers")
@@ -62,7 +63,7 @@ def test_a_finished_one_is_skipped_and_another_model_is_refused(tmp_path: Path) 
     assert (out / "manifest.json").read_bytes() == before
     with pytest.raises(ValueError, match=r"\(model\).*--force"):
         convert.run("hf", exported(tmp_path / "b", seed=1), out)
-    convert.run("hf", tmp_path / "b", out, force=True)
+    convert.run("hf", tmp_path / "b", out, force=Remake.ALL)
     assert (out / "manifest.json").read_bytes() != before
     tensors = weights.read_tensors(out / "model.safetensors")
     own = weights.read_tensors(weights.find_weights(tmp_path / "b"))
@@ -83,7 +84,7 @@ def test_other_pictures_texts_or_configurations_are_no_finished_conversion(tmp_p
         run(images=photos)
     with pytest.raises(ValueError, match="was made with other settings: texts was None, now"):
         run(texts=lines)
-    run(images=photos, texts=lines, force=True)
+    run(images=photos, texts=lines, force=Remake.ALL)
     before = (out / "manifest.json").read_bytes()
     run(images=photos, texts=lines)
     assert (out / "manifest.json").read_bytes() == before

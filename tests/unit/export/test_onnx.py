@@ -14,6 +14,7 @@ import mclclip
 from mclclip.export import convert
 from mclclip.export.targets import Source
 from mclclip.export.targets import onnx as target
+from mclclip.util.remake import Remake
 from tests.unit.export.models import exported, joined, source_of, the_certificate
 
 needs_onnx = pytest.mark.skipif(
@@ -69,7 +70,7 @@ def test_a_graph_of_other_weights_is_refused(
 
     monkeypatch.setattr(torch.onnx, "export", wrong)
     with pytest.raises(ValueError, match="is not converted: features in onnxruntime .* differ by"):
-        convert.run("onnx", source, out, force=True)
+        convert.run("onnx", source, out, force=Remake.ALL)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     with pytest.raises(ValueError, match="is not converted"):
         convert.run("onnx", source, tmp_path / "other", precision="fp16")

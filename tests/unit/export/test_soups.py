@@ -21,6 +21,7 @@ from mclclip.models.encoder import Encoder, load_model, save_concat
 from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import SINGLE, Context
 from mclclip.run import artifacts
+from mclclip.util.remake import Remake
 from mclclip.verbs import eval as evaluation
 from mclclip.verbs import soup
 from tests.matrix import kept
@@ -357,7 +358,7 @@ def test_a_folder_of_others_is_left_alone(stages: list[Path], tmp_path: Path, ma
     artifact = artifacts.Artifact.open(stages[0], kind="export", config={}, inputs={})
     artifact.finish({})
     with pytest.raises(ValueError, match="is one of the models: give a new folder"):
-        make("uniform", 0, 1, to=str(stages[0]), force=True)
+        make("uniform", 0, 1, to=str(stages[0]), force=Remake.ALL)
     assert (stages[0] / weights.WEIGHTS).read_bytes() == before
 
 

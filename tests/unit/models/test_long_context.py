@@ -20,7 +20,7 @@ from mclclip.models.loading import load_towers
 from mclclip.models.model import Model
 from mclclip.models.towers import stretch_positions
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import Layout, made_of, read_manifest
+from mclclip.run.artifacts import RunPaths, made_of, read_manifest
 from mclclip.verbs import cluster, embed, export, index, train
 from tests import tiny
 
@@ -149,7 +149,7 @@ def test_digests_follow_the_longer_context(
     digests, contexts, begun = [], [], []
     for option in ("false", "true"):
         run = given(tmp_path / option, name, data, f"model.long_context={option}")
-        layout = Layout.of(run)
+        layout = RunPaths.of(run)
         index.run(run, SINGLE)
         with caplog.at_level(logging.INFO):
             export.stage(run, SINGLE, stage=0)

@@ -9,7 +9,7 @@ import pytest
 
 from mclclip.ranks import failures
 from mclclip.ranks.failures import line_of
-from mclclip.util.files import clean, clean_lines
+from mclclip.util.files import printable, printable_lines
 
 
 @pytest.mark.parametrize(
@@ -24,11 +24,11 @@ from mclclip.util.files import clean, clean_lines
     ],
 )
 def test_text_that_does_not_print_is_shown_as_repr_shows_it(text: str, expected: str) -> None:
-    assert clean(text) == expected and clean(text).isprintable()
+    assert printable(text) == expected and printable(text).isprintable()
 
 
 def test_lines_of_ours_stay() -> None:
-    assert clean_lines("a\x1b\nb\r\n") == "a\\x1b\nb\\r\n"
+    assert printable_lines("a\x1b\nb\r\n") == "a\\x1b\nb\\r\n"
 
 
 def test_an_error_is_one_printable_line_of_bounded_length() -> None:

@@ -18,7 +18,7 @@ from mclclip.eval.results import Reference, Result
 from mclclip.ranks.process_group import SINGLE
 from mclclip.report import clusters, duration, pictures, scores, story
 from mclclip.report.pictures import Thumbnails, one_of_each
-from mclclip.run.artifacts import Layout, read_manifest
+from mclclip.run.artifacts import RunPaths, read_manifest
 from mclclip.run.opened import Run
 from mclclip.verbs import cluster, index, report
 from tests import made_run
@@ -440,7 +440,7 @@ def test_pictures_are_read_behind_urls(tmp_path: Path) -> None:
         found = index.run(options, SINGLE)
         run_dir = tmp_path / "run"
         (run_dir / "config.yaml").write_text(config.dump(options))
-        made_run.embed(Layout.of(options).embeddings(0), found, 0)
+        made_run.embed(RunPaths.of(options).embeddings(0), found, 0)
         cluster.run(options, SINGLE, stage=0)
         report.run(str(run_dir))
     assert "data:image/" in (run_dir / report.NAME).read_text()

@@ -16,6 +16,7 @@ import pytest
 from mclclip import __version__
 from mclclip.run.artifacts import INTENT, MANIFEST, Artifact, read_manifest
 from mclclip.util import files
+from mclclip.util.remake import Remake
 
 CONFIG: dict[str, Any] = {"dtype": "float16", "model": {"name": "tiny", "train_scale": [0.9, 1.0]}}
 
@@ -188,25 +189,25 @@ def test_a_mismatch_names_the_field_and_both_values(
 
 def test_force_resumes_what_was_begun_with_these_settings(tmp_path: Path) -> None:
     begin_with_work(tmp_path / "a")
-    assert not begin(tmp_path / "a", force=True).manifest
+    assert not begin(tmp_path / "a", force=Remake.ALL).manifest
     assert (tmp_path / "a" / "00000.npy").exists() and not (tmp_path / "a.old-1").exists()
 
 
 def test_unfit_keeps_what_fits_and_makes_damaged_ones_again(tmp_path: Path) -> None:
     artifact = begin_with_work(tmp_path / "a")
     artifact.finish({}, records=files.records_of(tmp_path / "a", "00000.npy"))
-    assert begin(tmp_path / "a", force="unfit").manifest
+    assert begin(tmp_path / "a", force=Remake.UNFIT).manifest
     assert not (tmp_path / "a.old-1").exists()
     np.save(tmp_path / "a" / "00000.npy", np.arange(4))
     assert begin(tmp_path / "a").manifest  # nobody has read it yet
-    assert not begin(tmp_path / "a", force="unfit").manifest
+    assert not begin(tmp_path / "a", force=Remake.UNFIT).manifest
     assert (tmp_path / "a.old-1" / "00000.npy").exists()
     begin_with_work(tmp_path / "a").finish({})
     manifest = tmp_path / "a" / MANIFEST
     manifest.write_text(manifest.read_text()[:40])
     with pytest.raises(ValueError, match="manifest.json"):
         begin(tmp_path / "a")
-    assert not begin(tmp_path / "a", force="unfit").manifest
+    assert not begin(tmp_path / "a", force=Remake.UNFIT).manifest
 
 
 def test_a_directory_without_work_is_begun_anew(tmp_path: Path) -> None:
@@ -243,7 +244,7 @@ def test_looking_does_not_write(tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
     begin_with_work(tmp_path / "a").finish({})
     changed = {"config": CONFIG | {"dtype": "float32"}}
-    assert not begin(tmp_path / "a", **changed, force=True, write=False).manifest
+    assert not begin(tmp_path / "a", **changed, force=Remake.ALL, write=False).manifest
     assert read_manifest(tmp_path / "a", "embeddings").config == CONFIG
 
 

@@ -17,7 +17,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.engines.engine import Engine
 from mclclip.models.loading import load_towers
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import Layout, read_manifest
+from mclclip.run.artifacts import RunPaths, read_manifest
 from mclclip.util.caption_rules import all_edits
 from mclclip.verbs import cluster, embed, export, index, train
 from tests import tiny
@@ -67,7 +67,7 @@ def losses(config: Config) -> list[dict[str, float]]:
 def test_a_sample_brings_the_rows_of_its_picture_and_its_caption(
     labelled: Path, data: Path
 ) -> None:
-    layout, opened = Layout(labelled), SampleIndex.open(labelled / "index")
+    layout, opened = RunPaths(labelled), SampleIndex.open(labelled / "index")
     extra = BaseFeatures(layout, opened, {"images", "texts"})
     images, texts = (
         np.concatenate([np.load(path) for path in sorted(folder.glob("*.npy"))])
@@ -112,7 +112,7 @@ def test_a_frozen_text_tower_embeds_the_edits_of_captions_once(
 ) -> None:
     shutil.copytree(labelled, tmp_path / "run")
     config = options(tmp_path / "run", data, *EDITS)
-    layout = Layout.of(config)
+    layout = RunPaths.of(config)
     with pytest.raises(FileNotFoundError, match="run 'mclclip embed --text' first"):
         losses(config)
     embed.run(config, SINGLE, stage=0)

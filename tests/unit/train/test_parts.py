@@ -9,7 +9,7 @@ import pytest
 
 from mclclip import config
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import Layout
+from mclclip.run.artifacts import RunPaths
 from mclclip.train.build import StageTraining, checkpoints_of
 
 
@@ -29,7 +29,9 @@ def test_stage_0_is_named_by_its_objective(
     """It has no groups: it is SimCLR or CLIP, and not MCL."""
     options = config.load(None, [f"run_dir={tmp_path}", f"train.objective.kind={kind}"])
     unread: Any = None  # the index
-    job = StageTraining.of(options, options.train, SINGLE, Layout(tmp_path, variant), stage, unread)
+    job = StageTraining.of(
+        options, options.train, SINGLE, RunPaths(tmp_path, variant), stage, unread
+    )
     assert job.title == expected
 
 
@@ -43,7 +45,7 @@ def test_a_mirror_in_the_run_directory_is_refused(
     def checkpoints(mirror: str) -> Any:
         words = ["run_dir=run", f"train.checkpoint.mirror={mirror}"]
         options = config.load(None, words)
-        layout = Layout(Path("run"), "mcl")
+        layout = RunPaths(Path("run"), "mcl")
         return checkpoints_of(
             StageTraining.of(options, options.train, SINGLE, layout, 1, unread), "0" * 64
         )

@@ -17,7 +17,7 @@ from mclclip.data.sample_index import SampleIndex
 from mclclip.models.loading import load_towers
 from mclclip.models.transforms import fast_transform
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import Artifact, Layout, read_manifest
+from mclclip.run.artifacts import Artifact, RunPaths, read_manifest
 from mclclip.train.build import StageTraining
 from mclclip.train.loop import ModelWithObjective
 from mclclip.verbs import index, train
@@ -149,12 +149,12 @@ def test_what_auto_chose_is_what_was_chosen(
 
 @pytest.mark.parametrize("pixels", ["exact", "fast"])
 def test_a_control_takes_what_its_original_took(data: Path, tmp_path: Path, pixels: str) -> None:
-    folder = Layout(tmp_path).train(1)
+    folder = RunPaths(tmp_path).train(1)
     artifact = Artifact.open(folder, kind="train", config={"data": {"pixels": pixels}}, inputs={})
     index.run(tiny.make_config(tmp_path, data), SINGLE)
     for asked, wanted in (("auto", pixels), ("exact", "exact"), ("fast", "fast")):
         config = tiny.make_config(tmp_path, data, f"data.pixels={asked}")
-        layout = Layout(tmp_path, "ungrouped")
+        layout = RunPaths(tmp_path, "ungrouped")
         samples = SampleIndex.open(layout.index)
         assert StageTraining.of(config, config.train, SINGLE, layout, 1, samples).pixels == wanted
     assert not artifact.manifest
