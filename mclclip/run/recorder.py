@@ -8,7 +8,6 @@ counted on it.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import resource
@@ -28,8 +27,6 @@ from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.run import runlog
 
-PHASES = ("start", "data_wait", "forward", "backward", "optimizer", "checkpoint")
-_STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _ROWS = 30  # operators in a profile's table
 # The fp16 loss scale starts at 65,536 and is halved by every skipped step. After 16 of them it is
 # 1, and no longer explains why gradients overflow.
@@ -130,76 +127,16 @@ class Meter:
         }
 
 
-class PeakMemory:
-    """Peak memory of this process since this object was made, in all and by phase.
+def peak_bytes(device: torch.device) -> int:
+    """Returns the peak memory of this process in bytes, without waiting for the device.
 
-    On a GPU this is what torch has allocated there, otherwise resident main memory, without that
-    of loader workers. Reading it never waits for the device. ``ended`` marks the end of a phase;
-    it does nothing while ``watching`` is False. Resident memory is measured by phase only where
-    /proc/self/clear_refs can be written (``by_phases``; Linux).
+    On a GPU it is what torch has allocated there since the training began, otherwise the resident
+    main memory since the process began, without that of loader workers.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self.watching = self.by_phases = True
-        self.by_phase: dict[str, int] = {}
-        self._whole = 0
-        self.device = device
-        self._reset()
-
-    def restart(self) -> None:
-        """Begins a phase now; the memory used since the last one ended belongs to no phase."""
-        if self.watching:
-            self._take()
-
-    def ended(self, name: str) -> None:
-        """Ends the phase ``name`` (one of PHASES), which began at the last end or restart."""
-        if self.watching and self.by_phases:
-            self.by_phase[name] = max(self.by_phase.get(name, 0), self._take())
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Measures the block as the phase ``name``, also while ``watching`` is False."""
-        before, self.watching = self.watching, True
-        self.restart()
-        try:
-            yield
-            self.ended(name)
-        finally:
-            self.watching = before
-
-    def figures(self) -> dict[str, float]:
-        """The peaks so far in GiB: ``memory_gib`` in all, and ``memory_PHASE_gib`` by phase.
-
-        A phase that was never measured has 0.
-        """
-        self._take()
-        memory = {"memory_gib": self._whole}
-        memory |= {f"memory_{name}_gib": self.by_phase.get(name, 0) for name in PHASES}
-        return {name: round(number / 2**30, 4) for name, number in memory.items()}
-
-    def _take(self) -> int:
-        """Peak bytes since the last call; resets the high-water mark."""
-        if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.device)
-        elif self.by_phases:
-            line = next(s for s in _STATUS.read_text().splitlines() if s.startswith("VmHWM:"))
-            peak = int(line.split()[1]) * 1024
-        else:
-            unit = 1 if sys.platform == "darwin" else 1024
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        self._whole = max(self._whole, peak)
-        self._reset()
-        return peak
-
-    def _reset(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        elif self.by_phases:
-            try:
-                CLEAR.write_text("5")  # the kernel's number for the mark of resident memory
-            except OSError as error:
-                self.by_phases = False
-                log.info("peak memory is not measured by phase: %s: %s", CLEAR, error.strerror)
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 # --- traces ------------------------------------------------------------------------------------
@@ -260,7 +197,6 @@ _LOGGED = {
     "positives_per_row": "positives per row %.2f",
     "equal_captions": "equal pairs %.0f",
 }
-_WATCHED = 3  # so many first steps have memory measured by phase, besides those that give a row
 
 
 class _Read(Protocol):
@@ -284,7 +220,6 @@ class Recorder:
     share_bad        makes this rank's replaced samples known to all ranks and returns how many are
                      known (data.sample_index.BadSamples.share); called by all ranks at every row
     track, config    names of the sinks, and the configuration that they store with the run
-    peaks            this rank's peak memory, in its phase "start"; rows hold the ranks' maximum
     evaluates        whether there will be evaluations, whose rows go to evaluations.jsonl
     leaves_out       whether the engine skips steps that are not finite (``StepWatch``)
 
@@ -304,7 +239,6 @@ class Recorder:
     share_bad: Callable[[Mapping[int, str]], int]
     track: list[str]
     config: Mapping[str, Any]
-    peaks: PeakMemory
     evaluates: bool = False
     leaves_out: bool = False
 
@@ -317,6 +251,8 @@ class Recorder:
         self.watch = StepWatch(self.leaves_out)
         self._latest = ""  # words on the last row, until a line of the log has shown them
         self._began = time.perf_counter()
+        if self.context.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.context.device)
         self.metrics = collectives.raise_on_every_rank(self._open_log)
 
     def _open_log(self) -> runlog.MetricsLog | None:
@@ -327,22 +263,25 @@ class Recorder:
         return runlog.MetricsLog(where, resume_step=start, sinks=sinks, evaluates=self.evaluates)
 
     def reading(self, batches: Iterable[R]) -> Iterator[R]:
-        """Yields ``batches``, the steps from ``start`` on, and notes what reading them costs."""
-        self.peaks.ended("start")
+        """Yields ``batches``, the steps from ``start`` on; notes what reading them costs, and shows
+        the progress."""
+        timed = self._timed(batches)
+        return runlog.progress(
+            timed, total=self.total, description=self.name, start=self.start, detail=self.latest
+        )
+
+    def _timed(self, batches: Iterable[R]) -> Iterator[R]:
         self._began = time.perf_counter()
         self.row.read()
         self.epoch.read()
         source = iter(batches)
-        for done in itertools.count(self.start + 1):
-            self.peaks.watching = self.gives_row(done) or done <= self.start + _WATCHED
-            self.peaks.restart()
+        while True:
             before = time.perf_counter()
             try:
                 batch = next(source)
             except StopIteration:
                 return
             wait_s = time.perf_counter() - before
-            self.peaks.ended("data_wait")
             self.row.wait_s += wait_s
             self.epoch.wait_s += wait_s
             self.replaced.update(batch.replaced)
@@ -452,8 +391,8 @@ class Recorder:
         progress, speed and memory."""
         num_bad = self.share_bad(self.replaced)
         self.replaced = {}
-        memory = self.peaks.figures()
-        every = self._gather({**parts, **memory, "wait_s": meter.wait_s})
+        mine = {"wait_s": meter.wait_s, "memory_bytes": peak_bytes(self.context.device)}
+        every = self._gather({**parts, **mine})
         ranks = self.context.world_size
         # Maxima: the slowest reader holds up all ranks, and the fullest rank is the first to fail.
         return {
@@ -465,7 +404,7 @@ class Recorder:
             },
             "bad_samples": num_bad,
             **meter.read(max(every["wait_s"])),
-            **{name: max(every[name]) for name in memory if max(every[name])},
+            "memory_gib": round(max(every["memory_bytes"]) / 2**30, 4),
         }
 
     def _gather(self, values: Mapping[str, Tensor | float]) -> dict[str, list[float]]:

@@ -33,7 +33,6 @@ from mclclip.objectives.base import Objective
 from mclclip.ranks import failures, signals
 from mclclip.ranks.process_group import seed_everything, without_limit
 from mclclip.ranks.step_boundary import StepBoundary
-from mclclip.run import runlog
 from mclclip.run.recorder import NotFinite, Recorder, StepProfiler
 from mclclip.train.options import EvaluateConfig
 from mclclip.train.symptoms import Symptoms
@@ -195,22 +194,23 @@ class PeriodicEvaluation:
 
 @dataclass(kw_only=True)
 class Trainer:
-    """Runs the steps of one training.
+    """Runs the steps of one training, from ``recorder.start`` to ``recorder.total``.
 
-    trainee            model and objective, which the engine runs
+    module             model and objective, which the engine runs
+    batches            this rank's batches of these steps, in order
     learning_rate      step -> learning rate
     symptoms           warns of known failures
     seed_words         integers that, with the step and the rank, seed dropout
     checkpoint_every   steps between checkpoints
-    steps_per_epoch    steps in one pass over the plan
-    profiler           records the chosen steps
+    profiler           records the steps that the options name
     evaluation         evaluates the checkpoints of some steps; None: none
     compiles           the first step compiles, for which ranks wait without a limit
     done               steps that are done
     """
 
-    trainee: ModelWithObjective
+    module: ModelWithObjective
     engine: Engine
+    batches: Iterable[Batch]
     checkpoints: Checkpoints
     recorder: Recorder
     symptoms: Symptoms
@@ -218,76 +218,79 @@ class Trainer:
     learning_rate: Callable[[int], float]
     seed_words: tuple[int, ...]
     checkpoint_every: int
-    steps_per_epoch: int
     profiler: StepProfiler
     evaluation: PeriodicEvaluation | None = None
     compiles: bool = False
-    done: int = field(default=0, init=False)
+    done: int = field(init=False)
 
-    def run(self, batches: Iterable[Batch], start: int, total: int, description: str) -> int:
-        """Trains on ``batches``, those of the steps ``start`` to ``total`` in order; returns the
-        number of steps done in all, which are fewer where evaluations have ended the training.
+    def __post_init__(self) -> None:
+        self.done = self.recorder.start
+
+    def run(self) -> int:
+        """Trains, and returns the number of steps done in all, which are fewer than
+        ``recorder.total`` where evaluations have ended the training.
 
         Raises Preempted, with everything saved, where the ranks agreed to leave. Raises
         RuntimeError, one line and on all ranks, where the training has diverged; then the state
         that is not finite is not saved.
         """
-        objective, device, self.done = self.trainee.objective, self.engine.context.device, start
-        reading, words = self.recorder.reading(batches), self.recorder.latest
-        progress = runlog.progress(
-            reading, total=total, description=description, start=start, detail=words
-        )
-        with signals.deferred(), contextlib.closing(self.recorder), self._errors(description):
-            ended = self._evaluate(start)
-            for batch in () if ended else progress:
-                is_first, step = self.done == start, batch.step
-                with without_limit() if is_first and self.compiles else contextlib.nullcontext():
-                    # -----------------------------------------------------------------------------
-                    # One step, on every rank: batch, forward, backward, step, record, save
-                    if is_first:
-                        self.engine.fix_reduction_order(self.trainee.on_device(batch, device))
-                    with self.profiler.step(step):
-                        batch = self.trainee.on_device(batch, device)
-                        seed_everything(*self.seed_words, step, self.engine.context.rank)
-                        self.recorder.peaks.restart()
-                        objective.begin(step, total, step / self.steps_per_epoch)
-                        self.symptoms.before(batch)
-                        lr = self.learning_rate(step)
-                        parts = self.engine.update(batch, lr)  # forward, backward, optimizer
-                        parts |= self.symptoms.figures(step + 1, parts)
-                        objective.stepped(self.trainee.model)  # momentum copies follow the weights
-                    self.symptoms.warn_of(self.recorder.take(step + 1, parts, lr))
-                    if (step + 1) % self.checkpoint_every == 0 or step + 1 == total:
-                        self._save(step + 1)
-                    self.recorder.end_epoch(step + 1)
-                    del batch  # so that the device has room while the next one is read
-                    # -----------------------------------------------------------------------------
-                self.done = step + 1
-                if self._evaluate(self.done):
-                    self.recorder.end_epoch(self.done, leaving=True)
-                    break
-                if self.done == total:
-                    continue
-                decision = self.boundary.decide()  # all ranks decide the same
-                if decision.leave is not None or decision.save:
-                    self._save(self.done)
-                if decision.leave is not None:
-                    self.checkpoints.wait(mirror_s=MIRROR_S)
-                    self.recorder.end_epoch(self.done, leaving=True)
-                    self.boundary.finish()
-                    raise decision.preempted()
+        with signals.deferred(), contextlib.closing(self.recorder), self._errors():
+            # A training that resumes at a step that is evaluated evaluates it again.
+            if not self._evaluate():
+                self._take_steps()
             decision = self.boundary.finish()
             self.checkpoints.wait()
             if decision.leave is not None:
                 raise decision.preempted()
         return self.done
 
-    def _evaluate(self, done: int) -> bool:
-        """Evaluates what ``done`` steps have made, if that is due, after it is saved; returns
-        whether the training ends here."""
+    def _take_steps(self) -> None:
+        for batch in self.recorder.reading(self.batches):
+            self._step(batch)
+            if self._evaluate():
+                self.recorder.end_epoch(self.done, leaving=True)
+                return
+            if self.done == self.recorder.total:
+                continue  # so that the loader ends its workers
+            decision = self.boundary.decide()  # all ranks decide the same
+            if decision.leave is not None or decision.save:
+                self._save()
+            if decision.leave is not None:
+                self.checkpoints.wait(mirror_s=MIRROR_S)
+                self.recorder.end_epoch(self.done, leaving=True)
+                self.boundary.finish()
+                raise decision.preempted()
+
+    # ---------------------------------------------------------------------------------------------
+    # One step, on every rank: batch, forward, backward, step, record, save
+
+    def _step(self, batch: Batch) -> None:
+        objective, context, step = self.module.objective, self.engine.context, batch.step
+        compiles = self.compiles and step == self.recorder.start
+        with without_limit() if compiles else contextlib.nullcontext(), self.profiler.step(step):
+            batch = self.module.on_device(batch, context.device)
+            seed_everything(*self.seed_words, step, context.rank)  # of dropout
+            objective.begin(step, self.recorder.total, step / self.recorder.steps_per_epoch)
+            self.symptoms.before(batch)
+            lr = self.learning_rate(step)
+            parts = self.engine.update(batch, lr)  # forward, backward, optimizer
+            parts |= self.symptoms.figures(step + 1, parts)
+            objective.stepped(self.module.model)  # momentum copies follow the weights
+        self.done = step + 1
+        self.symptoms.warn_of(self.recorder.take(self.done, parts, lr))
+        if self.done % self.checkpoint_every == 0 or self.done == self.recorder.total:
+            self._save()
+        self.recorder.end_epoch(self.done)
+
+    # ---------------------------------------------------------------------------------------------
+
+    def _evaluate(self) -> bool:
+        """Evaluates what the steps so far have made, if that is due, after it is saved; returns
+        True if the training ends here."""
+        done = self.done
         if self.evaluation is None or not self.evaluation.due(done):
             return False
-        self._save(done)
+        self._save()
         self.checkpoints.wait(mirror_s=0.0)
         since = time.perf_counter()
         figures = self.evaluation.measure(done)
@@ -300,21 +303,19 @@ class Trainer:
             )  # fmt: skip
         return self.evaluation.patience_is_over
 
-    def _save(self, done: int) -> None:
-        """Saves what ``done`` steps have made, unless it is saved already."""
-        with self.recorder.peaks.phase("checkpoint"):
-            try:
-                self.checkpoints.save(done, self.evaluation or self.engine)
-            except NotFinite:
-                self.recorder.raise_if_diverged(
-                    done
-                )  # raises the first bad step since the last row, if any
-                raise
+    def _save(self) -> None:
+        """Saves what the steps so far have made, unless it is saved already."""
+        try:
+            self.checkpoints.save(self.done, self.evaluation or self.engine)
+        except NotFinite:
+            # Raises the first bad step since the last row of metrics, if there is one.
+            self.recorder.raise_if_diverged(self.done)
+            raise
 
     @contextlib.contextmanager
-    def _errors(self, description: str) -> Iterator[None]:
-        """Turns errors of the block into one line for the user; of a training that has diverged it
-        waits for the checkpoint being written, a collective."""
+    def _errors(self) -> Iterator[None]:
+        """Turns errors of the block into one line for the user. Where the training has diverged,
+        waits for the checkpoint that is being written (a collective)."""
         try:
             yield
         except NotFinite as error:
@@ -330,11 +331,12 @@ class Trainer:
                 last = "the last good checkpoint, from which the same command goes on, is step "
                 last += str(saved[-1])
             raise RuntimeError(
-                f"{error} ({description}): lower lr ({self.learning_rate(error.step - 1):.3g} "
-                f"there) or {remedy}; {last} in {self.checkpoints.directory}. Other settings want "
-                "another run directory, or --force to move this training aside and make it again"
+                f"{error} ({self.recorder.name}): lower lr "
+                f"({self.learning_rate(error.step - 1):.3g} there) or {remedy}; {last} in "
+                f"{self.checkpoints.directory}. Other settings want another run directory, or "
+                "--force to move this training aside and make it again"
             ) from error
         except RuntimeError as error:
-            if (lost := failures.as_lost(error, f"in step {self.done + 1}")) is error:
+            if (lost := failures.as_lost(error, f"after step {self.done}")) is error:
                 raise
             raise lost from error

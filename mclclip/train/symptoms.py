@@ -201,14 +201,14 @@ FAR_FROM_BASE = Failure(
 class Symptoms:
     """Watches one training and warns of failures, in the log and in warnings.jsonl.
 
-    ``trainee`` has ``model``, ``objective`` and ``seen``, what the objective was given last. All
+    ``module`` has ``model``, ``objective`` and ``seen``, what the objective was given last. All
     ranks call the methods at the same steps. It changes nothing of the training.
     """
 
-    def __init__(self, trainee: Any, engine: Engine, recorder: Recorder) -> None:
-        self.trainee, self.engine, self.recorder = trainee, engine, recorder
+    def __init__(self, module: Any, engine: Engine, recorder: Recorder) -> None:
+        self.module, self.engine, self.recorder = module, engine, recorder
         self._base: Tensor | None = None  # loss of the weights as they were given
-        self.course = Course(max(STEPS, recorder.total // SHARE), _limit(trainee))
+        self.course = Course(max(STEPS, recorder.total // SHARE), _limit(module))
         for row in recorder.earlier_rows():  # what they show was told when they were written
             self.course.take(row)
 
@@ -219,20 +219,20 @@ class Symptoms:
         Not of a batch from one group, whose statistics take out of the features what all of its
         samples share: batch norms are meant to do that in a stage of MCL.
         """
-        differs = any(map(_has_two_modes, self.trainee.model.modules()))
+        differs = any(map(_has_two_modes, self.module.model.modules()))
         if batch.step == 0 and batch.prefix_length == 0 and differs:
-            self.trainee.model.eval()
+            self.module.model.eval()
             self._base = self.engine.measure(batch)["loss"]
-            self.trainee.model.train()
+            self.module.model.train()
 
     def figures(self, done: int, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The figures of the ``done``-th step, 0-dimensional, where it gives a row; else none."""
-        (features, batch), self.trainee.seen = self.trainee.seen, None
+        (features, batch), self.module.seen = self.module.seen, None
         base, self._base = self._base, None
         if base is None and not self.recorder.gives_row(done):
             return {}
         with torch.no_grad():
-            chance = self.trainee.objective.chance(features, batch, parts)
+            chance = self.module.objective.chance(features, batch, parts)
             if base is not None and chance is not None:
                 self._compare(parts["loss"], base, chance)
             found = {} if chance is None else {"chance_loss": chance}
@@ -264,11 +264,11 @@ class Symptoms:
         self.recorder.warn(int(row["step"]), failure.name, text)
 
 
-def _limit(trainee: nn.Module) -> float | None:
+def _limit(module: nn.Module) -> float | None:
     """The largest logit scale that the parameters which are trained may have."""
     bounds = [
         bound
-        for module in trainee.modules()
+        for module in module.modules()
         for name, bound in getattr(module, "upper_bounds", {}).items()
         if module.get_parameter(name).requires_grad
     ]

@@ -395,8 +395,6 @@ def train(engine: Engine, name: str, steps: range) -> list[dict[str, float]]:
     found = []
     for step in steps:
         batch = columns(name, step, dtype)
-        if step == steps.start:
-            engine.fix_reduction_order(batch)
         module.objective.begin(step, STEPS, step / 2)
         parts = engine.update(batch, lr=1e-2)
         module.objective.stepped(module.model)
