@@ -25,7 +25,7 @@ from mclclip.config import Config, inputs, rules
 from mclclip.eval import results
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
-from mclclip.run.artifacts import RunPaths, is_finished
+from mclclip.run.artifacts import RunPaths
 from mclclip.train.loop import Evaluate
 from mclclip.util import files
 from mclclip.util.remake import Remake
@@ -56,11 +56,7 @@ def run(
                     log.info("--- stage %d of %d", stage, config.num_stages)
                     embed.run(config, context, stage=stage - 1, force=force)
                     cluster.run(config, context, stage=stage - 1, force=force)
-                    # Copies that a finished training has read may be deleted.
-                    trained = collectives.on_main(
-                        partial(is_finished, RunPaths.of(config).train(stage))
-                    )
-                    if config.relocate.enabled and not (trained and force is Remake.NOTHING):
+                    if config.relocate.enabled:
                         relocate.run(config, context, stage=stage, force=force)
                 _stage(config, context, stage, variant, force)
             if config.has_stages:  # concatenation and soup of the stages
