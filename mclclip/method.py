@@ -2,7 +2,7 @@
 train -> export -> evaluate; then join.
 
 MCL: "Learning the Unlearned: Mitigating Feature Suppression in Contrastive Learning" (Zhang et
-al., ECCV 2024, arXiv:2402.11816).
+al., 2024, arXiv:2402.11816).
 
 Stage 0 is the given encoder, or one trained from scratch. Every stage s >= 1 starts from stage 0's
 weights (unless ``train.start`` or ``trained_model`` says otherwise). Its batches are groups of
@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 from mclclip import config as configuration

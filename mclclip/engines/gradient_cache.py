@@ -47,7 +47,7 @@ def all_features(
     with torch.no_grad():
         for piece in pieces:
             states.append((torch.get_rng_state(), on_gpu and on_gpu.get_rng_state(device)))
-            passes.append(engine.wrapped(piece, dict))  # the features themselves
+            passes.append(engine.wrapped(piece, lambda features: features))
         features = {
             name: torch.cat([each[name] for each in passes]) if value.ndim else value.clone()
             for name, value in passes[0].items()
