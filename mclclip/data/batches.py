@@ -64,8 +64,8 @@ class Batch:
                    [b, ...], rows that stand for images, float16 or float32
     text           int64 [b, context], or None (captions are not read, or text_features instead)
     text_features  float32 [b, D] text embeddings from disk, or None
-    labels         int64 [b, 1], groups, truncated at the step's prefix length: what the Eq. 3
-                   mask compares
+    group_ids      int64 [b, 1], the pseudo label of each sample, truncated at the step's prefix
+                   length; the mask of Eq. 3 keeps pairs whose group ids are equal
     classes        int64 [b, l], the classes that a sample is positive for (-1: none), or None;
                    always in main memory, where objectives sort and count them
     sample_id      int64 [b]
@@ -77,7 +77,7 @@ class Batch:
     """
 
     views: list[Tensor]
-    labels: Tensor
+    group_ids: Tensor
     sample_id: Tensor
     step: int
     group_size: int
@@ -91,7 +91,7 @@ class Batch:
     def __len__(self) -> int:
         return len(self.sample_id)
 
-    def rows(self, start: int, stop: int) -> Batch:
+    def slice(self, start: int, stop: int) -> Batch:
         """The batch of this rank's samples [start, stop)."""
         return self._each_tensor(lambda tensor: tensor[start:stop])
 
@@ -231,7 +231,7 @@ class TrainingBatches(Dataset[Batch]):
         in_batch = frozenset(planned.ids.tolist())
         first = self.rank * self.local_batch
         mine = slice(first, first + self.local_batch)
-        labels = planned.labels[mine].copy()
+        group_ids = planned.group_ids[mine].copy()
         samples: list[Sample] = []
         replaced: dict[int, str] = {}
         raws = self.dataset.read_many(planned.ids[mine])
@@ -244,13 +244,13 @@ class TrainingBatches(Dataset[Batch]):
                 positions = self._candidates(sample.sample_id, own, first + row, epoch)
                 of_row = None if occurrence is None else occurrence[row : row + 1]
                 sample, position = self._replacement(sample, positions, in_batch, epoch, of_row)
-                labels[row] = self._label_at(position, planned.prefix_length)
+                group_ids[row] = self._label_at(position, planned.prefix_length)
             samples.append(sample)
         sample_id = np.array([sample.sample_id for sample in samples], dtype=np.int64)
         classes = self._class_labels
         return Batch(
             views=[self._finish([*view]) for view in zip(*(s.views for s in samples), strict=True)],
-            labels=torch.from_numpy(labels[:, None]),
+            group_ids=torch.from_numpy(group_ids[:, None]),
             classes=None if classes is None else torch.from_numpy(classes[sample_id]),
             sample_id=torch.from_numpy(sample_id),
             step=step,

@@ -220,7 +220,7 @@ class Engine:
         if not isinstance(self.wrapped, DistributedDataParallel):
             return
         if self.micro_batch is not None:
-            batch = batch.rows(0, self.micro_batch)
+            batch = batch.slice(0, self.micro_batch)
         for part in self.outside:
             part.begin(batch.step)
         with self._unchanged():

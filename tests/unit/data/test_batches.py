@@ -176,7 +176,7 @@ def test_few_bytes_are_sent_with_the_message_and_many_in_shared_memory() -> None
     """By a worker; what arrives is the same and can be written to."""
     batch = Batch(
         views=[torch.rand(4, 3, 8, 8), torch.rand(4, 3, 8, 8)],
-        labels=torch.arange(4)[:, None],
+        group_ids=torch.arange(4)[:, None],
         sample_id=torch.arange(4) + 7,
         step=3,
         group_size=2,
@@ -184,7 +184,7 @@ def test_few_bytes_are_sent_with_the_message_and_many_in_shared_memory() -> None
         text_features=torch.rand(300, 256),
         replaced={8: "broken"},
     )
-    few = [batch.labels, batch.sample_id, batch.text]
+    few = [batch.group_ids, batch.sample_id, batch.text]
     assert copy.copy(batch).sample_id is batch.sample_id  # only what is sent changes
     found = pickle.loads(ForkingPickler.dumps(batch))
     assert not any(tensor.is_shared() for tensor in few if tensor is not None)
@@ -313,9 +313,9 @@ def test_a_batch_is_what_the_plan_says(index: SampleIndex, policy: Any, order: A
         planned = plan.batch(epoch_step)
         ids = planned.ids
         assert batch.sample_id.tolist() == ids.tolist() and batch.step == step and len(batch) == 16
-        assert batch.sample_id.dtype == batch.labels.dtype == torch.int64
+        assert batch.sample_id.dtype == batch.group_ids.dtype == torch.int64
         wanted = truncate(LABELS[ids], RADICES, planned.prefix_length)
-        assert batch.labels.shape == (16, 1) and batch.labels[:, 0].tolist() == wanted.tolist()
+        assert batch.group_ids.tolist() == wanted[:, None].tolist()
         assert batch.group_size == planned.group_size
         assert batch.prefix_length == planned.prefix_length
         assert batch.views[0][:, 0, 0, 0].tolist() == ids.tolist()
@@ -359,7 +359,7 @@ def test_images_alone_and_no_labels(index: SampleIndex) -> None:
     grouped = grouped_index(np.zeros(NUM_SAMPLES, dtype=np.int64), ())
     batch = make(index, tokenizer=None, grouped=grouped)[0]
     assert batch.text is None and batch.text_features is None
-    assert batch.labels.tolist() == [[0]] * 16
+    assert batch.group_ids.tolist() == [[0]] * 16
 
 
 # --- ranks, workers, resuming ------------------------------------------------------------------
@@ -372,7 +372,7 @@ def joined(parts: list[Batch]) -> Batch:
         replaced |= part.replaced
     return Batch(
         views=[torch.cat(views) for views in zip(*(part.views for part in parts), strict=True)],
-        labels=torch.cat([part.labels for part in parts]),
+        group_ids=torch.cat([part.group_ids for part in parts]),
         sample_id=torch.cat([part.sample_id for part in parts]),
         step=parts[0].step,
         group_size=parts[0].group_size,
@@ -541,7 +541,7 @@ def check_replacements(batches: TrainingBatches, num_epochs: int) -> tuple[int, 
         assert len(set(got)) == size and not BAD & set(got)
         assert batch.replaced == {i: "unidentified" for i in planned if i in BAD}
         labels = truncate(LABELS[got], RADICES, prefix_length)
-        assert batch.labels[:, 0].tolist() == labels.tolist()
+        assert batch.group_ids[:, 0].tolist() == labels.tolist()
         assert batch.views[0][:, 0, 0, 0].tolist() == got
         for column, (before, after) in enumerate(zip(planned, got, strict=True)):
             if before not in BAD:

@@ -298,7 +298,7 @@ def test_training_batches_of_four_channels_in_two_views_with_classes(tmp_path: P
     assert whole.classes.tolist() == codes[whole.sample_id.numpy()][:, None].tolist()
     for rank in range(2):  # as loader workers get it: pickled
         batches = pickle.loads(pickle.dumps(training_batches(**options, rank=rank, world_size=2)))
-        part, wanted = batches[1], whole.rows(4 * rank, 4 * rank + 4)
+        part, wanted = batches[1], whole.slice(4 * rank, 4 * rank + 4)
         for left, right in zip(part.tensors(), wanted.tensors(), strict=True):
             assert torch.equal(left, right)
 
