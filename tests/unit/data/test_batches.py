@@ -29,6 +29,7 @@ from mclclip.data.epoch_plan import EpochPlan
 from mclclip.data.groups import GroupedIndex, LabelBlocks
 from mclclip.data.labels import truncate
 from mclclip.data.loader import LONGEST_TMPDIR
+from mclclip.data.picture_transform import PictureTransform
 from mclclip.data.row_store import StoredRows
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.shard_writer import PackedSample, write_shards
@@ -229,7 +230,7 @@ def test_batches_neither_read_nor_move_the_global_generators(index: SampleIndex)
     assert_equal(make(index)[4], first)
 
 
-class FromTorchAlone:
+class FromTorchAlone(PictureTransform):
     """A transform that says from which generator it draws."""
 
     draws_from_torch_alone = True

@@ -20,6 +20,7 @@ from mclclip.data.datasets.imagenet_subset import SUBSETS
 from mclclip.data.datasets.stl_digits import paste
 from mclclip.data.groups import LabelBlocks, StageGroups
 from mclclip.data.labels import AttributeClasses
+from mclclip.data.picture_transform import PictureTransform
 from mclclip.ranks.process_group import SINGLE
 from mclclip.run.artifacts import read_manifest
 from mclclip.verbs import index, make_dataset
@@ -257,7 +258,7 @@ def test_downloads_only_when_asked_for(tmp_path: Path, monkeypatch: pytest.Monke
 # --- read by the index, and real files ---------------------------------------------------------
 
 
-class Noisy:
+class Noisy(PictureTransform):
     """A transform of arrays, with a draw of its own in every view."""
 
     reads_arrays = True
