@@ -42,7 +42,7 @@ def all_features(
     states of the random generators of the CPU and of the GPU, if any, before each."""
     device = engine.context.device
     on_gpu = None if device.type == "cpu" else torch.get_device_module(device)
-    pieces = [batch.rows(at, at + micro_batch) for at in range(0, len(batch), micro_batch)]
+    pieces = [batch.slice(at, at + micro_batch) for at in range(0, len(batch), micro_batch)]
     states, passes = [], []
     with torch.no_grad():
         for piece in pieces:

@@ -141,14 +141,14 @@ class ObjectiveInputs:
 class BatchFields(Protocol):
     """The fields of a batch that objectives read (``data.batches.Batch``).
 
-    ``views`` are pictures [b, C, H, W]; ``labels`` [b, 1] int64 the groups; ``sample_id`` [b]
-    int64; ``prefix_length`` the length at which the labels are truncated; ``classes`` [b, l] int64,
-    in main memory, where clusters or an attribute are read; ``text`` tokens [b, T] or
+    ``views`` are pictures [b, C, H, W]; ``group_ids`` [b, 1] int64 the groups; ``sample_id`` [b]
+    int64; ``prefix_length`` the number of stages whose labels make the group ids; ``classes``
+    [b, l] int64, in main memory, where clusters or an attribute are read; ``text`` tokens [b, T] or
     ``text_features`` [b, D], where captions are; ``extras`` further tensors by name.
     """
 
     views: list[Tensor]
-    labels: Tensor
+    group_ids: Tensor
     sample_id: Tensor
     prefix_length: int
     classes: Tensor | None

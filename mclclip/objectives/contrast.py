@@ -271,7 +271,7 @@ class Contrast(Objective):
                 ranks have the same b. Other ranks' features are gathered with gradient.
                 `logit_scale`: 0-dimensional, already exponentiated, where the temperature is the
                 model's.
-            batch: `labels` [b, 1], group of each sample at the prefix where the mask compares;
+            batch: `group_ids` [b, 1], group of each sample at the prefix where the mask compares;
                 `sample_id` [b], of which equal ones are one sample, never each other's negatives;
                 `classes` [b, l], of which the first counts, where the loss reads them; and the
                 extras `caption_digest` and `picture_digest` [b] int64.
@@ -314,7 +314,7 @@ class Contrast(Objective):
         self, local: Sequence[Tensor], batch: BatchFields, scale: Tensor
     ) -> list[tuple[Tensor, Tensor, Pairs]]:
         """Returns the ``directions`` between the features ``local`` [b, D] by name."""
-        marks = [batch.labels[:, 0], batch.sample_id]
+        marks = [batch.group_ids[:, 0], batch.sample_id]
         further = {} if batch.classes is None else {"classes": batch.classes[:, 0]}
         further |= batch.extras
         marks += [to_device(further[name], local[0].device) for name in self.marks]
@@ -373,14 +373,14 @@ def _check(
             f"the loss reads {', '.join(missing)}, and was given {', '.join(sorted(fields))}"
         )
     shapes = [f"{name} {tuple(features[name].shape)}" for name in names]
-    first, labels, sample_id = features[names[0]], batch.labels, batch.sample_id
+    first, group_ids, sample_id = features[names[0]], batch.group_ids, batch.sample_id
     if first.ndim != 2 or any(features[name].shape != first.shape for name in names):
         both = "both " if len(names) > 1 else ""
         raise ValueError(f"{' and '.join(shapes)} must {both}be [b, D]")
     rows = len(first)
-    if tuple(labels.shape) != (rows, 1) or tuple(sample_id.shape) != (rows,):
+    if tuple(group_ids.shape) != (rows, 1) or tuple(sample_id.shape) != (rows,):
         raise ValueError(
-            f"labels {tuple(labels.shape)} and sample_id {tuple(sample_id.shape)} must be "
+            f"group_ids {tuple(group_ids.shape)} and sample_id {tuple(sample_id.shape)} must be "
             f"[{rows}, 1] and [{rows}]"
         )
     if "classes" in marks and (fields["classes"].ndim != 2 or len(fields["classes"]) != rows):

@@ -282,7 +282,7 @@ class QueuedKeys(_WithCopy):
             negatives in the queue. `rows_without_negatives`: of the global batch, with loss 0 and
             gradient 0; before the queue has keys these are all.
         """
-        keys, groups, sample_id = features["keys"].detach(), batch.labels[:, 0], batch.sample_id
+        keys, groups, sample_id = features["keys"].detach(), batch.group_ids[:, 0], batch.sample_id
         self._new = keys, groups, sample_id, batch.prefix_length
         is_comparable = self.queue_prefix_lengths == batch.prefix_length
         queued = torch.where(is_comparable, self.queue_groups, _NO_GROUP)
@@ -347,7 +347,7 @@ class BatchKeys(_WithCopy):
             `loss`: 2 tau times the sum over both directions of the mean over this rank's rows.
             `rows_without_negatives`: of the global batch, with loss 0 and gradient 0.
         """
-        pairs = Pairs.over_ranks(batch.labels[:, 0], batch.sample_id, self.tile)
+        pairs = Pairs.over_ranks(batch.group_ids[:, 0], batch.sample_id, self.tile)
         total = torch.zeros_like(features["image_features"][0, 0])
         alone = torch.zeros(())
         for view, others in (("image_features", "keys_1"), ("image_features_1", "keys")):

@@ -176,7 +176,7 @@ class Preserve(Objective):
         for features that are not there or do not fit.
         """
         every = self._pairs_of_sides({**batch.extras, **features})
-        marks = batch.labels[:, 0], batch.sample_id
+        marks = batch.group_ids[:, 0], batch.sample_id
         distances = [self.distance(local, base, *marks) for local, base in every]
         (images, *_), (base_images, *_) = every[0]
         return {
@@ -187,7 +187,7 @@ class Preserve(Objective):
     def chance(self, features: Features, batch: BatchFields, parts: Features) -> Tensor:
         """Returns the distance where all features are alike: of features, the vector that is
         nearest."""
-        marks, distances = (batch.labels[:, 0], batch.sample_id), []
+        marks, distances = (batch.group_ids[:, 0], batch.sample_id), []
         for _, base in self._pairs_of_sides({**batch.extras, **features}):
             if self.what == "similarities":
                 alike = [side.new_ones(len(side), 1) for side in base]

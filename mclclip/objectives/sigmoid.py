@@ -188,7 +188,7 @@ class Sigmoid(Objective):
         """Returns this rank's rows among the columns of all ranks."""
         reads_digests = self.equal_captions != "negatives"
         digests = tuple(batch.extras[name] for name in DIGESTS) if reads_digests else ()
-        return Pairs.over_ranks(batch.labels[:, 0], batch.sample_id, self.tile, digests)
+        return Pairs.over_ranks(batch.group_ids[:, 0], batch.sample_id, self.tile, digests)
 
 
 # A compiler would unroll the loop over tiles.

@@ -263,7 +263,7 @@ class SimLAP(Objective):
         assert batch.classes is not None
         views = self._views(features, batch.classes)
         scale = self.temperature.scale(views[0][0], features.get("logit_scale"))
-        pairs = self._pairs(batch.classes[:, 0], batch.labels[:, 0], batch.sample_id)
+        pairs = self._pairs(batch.classes[:, 0], batch.group_ids[:, 0], batch.sample_id)
         # Rows without a partner are left out.
         gates = self.filter(pairs.labels, pairs.partners.clamp_min(0))
         by_view = [self._losses(scale, rows, gates, others, pairs) for rows, others in views]

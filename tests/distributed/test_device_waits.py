@@ -155,7 +155,7 @@ def batch_of(step: int, parsed: base.ObjectiveOptions) -> Batch:
     batch = Batch(
         views=[images for _ in range(reads.views)],
         text=torch.randint(1, 400, (GLOBAL_BATCH, 20), generator=random),
-        labels=torch.arange(GLOBAL_BATCH)[:, None] % 2,
+        group_ids=torch.arange(GLOBAL_BATCH)[:, None] % 2,
         classes=classes[:, :columns] if columns else None,
         sample_id=torch.arange(GLOBAL_BATCH),
         step=step,
@@ -167,7 +167,7 @@ def batch_of(step: int, parsed: base.ObjectiveOptions) -> Batch:
     )
     if not reads.captions:
         batch.text = None
-    return batch.rows(collectives.rank() * local, (collectives.rank() + 1) * local)
+    return batch.slice(collectives.rank() * local, (collectives.rank() + 1) * local)
 
 
 def waits_of(options: dict[str, Any], how: dict[str, Any], folder: Path) -> dict[str, str]:
