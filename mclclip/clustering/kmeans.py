@@ -321,16 +321,11 @@ def fit_two_level(
     Centroids are in the order of the groups; ``iterations`` is the largest of any group. With
     ``init`` ``auto``, all groups start in the way that suits the group with the most clusters.
     Clusters may be empty: if a group has fewer distinct rows than clusters, or if all rows of a
-    cluster are nearer to a centroid of another group. Raises ValueError for more clusters than
-    valid rows, for more splits than clusters, and as ``fit`` does.
+    cluster are nearer to a centroid of another group. Raises ValueError as ``fit`` does.
     """
     _check_num_clusters(num_clusters, rows)
     splits = options.num_splits or max(1, round(num_clusters**0.5))
-    if splits > num_clusters:
-        raise ValueError(
-            f"num_splits is {splits:,}, but there are {num_clusters:,} clusters: set "
-            "cluster.num_splits to at most that"
-        )
+    assert splits <= num_clusters
     groups = _split(rows, splits, options, seed)
     rows.clear_cache()  # a group's rows need the room
     shares = share_out(num_clusters, np.array([len(ids) for ids in groups]))
