@@ -7,7 +7,8 @@ import difflib
 import glob
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -66,6 +67,16 @@ def refuse_url(path: str | Path, option: str) -> None:
             f"{option} {printable(url)} is a url, and this reads and writes files alone: fetch it "
             "and give its path (tar shards behind urls are read by data.sources.NAME.shards)"
         )
+
+
+@contextmanager
+def prefix_errors(prefix: str) -> Iterator[None]:
+    """Puts ``prefix``, such as the option's name, before a ValueError or FileNotFoundError."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        kind = FileNotFoundError if isinstance(error, OSError) else ValueError
+        raise kind(f"{prefix}: {error}") from None
 
 
 def nearest(word: str, choices: Iterable[str], count: int = 3) -> list[str]:

@@ -23,7 +23,6 @@ from mclclip.data.training_images import Readable, TrainingImages, path_of
 from mclclip.eval import results
 from mclclip.eval.features import Extractor
 from mclclip.eval.items import STRUCK
-from mclclip.eval.prompts import naming_benchmark
 from mclclip.eval.protocols import BenchmarkConfig, evaluator
 from mclclip.eval.results import Reference, Result
 from mclclip.models import transformers_folder
@@ -34,7 +33,7 @@ from mclclip.ranks.process_group import SINGLE, Context, pick_device
 from mclclip.run.artifacts import MANIFEST, RunPaths, is_finished, run_above
 from mclclip.run.opened import Run
 from mclclip.util.files import digest_file, digest_json
-from mclclip.util.options import first_problem, refuse_url
+from mclclip.util.options import first_problem, prefix_errors, refuse_url
 from mclclip.util.remake import Remake
 
 log = logging.getLogger("mclclip")
@@ -119,7 +118,7 @@ def check(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
                     f"benchmark {name!r}: {option}: there is no {file}{_needs(benchmark)}"
                 )
         if protocol.check is not None:
-            with naming_benchmark(name):
+            with prefix_errors(f"benchmark {name!r}"):
                 protocol.check(root, **benchmark.options)
 
 
