@@ -74,8 +74,8 @@ class Course:
     steps         how many steps a failure must last
     limit         largest logit scale; None: it is not trained
     first         the first row
-    learned       share of the way from chance to 0 that the loss has come; from the first row's loss
-                  if chance is unknown; None if the loss is not finite
+    learned       share of the way from chance to 0 that the loss has come (from the first row's
+                  loss if chance is unknown); None if the loss is not finite
     most_learned  the largest ``learned`` that lasted for ``_HELD`` rows, or that of the first row
     """
 
