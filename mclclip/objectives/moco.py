@@ -64,7 +64,7 @@ from mclclip.objectives.base import (
     Stepping,
     encode,
 )
-from mclclip.objectives.ifm import Term, modified_losses, weights_of
+from mclclip.objectives.ifm import Term, modified_losses
 from mclclip.objectives.row_losses import TILE, Pairs, log_sums, row_losses
 from mclclip.ranks import collectives
 from mclclip.util.options import STRICT, Share
@@ -115,7 +115,7 @@ class Options(ObjectiveOptions):
     @property
     def reads(self) -> Reads:
         """Returns two views, groups, the weights that the copy follows, and the queue."""
-        return Reads(views=2, groups=True, weights=True, queued=self.num_queued)
+        return Reads(num_views=2, groups=True, follows_weights=True, queue_size=self.num_queued)
 
     def build(self, inputs: ObjectiveInputs) -> Objective:
         """The loss with a momentum copy of the model."""
@@ -235,7 +235,8 @@ class _WithCopy(Objective):
             return row_losses(queries, keys, pairs)
         (negatives,) = log_sums(queries, keys, pairs)
         positives = pairs.positive_logits(queries, keys)
-        shift, weights = self.epsilon / self.temperature, weights_of(self.term)
+        shift = self.epsilon / self.temperature
+        weights = (0.0, 1.0) if self.term == "modified" else (0.5, 0.5)
         return modified_losses(negatives, positives, shift, weights), negatives == float("-inf")
 
 

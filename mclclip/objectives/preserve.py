@@ -87,9 +87,9 @@ class Options(ObjectiveOptions):
     def reads(self) -> Reads:
         """Captions between captions, groups where pairs are compared, and stage 0."""
         captions = self.between == "captions"
-        base: set[Any] = {"images", "texts"} if captions else {"images"}
+        base: set[Any] = {"image_features", "text_features"} if captions else {"image_features"}
         return Reads(
-            views=self.num_views,
+            num_views=self.num_views,
             captions=captions,
             groups=self.what == "similarities",
             base=frozenset({"model"} if self.exact else base),

@@ -47,7 +47,12 @@ from mclclip.objectives.base import (
     ObjectiveOptions,
     Reads,
 )
-from mclclip.objectives.contrast import DIGESTS, EqualCaptions, check_equal_captions, count_equal
+from mclclip.objectives.contrast import (
+    DIGESTS,
+    EqualCaptions,
+    count_equal,
+    refuse_equal_captions_of_views,
+)
 from mclclip.objectives.row_losses import (
     TILE,
     Pairs,
@@ -80,7 +85,7 @@ class Options(ObjectiveOptions):
     ``positives``: their pairs belong together."""
 
     def __post_init__(self) -> None:
-        check_equal_captions(self.equal_captions, self.between)
+        refuse_equal_captions_of_views(self.equal_captions, self.between)
 
     @property
     def reads(self) -> Reads:
@@ -89,7 +94,7 @@ class Options(ObjectiveOptions):
         captions = self.between == "captions"
         digests = self.equal_captions != "negatives"
         return Reads(
-            views=1 if captions else 2,
+            num_views=1 if captions else 2,
             captions=captions,
             logit_scale=captions,
             logit_bias=captions,

@@ -160,8 +160,8 @@ class Options(ObjectiveOptions):
         follows."""
         clusters = 1 if self.attribute is None else 0
         return Reads(
-            views=2,
-            weights=self.momentum is not None,
+            num_views=2,
+            follows_weights=self.momentum is not None,
             logit_scale=self.temperature is None,
             groups=self.groups,
             clusters=clusters,

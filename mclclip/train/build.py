@@ -113,7 +113,7 @@ class StageTraining:
             found["without_caption"] = self.index.without_caption(reader)
         if reads.attribute is not None:
             found["without_attribute"] = self.index.without_attribute(reads.attribute, reader)
-        if "images" in reads.base:
+        if "image_features" in reads.base:
             embedded = self.layout.embeddings(0)
             found["without_embedding"] = left_out(embedded, len(self.index.shards))
         return found
@@ -417,7 +417,7 @@ def _batches_of(
     batches = TrainingBatches(
         dataset,
         plan,
-        num_views=objective.reads.views,
+        num_views=objective.reads.num_views,
         sentences=job.options.sentences,
         rank=job.context.rank,
         world_size=job.context.world_size,

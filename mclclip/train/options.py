@@ -126,7 +126,7 @@ class TrainConfig:
         None stands for the captions, and the options of edits for edited captions."""
         reads = self.objective.reads
         if not self.reads_text_embeddings:
-            return (None,) if "texts" in reads.base else ()
+            return (None,) if "text_features" in reads.base else ()
         return (None,) if reads.edits is None else (None, reads.edits)
 
     def model_arguments(self) -> dict[str, Any]:

@@ -279,7 +279,7 @@ def _inputs(job: StageTraining) -> dict[str, str]:
         if not job.config.writes_image_rows:
             rows = layout.embeddings(0), "embeddings"
         inputs["image_rows"] = artifacts.read_manifest(*rows).digest
-    if "images" in reads.base:
+    if "image_features" in reads.base:
         embedded = artifacts.read_manifest(layout.embeddings(0), "embeddings")
         inputs["embeddings"] = embedded.digest
     for edits in job.stored_texts:
