@@ -43,10 +43,10 @@ class BaseFeatures:
     """An `Extra`: ``base_image_features`` of a sample, ``base_text_features`` of the caption that
     was drawn, float32 [D], and ``edited_features`` of its edits, [h, D] (`embed`), unit length.
 
-    ``read`` names the first two, ``images`` and ``texts``; other names add nothing. ``edits``: the
-    options of the edits, h of each caption, of which zeros are absent; None: none are read. Images
-    were embedded from the centre crop. Raises FileNotFoundError, which names the verb, where they
-    are missing.
+    ``read`` has ``image_features`` and ``text_features`` for the first two; other names add
+    nothing. ``edits``: the options of the edits, h of each caption, of which zeros are absent;
+    None: none are read. Images were embedded from the centre crop. Raises FileNotFoundError, which
+    names the verb, where they are missing.
     """
 
     reads_text = False
@@ -59,9 +59,9 @@ class BaseFeatures:
         edits: HardCaptions | None = None,
     ) -> None:
         self._images = self._texts = self._edits = None
-        if "images" in read:
+        if "image_features" in read:
             self._images = StoredRows(layout.embeddings(0), index, "embeddings")
-        if "texts" in read:
+        if "text_features" in read:
             self._texts = StoredRows(layout.text_embeddings, index)
         if edits is not None:
             self._edits = StoredRows(directory_of(layout, edits), index)

@@ -15,8 +15,8 @@ Representation Learning" (Tamkin, Wu and Goodman, 2021, section 3). Its layers a
 transfer (Johnson, Alahi and Fei-Fei, 2016), with a channel of noise beside the image and one more
 before every residual block.
 
-Inputs: two views of every image; ``labels`` [b, 1] and ``sample_id`` [b]. Captions are not read. In
-a list it stands first, because the other objectives see the changed views.
+Inputs: two views of every image; ``group_ids`` [b, 1] and ``sample_id`` [b]. Captions are not read.
+In a list it stands first, because the other objectives see the changed views.
 
 Use it where it is not known which augmentations are right, or where a model should learn features
 that another one hides. It is a baseline of MCL's Table 2. It costs a second network, and gradients
@@ -39,7 +39,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -88,12 +88,15 @@ class Options(ContrastOptions):
     residual_blocks: NonNegativeInt = 3
     """Residual blocks of the adversary, each with noise of its own."""
 
-    between: ClassVar[Between] = "views"
+    @property
+    def between(self) -> Between:
+        """Views: captions are not read."""
+        return "views"
 
     @property
     def reads(self) -> Reads:
         """Returns groups, and two views with their pixels."""
-        return replace(super().reads, pixels=True)
+        return replace(super().reads, changes_pixels=True)
 
     def build(self, inputs: ObjectiveInputs) -> Objective:
         """The loss and a new adversary, which is the same on every rank.

@@ -20,8 +20,8 @@ label of another length says nothing of the group, so only keys of batches that 
 same length are negatives.
 
 Inputs: two views of every image; ``image_features`` and ``keys`` [b, D] of this rank, with v3
-``image_features_1`` and ``keys_1`` too; ``labels`` [b, 1] and ``sample_id`` [b]. Captions are not
-read.
+``image_features_1`` and ``keys_1`` too; ``group_ids`` [b, 1] and ``sample_id`` [b]. Captions are
+not read.
 
 Use it for views where batches are small: the queue supplies the negatives. It costs the memory of a
 second model and a forward pass. Of C groups about 1/C of the queue counts for a row. ZeRO-3
@@ -64,7 +64,7 @@ from mclclip.objectives.base import (
     Stepping,
     encode,
 )
-from mclclip.objectives.ifm import Term, modified_losses, weights_of
+from mclclip.objectives.ifm import Term, modified_losses
 from mclclip.objectives.row_losses import TILE, Pairs, log_sums, row_losses
 from mclclip.ranks import collectives
 from mclclip.util.options import STRICT, Share
@@ -115,7 +115,7 @@ class Options(ObjectiveOptions):
     @property
     def reads(self) -> Reads:
         """Returns two views, groups, the weights that the copy follows, and the queue."""
-        return Reads(views=2, groups=True, weights=True, queued=self.num_queued)
+        return Reads(num_views=2, groups=True, follows_weights=True, queue_size=self.num_queued)
 
     def build(self, inputs: ObjectiveInputs) -> Objective:
         """The loss with a momentum copy of the model."""
@@ -235,7 +235,8 @@ class _WithCopy(Objective):
             return row_losses(queries, keys, pairs)
         (negatives,) = log_sums(queries, keys, pairs)
         positives = pairs.positive_logits(queries, keys)
-        shift, weights = self.epsilon / self.temperature, weights_of(self.term)
+        shift = self.epsilon / self.temperature
+        weights = (0.0, 1.0) if self.term == "modified" else (0.5, 0.5)
         return modified_losses(negatives, positives, shift, weights), negatives == float("-inf")
 
 
@@ -275,7 +276,7 @@ class QueuedKeys(_WithCopy):
         Args:
             features: `image_features` and `keys` [b, D], unit length, of this rank; row i of both
                 is one sample.
-            batch: `labels` [b, 1], group of each sample at `prefix_length`, and `sample_id` [b].
+            batch: `group_ids` [b, 1], group of each sample at `prefix_length`, and `sample_id` [b].
 
         Returns:
             `loss`: mean over this rank's rows of the cross-entropy of the own key among it and the
@@ -340,8 +341,8 @@ class BatchKeys(_WithCopy):
         Args:
             features: `image_features` and `image_features_1` [b, D], unit length, of this rank's
                 two views; `keys` and `keys_1` [b, D], the copy's features of the same views.
-            batch: `labels` [b, 1], group of each sample at the prefix where the mask compares, and
-                `sample_id` [b].
+            batch: `group_ids` [b, 1], group of each sample at the prefix where the mask compares,
+                and `sample_id` [b].
 
         Returns:
             `loss`: 2 tau times the sum over both directions of the mean over this rank's rows.

@@ -16,7 +16,7 @@ Source: Li and Hoiem, "Learning without Forgetting" (2016), with the captions of
 classes.
 
 Inputs: ``image_features`` and ``text_features`` [b, D] of this rank, unit length; the base's of the
-same samples, ``base_image_features`` and ``base_text_features`` [b, D]; ``labels`` [b, 1] and
+same samples, ``base_image_features`` and ``base_text_features`` [b, D]; ``group_ids`` [b, 1] and
 ``sample_id`` [b].
 
 Use it in a list beside another objective, where a fine-tuned model must keep what its base knows.
@@ -87,9 +87,9 @@ class Options(ObjectiveOptions):
     def reads(self) -> Reads:
         """Captions between captions, groups where pairs are compared, and stage 0."""
         captions = self.between == "captions"
-        base: set[Any] = {"images", "texts"} if captions else {"images"}
+        base: set[Any] = {"image_features", "text_features"} if captions else {"image_features"}
         return Reads(
-            views=self.num_views,
+            num_views=self.num_views,
             captions=captions,
             groups=self.what == "similarities",
             base=frozenset({"model"} if self.exact else base),
@@ -164,7 +164,7 @@ class Preserve(Objective):
         Args:
             features: those in ``names``, [b, D], unit length, of this rank, and with a copy its
                 features of the same samples, ``copied_NAME``.
-            batch: `labels` [b, 1], group of each sample, and `sample_id` [b]; without a copy the
+            batch: `group_ids` [b, 1], group of each sample, and `sample_id` [b]; without a copy the
                 extras ``base_image_features``, of every view, and ``base_text_features``.
 
         Returns:

@@ -13,8 +13,8 @@ Source: Zhai, Mustafa, Kolesnikov and Beyer, "Sigmoid Loss for Language Image Pr
 Eq. 1 and section 3.3.
 
 Inputs: ``image_features`` and ``text_features`` (``between: views``: ``image_features_1``) [b, D]
-of this rank, unit length; ``labels`` [b, 1] and ``sample_id`` [b]; the model's ``logit_scale`` and
-``logit_bias``, or parameters of its own.
+of this rank, unit length; ``group_ids`` [b, 1] and ``sample_id`` [b]; the model's ``logit_scale``
+and ``logit_bias``, or parameters of its own.
 
 Use it for models that were trained by it, such as SigLIP's, and where batches are small or
 captions repeat: a false negative costs its own pair and no row.
@@ -47,7 +47,12 @@ from mclclip.objectives.base import (
     ObjectiveOptions,
     Reads,
 )
-from mclclip.objectives.contrast import DIGESTS, EqualCaptions, check_equal_captions, count_equal
+from mclclip.objectives.contrast import (
+    DIGESTS,
+    EqualCaptions,
+    count_equal,
+    refuse_equal_captions_of_views,
+)
 from mclclip.objectives.row_losses import (
     TILE,
     Pairs,
@@ -80,7 +85,7 @@ class Options(ObjectiveOptions):
     ``positives``: their pairs belong together."""
 
     def __post_init__(self) -> None:
-        check_equal_captions(self.equal_captions, self.between)
+        refuse_equal_captions_of_views(self.equal_captions, self.between)
 
     @property
     def reads(self) -> Reads:
@@ -89,7 +94,7 @@ class Options(ObjectiveOptions):
         captions = self.between == "captions"
         digests = self.equal_captions != "negatives"
         return Reads(
-            views=1 if captions else 2,
+            num_views=1 if captions else 2,
             captions=captions,
             logit_scale=captions,
             logit_bias=captions,
@@ -139,7 +144,7 @@ class Sigmoid(Objective):
             features: `image_features` and the others [b, D], unit length, of this rank; all ranks
                 have the same b. The model's `logit_scale` (exponentiated) and `logit_bias` where
                 they are not the objective's.
-            batch: `labels` [b, 1], group of each sample at the prefix where the mask compares;
+            batch: `group_ids` [b, 1], group of each sample at the prefix where the mask compares;
                 `sample_id` [b], of which equal ones are one sample, whose pairs but the own do not
                 count; the extras `caption_digest` and `picture_digest` [b] int64 where equal
                 captions are no negatives.

@@ -9,8 +9,8 @@ filter makes. With the cosine c of gated features z * g, the temperature tau and
 Source: Wu et al., "Rethinking Positive Pairs in Contrastive Learning" (2024), Eq. 1 to 5, Table 5c.
 
 Inputs: ``image_features`` and ``image_features_1`` [b, D] of this rank, two views of an image;
-``classes`` [b, 1] int64; ``labels`` [b, 1] and ``sample_id`` [b]; with a momentum copy ``keys`` and
-``keys_1`` [b, D]. Captions are not read.
+``classes`` [b, 1] int64; ``group_ids`` [b, 1] and ``sample_id`` [b]; with a momentum copy ``keys``
+and ``keys_1`` [b, D]. Captions are not read.
 
 Use it where images have classes, by an ``attribute`` or by clusters, and the samples of two classes
 have something in common. Keep the layer norm, without which the paper's training diverges.
@@ -160,8 +160,8 @@ class Options(ObjectiveOptions):
         follows."""
         clusters = 1 if self.attribute is None else 0
         return Reads(
-            views=2,
-            weights=self.momentum is not None,
+            num_views=2,
+            follows_weights=self.momentum is not None,
             logit_scale=self.temperature is None,
             groups=self.groups,
             clusters=clusters,
@@ -251,7 +251,7 @@ class SimLAP(Objective):
                 copy, as in MoCo v3. `keys` alone (MoCo v2's) are those of the second view, and
                 only the first view's rows count. Without them each view is compared with the other.
                 `logit_scale`: 0-dimensional, where the temperature is the model's.
-            batch: `labels` [b, 1], groups, which are compared within; `sample_id` [b], of which
+            batch: `group_ids` [b, 1], groups, which are compared within; `sample_id` [b], of which
                 equal ones are one sample, never each other's positives; `classes` [b, 1], 0 or
                 more.
 

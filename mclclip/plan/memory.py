@@ -162,7 +162,7 @@ def _batch(model: Model, options: TrainConfig, local: int, cached_text: bool) ->
     def ids(*shape: int) -> Tensor:
         return torch.zeros(local, *shape, dtype=torch.int64)
 
-    extras = {f"base_{name[:-1]}_features": values(dim) for name in reads.base - {"model"}}
+    extras = {f"base_{name}": values(dim) for name in reads.base - {"model"}}
     if reads.digests:
         extras |= {name: ids() for name in DIGESTS}
     if reads.edits and cached_text:
@@ -171,7 +171,7 @@ def _batch(model: Model, options: TrainConfig, local: int, cached_text: bool) ->
         extras["edited_text"] = ids(reads.edits.per_caption, context)
         extras["has_edit"] = ids(reads.edits.per_caption).bool()
     return Batch(
-        views=[values(*model.image_shape) for _ in range(reads.views)],
+        views=[values(*model.image_shape) for _ in range(reads.num_views)],
         group_ids=ids(1),
         classes=ids(columns) if columns else None,
         sample_id=ids(),

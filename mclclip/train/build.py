@@ -113,7 +113,7 @@ class StageTraining:
             lacking["without_caption"] = self.index.without_caption(reader)
         if reads.attribute is not None:
             lacking["without_attribute"] = self.index.without_attribute(reads.attribute, reader)
-        if "images" in reads.base:
+        if "image_features" in reads.base:
             embedded = self.layout.embeddings(0)
             lacking["without_embedding"] = left_out(embedded, len(self.index.shards))
         return lacking
@@ -444,7 +444,7 @@ def _build_batches(
     batches = TrainingBatches(
         dataset,
         plan,
-        num_views=objective.reads.views,
+        num_views=objective.reads.num_views,
         sentences=training.options.sentences,
         rank=training.context.rank,
         world_size=training.context.world_size,

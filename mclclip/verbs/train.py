@@ -115,7 +115,7 @@ class Training(Step[StageTraining]):
             if not training.config.writes_image_rows:
                 rows = layout.embeddings(0), "embeddings"
             digests["image_rows"] = artifacts.read_manifest(*rows).digest
-        if "images" in reads.base:
+        if "image_features" in reads.base:
             embedded = artifacts.read_manifest(layout.embeddings(0), "embeddings")
             digests["embeddings"] = embedded.digest
         for edits in training.stored_texts:

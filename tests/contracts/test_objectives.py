@@ -55,7 +55,9 @@ def batch_of(options: ObjectiveOptions, seed: int, rows: int, groups: int) -> Ba
     """What the options read, of samples of which some are repeated; every third step is masked at
     another length."""
     random, reads = torch.Generator().manual_seed(seed), options.reads
-    drawn = [torch.randn(rows, 3, 32, 32, generator=random).double() for _ in range(reads.views)]
+    drawn = [
+        torch.randn(rows, 3, 32, 32, generator=random).double() for _ in range(reads.num_views)
+    ]
     classes = torch.randint(0, NUM_CLASSES, (rows, max(reads.num_classes_per_sample, 1)),
                             generator=random)  # fmt: skip
     if classes.shape[1] > 1:  # distinct ones; some rows have fewer, one has none
@@ -64,7 +66,7 @@ def batch_of(options: ObjectiveOptions, seed: int, rows: int, groups: int) -> Ba
     # Of captions and pictures some are equal, in every third step most.
     digests = torch.randint(0, 2 + rows * (seed % 3), (len(DIGESTS), rows), generator=random)
     extras = {
-        f"base_{name[:-1]}_features": functional.normalize(
+        f"base_{name}": functional.normalize(
             torch.randn(rows, DIM, generator=random, dtype=torch.float64)
         )
         for name in sorted(reads.base - {"model"})

@@ -153,7 +153,7 @@ def batch_of(step: int, parsed: base.ObjectiveOptions) -> Batch:
     classes = torch.stack([torch.randperm(NUM_CLASSES, generator=random) for _ in range(8)])
     images = torch.randint(0, 256, (GLOBAL_BATCH, 3, 32, 32), generator=random, dtype=torch.uint8)
     batch = Batch(
-        views=[images for _ in range(reads.views)],
+        views=[images for _ in range(reads.num_views)],
         text=torch.randint(1, 400, (GLOBAL_BATCH, 20), generator=random),
         group_ids=torch.arange(GLOBAL_BATCH)[:, None] % 2,
         classes=classes[:, :columns] if columns else None,
@@ -161,7 +161,7 @@ def batch_of(step: int, parsed: base.ObjectiveOptions) -> Batch:
         step=step,
         group_size=GLOBAL_BATCH // 2,
         extras={
-            f"base_{name[:-1]}_features": torch.randn(GLOBAL_BATCH, 8, generator=random)
+            f"base_{name}": torch.randn(GLOBAL_BATCH, 8, generator=random)
             for name in sorted(reads.base - {"model"})
         },
     )

@@ -107,7 +107,7 @@ def built(tree: dict[str, Any], model_config: dict[str, Any]) -> tuple[Any, Any,
     model = load_towers(model_config, seed=1)
     model.lock(**training.model_arguments()["lock"])
     objective = training.objective.build(ObjectiveInputs(model=model, context=SINGLE, seed=0))
-    given = batch(training.objective.reads.views)
+    given = batch(training.objective.reads.num_views)
     if not training.objective.reads.captions:
         given.text = None
     parts: dict[str, Tensor] = objective(objective.features(model, given, {}), given)
