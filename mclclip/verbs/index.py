@@ -53,7 +53,7 @@ from mclclip.run.artifacts import (
     Artifact,
     Manifest,
     RunPaths,
-    damage_of,
+    find_damage,
     is_finished,
     read_manifest,
 )
@@ -176,7 +176,7 @@ def _known_and_new(
         if is_finished(directory):
             if force is Remake.ALL:
                 raise ValueError("it is made again")
-            if force is Remake.UNFIT and (damage := damage_of(directory)) is not None:
+            if force is Remake.UNFIT and (damage := find_damage(directory)) is not None:
                 raise ValueError(damage)
             check_shards(directory, known, data)
     except (ValueError, FileNotFoundError, RuntimeError) as error:
