@@ -38,7 +38,7 @@ from mclclip.objectives.base import Objective, ObjectiveInputs
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import STARTED, Context, choose_memory
 from mclclip.ranks.step_boundary import StepBoundary
-from mclclip.run.artifacts import RunPaths, made_of
+from mclclip.run.artifacts import RunPaths, read_identity
 from mclclip.run.recorder import Recorder, StepProfiler
 from mclclip.run.runlog import count_of
 from mclclip.train.loop import Evaluate, ModelWithObjective, PeriodicEvaluation, Trainer
@@ -155,7 +155,7 @@ class StageTraining:
         """How images become pixels: 'exact' or 'fast'. If ``data.pixels`` is ``auto``, a control
         uses the same as the training that it is compared with."""
         if self.config.data.pixels == "auto" and self.layout.variant != "mcl":
-            original = made_of(RunPaths.of(self.config).train(self.stage)).get("config", {})
+            original = read_identity(RunPaths.of(self.config).train(self.stage)).get("config", {})
             taken: Pixels | None = original.get("data", {}).get("pixels")
             if taken is not None:  # it read pictures
                 return taken
