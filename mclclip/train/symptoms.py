@@ -229,7 +229,7 @@ class Symptoms:
         """The figures of the ``done``-th step, 0-dimensional, where it gives a row; else none."""
         (features, batch), self.module.seen = self.module.seen, None
         base, self._base = self._base, None
-        if base is None and not self.recorder.gives_row(done):
+        if base is None and not self.recorder.is_row_due(done):
             return {}
         with torch.no_grad():
             chance = self.module.objective.chance(features, batch, parts)
