@@ -248,7 +248,7 @@ class Trainer:
         return self.done
 
     def _take_steps(self) -> None:
-        for batch in self.recorder.reading(self.batches):
+        for batch in self.recorder.read_batches(self.batches):
             self._step(batch)
             if self._evaluate():
                 self.recorder.end_epoch(self.done, leaving=True)
@@ -297,7 +297,7 @@ class Trainer:
         self.checkpoints.wait(mirror_s=0.0)
         since = time.perf_counter()
         figures = self.evaluation.measure(done)
-        self.recorder.evaluated(done, figures, time.perf_counter() - since)
+        self.recorder.write_evaluation(done, figures, time.perf_counter() - since)
         self.checkpoints.best = self.evaluation.exported_step
         if self.evaluation.patience_is_over:
             log.info(

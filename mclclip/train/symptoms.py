@@ -231,7 +231,7 @@ class Symptoms:
         an empty mapping."""
         (features, batch), self.module.seen = self.module.seen, None
         base, self._base = self._base, None
-        if base is None and not self.recorder.gives_row(done):
+        if base is None and not self.recorder.is_row_due(done):
             return {}
         with torch.no_grad():
             chance = self.module.objective.chance(features, batch, parts)

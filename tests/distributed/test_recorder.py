@@ -41,7 +41,7 @@ def take_two_steps(directory: Path, track: list[str]) -> None:
             time.sleep(WAIT_S * rank)  # the second rank reads slowly
             yield SimpleNamespace(group_size=4, replaced={})
 
-    for done, _ in enumerate(records.reading(batches()), start=1):
+    for done, _ in enumerate(records.read_batches(batches()), start=1):
         parts = {"loss": torch.tensor(1.0 + rank), "logit_scale": torch.tensor(3)}
         parts["grad_norm"] = torch.tensor(2.0)
         records.take(done, parts, lr=0.1)

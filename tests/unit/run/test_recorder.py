@@ -49,7 +49,7 @@ def make(directory: Path, **options: Any) -> Recorder:
 def go(recorder: Recorder, stop: int = 10, batch: Batch | None = None) -> None:
     """The steps that are left up to ``stop``, as the training loop takes them."""
     batches = [batch or Batch()] * (stop - recorder.start)
-    for done, _ in enumerate(recorder.reading(batches), start=recorder.start + 1):
+    for done, _ in enumerate(recorder.read_batches(batches), start=recorder.start + 1):
         recorder.take(done, parts_of(done), lr=0.1)
         recorder.end_epoch(done)
     if stop < recorder.total:
@@ -105,7 +105,7 @@ def test_replaced_samples_are_shared_at_each_row(tmp_path: Path) -> None:
 
 def test_nothing_waits_for_the_device_between_rows(tmp_path: Path) -> None:
     recorder = make(tmp_path)
-    batches = recorder.reading([Batch()] * 5)
+    batches = recorder.read_batches([Batch()] * 5)
     with Readings() as readings:
         for done in range(1, 5):
             next(batches)
