@@ -24,7 +24,7 @@ from mclclip.config import Config
 from mclclip.data.shard_writer import PackedSample, write_shards
 from mclclip.export import convert
 from mclclip.ranks.process_group import SINGLE
-from mclclip.run.artifacts import INTENT, MANIFEST, Artifact, Manifest, is_finished
+from mclclip.run.artifacts import INTENT, KINDS, MANIFEST, Artifact, Manifest, is_finished
 from mclclip.run.steps import Step
 from mclclip.util.remake import Remake
 from mclclip.verbs import (
@@ -196,6 +196,7 @@ def kinds_of_steps() -> set[str]:
 def test_every_kind_of_artifact_has_a_case(made: Path) -> None:
     found = {json.loads(path.read_text())["kind"] for path in made.rglob(MANIFEST)}
     assert kinds_of_steps() - found == ELSEWHERE.keys(), "add it to VERBS in this file"
+    assert kinds_of_steps() == KINDS.keys(), "add it to KINDS of mclclip/run/artifacts.py"
 
 
 @pytest.fixture(params=VERBS)
