@@ -77,8 +77,7 @@ class Converted(Step[tuple[Source, Probes]]):
 
     def reads(self, how: tuple[Source, Probes]) -> dict[str, str]:
         """The model, and what its target reads beside it."""
-        source, beside = how[0], getattr(targets.find(self.to), "inputs", None)
-        return {"model": source.digest} | (beside(source) if beside else {})
+        return {"model": how[0].digest} | targets.find(self.to).inputs(how[0])
 
     def make(self, out: Artifact, how: tuple[Source, Probes]) -> Made:
         """Raises ValueError, before anything is in the folder, where features differ."""
@@ -97,15 +96,12 @@ def _open(to: str, model: Path, precision: Precision | None) -> Source:
     FileNotFoundError where it wants a model and there is none."""
     target = targets.find(to)
     source = Source(Path(str(model).removeprefix("local-dir:")), precision or "fp32")
-    if source.precision not in getattr(target, "PRECISIONS", ("fp32",)):
-        formats_of = {
-            name: getattr(targets.find(name), "PRECISIONS", ()) for name in targets.names()
-        }
-        several = ", ".join(name for name, formats in formats_of.items() if precision in formats)
+    if source.precision not in target.precisions:
+        several = ", ".join(n for n in targets.names() if precision in targets.find(n).precisions)
         raise ValueError(
             f"--precision {precision} is of --to {several}, and this is --to {to}: leave it out"
         )
-    if target.IS_MODEL and not (source.is_concat or weights.has_config(source.directory)):
+    if target.is_model and not (source.is_concat or weights.has_config(source.directory)):
         raise FileNotFoundError(
             f"no exported model at {source.directory}: run 'mclclip export' first"
         )

@@ -7,12 +7,12 @@ of it in place once every certificate holds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import Literal
 
 from mclclip.export.certificate import Certificate, Probes
 from mclclip.models import weights
@@ -85,29 +85,30 @@ class Source:
         return files.digest_json([files.digest_file(path) for path in paths])
 
 
-class ExportTarget(Protocol):
-    """A library's layout, as its module gives it.
+@dataclass(frozen=True)
+class ExportTarget:
+    """How encoders are written for another library.
 
-    A module may have more: ``PRECISIONS``, the number formats that it writes (default: fp32 alone),
-    ``inputs(source)``, digests by name of what it reads beside the files of the source, and
-    ``usage(source)``, how the export is loaded, for its card.
+    write       ``write(source, out)`` writes all files into the empty folder ``out``. Raises
+                ValueError, in one line, where the library cannot hold the source or a package that
+                writes the layout is missing
+    certify     ``certify(source, out, probes)`` runs the files in ``out`` by each installed runtime
+                beside the source, on the probes; returns a certificate per runtime, of
+                `certificate.compare`
+    card        front matter of its model cards; ``pipeline_tag`` is for models that read texts
+    is_model    True if it is made from an exported model, False if from a run's embeddings
+    precisions  the number formats that it writes
+    inputs      ``inputs(source)`` returns digests, by name, of what it reads beside the source
+    usage       ``usage(source)`` returns how the export is loaded, for its card
     """
 
-    CARD: Mapping[str, str]
-    """Front matter of its model cards. `pipeline_tag` is for models that read texts."""
-    IS_MODEL: bool
-    """True if it is made from an exported model, False if from a run's embeddings."""
-
-    def write(self, source: Source, out: Path) -> None:
-        """Writes all files into the empty folder `out`.
-
-        Raises ValueError, in one line, where the library cannot hold the source or a package that
-        writes the layout is missing.
-        """
-
-    def certify(self, source: Source, out: Path, probes: Probes) -> list[Certificate]:
-        """Runs the files in `out` by each installed runtime beside the source, on the probes;
-        returns a certificate per runtime, of `certificate.compare`."""
+    write: Callable[[Source, Path], None]
+    certify: Callable[[Source, Path, Probes], list[Certificate]]
+    card: Mapping[str, str] = field(default_factory=dict)
+    is_model: bool = True
+    precisions: Sequence[Precision] = ("fp32",)
+    inputs: Callable[[Source], dict[str, str]] = lambda _: {}
+    usage: Callable[[Source], str] | None = None
 
 
 def names() -> list[str]:
@@ -117,5 +118,6 @@ def names() -> list[str]:
 
 
 def find(name: str) -> ExportTarget:
-    """The target of this name."""
-    return cast(ExportTarget, import_module(f"{__name__}.{name}"))
+    """The target of this name, which its module declares as ``TARGET``."""
+    target: ExportTarget = import_module(f"{__name__}.{name}").TARGET
+    return target

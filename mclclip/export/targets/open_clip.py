@@ -12,12 +12,9 @@ from pathlib import Path
 
 from mclclip.export import certificate
 from mclclip.export.certificate import Certificate, Probes
-from mclclip.export.targets import Source
+from mclclip.export.targets import ExportTarget, Source
 from mclclip.models import weights
 from mclclip.models.encoder import load_model
-
-CARD: dict[str, str] = {}
-IS_MODEL = True
 
 
 def write(source: Source, out: Path) -> None:
@@ -30,3 +27,6 @@ def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
     """The towers in the folder, their image transform and tokenizer, as open_clip builds them."""
     runtime = f"open_clip {version('open_clip_torch')}"
     return [certificate.compare(source.encoder, load_model(out), runtime, probes)]
+
+
+TARGET = ExportTarget(write, certify)
