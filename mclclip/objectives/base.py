@@ -41,7 +41,7 @@ _PARTS = ("base", "class_centers", "contrast", "gated_pairs", "row_losses")
 
 @dataclass(frozen=True)
 class Reads:
-    """What an objective needs beside images, of data, model and training.
+    """The data and parts of model and training that an objective needs beside images.
 
     num_views        augmented views of every image
     captions         features of a sample's text; if no objective reads them, the text tower is

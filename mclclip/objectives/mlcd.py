@@ -146,14 +146,7 @@ class Options(ObjectiveOptions):
         rate, seed = self.sample_rate, inputs.seed
 
         def centroid_rows(start: int, stop: int) -> Tensor:
-            rows = torch.from_numpy(np.array(classes.centroids()[start:stop]))  # copied from a file
-            lengths = torch.linalg.vector_norm(rows, dim=1)
-            if not bool((lengths > 0.0).all() & torch.isfinite(lengths).all()):
-                raise ValueError(
-                    "a centroid is zero or not finite: class centers cannot start there; run "
-                    "'mclclip cluster --force' again, or set centers=normal"
-                )
-            return rows
+            return torch.from_numpy(np.array(classes.centroids()[start:stop]))  # copied from a file
 
         initial = centroid_rows if self.centers == "centroids" else normal_rows(dim, seed)
         centers = ShardedClassCenters(

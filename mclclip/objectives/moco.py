@@ -217,7 +217,7 @@ class MomentumCopy(Stepping):
 
 
 class _WithCopy(Objective):
-    """What both versions share: the momentum copy, and the loss of rows among keys.
+    """Shared part of both versions: the momentum copy, and the loss of rows among keys.
 
     Similarities are computed in tiles of at most ``tile`` rows and columns.
     """

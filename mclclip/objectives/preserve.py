@@ -174,8 +174,7 @@ class Preserve(Objective):
             over the ranks is the global loss. `base_cosine`: mean cosine of this rank's images with
             the base's, of the first view.
 
-        The arithmetic is fp32 (float64 for float64 features), under autocast too. Raises ValueError
-        if the base's features are of another width.
+        The arithmetic is fp32 (float64 for float64 features), under autocast too.
         """
         sides = self._sides({**batch.extras, **features})
         marks = batch.labels[:, 0], batch.sample_id
@@ -216,12 +215,6 @@ class Preserve(Objective):
             ]
             local = [to_fp32(features[name]) for name in names]
             base = [features[n].detach().to(o.dtype) for n, o in zip(of_base, local, strict=True)]
-            for name, of_model, other in zip(of_base, local, base, strict=True):
-                if of_model.shape != other.shape:
-                    raise ValueError(
-                        f"{name} {tuple(other.shape)} and the model's features "
-                        f"{tuple(of_model.shape)} must both be [b, D]: is the base another encoder?"
-                    )
             by_view.append((local, base))
         return by_view
 
