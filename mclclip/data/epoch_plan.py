@@ -135,7 +135,7 @@ class PlannedBatch:
 
     ids            sample ids int64 [B]
     positions      int64 [B], where they lie in ``GroupedIndex.sample_ids``
-    labels         int64 [B], truncated at the prefix length
+    group_ids      int64 [B], the pseudo label of each, truncated at the prefix length
     prefix_length  number of leading stages whose labels the Eq. 3 mask of this step compares
     group_size     number of samples that a row is compared with, itself included; the mean over
                    rows. It is B except in the mixed batches of "mask", where rows differ in prefix.
@@ -145,7 +145,7 @@ class PlannedBatch:
 
     ids: Integers
     positions: Integers
-    labels: Integers
+    group_ids: Integers
     prefix_length: int
     group_size: int
     occurrence: Integers | None = None
@@ -224,15 +224,15 @@ class EpochPlan:
         depth = int(self.depth[turn])
         leaf, position = self._draws_of(depth, int(self._node[turn]), int(self._number[turn]))
         grouped, length = self.grouped, self.levels[depth].prefix_length
-        labels = truncate(grouped.group_labels[leaf], grouped.radices, length)
+        group_ids = truncate(grouped.group_labels[leaf], grouped.radices, length)
         group_size = self.global_batch
         if self._policy == "mask" and depth > 0:
-            counts = np.unique(labels, return_counts=True)[1]
+            counts = np.unique(group_ids, return_counts=True)[1]
             group_size = round(float((counts**2).sum()) / self.global_batch)
         keys = mix(*self._key, _DRAW, grouped.group_labels[leaf])
         rows, occurrence = grouped.rows(leaf, position, np.asarray(keys))
         ids = np.asarray(grouped.sample_ids[rows], dtype=np.int64)
-        return PlannedBatch(ids, rows, labels, length, group_size, occurrence)
+        return PlannedBatch(ids, rows, group_ids, length, group_size, occurrence)
 
     def _draws_of(self, depth: int, node: int, number: int) -> tuple[Integers, Integers]:
         """(leaf, its draw's number), int64 [global_batch] each, of batch ``number`` of a node at

@@ -287,7 +287,7 @@ def equal_rows(
         planned = plan.batch(int(step))
         numbers = batches.caption_numbers(planned.ids, 0, planned.occurrence)[::every_nth].tolist()
         parts = batches.sentence_draws(planned.ids, 0, planned.occurrence)[::every_nth]
-        ids, labels = planned.ids[::every_nth], planned.labels[::every_nth]
+        ids, labels = planned.ids[::every_nth], planned.group_ids[::every_nth]
         drawn = zip(dataset.bytes.captions_of(ids.tolist()), numbers, parts, strict=True)
         texts = [part(own[n]) if part else own[n] for own, n, part in drawn]
         digests = [caption_digest(text, clean) for text in texts]

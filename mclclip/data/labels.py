@@ -431,7 +431,7 @@ def _read_weights(file: str, index: SampleIndex, option: str) -> npt.NDArray[np.
         raise type(error)(f"{option}: {error}") from None
     if values.dtype.kind not in "fiub":
         raise ValueError(f"{option}: {path} is no .npy file of numbers: it holds {values.dtype}")
-    made = artifacts.made_of(path.parent).get("inputs", {}).get("index", index.digest)
+    made = artifacts.read_identity(path.parent).get("inputs", {}).get("index", index.digest)
     if values.shape != (len(index),) or made != index.digest:
         raise ValueError(
             f"{option}: {path} has shape {values.shape}, the index has {len(index):,} samples"

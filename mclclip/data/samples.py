@@ -31,13 +31,12 @@ from mclclip.data.bytes import BadSample, Bytes, RawSample, read_excluded
 from mclclip.data.decode import DecodeError, decode
 from mclclip.data.locations import CAPTION, PICTURE, Locations
 from mclclip.data.options import DataConfig, SentencesConfig
+from mclclip.data.picture_transform import as_transform
 from mclclip.data.row_store import StoredRows
 from mclclip.data.sample_index import EXCLUDED, SampleIndex
 from mclclip.util.randomness import mix
 
 Integers = npt.NDArray[np.int64]
-Transform = Callable[[Any], Tensor]
-"""From an upright RGB PIL image, or an array of pixels, to a tensor [C, H, W]."""
 View = Callable[[Any], Any]
 """From what a transform takes, or a row that stands for an image, to a view of it."""
 Tokenizer = Callable[[list[str]], Tensor]
@@ -100,7 +99,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
         self,
         index: SampleIndex,
         options: DataConfig,
-        transform: Transform | None = None,
+        transform: Callable[[Any], Tensor] | None = None,
         *,
         tokenizer: Tokenizer | None = None,
         image_rows: StoredRows | None = None,
@@ -108,7 +107,8 @@ class TarDataset(Dataset["Sample | BadSample"]):
         locations: Locations | None = None,
         extras: Sequence[Extra] = (),
     ) -> None:
-        self.index, self.options, self.transform = index, options, transform
+        self.index, self.options = index, options
+        self.transform = as_transform(transform if image_rows is None else None)
         self.tokenizer = tokenizer if text_features is None else None
         self.image_rows, self.text_features, self.extras = image_rows, text_features, tuple(extras)
         self.reads_text = self.tokenizer is not None or any(e.reads_text for e in self.extras)
@@ -177,7 +177,7 @@ class TarDataset(Dataset["Sample | BadSample"]):
         try:
             image = self._image(raw)
             # The first one last: a tokenizer that draws words goes on from its random state.
-            made = [view(image) for view in reversed(views or (self._view,))][::-1]
+            made = [view(image) for view in reversed(views or (self.transform,))][::-1]
         except DecodeError as error:
             return BadSample(raw.sample_id, error.reason)
         except ValueError as error:
@@ -195,16 +195,12 @@ class TarDataset(Dataset["Sample | BadSample"]):
             extras |= extra(raw, captions, caption_number, key)
         return Sample(raw.sample_id, made, text, text_features, extras)
 
-    def _view(self, image: Any) -> Any:
-        return self.transform(image) if self.transform and self.image_rows is None else image
-
     def _image(self, raw: RawSample) -> Any:
         """The decoded image, as the transform reads it, or the row that stands for it."""
         if self.image_rows is not None:
             return torch.from_numpy(self.image_rows.get(raw.sample_id))
-        arrays = bool(getattr(self.transform, "reads_arrays", False))
-        pixels = bool(getattr(self.transform, "reads_pixels", False))
-        return decode(raw.image, self.options.max_image_pixels, arrays, pixels)
+        how = self.transform
+        return decode(raw.image, self.options.max_image_pixels, how.reads_arrays, how.reads_pixels)
 
     def check(self) -> None:
         """Raises ValueError, one line, where the first sample that can be decoded does not fit the

@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode_image, upright_rgb
+from mclclip.data.picture_transform import as_transform
 from mclclip.util.options import brief, protocol_of
 
 Picture = str | Path | Image.Image | NDArray[np.uint8] | bytes | BinaryIO
@@ -45,7 +46,7 @@ def transform_picture(picture: Picture | Tensor, transform: Callable[[Any], Tens
             raise ValueError(f"a picture is {_kind(picture)}: {_WANTED}")
         return picture
     if isinstance(picture, np.ndarray):
-        reads_arrays = bool(getattr(transform, "reads_arrays", False))
+        reads_arrays = as_transform(transform).reads_arrays
         right = picture.ndim == 3 and (reads_arrays or picture.shape[2] == 3)
         if picture.dtype != np.uint8 or not right:
             raise ValueError(f"a picture is {_kind(picture)}: {_WANTED}")

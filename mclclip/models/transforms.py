@@ -36,6 +36,7 @@ import mclclip.util.torchvision_fix  # noqa: F401
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as ops
 
+from mclclip.data.picture_transform import PictureTransform
 from mclclip.util.options import STRICT, Share, first_problem
 
 # The steps of open_clip's training transform, where no further augmentation is asked for.
@@ -88,7 +89,7 @@ class PixelFormat:
 
 
 @dataclass(frozen=True)
-class PlainTransform:
+class PlainTransform(PictureTransform):
     """Resizes the image until it covers the tower's size, and cuts out the middle."""
 
     format: PixelFormat
@@ -157,7 +158,7 @@ class Crop:
 
 
 @dataclass(frozen=True)
-class SimCLRTransform:
+class SimCLRTransform(PictureTransform):
     """A random crop, perhaps mirrored, with other colours; see `SimCLROptions`.
 
     Loaders `draw` every view by itself and `finish` those of a batch together, which takes half the
@@ -304,7 +305,7 @@ def training(format: PixelFormat, augmentation: Mapping[str, Any]) -> Transform:
 
 
 @dataclass(frozen=True)
-class FastTransform:
+class FastTransform(PictureTransform):
     """A random crop, resized.
 
     size   height and width of the result in pixels

@@ -146,7 +146,7 @@ class BatchFields(Protocol):
     """The fields of a batch that objectives read (``data.batches.Batch``); b samples of this rank.
 
     views          pictures [b, C, H, W], as many as ``Reads.num_views``
-    labels         int64 [b, 1], the group of each sample at the prefix length
+    group_ids      int64 [b, 1], the group of each sample at the prefix length
     sample_id      int64 [b]
     prefix_length  how many stages' cluster labels make a group at this step
     classes        int64 [b, l] in main memory, if clusters or an attribute are read
@@ -155,7 +155,7 @@ class BatchFields(Protocol):
     """
 
     views: list[Tensor]
-    labels: Tensor
+    group_ids: Tensor
     sample_id: Tensor
     prefix_length: int
     classes: Tensor | None

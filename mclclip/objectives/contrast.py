@@ -289,7 +289,7 @@ class Contrast(Objective):
                 (between views), [b, D], unit length, of this rank; row i of both is one pair. All
                 ranks have the same b. Other ranks' features are gathered with their gradient.
                 `logit_scale`: a scalar, already exponentiated, if the temperature is the model's.
-            batch: `labels` [b, 1], the group of each sample at the step's prefix length;
+            batch: `group_ids` [b, 1], the group of each sample at the step's prefix length;
                 `sample_id` [b]; repeated samples are never each other's negatives. The extras
                 `caption_digest` and `picture_digest` [b] if equal captions are not negatives.
 
@@ -329,7 +329,10 @@ class Contrast(Objective):
         """Returns which samples of all ranks are negatives of which of this rank's samples."""
         digests = DIGESTS if self.equal_captions != "negatives" else ()
         return Pairs.over_ranks(
-            batch.labels[:, 0], batch.sample_id, self.tile, [batch.extras[name] for name in digests]
+            batch.group_ids[:, 0],
+            batch.sample_id,
+            self.tile,
+            [batch.extras[name] for name in digests],
         )
 
     def directions(self, sides: Sequence[Tensor], pairs: Pairs, scale: Tensor) -> list[Direction]:

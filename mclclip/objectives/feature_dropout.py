@@ -16,8 +16,8 @@ section 3. Its layers are those of a style transfer network (Johnson, Alahi and 
 Losses for Real-Time Style Transfer and Super-Resolution", ECCV 2016, arXiv:1603.08155), with a
 channel of noise beside the image and one more before every residual block.
 
-Inputs: two views of every image; ``labels`` [b, 1] and ``sample_id`` [b]. Captions are not read. In
-a list it stands first, because the other objectives see the changed views.
+Inputs: two views of every image; ``group_ids`` [b, 1] and ``sample_id`` [b]. Captions are not read.
+In a list it stands first, because the other objectives see the changed views.
 
 Use it if it is not known which augmentations are right, or if a model should learn features that
 another one hides. It is a baseline in MCL's Table 2. It costs a second network, and gradients of

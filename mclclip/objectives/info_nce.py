@@ -17,7 +17,7 @@ the Unlearned: Mitigating Feature Suppression in Contrastive Learning" (MCL, 202
 arXiv:2402.11816, Eq. 3.
 
 Inputs: ``image_features`` and ``text_features`` [b, D] of this rank, unit length, row i of both one
-sample; ``labels`` [b, 1] and ``sample_id`` [b]; the scalar ``logit_scale`` if no temperature is
+sample; ``group_ids`` [b, 1] and ``sample_id`` [b]; the scalar ``logit_scale`` if no temperature is
 set.
 
 Use it as the default for samples with captions. All negatives come from the batch: if only small

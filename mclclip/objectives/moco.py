@@ -23,8 +23,8 @@ Contrastive Learning" (v2, 2020), arXiv:2003.04297; Chen et al., "An Empirical S
 Self-Supervised Vision Transformers" (v3, ICCV 2021), arXiv:2104.02057, Algorithm 1.
 
 Inputs: two views of every image; ``image_features`` and ``keys`` [b, D] of this rank, with v3
-``image_features_1`` and ``keys_1`` too; ``labels`` [b, 1] and ``sample_id`` [b]. Captions are not
-read.
+``image_features_1`` and ``keys_1`` too; ``group_ids`` [b, 1] and ``sample_id`` [b]. Captions are
+not read.
 
 Use it for views where batches are small: the queue supplies the negatives. It costs the memory of a
 second model and a forward pass. With C groups about 1/C of the queue counts for a row. ZeRO-3
@@ -280,13 +280,13 @@ class QueuedKeys(_WithCopy):
         Args:
             features: `image_features` and `keys` [b, D], unit length, of this rank; row i of both
                 is one sample.
-            batch: `labels` [b, 1], the group of each sample at `prefix_length`; `sample_id` [b].
+            batch: `group_ids` [b, 1], the group of each sample at `prefix_length`; `sample_id` [b].
 
         Returns:
             `loss`: mean of L_p over this rank's rows. `rows_without_negatives`: number of samples
             of the global batch with loss 0 and gradient 0; all of them while the queue is empty.
         """
-        keys, groups, sample_id = features["keys"].detach(), batch.labels[:, 0], batch.sample_id
+        keys, groups, sample_id = features["keys"].detach(), batch.group_ids[:, 0], batch.sample_id
         self._new = keys, groups, sample_id, batch.prefix_length
         is_comparable = self.queue_prefix_lengths == batch.prefix_length
         queued = torch.where(is_comparable, self.queue_groups, _NO_GROUP)
@@ -344,7 +344,7 @@ class BatchKeys(_WithCopy):
         Args:
             features: `image_features` and `image_features_1` [b, D], unit length, of this rank's
                 two views; `keys` and `keys_1` [b, D], the copy's features of the same views.
-            batch: `labels` [b, 1], the group of each sample at the step's prefix length;
+            batch: `group_ids` [b, 1], the group of each sample at the step's prefix length;
                 `sample_id` [b].
 
         Returns:
@@ -352,7 +352,7 @@ class BatchKeys(_WithCopy):
             rows. `rows_without_negatives`: number of samples of the global batch with loss 0 and
             gradient 0 (both directions have the same).
         """
-        pairs = Pairs.over_ranks(batch.labels[:, 0], batch.sample_id, self.tile)
+        pairs = Pairs.over_ranks(batch.group_ids[:, 0], batch.sample_id, self.tile)
         total = torch.zeros_like(features["image_features"][0, 0])
         has_none = torch.zeros(())
         for view, others in (("image_features", "keys_1"), ("image_features_1", "keys")):

@@ -15,7 +15,7 @@ Source: Chen et al., "A Simple Framework for Contrastive Learning of Visual Repr
 Mitigating Feature Suppression in Contrastive Learning" (MCL, 2024), arXiv:2402.11816.
 
 Inputs: ``image_features`` and ``image_features_1`` [b, D] of this rank, unit length, two views of
-one image in row i; ``labels`` [b, 1] and ``sample_id`` [b]. Captions are not read.
+one image in row i; ``group_ids`` [b, 1] and ``sample_id`` [b]. Captions are not read.
 
 Use it for pictures without captions, with an augmentation that changes what should not matter. It
 needs large batches; if they do not fit, ``moco`` takes its negatives from a queue.

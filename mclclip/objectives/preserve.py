@@ -17,7 +17,7 @@ of the batch for classes. The mask: Zhang et al., "Learning the Unlearned: Mitig
 Suppression in Contrastive Learning" (MCL, 2024), arXiv:2402.11816.
 
 Inputs: ``image_features`` and ``text_features`` [b, D] of this rank, unit length; the base's of the
-same samples, ``base_image_features`` and ``base_text_features`` [b, D]; ``labels`` [b, 1] and
+same samples, ``base_image_features`` and ``base_text_features`` [b, D]; ``group_ids`` [b, 1] and
 ``sample_id`` [b].
 
 Use it in a list beside another objective, if a fine-tuned model must keep what its base knows. The
@@ -166,7 +166,7 @@ class Preserve(Objective):
         Args:
             features: those in ``names``, [b, D], unit length, of this rank, and with a copy its
                 features of the same samples, ``copied_NAME``.
-            batch: `labels` [b, 1], the group of each sample; `sample_id` [b]; without a copy the
+            batch: `group_ids` [b, 1], the group of each sample; `sample_id` [b]; without a copy the
                 extras ``base_image_features`` (for all views) and ``base_text_features``.
 
         Returns:
@@ -177,7 +177,7 @@ class Preserve(Objective):
         The arithmetic is fp32 (float64 for float64 features), under autocast too.
         """
         sides = self._sides({**batch.extras, **features})
-        marks = batch.labels[:, 0], batch.sample_id
+        marks = batch.group_ids[:, 0], batch.sample_id
         distances = [self.distance(local, base, *marks) for local, base in sides]
         (images, *_), (base_images, *_) = sides[0]
         return {
@@ -188,7 +188,7 @@ class Preserve(Objective):
     def chance(self, features: Features, batch: BatchFields, parts: Features) -> Tensor:
         """Returns the smallest distance of features that are all alike: with ``features`` these are
         the base's mean."""
-        marks, distances = (batch.labels[:, 0], batch.sample_id), []
+        marks, distances = (batch.group_ids[:, 0], batch.sample_id), []
         for _, base in self._sides({**batch.extras, **features}):
             if self.what == "similarities":
                 alike = [side.new_ones(len(side), 1) for side in base]

@@ -14,7 +14,7 @@ arXiv:2303.15343, Eq. 1 and section 3.3. The mask: Zhang et al., "Learning the U
 Feature Suppression in Contrastive Learning" (MCL, 2024), arXiv:2402.11816.
 
 Inputs: ``image_features`` and ``text_features`` (``between: views``: ``image_features_1``) [b, D]
-of this rank, unit length; ``labels`` [b, 1] and ``sample_id`` [b]; the model's scalars
+of this rank, unit length; ``group_ids`` [b, 1] and ``sample_id`` [b]; the model's scalars
 ``logit_scale`` and ``logit_bias``, or parameters of its own.
 
 Use it for models that were trained with it, such as SigLIP's, and where batches are small or
@@ -146,7 +146,7 @@ class Sigmoid(Objective):
             features: `image_features` and the others [b, D], unit length, of this rank; all ranks
                 have the same b. The model's `logit_scale` (exponentiated) and `logit_bias` if the
                 objective does not train its own.
-            batch: `labels` [b, 1], the group of each sample at the step's prefix length;
+            batch: `group_ids` [b, 1], the group of each sample at the step's prefix length;
                 `sample_id` [b]; two copies of a repeated sample are no pair. The extras
                 `caption_digest` and `picture_digest` [b] if equal captions are not negatives.
 
@@ -187,7 +187,7 @@ class Sigmoid(Objective):
         """Returns which pairs of this rank's images and all ranks' texts count."""
         reads_digests = self.equal_captions != "negatives"
         digests = tuple(batch.extras[name] for name in DIGESTS) if reads_digests else ()
-        return Pairs.over_ranks(batch.labels[:, 0], batch.sample_id, self.tile, digests)
+        return Pairs.over_ranks(batch.group_ids[:, 0], batch.sample_id, self.tile, digests)
 
 
 # Not compiled, because a compiler would unroll the loop over tiles.

@@ -11,8 +11,8 @@ Source: Wu et al., "Rethinking Positive Pairs in Contrastive Learning" (SimLAP, 
 arXiv:2410.18200, Eq. 1 to 5, Table 5c.
 
 Inputs: ``image_features`` and ``image_features_1`` [b, D] of this rank, two views of an image;
-``classes`` [b, 1] int64; ``labels`` [b, 1] and ``sample_id`` [b]; with a momentum copy ``keys`` and
-``keys_1`` [b, D]. Captions are not read.
+``classes`` [b, 1] int64; ``group_ids`` [b, 1] and ``sample_id`` [b]; with a momentum copy
+``keys`` and ``keys_1`` [b, D]. Captions are not read.
 
 Use it where images have classes (an ``attribute``, or clusters) and samples of two classes have
 something in common. Keep the layer norm, without which the paper's training diverges.
@@ -256,7 +256,7 @@ class SimLAP(Objective):
                 the second view alone, and only the first view's rows count. Without keys each view
                 is compared with the other. `logit_scale`: a scalar, if the temperature is the
                 model's.
-            batch: `labels` [b, 1], the groups; `sample_id` [b]; copies of a repeated sample are
+            batch: `group_ids` [b, 1], the groups; `sample_id` [b]; copies of a repeated sample are
                 never each other's positives; `classes` [b, 1].
 
         Returns:
@@ -268,7 +268,7 @@ class SimLAP(Objective):
         assert batch.classes is not None
         views = self._views(features)
         scale = self.temperature.scale(views[0][0], features.get("logit_scale"))
-        pairs = self._pairs(batch.classes[:, 0], batch.labels[:, 0], batch.sample_id)
+        pairs = self._pairs(batch.classes[:, 0], batch.group_ids[:, 0], batch.sample_id)
         # Rows without a partner (-1) are left out, so their gates do not matter.
         gates = self.filter(pairs.labels, pairs.partners.clamp_min(0))
         by_view = [self._losses(scale, rows, gates, others, pairs) for rows, others in views]

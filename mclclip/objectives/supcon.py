@@ -14,7 +14,7 @@ Source: Khosla et al., "Supervised Contrastive Learning" (NeurIPS 2020), arXiv:2
 (``L_out``).
 
 Inputs: ``image_features`` and, with two views, ``image_features_1`` [b, D] of this rank, unit
-length; ``labels`` [b, 1] and ``sample_id`` [b]; ``classes`` [b, l], of which the first column is
+length; ``group_ids`` [b, 1] and ``sample_id`` [b]; ``classes`` [b, l], of which the first column is
 read. Captions are not read.
 
 Use it where images have classes: an ``attribute`` of the samples, or their clusters at the stage

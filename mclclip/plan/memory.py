@@ -172,7 +172,7 @@ def _batch(model: Model, options: TrainConfig, local: int, cached_text: bool) ->
         extras["has_edit"] = ids(reads.edits.per_caption).bool()
     return Batch(
         views=[values(*model.image_shape) for _ in range(reads.num_views)],
-        labels=ids(1),
+        group_ids=ids(1),
         classes=ids(columns) if columns else None,
         sample_id=ids(),
         step=0,
@@ -211,13 +211,13 @@ def _measure_step(
     gradients = _allocate_gradients(trainee)  # they are there before a micro-batch runs
     existing = [*trainee.parameters(), *trainee.buffers(), *gradients, *batch.tensors()]
     with StepMeter(existing) as step:
-        features: dict[str, Tensor] = trainee(batch.rows(0, micro), dict)
+        features: dict[str, Tensor] = trainee(batch.slice(0, micro), dict)
         sums = [value.sum() for value in features.values() if value.requires_grad]
         torch.autograd.backward(torch.stack(sums).sum())
     operations = step.operations
     if micro < local:  # gradient caching runs the forward pass once more before
         with torch.no_grad(), StepMeter() as first:
-            trainee(batch.rows(0, micro), dict)
+            trainee(batch.slice(0, micro), dict)
         operations += first.operations
     return features, step.peak, operations // micro
 
@@ -250,7 +250,7 @@ def _measure_loss(
         every = replace(
             batch,
             views=[],
-            labels=of_all_ranks(batch.labels),
+            group_ids=of_all_ranks(batch.group_ids),
             classes=classes,
             sample_id=of_all_ranks(batch.sample_id),
             extras={n: of_all_ranks(value) for n, value in batch.extras.items()},

@@ -234,7 +234,7 @@ def marks(variant: Variant, size: int) -> dict[str, Any]:
     random = torch.Generator().manual_seed(1)
     drawn = torch.randint(variant.num_classes, (size, columns), generator=random)
     return {
-        "labels": ids[:, None] % 2,
+        "group_ids": ids[:, None] % 2,
         "sample_id": ids,
         "classes": drawn if columns else None,
         "step": 1,

@@ -14,6 +14,7 @@ import torch
 from mclclip.data.bytes import BadSample
 from mclclip.data.decode import DecodeError, decode_array, is_array
 from mclclip.data.options import DataConfig
+from mclclip.data.picture_transform import PictureTransform
 from mclclip.data.remote import StoredFile
 from mclclip.data.sample_index import SampleIndex
 from mclclip.data.samples import Sample, TarDataset
@@ -27,7 +28,7 @@ from tests.unit.data.test_samples import build_index
 LIMIT = 10_000
 
 
-class Pixels:
+class Pixels(PictureTransform):
     """A transform that takes pictures and arrays."""
 
     reads_arrays = True

@@ -72,13 +72,13 @@ TWO_SIDES = [name for name in KINDS if not name.startswith("supcon")]
 @pytest.mark.parametrize("name", TWO_SIDES)
 def test_rows_without_negatives_are_silent_and_counted(name: str, dtype: torch.dtype) -> None:
     batch = loops.draw(4, 5, dtype=dtype)
-    batch.labels = torch.tensor([0, 1, 2, 3, 3])
+    batch.group_ids = torch.tensor([0, 1, 2, 3, 3])
     assert run(name, batch)["rows_without_negatives"] == 3
     for gradient in batch.gradients()[:2]:
         assert torch.equal(gradient[:3], torch.zeros_like(gradient[:3]))
         assert (gradient[3:] != 0).all()
     one_sample = batch.rows(range(5))
-    one_sample.labels[:], one_sample.sample_id[:] = 0, 7
+    one_sample.group_ids[:], one_sample.sample_id[:] = 0, 7
     assert run(name, one_sample)["rows_without_negatives"] == 5
 
 
@@ -97,7 +97,7 @@ def test_half_precision_features_are_widened() -> None:
         image_features=image.bfloat16(),
         text_features=text.half(),
         logit_scale=torch.tensor(7.0),
-        labels=ids[:, None] * 0,
+        group_ids=ids[:, None] * 0,
         sample_id=ids,
     )
     assert output["loss"].dtype == torch.float32

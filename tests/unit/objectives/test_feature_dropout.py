@@ -75,7 +75,7 @@ def batch_of(rows: int = 4, step: int = STEP, double: bool = True) -> Batch:
     views = [Encoder.look.normalized(pixels) for pixels in pixels_of(rows)]
     return Batch(
         views=[view.double() if double else view for view in views],
-        labels=torch.zeros(rows, 1, dtype=torch.int64),
+        group_ids=torch.zeros(rows, 1, dtype=torch.int64),
         sample_id=10 + torch.arange(rows) ** 2,
         step=step,
         group_size=rows,

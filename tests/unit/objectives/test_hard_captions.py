@@ -32,7 +32,7 @@ def features(rows: int, h: int, absent: Any = ()) -> dict[str, Tensor]:
 
 def marks(labels: list[int]) -> dict[str, Tensor]:
     return {
-        "labels": torch.tensor(labels)[:, None],
+        "group_ids": torch.tensor(labels)[:, None],
         "sample_id": torch.arange(len(labels)),
         "logit_scale": torch.tensor(7.0, dtype=torch.float64),
     }

@@ -34,7 +34,7 @@ def batch_of() -> Batch:
     return Batch(
         views=[torch.randn(rows, 3, 32, 32, generator=random)],
         text=torch.randint(1, 400, (rows, 20), generator=random),
-        labels=torch.arange(rows)[:, None] % 2,
+        group_ids=torch.arange(rows)[:, None] % 2,
         sample_id=torch.arange(rows),
         step=0,
         group_size=rows,
@@ -75,7 +75,7 @@ def sides() -> dict[str, Tensor]:
         for name in ("image", "text")
     }
     ids = torch.arange(rows)
-    return found | {"labels": torch.zeros(rows, 1, dtype=torch.int64), "sample_id": ids}
+    return found | {"group_ids": torch.zeros(rows, 1, dtype=torch.int64), "sample_id": ids}
 
 
 def test_a_rotation_of_both_towers_is_free_for_similarities_alone() -> None:

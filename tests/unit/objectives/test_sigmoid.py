@@ -36,7 +36,7 @@ class Inputs:
         )
         self.scale = torch.tensor(7.0, dtype=dtype, requires_grad=True)
         self.bias = torch.tensor(-2.0, dtype=dtype, requires_grad=True)
-        self.labels = torch.randint(0, groups, (rows,), generator=random)
+        self.group_ids = torch.randint(0, groups, (rows,), generator=random)
         self.sample_id = torch.randperm(1000, generator=random)[:rows]
 
     def run(self, loss_of: Callable[[Inputs, Tensor, Tensor], Tensor]) -> list[Tensor]:
@@ -57,7 +57,7 @@ def found(inputs: Inputs, image: Tensor, text: Tensor) -> dict[str, Tensor]:
         text_features=text,
         logit_scale=inputs.scale,
         logit_bias=inputs.bias,
-        labels=inputs.labels[:, None],
+        group_ids=inputs.group_ids[:, None],
         sample_id=inputs.sample_id,
     )
 
@@ -88,7 +88,7 @@ def batch(views: int) -> Any:
         views=[torch.randn(3, 3, 32, 32, generator=random) for _ in range(views)],
         text=torch.randint(1, 400, (3, VIT["text_cfg"]["context_length"]), generator=random),
         text_features=None,
-        labels=torch.zeros(3, 1, dtype=torch.int64),
+        group_ids=torch.zeros(3, 1, dtype=torch.int64),
         sample_id=torch.arange(3),
     )
 
@@ -145,7 +145,7 @@ def test_the_bias_rests_where_it_is_not_read_or_the_scale_is_locked() -> None:
 
 def test_rows_without_negatives_are_counted_and_keep_their_own_pair() -> None:
     inputs = Inputs(5, 4)
-    inputs.labels = torch.tensor([0, 1, 2, 2])
+    inputs.group_ids = torch.tensor([0, 1, 2, 2])
     inputs.sample_id = torch.tensor([3, 4, 5, 5])  # a sample repeated is no negative
     unit = [functional.normalize(x.detach(), dim=-1) for x in (inputs.image, inputs.text)]
     result = found(inputs, *unit)

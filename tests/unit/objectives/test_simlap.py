@@ -28,7 +28,7 @@ def batch() -> dict[str, Any]:
         "image_features": first,
         "image_features_1": second,
         "classes": classes[:, None],
-        "labels": torch.zeros(ROWS, 1, dtype=torch.int64),
+        "group_ids": torch.zeros(ROWS, 1, dtype=torch.int64),
         "sample_id": torch.tensor([11, 5, 8, 30, 2, 17, 4, 9, 12]),
     }
 
