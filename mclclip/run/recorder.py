@@ -281,8 +281,8 @@ class Recorder:
                      epochs.jsonl (a row per epoch, or the part of it that ran), warnings.jsonl
                      (where there are any) and the sinks
     start, total     steps done before, and in the whole training
-    share_bad        makes this rank's replaced samples known to all ranks and returns how many are
-                     known (data.sample_index.BadSamples.share); called by all ranks at every row
+    share_bad        tells all ranks the replaced samples of this one, and returns the number of all
+                     (data.sample_index.SharedBadSamples.add); all ranks call it at every row
     track, config    names of the sinks, and the configuration that they store with the run
     peaks            this rank's peak memory, in its phase "start"; rows hold the ranks' maximum
     evaluates        whether there will be evaluations, whose rows go to evaluations.jsonl

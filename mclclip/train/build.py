@@ -21,7 +21,7 @@ from mclclip.data.labels import AttributeClasses, ClassLabels, SampleWeights
 from mclclip.data.loader import Loader
 from mclclip.data.locations import Locations
 from mclclip.data.row_store import StoredRows, left_out
-from mclclip.data.sample_index import BadSamples, SampleIndex
+from mclclip.data.sample_index import SampleIndex, SharedBadSamples
 from mclclip.data.samples import Extra, TarDataset
 from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
@@ -270,7 +270,7 @@ def trainer_of(
         total=total,
         steps_per_epoch=plan.steps_per_epoch,
         log_every=options.log_every,
-        share_bad=BadSamples(job.index, job.config.data.max_bad_fraction).share,
+        share_bad=SharedBadSamples(job.index, job.config.data.max_bad_fraction).add,
         track=list(job.config.track),
         config=to_tree(job.config),
         peaks=peaks,

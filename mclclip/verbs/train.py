@@ -19,7 +19,7 @@ from mclclip.config import Config, TrainConfig, rules
 from mclclip.data.coverage import check_coverage, coverage_report
 from mclclip.data.decode import Pixels
 from mclclip.data.epoch_plan import total_steps
-from mclclip.data.extras import directory_of, survey
+from mclclip.data.extras import directory_of, report_edits
 from mclclip.data.groups import GroupSizes, LabelBlocks, StageGroups
 from mclclip.data.index_tables import check_shards
 from mclclip.data.labels import permute_labels, read_pseudo_labels
@@ -160,7 +160,7 @@ def _opened(job: StageTraining) -> TrainingInputs:
 
     def checked() -> TrainingInputs:
         if edits := job.options.objective.reads.edits:
-            survey(edits, index, config.data, job.name)
+            report_edits(edits, index, config.data, job.name)
         opened = TrainingInputs(job.classes, build.locations_of(job))
         if job.reads_image_rows:
             whole = not config.writes_image_rows
@@ -178,12 +178,12 @@ def _begin(job: StageTraining, opened: TrainingInputs, out: Artifact) -> None:
     """Opens the directory for writing, with the grouped index in it; writes nothing if the groups
     do not fit."""
     groups, bad_ids = StageGroups(job.directory / _GROUPS), job.index.bad_ids()
-    planned = None if groups.written else _planned(job, bad_ids)
+    planned = None if groups.is_written else _planned(job, bad_ids)
     if out.force is not Remake.NOTHING and groups.damage() is not None:
         move_aside(job.directory)
     out.begin()
     _report_samples(job, opened)
-    if not groups.written:  # with --force the ones found before may have been moved aside
+    if not groups.is_written:  # with --force the ones found before may have been moved aside
         groups.write(*(planned or _planned(job, bad_ids)), bad_ids)
 
 
@@ -229,7 +229,7 @@ def _controlled_steps(job: StageTraining) -> int:
         _step_of(mcl), mcl.directory, TrainingRun(mcl, None, PeakMemory(job.context.device))
     )
     controlled = StageGroups(mcl.directory / _GROUPS)
-    if not controlled.written:
+    if not controlled.is_written:
         raise RuntimeError(
             f"a control takes as many steps as the training it controls, and {controlled.directory}"
             f" is not there: run 'mclclip train --stage {job.stage}' first, or set train.steps"
