@@ -81,7 +81,7 @@ def test_a_shard_is_the_same_wherever_its_batches_are_cut(tmp_path: Path, size: 
 def test_another_number_of_rows_makes_no_shard(tmp_path: Path, more: int) -> None:
     index = make_index(tmp_path)
     batches = [(np.zeros((PER_SHARD + more, 2), np.float32), {})]
-    with pytest.raises(ValueError, match=r"numbers, wanted shape \(5, 2\)"):
+    with pytest.raises(AssertionError, match="numbers are missing"):
         write_shard(tmp_path, 0, batches, index, num_rows=PER_SHARD, dtype="float16")
     assert shards_done(tmp_path, index, [0]) == ({}, [0]) and not [*tmp_path.glob("*.npy")]
 
