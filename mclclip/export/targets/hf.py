@@ -33,7 +33,7 @@ from mclclip.models.transformers_layout import (
     clip,
     rename_tensors,
     state,
-    transposed,
+    transpose,
 )
 from mclclip.util import files
 from mclclip.util.options import with_prefix
@@ -50,7 +50,7 @@ _STAGE_TEXT: Table = {
     "positional_embedding": "positional_embedding",
     "ln_final": "ln_final",
     "attn_mask": None,
-    "text_projection": transposed("proj.weight"),
+    "text_projection": transpose("proj.weight"),
     **blocks("transformer.resblocks", OPEN_CLIP, "blocks", _STAGES),
 }
 _STAGE_VISION: Table = {
@@ -59,7 +59,7 @@ _STAGE_VISION: Table = {
     "visual.positional_embedding": "trunk.positional_embedding",
     "visual.ln_pre": "trunk.ln_pre",
     "visual.ln_post": "ln_post",
-    "visual.proj": transposed("proj.weight"),
+    "visual.proj": transpose("proj.weight"),
     **blocks("visual.transformer.resblocks", OPEN_CLIP, "blocks", _STAGES),
 }
 
