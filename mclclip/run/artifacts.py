@@ -126,7 +126,7 @@ def parse_manifest(path: Path) -> Manifest:
     try:
         fields = files.read_json(path)
         records = {name: files.Record(**entry) for name, entry in fields["records"].items()}
-        types = [(fields["kind"], str)]
+        types: list[tuple[Any, type]] = [(fields["kind"], str)]
         types += [(fields[name], dict) for name in ("config", "inputs", "counts")]
         types += [(record.size_bytes, int) for record in records.values()]
         types += [(record.sha256, str) for record in records.values()]
