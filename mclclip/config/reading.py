@@ -50,8 +50,7 @@ def _run_around(file: Path) -> Path | None:
 
     Such a file is RUN/config.yaml, or RUN/finetune/settings.yaml, which ``finetune`` wrote.
     """
-    chosen = file.parent.name == "finetune"
-    run_dir = file.parent.parent if chosen else file.parent
+    run_dir = file.parent.parent if file.parent.name == "finetune" else file.parent
     is_run = file.name in ("config.yaml", "settings.yaml") and (run_dir / RUN_STATE).exists()
     return run_dir if is_run else None
 

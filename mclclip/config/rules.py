@@ -144,14 +144,15 @@ def _layers(at: Subject) -> object:
     if num_blocks(at.model) is None:
         return None
 
-    def prepare() -> None:
+    arguments = at.options.model_arguments() | {"precision": "fp32"}
+    try:
         model = load_shapes(at.model.name, text=False)
-        arguments = at.options.model_arguments() | {"precision": "fp32"}
         prepare_model(model, **arguments, seed=at.config.seed)
         if at.options.engine.micro_batch is not None:
             gradient_cache.check(model)
-
-    return _refusal(prepare, f"{at.training}: ")
+    except ValueError as error:
+        return f"{at.training}: {error}"
+    return None
 
 
 def _patch_dropout(at: Subject) -> object:

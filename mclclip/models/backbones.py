@@ -262,11 +262,6 @@ def timm_layout(tower: Any) -> ImageLayout:
 
     Raises ValueError, naming timm's class, for a tower whose blocks do not form a chain.
     """
-
-    def finish(tower: Any, hidden: Tensor, project: bool) -> Tensor:
-        pooled: Tensor = tower.trunk.forward_head(hidden, pre_logits=not project)
-        return tower.head(pooled) if project else pooled
-
     trunk = tower.trunk
     start: Callable[[Any, Tensor], tuple[Tensor, Any]] | None = None
     steps: Callable[[Any, Any], Sequence[Step]] | None = None
@@ -292,7 +287,12 @@ def timm_layout(tower: Any) -> ImageLayout:
     # or the tower does not say its width.
     pooled_dim = None if hasattr(tower.head, "pool") else getattr(trunk, "head_hidden_size", None)
     tops = _top(tower, embedding, blocks)
-    return ImageLayout(embedding, blocks, *tops, finish, pooled_dim, after, start, steps)
+    return ImageLayout(embedding, blocks, *tops, _finish_timm, pooled_dim, after, start, steps)
+
+
+def _finish_timm(tower: Any, hidden: Tensor, project: bool) -> Tensor:
+    pooled: Tensor = tower.trunk.forward_head(hidden, pre_logits=not project)
+    return tower.head(pooled) if project else pooled
 
 
 def _start_vit(tower: Any, images: Tensor) -> tuple[Tensor, None]:

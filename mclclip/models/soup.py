@@ -125,9 +125,9 @@ def load_soup(
 def estimate_statistics(model: nn.Module, batches: Iterable[Tensor]) -> int:
     """Sets the running statistics of all batch norms to those of images; returns their number.
 
-    ``batches`` are images [B, 3, H, W]; every batch counts the same (torch's cumulative average).
-    Raises ValueError if there is none. Reference: Izmailov et al., "Averaging Weights Leads to
-    Wider Optima", 2018, section 3.2.
+    ``batches``, at least one, are images [B, 3, H, W]; every batch counts the same (torch's
+    cumulative average). Reference: Izmailov et al., "Averaging Weights Leads to Wider Optima",
+    2018, section 3.2.
     """
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     momenta = [norm.momentum for norm in norms]
@@ -143,8 +143,7 @@ def estimate_statistics(model: nn.Module, batches: Iterable[Tensor]) -> int:
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
         norm.eval()
-    if not count:
-        raise ValueError("there is no image to estimate the statistics of batch norms on")
+    assert count, "there is no image to estimate the statistics of batch norms on"
     return count
 
 

@@ -120,15 +120,12 @@ def tokens_of(
         raise ValueError(
             f"the tokenizer {where} fails on a text ({files.printable(reason)[:300]})"
         ) from error
+    problem = ""
     if tuple(tokens.shape) != (num_texts, context_length):
-        raise ValueError(
-            f"the tokenizer {where} makes tokens of shape {list(tokens.shape)}, wanted "
-            f"{[num_texts, context_length]}: it is of another model"
-        )
-    if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
-        raise ValueError(
-            f"the tokenizer {where} makes ids from {int(tokens.min()):,} to "
-            f"{int(tokens.max()):,}, the text tower knows those below {vocabulary:,}: it is of "
-            "another model"
-        )
+        problem = f"tokens of shape {list(tokens.shape)}, wanted {[num_texts, context_length]}"
+    elif tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
+        ids = f"ids from {int(tokens.min()):,} to {int(tokens.max()):,}"
+        problem = f"{ids}, the text tower knows those below {vocabulary:,}"
+    if problem:
+        raise ValueError(f"the tokenizer {where} makes {problem}: it is of another model")
     return tokens

@@ -240,21 +240,21 @@ def pair(size: Any) -> tuple[int, int]:
 
 def vision_transformer_layout(tower: Any) -> ImageLayout:
     """Returns the layout of open_clip's `VisionTransformer`."""
-
-    def finish(tower: Any, hidden: Tensor, project: bool) -> Tensor:
-        pooled: Tensor = tower._pool(hidden)[0]
-        return pooled if tower.proj is None or not project else pooled @ tower.proj
-
     embedding = ("conv1", "class_embedding", "positional_embedding", "patch_dropout", "ln_pre")
     return ImageLayout(
         embedding=present(tower, *embedding),
         blocks=number_blocks(tower, "transformer.resblocks"),
         norm=("ln_post",),
         projection=present(tower, "attn_pool", "attn_pool_contrastive", "proj"),
-        finish=finish,
+        finish=_finish_vision_transformer,
         pooled_dim=int(tower.ln_post.normalized_shape[0]),
         start=lambda tower, images: (tower._embeds(images), None),
     )
+
+
+def _finish_vision_transformer(tower: Any, hidden: Tensor, project: bool) -> Tensor:
+    pooled: Tensor = tower._pool(hidden)[0]
+    return pooled if tower.proj is None or not project else pooled @ tower.proj
 
 
 def resnet_layout(tower: nn.Module) -> ImageLayout:
