@@ -99,8 +99,8 @@ def all_reduce_with_grad(x: Tensor) -> Tensor:
 
 
 def gather(x: Tensor) -> Tensor:
-    """Concatenates the ``x`` [b, ...] of all ranks in rank order to [W*b, ...], without
-    gradient.""" if world_size() == 1:
+    """Concatenates ``x`` [b, ...] of all ranks in rank order to [W*b, ...], without gradient."""
+    if world_size() == 1:
         return x.detach()
     parts = [torch.empty_like(x) for _ in range(world_size())]
     dist.all_gather(parts, x.detach().contiguous())
@@ -226,8 +226,8 @@ def raise_on_every_rank(work: Callable[[], T], what: str = "") -> T:
 
 
 def on_main(work: Callable[[], T]) -> T:
-    """Runs ``work`` on rank 0 only. All ranks get its result, which must be picklable, or its
-error. 
+    """Runs ``work`` on rank 0 only. All ranks get its result (picklable), or its error.
+
     If ``work`` itself calls this function, that is a plain call on rank 0, since the other ranks
     wait for the end of the outer call.
     """
@@ -266,8 +266,8 @@ class UnwrappedParameters(Protocol):
         """Returns the sum of squares of the gradient over all ranks: float64, 0-dimensional."""
 
     def step(self, lr: float, factor: Tensor | float = 1.0) -> None:
-        """Makes an optimizer step with ``factor`` times the gradient at the learning rate
-``lr``.""" 
+        """Steps with ``factor`` times the gradient at the learning rate ``lr``."""
+
     def state_dict(self) -> dict[str, Tensor]:
         """Returns what a resumed training needs, by names that no other part of it uses."""
 
