@@ -72,6 +72,7 @@ def count(path: Path) -> Iterator[tuple[str, int]]:
     lines = lines_of_code(text, tree)
     yield from (("files", 1), ("lines", len(lines)))
     for node in ast.walk(tree):
+        yield "raise statements", int(isinstance(node, ast.Raise))
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield "empty names", int(node.id in EMPTY)
         if isinstance(node, ast.Module | ast.ClassDef | Function):
@@ -79,7 +80,11 @@ def count(path: Path) -> Iterator[tuple[str, int]]:
             yield "riddling docstrings", int(bool(words) and words[0] in RIDDLES)
         if isinstance(node, Function):
             body = range(node.body[0].lineno, (node.end_lineno or 0) + 1)
+            arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
             yield "functions", 1
+            yield "functions of nine or more parameters", int(len(arguments) >= 9)
+            inner = (each for each in ast.walk(node) if isinstance(each, Function))
+            yield "nested functions", sum(1 for _ in inner) - 1
             yield "functions of two lines or fewer", int(len(lines.intersection(body)) <= 2)
         elif isinstance(node, ast.ClassDef):
             decorators = " ".join(map(ast.unparse, node.decorator_list))

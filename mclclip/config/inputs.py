@@ -78,5 +78,5 @@ def check_samples(config: Config, index: SampleIndex) -> None:
         if reads.digests and config.image_rows.enabled and name == "train":
             extras.check_checksums(index)
         if reads.edits and not has_base:  # later, the training itself surveys the captions
-            survey = partial(extras.survey, reads.edits, index, config.data, name)
+            survey = partial(extras.report_edits, reads.edits, index, config.data, name)
             collectives.on_main(survey)

@@ -335,15 +335,15 @@ RULES: tuple[Rule, ...] = (
         and f"cluster.num_clusters={fewest}, of which {at.training}.objective.sample_rate={rate} "
         "draws none: raise one")),
     Rule("TRAINING.objective.queue_size", lambda at: (
-        0 < (queued := at.options.objective.reads.queued) < at.options.global_batch
+        0 < (queued := at.options.objective.reads.queue_size) < at.options.global_batch
         and f"{at.training}.global_batch={at.options.global_batch} and {at.training}.objective."
         f"queue_size={queued}, which has to hold the keys of a batch: raise queue_size")),
     excludes("TRAINING.engine.zero_stage=3", "TRAINING.engine.name=deepspeed",
-             "TRAINING.objective.reads.weights=true",
+             "TRAINING.objective.reads.follows_weights=true",
              because="a momentum copy follows parameters, which are shared out at this stage: set "
              "engine.zero_stage to 1 or 2, or engine.name=fsdp"),
     excludes("TRAINING.engine.micro_batch", "TRAINING.precision=fp16",
-             "TRAINING.objective.reads.pixels=true",
+             "TRAINING.objective.reads.changes_pixels=true",
              because="the gradient of an adversary, which changes pixels, would be multiplied by "
              "the loss scale: set precision=bf16, or leave micro_batch out"),
     excludes("TRAINING.sentences", "TRAINING.objective.reads.captions=false",
@@ -358,10 +358,10 @@ RULES: tuple[Rule, ...] = (
              because=f"{_HOLDS} stages then have other weights than stage 0: leave it out"),
     excludes(_READS_STAGE_0, "model.projector",
              because=f"{_HOLDS} it stands between the encoder and the objective: leave it out"),
-    excludes(f"{_READS_STAGE_0}=images", "embed.feature=pooled",
+    excludes(f"{_READS_STAGE_0}=image_features", "embed.feature=pooled",
              because=f"{_HOLDS} these features are not those of training: set embed.feature="
              "projected, or exact: true in the objective"),
-    excludes(f"{_READS_STAGE_0}=texts", "train.sentences",
+    excludes(f"{_READS_STAGE_0}=text_features", "train.sentences",
              because=f"{_HOLDS} whole captions are stored, of which it trains on parts: leave it "
              "out, or set exact: true in the objective"),
     # --- the image tower
@@ -373,7 +373,7 @@ RULES: tuple[Rule, ...] = (
         and (more := more_than_crops(at.model))
         and "data.pixels=fast only crops and resizes, and the augmentation asks for "
         f"{', '.join(more)}: set data.pixels=exact, or leave that out of model.augmentation")),
-    excludes(_ROWS, "train.objective.reads.views>1",
+    excludes(_ROWS, "train.objective.reads.num_views>1",
              because="all views of an image would be equal: take an objective of one view"),
     Rule("image_rows.enabled", lambda at: (
         at.config.image_rows.enabled

@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode_image, upright_rgb
+from mclclip.data.picture_transform import as_transform
 from mclclip.util.options import brief, protocol_of
 
 Picture = str | Path | Image.Image | NDArray[np.uint8] | bytes | BinaryIO
@@ -42,7 +43,7 @@ def transform_picture(picture: Picture | Tensor, transform: Callable[[Any], Tens
     if isinstance(picture, Tensor) and picture.ndim == 3 and picture.is_floating_point():
         return picture
     if isinstance(picture, np.ndarray) and picture.dtype == np.uint8 and picture.ndim == 3:
-        if getattr(transform, "reads_arrays", False):
+        if as_transform(transform).reads_arrays:
             return transform(picture)
         if picture.shape[2] == 3:
             return transform(Image.fromarray(picture))

@@ -36,6 +36,7 @@ import mclclip.util.torchvision_fix  # noqa: F401
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as ops
 
+from mclclip.data.picture_transform import PictureTransform
 from mclclip.util.options import STRICT, Share, first_problem
 
 # The steps of open_clip's training transform if its augmentation only crops.
@@ -91,7 +92,7 @@ class PixelFormat:
 
 
 @dataclass(frozen=True)
-class PlainTransform:
+class PlainTransform(PictureTransform):
     """Resizes the image until it covers the tower's size, and cuts out the middle."""
 
     format: PixelFormat
@@ -160,7 +161,7 @@ class Crop:
 
 
 @dataclass(frozen=True)
-class SimCLRTransform:
+class SimCLRTransform(PictureTransform):
     """Makes a random crop, perhaps mirrored, with changed colours; see `SimCLROptions`.
 
     Loaders call `draw` for every view and `finish` for a batch, which takes half the time. The
@@ -304,7 +305,7 @@ def training(format: PixelFormat, augmentation: Mapping[str, Any]) -> Transform:
 
 
 @dataclass(frozen=True)
-class FastTransform:
+class FastTransform(PictureTransform):
     """Makes a random crop and resizes it.
 
     size   height and width of the result in pixels

@@ -181,7 +181,7 @@ def _batch(model: Model, options: TrainConfig, local: int, cached_text: bool) ->
     def ids(*shape: int) -> Tensor:
         return torch.zeros(local, *shape, dtype=torch.int64)
 
-    extras = {f"base_{name[:-1]}_features": values(dim) for name in reads.base - {"model"}}
+    extras = {f"base_{name}": values(dim) for name in reads.base - {"model"}}
     if reads.digests:
         extras |= {name: ids() for name in DIGESTS}
     if reads.edits and cached_text:
@@ -190,8 +190,8 @@ def _batch(model: Model, options: TrainConfig, local: int, cached_text: bool) ->
         extras["edited_text"] = ids(reads.edits.per_caption, context)
         extras["has_edit"] = ids(reads.edits.per_caption).bool()
     return Batch(
-        views=[values(*model.image_shape) for _ in range(reads.views)],
-        labels=ids(1),
+        views=[values(*model.image_shape) for _ in range(reads.num_views)],
+        group_ids=ids(1),
         classes=ids(columns) if columns else None,
         sample_id=ids(),
         step=0,
@@ -237,13 +237,13 @@ def _measure_step(
     gradients = _allocate_gradients(trainee)  # they exist before a micro-batch runs
     held = [*trainee.parameters(), *trainee.buffers(), *gradients, *batch.tensors()]
     with StepMeter(held) as step:
-        features: dict[str, Tensor] = trainee(batch.rows(0, micro), dict)
+        features: dict[str, Tensor] = trainee(batch.slice(0, micro), dict)
         sums = [value.sum() for value in features.values() if value.requires_grad]
         torch.autograd.backward(torch.stack(sums).sum())
     operations = step.operations
     if micro < local:  # gradient caching runs another forward pass before
         with torch.no_grad(), StepMeter() as first:
-            trainee(batch.rows(0, micro), dict)
+            trainee(batch.slice(0, micro), dict)
         operations += first.operations
     return features, step.peak, operations // micro
 
@@ -276,7 +276,7 @@ def _measure_loss(
         every = replace(
             batch,
             views=[],
-            labels=of_all_ranks(batch.labels),
+            group_ids=of_all_ranks(batch.group_ids),
             classes=classes,
             sample_id=of_all_ranks(batch.sample_id),
             extras={n: of_all_ranks(value) for n, value in batch.extras.items()},

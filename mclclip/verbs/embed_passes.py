@@ -21,7 +21,7 @@ from mclclip.data.bytes import BadSample, read_excluded
 from mclclip.data.index_tables import Shard
 from mclclip.data.loader import Loader
 from mclclip.data.row_store import RowBatch, all_notes, shards_done, write_shard
-from mclclip.data.sample_index import BadSamples, SampleIndex
+from mclclip.data.sample_index import SampleIndex, SharedBadSamples
 from mclclip.data.samples import Sample, TarDataset
 from mclclip.models.model import Model
 from mclclip.ranks import collectives
@@ -126,7 +126,7 @@ def write_missing(
         return bad
 
     reasons = collectives.raise_on_every_rank(work, "embed")
-    return BadSamples(index, config.data.max_bad_fraction).share(reasons)
+    return SharedBadSamples(index, config.data.max_bad_fraction).add(reasons)
 
 
 def made_of_shards(

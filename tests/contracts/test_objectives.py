@@ -55,7 +55,9 @@ def batch_of(options: ObjectiveOptions, seed: int, rows: int, groups: int) -> Ba
     """What the options read, of samples of which some are repeated; every third step is masked at
     another length."""
     random, reads = torch.Generator().manual_seed(seed), options.reads
-    drawn = [torch.randn(rows, 3, 32, 32, generator=random).double() for _ in range(reads.views)]
+    drawn = [
+        torch.randn(rows, 3, 32, 32, generator=random).double() for _ in range(reads.num_views)
+    ]
     classes = torch.randint(0, NUM_CLASSES, (rows, max(reads.num_classes_per_sample, 1)),
                             generator=random)  # fmt: skip
     if classes.shape[1] > 1:  # distinct ones; some rows have fewer, one has none
@@ -64,7 +66,7 @@ def batch_of(options: ObjectiveOptions, seed: int, rows: int, groups: int) -> Ba
     # Of captions and pictures some are equal, in every third step most.
     digests = torch.randint(0, 2 + rows * (seed % 3), (len(DIGESTS), rows), generator=random)
     extras = {
-        f"base_{name[:-1]}_features": functional.normalize(
+        f"base_{name}": functional.normalize(
             torch.randn(rows, DIM, generator=random, dtype=torch.float64)
         )
         for name in sorted(reads.base - {"model"})
@@ -78,7 +80,7 @@ def batch_of(options: ObjectiveOptions, seed: int, rows: int, groups: int) -> Ba
     return Batch(
         views=drawn,
         text=torch.randint(1, 400, (rows, 20), generator=random) if reads.captions else None,
-        labels=torch.randint(0, groups, (rows, 1), generator=random),
+        group_ids=torch.randint(0, groups, (rows, 1), generator=random),
         classes=classes,
         sample_id=torch.randint(0, rows + 4, (rows,), generator=random),
         step=seed,
@@ -140,7 +142,7 @@ def forward(model: Towers, objective: Objective, batch: Batch, step: int) -> Any
     features = objective.features(model, batch, {})
     parts = objective(features, batch)
     features |= batch.extras
-    seen = Step(objective, features, batch.labels[:, 0], batch.sample_id, batch.classes,
+    seen = Step(objective, features, batch.group_ids[:, 0], batch.sample_id, batch.classes,
                 batch.prefix_length, step, batch.extras)  # type: ignore[arg-type]  # fmt: skip
     return parts, seen
 
@@ -328,7 +330,7 @@ def test_samples_of_another_group_have_no_influence(name: str) -> None:
         model, objective = built(options)
         for step in range(2):  # a queue has keys in the second
             batch = batch_of(options, 11 + step, 8, 1)
-            batch.labels[:, 0] = torch.tensor([0, 0, 0, 0, 0, 1, 1, 2])
+            batch.group_ids[:, 0] = torch.tensor([0, 0, 0, 0, 0, 1, 1, 2])
             batch.classes[:, 0] = torch.tensor([0, 0, 1, 1, 2, 0, 1, 2])
             batch.sample_id, batch.prefix_length = torch.arange(8), 1
             views = [view.requires_grad_() for view in batch.views]
@@ -385,7 +387,7 @@ def columns(name: str, step: int, dtype: torch.dtype) -> Batch:
     batch.views = [view.to(dtype) for view in batch.views]
     batch.extras |= {n: v.to(dtype) for n, v in batch.extras.items() if v.is_floating_point()}
     local = GLOBAL_BATCH // collectives.world_size()
-    return batch.rows(collectives.rank() * local, (collectives.rank() + 1) * local)
+    return batch.slice(collectives.rank() * local, (collectives.rank() + 1) * local)
 
 
 def train(engine: Engine, name: str, steps: range) -> list[dict[str, float]]:
@@ -395,8 +397,6 @@ def train(engine: Engine, name: str, steps: range) -> list[dict[str, float]]:
     found = []
     for step in steps:
         batch = columns(name, step, dtype)
-        if step == steps.start:
-            engine.fix_reduction_order(batch)
         module.objective.begin(step, STEPS, step / 2)
         parts = engine.update(batch, lr=1e-2)
         module.objective.stepped(module.model)

@@ -110,6 +110,11 @@ VERBS = {  # in the order in which a run needs them
         "num_clusters was 3, now 4", *EMBEDDED,
     ),
     "labels": Verb(of_run(cluster.run, stage=0), "stage_1/pseudo_labels", "", "", "", ""),
+    "relocate": Verb(
+        of_run(relocate.run, stage=1), "stage_1/relocated", "relocate.samples_per_shard=40",
+        "samples_per_shard was [0-9_]+, now 40",
+        "stage_1/pseudo_labels/manifest.json", "run 'mclclip cluster' first",
+    ),
     "train": Verb(
         of_run(train.run, stage=1), "stage_1/train", "train.lr=0.5",
         r"train\.lr was 0\.001, now 0\.5", *INDEX,
@@ -125,11 +130,6 @@ VERBS = {  # in the order in which a run needs them
     "join": Verb(
         of_run(export.join, "export.soup=true"), "exports/soup_uniform", "", "",
         "stage_1/export/manifest.json", "run 'mclclip export",
-    ),
-    "relocate": Verb(
-        of_run(relocate.run, stage=1), "stage_1/relocated", "relocate.samples_per_shard=40",
-        "samples_per_shard was [0-9_]+, now 40",
-        "stage_1/pseudo_labels/manifest.json", "run 'mclclip cluster' first",
     ),
     "filter": Verb(
         of_run(filtering.run, near_duplicates=0.9), "filters/filter", {"near_duplicates": 0.8},
@@ -248,6 +248,8 @@ def test_what_was_begun_is_resumed(folder: Path, verb: Verb) -> None:
 @pytest.mark.parametrize("verb", READERS, indirect=True)
 def test_a_missing_input_is_one_line_and_nothing_is_written(folder: Path, verb: Verb) -> None:
     (folder / "run" / verb.missing).unlink()
+    # Of a trained stage nothing is copied, so it would not be missed.
+    (folder / "run/stage_1/train/manifest.json").unlink(missing_ok=True)
     shutil.rmtree(folder / "run" / verb.artifact)
     assert verb.advice in refused(folder, verb)
     assert not is_finished(folder / "run" / verb.artifact)

@@ -64,7 +64,7 @@ class Source:
     @property
     def run_dir(self) -> Path | None:
         """The run directory that the export lies in; None for a folder elsewhere."""
-        return artifacts.run_above(self.directory)
+        return artifacts.find_run_dir(self.directory)
 
     @property
     def name(self) -> str:
