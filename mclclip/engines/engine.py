@@ -219,7 +219,7 @@ class Engine:
             return
         self._order_is_fixed = True
         if self.micro_batch is not None:
-            batch = batch.rows(0, self.micro_batch)
+            batch = batch.slice(0, self.micro_batch)
         for part in self.outside:
             part.begin(batch.step)
         with self._unchanged():

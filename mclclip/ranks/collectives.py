@@ -98,7 +98,7 @@ def all_reduce_with_grad(x: Tensor) -> Tensor:
 
 
 def gather(x: Tensor) -> Tensor:
-    """Concatenates the ``x`` [b, ...] of all ranks in rank order to [W*b, ...], no gradient."""
+    """Concatenates ``x`` [b, ...] of all ranks in rank order to [W*b, ...], without gradient."""
     if world_size() == 1:
         return x.detach()
     parts = [torch.empty_like(x) for _ in range(world_size())]
@@ -227,7 +227,7 @@ def raise_on_every_rank(work: Callable[[], T], what: str = "") -> T:
 
 
 def on_main(work: Callable[[], T]) -> T:
-    """Runs ``work`` on rank 0 only; all ranks get its picklable result, or its error.
+    """Runs ``work`` on rank 0 only. All ranks get its result (picklable), or its error.
 
     If ``work`` itself calls this function, that is a plain call on rank 0, since the other ranks
     wait for the end of the outer call.
@@ -265,7 +265,7 @@ class UnwrappedParameters(Protocol):
         """Returns the sum of squares of the gradient over all ranks: float64, 0-dimensional."""
 
     def step(self, lr: float, factor: Tensor | float = 1.0) -> None:
-        """Makes an optimizer step with ``factor`` times the gradient, at learning rate ``lr``."""
+        """Steps with ``factor`` times the gradient at the learning rate ``lr``."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns what a resumed training needs, by names that no other part of it uses."""

@@ -17,14 +17,20 @@ from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data.batches import Batch, TrainingBatches
 from mclclip.data.decode import Pixels
 from mclclip.data.epoch_plan import EpochPlan, total_steps
-from mclclip.data.extras import BaseFeatures, EditedCaptions, EqualityDigests, report_equal, survey
+from mclclip.data.extras import (
+    BaseFeatures,
+    EditedCaptions,
+    EqualityDigests,
+    report_edits,
+    report_equal,
+)
 from mclclip.data.groups import GroupedIndex, Integers, StageGroups
 from mclclip.data.index_tables import check_shards
 from mclclip.data.labels import AttributeClasses, ClassLabels, SampleWeights
 from mclclip.data.loader import Loader
 from mclclip.data.locations import Locations
 from mclclip.data.row_store import StoredRows, left_out
-from mclclip.data.sample_index import BadSamples, SampleIndex
+from mclclip.data.sample_index import SampleIndex, SharedBadSamples
 from mclclip.data.samples import Extra, TarDataset
 from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
@@ -54,7 +60,10 @@ _WEIGHTS = 5  # purpose of a random number: initial weights of a stage with trai
 
 @dataclass(frozen=True)
 class StageTraining:
-    """One training, as its options decide it; ``evaluate`` measures its checkpoints."""
+    """The training of one stage of one variant: its options, its place in the run, its samples.
+
+    ``evaluate`` measures its checkpoints where its options ask for evaluations.
+    """
 
     config: Config
     options: TrainConfig
@@ -66,41 +75,41 @@ class StageTraining:
 
     @property
     def name(self) -> str:
-        """The name of its options: ``base`` or ``train``."""
+        """The option that holds its settings: ``base`` for stage 0, else ``train``."""
         return "train" if self.stage else "base"
 
     @property
     def directory(self) -> Path:
-        """The directory of its artifact."""
+        """The directory of checkpoints, metrics and the grouped index."""
         return self.layout.train(self.stage)
 
     @property
     def title(self) -> str:
-        """Its name in log lines: the variant of a training with groups and of its controls, else
-        the kind of the objective."""
+        """The name in log lines: the variant if the objective reads groups, such as
+        'random_groups', else the kind of the objective."""
         objective = self.options.objective
         return self.layout.variant if objective.reads.groups and self.stage else objective.kind
 
     @property
     def reads_groups(self) -> bool:
-        """True if its batches are made of groups of pseudo labels."""
+        """True if each batch is made of samples that share a pseudo label."""
         groups = self.options.objective.reads.groups and self.stage > 0
         return groups and self.layout.variant != "ungrouped"
 
     @property
     def reads_image_rows(self) -> bool:
-        """True if its views are rows that frozen blocks, or a frozen tower, made of the images."""
+        """True if stored outputs of frozen blocks, or of the whole frozen tower, replace images."""
         return self.stage > 0 and self.config.image_rows.enabled
 
     @property
     def stored_texts(self) -> tuple[HardCaptions | None, ...]:
-        """The texts whose embeddings the training reads (``TrainConfig.stored_texts``)."""
+        """``TrainConfig.stored_texts`` after stage 0, which itself reads captions."""
         return self.options.stored_texts if self.stage > 0 else ()
 
     @cached_property
     def left_out(self) -> dict[str, np.ndarray]:
-        """Ids of the samples that the training leaves out, by reason: they lack the caption, the
-        attribute or the embedding that the objective reads.
+        """Returns the ids of the samples that lack what the objective reads, by what they lack:
+        'without_caption', 'without_attribute' or 'without_embedding'.
 
         Raises ValueError where all samples lack what the objective reads.
         """
@@ -110,20 +119,21 @@ class StageTraining:
             lacking["without_caption"] = self.index.without_caption(reader)
         if reads.attribute is not None:
             lacking["without_attribute"] = self.index.without_attribute(reads.attribute, reader)
-        if "images" in reads.base:
+        if "image_features" in reads.base:
             embedded = self.layout.embeddings(0)
             lacking["without_embedding"] = left_out(embedded, len(self.index.shards))
         return lacking
 
     @cached_property
     def weights(self) -> SampleWeights | None:
-        """How often an epoch draws each sample; None: once. Raises its errors (``open``)."""
+        """How often an epoch draws each sample; None: once. Raises the errors of
+        ``SampleWeights.open``."""
         plan, option = self.options.plan, f"{self.name}.plan"
         return SampleWeights.open(self.index, self.config.data, plan, option)
 
     @cached_property
     def classes(self) -> ClassLabels | AttributeClasses | None:
-        """Clusters of the stage before, or values of an attribute, by sample, for objectives that
+        """The clusters of the stage before, or the values of an attribute, for objectives that
         read them; else None. Reads and compares their files: rank 0 alone asks for it, and all
         ranks are given what it read in ``TrainingInputs``."""
         reads = self.options.objective.reads
@@ -148,8 +158,8 @@ class StageTraining:
 
     @cached_property
     def pixels(self) -> Pixels:
-        """How images become pixels. Where ``data.pixels`` is ``auto``, a control takes what the
-        training that it controls took."""
+        """How images become pixels: 'exact' or 'fast'. If ``data.pixels`` is ``auto``, a control
+        uses the same as the training that it is compared with."""
         if self.config.data.pixels == "auto" and self.layout.variant != "mcl":
             original = read_identity(RunPaths.of(self.config).train(self.stage)).get("config", {})
             taken: Pixels | None = original.get("data", {}).get("pixels")
@@ -181,13 +191,15 @@ class TrainingInputs:
 
 
 def read_inputs(training: StageTraining) -> TrainingInputs:
-    """Opens the files that a training reads. Rank 0 reads and checks those that it can read for
-    all (``on_main``); every rank maps the others (``raise_on_every_rank``)."""
+    """Opens and checks the files that a training reads; all ranks call it.
+
+    Rank 0 reads the small ones and sends them to the others; each rank memory-maps the large ones.
+    """
     config, index = training.config, training.index
 
     def check() -> tuple[ClassLabels | AttributeClasses | None, Locations, StoredRows | None]:
         if edits := training.options.objective.reads.edits:
-            survey(edits, index, config.data, training.name)
+            report_edits(edits, index, config.data, training.name)
         classes, locations, image_rows = training.classes, _open_locations(training), None
         if training.reads_image_rows:
             whole = not config.writes_image_rows
@@ -202,8 +214,8 @@ def read_inputs(training: StageTraining) -> TrainingInputs:
 
 
 def _open_locations(training: StageTraining) -> Locations:
-    """Returns where a training reads the samples: in copies that ``relocate`` made for its groups,
-    or in the shards of the index. Raises the errors of ``Locations.open``."""
+    """Returns the places of the samples: in the copies that ``relocate`` wrote for this stage's
+    groups if the options ask for them, else in the shards of the index."""
     options, layout = training.config.relocate, training.layout
     if not options.enabled or not training.reads_groups or layout.variant != "mcl":
         return Locations(training.index)
@@ -213,9 +225,9 @@ def _open_locations(training: StageTraining) -> Locations:
 
 
 def build_model(training: StageTraining, image_rows: StoredRows | None = None) -> Model:
-    """The model a stage starts from, with its locks and adapters, on its device.
+    """Returns the model that a stage starts from, with its locks and adapters, on its device.
 
-    With ``image_rows`` it begins behind the frozen blocks that made these rows.
+    With ``image_rows`` it begins after the frozen blocks whose outputs these rows are.
 
     Raises ValueError where the objective reads captions and the model has no text tower, and where
     batch norms are trained that were folded into weights.
@@ -256,9 +268,9 @@ def build_model(training: StageTraining, image_rows: StoredRows | None = None) -
 def build_objective(
     training: StageTraining, model: Model, classes: ClassLabels | AttributeClasses | None
 ) -> Objective:
-    """The objective, as its options build it.
+    """Returns the objective with its own parameters, such as class centers.
 
-    Raises ValueError for a batch of one sample where batch norms are trained.
+    Raises ValueError for a batch of one sample if batch norms are trained.
     """
     options = training.options
     objective = options.objective.build(
@@ -290,10 +302,10 @@ def build_trainer(
     identity: str,
     steps: int | None,
 ) -> Trainer:
-    """Builds the loop of a training, which has resumed from its last checkpoint if there is one.
+    """Builds the loop of a training and loads its last checkpoint, if there is one.
 
-    identity   digest of the inputs and options (``build_checkpoints``)
-    steps      of the whole training; None: as the options say, over epochs of its ``groups``
+    identity   digest of the inputs and options, for ``build_checkpoints``
+    steps      number of steps of the whole training; None: as the options say
     """
     options, context, config = training.options, training.context, training.config
     grouped, known_bad = collectives.on_main(groups.read)
@@ -322,7 +334,7 @@ def build_trainer(
         training.directory, context, name=f"stage {training.stage}",
         global_batch=options.global_batch, start=start, total=total,
         steps_per_epoch=plan.steps_per_epoch, log_every=options.log_every,
-        share_bad=BadSamples(training.index, config.data.max_bad_fraction).share,
+        share_bad=SharedBadSamples(training.index, config.data.max_bad_fraction).add,
         track=list(config.track), config=to_tree(config), evaluates=evaluation is not None,
         leaves_out=engine.leaves_out,
     )  # fmt: skip
@@ -438,7 +450,7 @@ def _build_batches(
     batches = TrainingBatches(
         dataset,
         plan,
-        num_views=objective.reads.views,
+        num_views=objective.reads.num_views,
         sentences=training.options.sentences,
         rank=training.context.rank,
         world_size=training.context.world_size,

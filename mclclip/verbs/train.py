@@ -1,7 +1,7 @@
 """Verb: index + labels -> checkpoints; ``method`` and ``cli`` call it, it calls ``train.loop``.
 
-This file opens the artifact, writes the grouped index, and resumes; ``train.build`` builds the
-objects from the options, and ``train.loop`` runs the steps, one loop for every method.
+This file says what a training's identity is, and groups the samples. ``train.build`` opens its
+inputs and builds model, objective and loop; ``train.loop`` runs the steps, for every method.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ def run(
 ) -> Path:
     """Trains stage ``stage`` of ``variant`` and returns its directory (skips if finished).
 
-    Stage 0 trains ``config.model`` under ``config.base``. Later stages train under
+    Stage 0 trains ``config.model`` with the options ``config.base``. Later stages train with
     ``config.train``, from stage 0's export unless ``train.start`` or ``trained_model`` says
-    otherwise: on the pseudo labels of ``cluster`` (``mcl``), without groups (``ungrouped``), or on
-    the same labels permuted over the samples (``random_groups``). The two controls take as many
-    steps as MCL's training of the stage, and draw captions and augmentations from the same keys
-    (seed, stage, epoch, sample).
+    otherwise. A variant decides the groups: the pseudo labels of ``cluster`` (``mcl``), no groups
+    (``ungrouped``), or the same labels permuted over the samples (``random_groups``). The last two
+    are controls: they take as many steps as MCL's training of the stage, and draw captions and
+    augmentations from the same keys (seed, stage, epoch, sample).
     ``evaluate`` measures checkpoints where ``evaluate.every`` asks for it.
-    Raises ValueError where options and data do not fit, and RuntimeError for a control whose
-    number of steps is not known yet, before anything is written.
+    Raises ValueError if options and data do not fit, and RuntimeError for a control if MCL's
+    training is not there yet; both before anything is written.
     """
     layout = RunPaths.of(config, variant)
     options = _options(config, layout, stage)
@@ -77,10 +77,10 @@ def run(
 
 @dataclass(frozen=True)
 class Training(Step[StageTraining]):
-    """Weights and optimizer after the last step, as a checkpoint.
+    """The checkpoint after the last step: weights, optimizer, objective.
 
-    data    ``pixels``, how images become pixels, where they are read
-    steps   of the training that this is a control of (None: it is none, or ``train`` says it)
+    data    {"pixels": ...}, how images become pixels; empty if no images are read
+    steps   of a control: those of MCL's training, unless ``train.steps`` is set; else None
     """
 
     kind = "train"
@@ -95,7 +95,39 @@ class Training(Step[StageTraining]):
 
     def reads(self, training: StageTraining) -> dict[str, str]:
         """Returns the digests of the artifacts and files that the training depends on."""
-        return _digests(training)
+        # Raises first if all samples lack captions: no other verb could make them.
+        training.left_out  # noqa: B018
+        reads, layout = training.options.objective.reads, training.layout
+        digests = {"index": training.index.digest}
+        if reads.attribute is not None and training.classes is not None:
+            digests["attribute"] = training.classes.digest
+        if training.weights is not None:
+            digests["weights"] = training.weights.digest
+        file = training.config.model_of(training.name).image_weights
+        # In later stages the base's digest stands for it.
+        if file is not None and (training.stage == 0 or training.config.trained_model is not None):
+            digests["model.image_weights"] = digest_file(weights.checked_image_weights(file))
+        if training.stage == 0:
+            return digests
+        digests["base"] = artifacts.read_manifest(layout.export(0), "export").digest
+        if training.reads_image_rows:
+            rows = layout.image_rows, IMAGE_ROWS
+            if not training.config.writes_image_rows:
+                rows = layout.embeddings(0), "embeddings"
+            digests["image_rows"] = artifacts.read_manifest(*rows).digest
+        if "image_features" in reads.base:
+            embedded = artifacts.read_manifest(layout.embeddings(0), "embeddings")
+            digests["embeddings"] = embedded.digest
+        for edits in training.stored_texts:
+            name = "text_embeddings" if edits is None else "edited_texts"
+            directory = directory_of(layout, edits)
+            digests[name] = artifacts.read_manifest(directory, "text_embeddings").digest
+        if reads.clusters and training.classes is not None:
+            digests["clusters"] = training.classes.digest
+        if training.reads_groups:
+            labels = artifacts.read_manifest(layout.pseudo_labels(training.stage), "pseudo_labels")
+            digests["pseudo_labels"] = labels.digest
+        return digests
 
     def make(self, out: Artifact, training: StageTraining) -> Made:
         """Trains from the last checkpoint on, or from the start."""
@@ -116,7 +148,8 @@ class Training(Step[StageTraining]):
 
 
 def _options(config: Config, layout: RunPaths, stage: int) -> TrainConfig:
-    """The options of a training. See ``run`` for errors."""
+    """Returns the options of a stage's training. Raises ValueError if there is none, or if the
+    variant has no meaning for its objective."""
     options = config.base if stage == 0 else config.train
     if options is None:
         raise ValueError("stage 0 is a given encoder (base is null): there is nothing to train")
@@ -129,7 +162,6 @@ def _options(config: Config, layout: RunPaths, stage: int) -> TrainConfig:
 
 
 def _step_of(training: StageTraining) -> Training:
-    """Returns the step that makes a training; a control trains as long as what it controls."""
     options, is_control = training.options, training.layout.variant != "mcl"
     if options.evaluate.metric is None:  # figures that are only recorded
         options = replace(options, evaluate=EvaluateConfig())
@@ -138,23 +170,23 @@ def _step_of(training: StageTraining) -> Training:
         training.stage, training.layout.variant, config.seed,
         model=config.model_of(training.name), train=options,
         data={} if training.reads_image_rows else {"pixels": training.pixels},
-        steps=_controlled_steps(training) if is_control and options.steps is None else None,
+        steps=_count_steps_of_mcl(training) if is_control and options.steps is None else None,
     )  # fmt: skip
 
 
 def _write_groups(
     training: StageTraining, inputs: TrainingInputs, groups: StageGroups, out: Artifact
 ) -> None:
-    """Begins the artifact and writes the grouped index into it, unless it is there; writes nothing
-    if the groups do not fit the batch."""
+    """Begins the artifact and writes the grouped index into it, unless it is there. If the groups
+    do not fit the batch, raises ValueError before anything is written."""
     bad_ids = training.index.bad_ids()
-    planned = None if groups.written else _planned(training, bad_ids)
+    blocks = None if groups.is_written else _group_samples(training, bad_ids)
     if out.force is not Remake.NOTHING and groups.damage() is not None:
         move_aside(training.directory)
     out.begin()
     _report_samples(training, inputs)
-    if not groups.written:  # ``begin`` may have moved the old ones aside
-        groups.write(*(planned or _planned(training, bad_ids)), bad_ids)
+    if not groups.is_written:  # ``begin`` may have moved the old ones aside
+        groups.write(*(blocks or _group_samples(training, bad_ids)), bad_ids)
 
 
 def _report_samples(training: StageTraining, inputs: TrainingInputs) -> None:
@@ -185,19 +217,18 @@ def _report_samples(training: StageTraining, inputs: TrainingInputs) -> None:
         )
 
 
-def _controlled_steps(training: StageTraining) -> int:
-    """Steps of the training that this one is a control of.
+def _count_steps_of_mcl(training: StageTraining) -> int:
+    """Returns the number of steps of MCL's training of this stage, which a control takes too.
 
-    An epoch over other groups can have another number of steps (policies drop and wrap), so the
-    number comes from the groups that the controlled training draws from.
+    It comes from MCL's groups: over other groups an epoch can have another number of steps, since
+    the plan's policy drops or repeats samples at the ends of groups.
     """
     options = training.options
     mcl = replace(training, layout=RunPaths.of(training.config))
-    # Raises where the controlled training was made with other options or labels than those of now.
-    # It is no control, so that this is not called again.
+    # Raises if MCL's training was made with other options or labels than those of now.
     find_artifact(_step_of(mcl), mcl.directory, mcl)
     controlled = StageGroups(mcl.directory / _GROUPS)
-    if not controlled.written:
+    if not controlled.is_written:
         raise RuntimeError(
             f"a control takes as many steps as the training it controls, and {controlled.directory}"
             f" is not there: run 'mclclip train --stage {training.stage}' first, or set train.steps"
@@ -206,9 +237,9 @@ def _controlled_steps(training: StageTraining) -> int:
     return total_steps(None, options.epochs, report.steps)
 
 
-def _planned(training: StageTraining, bad_ids: np.ndarray) -> tuple[LabelBlocks, GroupSizes]:
-    """The labels of all samples, without those that this training leaves out, and their groups;
-    logs the coverage. Raises ValueError where the groups do not fit the batch."""
+def _group_samples(training: StageTraining, bad_ids: np.ndarray) -> tuple[LabelBlocks, GroupSizes]:
+    """Returns the labels of the samples that this training draws, in blocks, and the sizes of the
+    groups; logs the coverage. Raises ValueError if the groups do not fit the batch."""
     left_out = reduce(np.union1d, training.left_out.values(), np.zeros(0, np.int64))
     labels, radices = np.broadcast_to(np.int64(0), len(training.index)), tuple[int, ...]()
     if training.reads_groups:
@@ -217,48 +248,10 @@ def _planned(training: StageTraining, bad_ids: np.ndarray) -> tuple[LabelBlocks,
     if radices and training.layout.variant == "random_groups":
         labels = np.array(labels)
         labels[left_out] = -1
-        if (
-            training.weights is not None
-        ):  # so that groups keep their numbers of samples that are drawn
+        if training.weights is not None:  # each group keeps its number of drawn samples
             labels[training.weights.units(np.arange(len(labels))) == 0] = -1
         labels = permute_labels(labels, training.config.seed, training.stage)
     blocks = LabelBlocks(labels, radices, np.union1d(left_out, bad_ids), weights=training.weights)
     sizes = blocks.sizes()
     check_coverage(sizes, training.options.global_batch, training.options.plan.policy)
     return blocks, sizes
-
-
-def _digests(training: StageTraining) -> dict[str, str]:
-    """The digests of the artifacts that a training depends on."""
-    _ = training.left_out  # its errors come first: no other verb makes what the samples lack
-    reads, layout = training.options.objective.reads, training.layout
-    inputs = {"index": training.index.digest}
-    if reads.attribute is not None and training.classes is not None:
-        inputs["attribute"] = training.classes.digest
-    if training.weights is not None:
-        inputs["weights"] = training.weights.digest
-    file = training.config.model_of(training.name).image_weights
-    # In later stages the base's digest stands for it.
-    if file is not None and (training.stage == 0 or training.config.trained_model is not None):
-        inputs["model.image_weights"] = digest_file(weights.checked_image_weights(file))
-    if training.stage == 0:
-        return inputs
-    inputs["base"] = artifacts.read_manifest(layout.export(0), "export").digest
-    if training.reads_image_rows:
-        rows = layout.image_rows, IMAGE_ROWS
-        if not training.config.writes_image_rows:
-            rows = layout.embeddings(0), "embeddings"
-        inputs["image_rows"] = artifacts.read_manifest(*rows).digest
-    if "images" in reads.base:
-        embedded = artifacts.read_manifest(layout.embeddings(0), "embeddings")
-        inputs["embeddings"] = embedded.digest
-    for edits in training.stored_texts:
-        name = "text_embeddings" if edits is None else "edited_texts"
-        directory = directory_of(layout, edits)
-        inputs[name] = artifacts.read_manifest(directory, "text_embeddings").digest
-    if reads.clusters and training.classes is not None:
-        inputs["clusters"] = training.classes.digest
-    if training.reads_groups:
-        labels = artifacts.read_manifest(layout.pseudo_labels(training.stage), "pseudo_labels")
-        inputs["pseudo_labels"] = labels.digest
-    return inputs

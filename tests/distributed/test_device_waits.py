@@ -153,21 +153,21 @@ def batch_of(step: int, parsed: base.ObjectiveOptions) -> Batch:
     classes = torch.stack([torch.randperm(NUM_CLASSES, generator=random) for _ in range(8)])
     images = torch.randint(0, 256, (GLOBAL_BATCH, 3, 32, 32), generator=random, dtype=torch.uint8)
     batch = Batch(
-        views=[images for _ in range(reads.views)],
+        views=[images for _ in range(reads.num_views)],
         text=torch.randint(1, 400, (GLOBAL_BATCH, 20), generator=random),
-        labels=torch.arange(GLOBAL_BATCH)[:, None] % 2,
+        group_ids=torch.arange(GLOBAL_BATCH)[:, None] % 2,
         classes=classes[:, :columns] if columns else None,
         sample_id=torch.arange(GLOBAL_BATCH),
         step=step,
         group_size=GLOBAL_BATCH // 2,
         extras={
-            f"base_{name[:-1]}_features": torch.randn(GLOBAL_BATCH, 8, generator=random)
+            f"base_{name}": torch.randn(GLOBAL_BATCH, 8, generator=random)
             for name in sorted(reads.base - {"model"})
         },
     )
     if not reads.captions:
         batch.text = None
-    return batch.rows(collectives.rank() * local, (collectives.rank() + 1) * local)
+    return batch.slice(collectives.rank() * local, (collectives.rank() + 1) * local)
 
 
 def waits_of(options: dict[str, Any], how: dict[str, Any], folder: Path) -> dict[str, str]:

@@ -47,7 +47,7 @@ def batch_of(step: int, device: torch.device, image_size: int = 32, context: int
     return Batch(
         views=[torch.randn(BATCH, 3, image_size, image_size, generator=generator)],
         text=torch.randint(1, 400, (BATCH, context), generator=generator),
-        labels=torch.arange(BATCH)[:, None] % 2,
+        group_ids=torch.arange(BATCH)[:, None] % 2,
         sample_id=torch.arange(BATCH),
         step=step,
         group_size=BATCH // 2,
