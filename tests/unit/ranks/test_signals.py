@@ -1,4 +1,4 @@
-"""Signals as requests, in processes of their own."""
+"""Signals ask processes to save and end; each test starts its own process."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_children_ignore_what_their_parent_answers() -> None:
 
 
 def test_a_sighup_that_is_ignored_stays_ignored() -> None:
-    """As under nohup."""
+    """nohup starts a process so."""
     code = "import os, signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + START
     code += "os.kill(os.getpid(), signal.SIGHUP); print('goes on', signals.get_request())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
@@ -145,7 +145,7 @@ def test_a_program_that_is_interrupted_in_a_training_saves_before_it_ends() -> N
 
 
 def test_nothing_is_raised_out_of_an_import(tmp_path: Path) -> None:
-    """The C++ code of a module may abort the process where an error comes out of nowhere."""
+    """An unexpected error may make the C++ code of a module abort the process."""
     (tmp_path / "half.py").write_text(
         "import os, signal, time\n"
         "try:\n"
