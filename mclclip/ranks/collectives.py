@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mclclip.ranks import failures, process_group
-from mclclip.ranks.process_group import limit
 
 T = TypeVar("T")
 _LONGEST_PAUSE_S = 0.2
@@ -149,7 +148,9 @@ def side_group() -> Any:
     one group could be matched in the wrong order; NCCL does not move CPU tensors. All ranks call
     this at the same point of their main threads.
     """
-    return dist.new_group(backend="gloo", timeout=limit()) if world_size() > 1 else None
+    if world_size() == 1:
+        return None
+    return dist.new_group(backend="gloo", timeout=process_group.get_timeout())
 
 
 def gather_objects(item: T, group: Any = None) -> list[T]:
@@ -192,7 +193,7 @@ def meet() -> None:
     """
     if world_size() == 1:
         return
-    waiting, pause_s = dist.barrier(process_group.meeting(), async_op=True), 0.001
+    waiting, pause_s = dist.barrier(process_group.get_meeting_group(), async_op=True), 0.001
     while not waiting.is_completed():  # wait() would not react to signals
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -203,9 +204,9 @@ def raise_on_every_rank(work: Callable[[], T], what: str = "") -> T:
     """Runs ``work`` on all ranks and returns its result; if it fails on any rank, all ranks raise.
 
     So no rank waits in the next collective for a peer that has failed. The failing rank raises its
-    own error. The others raise one of the same message and of type ValueError, FileNotFoundError,
-    Lost or else RuntimeError; it begins for example 'rank 2 ...', where ``what`` is '...'. Ranks
-    wait for each other without a limit (`meet`).
+    own error. The others raise an error with that message after 'rank 2 embed: ', where ``what`` is
+    'embed'. It is a ValueError, FileNotFoundError or Lost if the original was one, else a
+    RuntimeError. Ranks wait for each other without a limit (`meet`).
     """
     error: Exception | None = None
     result: T | None = None
@@ -233,17 +234,15 @@ def on_main(work: Callable[[], T]) -> T:
     """
     if world_size() == 1 or _in_on_main:
         return work()
-    result: T | None = None
 
-    def run() -> None:
-        nonlocal result
+    def run_alone() -> T:
         _in_on_main.append(True)
         try:
-            result = work() if rank() == 0 else None
+            return work()
         finally:
             _in_on_main.pop()
 
-    raise_on_every_rank(run)
+    result = raise_on_every_rank(lambda: run_alone() if rank() == 0 else None)
     return broadcast_object(result)  # type: ignore[return-value]
 
 
