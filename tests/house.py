@@ -48,7 +48,7 @@ ROOM = 1.01
 PLUGINS = {  # folder -> how the line begins by which a module of it is found
     "mclclip/data/datasets": "def build",
     "mclclip/eval/protocols": "EVALUATOR",
-    "mclclip/export/targets": "IS_MODEL",
+    "mclclip/export/targets": "TARGET",
     "mclclip/figures": "FIGURE",
     "mclclip/objectives": "class Options",
 }

@@ -122,7 +122,9 @@ def _add(verbs: Any, name: str, force: str | None = None) -> argparse.ArgumentPa
 
     Its flags are the arguments of the function that ``cli`` calls, where their units stand.
     """
-    ((text, example),) = re.findall(rf"^  {name} +(.*?)\n +\$ (.*?)$", _VERBS, re.M | re.S)
+    entry = re.search(rf"^  {name} +(.*?)\n +\$ (.*?)$", _VERBS, re.M | re.S)
+    assert entry, f"the verb {name} has no entry with an example in _VERBS"
+    text, example = entry.groups()
     text = " ".join(text.split())
     words = {"description": textwrap.fill(text, 80), "epilog": f"example: {example}"}
     verb: argparse.ArgumentParser = verbs.add_parser(name, help=text, **words)
