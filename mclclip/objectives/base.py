@@ -39,7 +39,7 @@ _MODULES = {"mlc": "mlcd", "single_label": "mlcd"}
 
 @dataclass(frozen=True)
 class Reads:
-    """What an objective needs beside images, of data, model and training.
+    """The data and parts of model and training that an objective needs beside images.
 
     num_views        augmented views of every image
     captions         features of a sample's text; if no objective reads them, the text tower is

@@ -76,7 +76,7 @@ class CosineSchedule:
     half_period: PositiveFloat = 200.0
     """Epochs from the highest to the lowest."""
     per: Literal["epoch", "step"] = "epoch"
-    """Whether it moves once per epoch or at every step."""
+    """Moves it once per epoch, or at every step."""
 
     def __post_init__(self) -> None:
         if self.min > self.max:
@@ -200,8 +200,8 @@ class ContrastOptions(ObjectiveOptions):
 
     @property
     def equal_captions(self) -> EqualCaptions:
-        """What samples with equal captions or pictures are to each other; losses of captions have a
-        field of this name."""
+        """Role of samples with equal captions or pictures for each other; a field in losses of
+        captions."""
         return "negatives"
 
     def __post_init__(self) -> None:

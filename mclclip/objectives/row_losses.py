@@ -339,11 +339,11 @@ class _RowLosses(torch.autograd.Function):
 
             weighted = grad[:, None] * queries
             grad_queries, grad_keys = _pull(ctx, tiles, shares, weighted)
-            own = torch.expm1(-losses)[:, None]  # the own pair's share of the row's sum, minus 1
+            pull = torch.expm1(-losses)[:, None]  # the own pair's share of the row's sum, minus 1
             if grad_queries is not None:
-                grad_queries.addcmul_(own, ctx.pairs.positive_keys(keys)).mul_(grad[:, None])
+                grad_queries.addcmul_(pull, ctx.pairs.positive_keys(keys)).mul_(grad[:, None])
             if grad_keys is not None:
-                ctx.pairs.positive_keys(grad_keys).addcmul_(own, weighted)
+                ctx.pairs.positive_keys(grad_keys).addcmul_(pull, weighted)
         return grad_queries, grad_keys, None
 
 
@@ -427,20 +427,22 @@ class _Divergences(torch.autograd.Function):
         with choose_no_autocast(queries.device):
             tiles, base = (Tiles(*side, pairs) for side in every)
             lowest = queries.new_full((len(queries),), torch.finfo(queries.dtype).min)
-            own = [pairs.positive_logits(*side) if with_own else lowest for side in every]
+            starts = [pairs.positive_logits(*side) if with_own else lowest for side in every]
             streamed = [
-                _stream_divergence(tiles, base, rows, own[0][rows], own[1][rows], float(with_own))
+                _stream_divergence(
+                    tiles, base, rows, starts[0][rows], starts[1][rows], float(with_own)
+                )
                 for rows in blocks(len(queries), pairs.tile)
             ]
         by_row, sums, base_sums = (torch.cat(parts) for parts in zip(*streamed, strict=True))
-        ctx.save_for_backward(queries, keys, base_queries, base_keys, *own, sums, base_sums)
+        ctx.save_for_backward(queries, keys, base_queries, base_keys, *starts, sums, base_sums)
         ctx.pairs, ctx.with_own = pairs, with_own
         return by_row
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("the divergence")
-        queries, keys, base_queries, base_keys, own, base_own, *sums = ctx.saved_tensors
+        queries, keys, base_queries, base_keys, start, base_start, *sums = ctx.saved_tensors
         pairs = ctx.pairs
         with choose_no_autocast(queries.device):
             tiles, base = Tiles(queries, keys, pairs), Tiles(base_queries, base_keys, pairs)
@@ -454,7 +456,8 @@ class _Divergences(torch.autograd.Function):
 
             grad_queries, grad_keys = _pull(ctx, tiles, shares, queries)
             if ctx.with_own:
-                share = (((own - total).exp() - (base_own - base_total).exp()) * grad)[:, None]
+                share = (start - total).exp() - (base_start - base_total).exp()
+                share = (share * grad)[:, None]
                 if grad_queries is not None:
                     grad_queries.addcmul_(share, pairs.positive_keys(keys))
                 if grad_keys is not None:
@@ -471,12 +474,13 @@ def _stream_divergence(
     total, base_total = (torch.full_like(start, weight) for _ in range(2))
     gaps = weight * (base_start - start)  # the sum of exp(base L) (base L - L), by the maximum
     for columns in blocks(len(tiles.keys), tiles.pairs.tile):
-        logits, wanted = tiles.logits(rows, columns), base.logits(rows, columns)
-        gap = (wanted - logits).masked_fill_(wanted == float("-inf"), 0.0)
+        logits, base_logits = tiles.logits(rows, columns), base.logits(rows, columns)
+        gap = (base_logits - logits).masked_fill_(base_logits == float("-inf"), 0.0)
         previous, maximum = maximum, torch.maximum(maximum, logits.amax(dim=1))
         total = total * (previous - maximum).exp() + logits.sub_(maximum[:, None]).exp_().sum(dim=1)
-        previous, base_maximum = base_maximum, torch.maximum(base_maximum, wanted.amax(dim=1))
-        share, shrink = wanted.sub_(base_maximum[:, None]).exp_(), (previous - base_maximum).exp()
+        previous, base_maximum = base_maximum, torch.maximum(base_maximum, base_logits.amax(dim=1))
+        share = base_logits.sub_(base_maximum[:, None]).exp_()
+        shrink = (previous - base_maximum).exp()
         base_total = base_total * shrink + share.sum(dim=1)
         gaps = gaps * shrink + gap.mul_(share).sum(dim=1)
     sums, base_sums = maximum + total.log(), base_maximum + base_total.log()

@@ -28,7 +28,7 @@ from mclclip.checkpoint import Checkpoints, Stateful
 from mclclip.data.batches import Batch
 from mclclip.engines.engine import HALF, Engine
 from mclclip.models.model import Model
-from mclclip.models.transforms import normalized
+from mclclip.models.transforms import normalize
 from mclclip.objectives.base import Objective
 from mclclip.ranks import failures, signals
 from mclclip.ranks.process_group import seed_everything, without_limit
@@ -104,7 +104,7 @@ class ModelWithObjective(nn.Module):
             if self._rows_dtype is not None:
                 view = view.to(self._rows_dtype)
             if view.dtype == torch.uint8:
-                view = normalized(view, *self._normalization)
+                view = normalize(view, *self._normalization)
             views.append(view.double() if self.precision == "float64" else view)
         batch.views = views
         if self.precision == "float64":
@@ -237,14 +237,14 @@ class Trainer:
         with one line, on all ranks, if the training has diverged; a state that is not finite is
         never saved.
         """
-        with signals.deferred(), contextlib.closing(self.recorder), self._errors():
+        with signals.defer_requests(), contextlib.closing(self.recorder), self._errors():
             # A training that resumes at a step that is evaluated evaluates it again.
             if not self._evaluate():
                 self._take_steps()
             decision = self.boundary.finish()
             self.checkpoints.wait()
             if decision.leave is not None:
-                raise decision.preempted()
+                raise decision.make_error()
         return self.done
 
     def _take_steps(self) -> None:
@@ -262,7 +262,7 @@ class Trainer:
                 self.checkpoints.wait(mirror_s=MIRROR_S)
                 self.recorder.end_epoch(self.done, leaving=True)
                 self.boundary.finish()
-                raise decision.preempted()
+                raise decision.make_error()
 
     # ---------------------------------------------------------------------------------------------
     # One step, on every rank: batch, forward, backward, step, record, save

@@ -6,12 +6,15 @@ every engine; a state goes on bit for bit; samples of other groups have no influ
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -22,7 +25,14 @@ from mclclip.data.batches import Batch
 from mclclip.engines.engine import Engine
 from mclclip.models.loading import load_towers, prepare_model
 from mclclip.models.optimizer import build_optimizer
-from mclclip.objectives.base import Objective, ObjectiveInputs, ObjectiveOptions, kinds
+from mclclip.objectives.base import (
+    Objective,
+    ObjectiveInputs,
+    ObjectiveOptions,
+    kinds,
+    options_class,
+    parse,
+)
 from mclclip.objectives.contrast import DIGESTS
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import SINGLE
@@ -157,6 +167,13 @@ def leaves_of(model: Towers, objective: Objective) -> dict[str, Tensor]:
 
 def test_every_kind_has_a_case() -> None:
     assert {*kinds()} <= {case.kind for case in CASES.values()}, "add it to CASES"
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_the_example_in_the_docstring_is_read(kind: str) -> None:
+    text = sys.modules[options_class(kind).__module__].__doc__ or ""
+    (example,) = re.findall(r"^Example: ``train\.objective=(.+)``\.$", text, re.MULTILINE)
+    parse(yaml.safe_load(example))
 
 
 @pytest.mark.parametrize("name", CASES)

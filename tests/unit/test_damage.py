@@ -491,7 +491,7 @@ def test_samples_that_are_excluded_no_more_are_embedded_again(
 
 def test_what_one_reader_cannot_use_is_not_kept_for_others(own_shards: Config) -> None:
     samples = SampleIndex.open(RunPaths.of(own_shards).index)
-    samples.add_bad({1: "unfit", 2: "no_caption", 3: "truncated"})
+    samples.add_bad({1: "unsuitable", 2: "no_caption", 3: "truncated"})
     assert samples.bad_ids().tolist() == [3]
 
 

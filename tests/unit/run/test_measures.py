@@ -1,4 +1,4 @@
-"""What is measured of steps: NaN and infinity, memory by phase, traces; no step waits for it."""
+"""Steps are watched for NaN, memory and traces, and no step waits for that."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def counts_of(watch: StepWatch) -> dict[str, int]:
 
 @pytest.mark.parametrize("bad", BAD)
 def test_the_first_bad_step_is_told_though_later_ones_are_finite(bad: float) -> None:
-    """The row of a class center may be spoiled and not be drawn again for long."""
+    """A spoiled row of the class centers may not be drawn again for a long time."""
     watch = watch_of([1.0, 1.0, bad, 1.0, bad, 1.0])
     assert counts_of(watch) == {"max_since": 4, "max_in_a_row": 0}
     with pytest.raises(NotFinite, match="not finite since step 103$") as caught:
@@ -100,7 +100,7 @@ CPU = torch.device("cpu")
 
 
 def touch() -> tuple[int, int]:
-    """The peak before and after 1 GiB is in use for a moment."""
+    """Returns the peak memory before and after 1 GiB was in use for a moment."""
     before = peak_bytes(CPU)
     torch.ones(2**30, dtype=torch.uint8)
     return before, peak_bytes(CPU)

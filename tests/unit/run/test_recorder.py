@@ -1,4 +1,4 @@
-"""Rows of steps and epochs, and what they may not cost: no waiting for the device between rows."""
+"""Steps and epochs give rows, and nothing waits for the device between rows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def parts_of(done: int) -> dict[str, Tensor]:
 
 
 def make(directory: Path, **options: Any) -> Recorder:
-    """Of a training of 10 steps, 4 to an epoch, with a row every 5."""
+    """Makes the recorder of a training of 10 steps, with 4 steps per epoch and a row every 5."""
     settled: dict[str, Any] = {
         "name": "stage 1", "global_batch": 8, "start": 0, "total": 10, "steps_per_epoch": 4,
         "log_every": 5, "share_bad": lambda found: len(found), "track": [], "config": {},
@@ -47,7 +47,7 @@ def make(directory: Path, **options: Any) -> Recorder:
 
 
 def go(recorder: Recorder, stop: int = 10, batch: Batch | None = None) -> None:
-    """The steps that are left up to ``stop``, as the training loop takes them."""
+    """Records the steps that are left up to ``stop``, as the training loop does."""
     batches = [batch or Batch()] * (stop - recorder.start)
     for done, _ in enumerate(recorder.read_batches(batches), start=recorder.start + 1):
         recorder.take(done, parts_of(done), lr=0.1)
