@@ -15,7 +15,8 @@ from tabulate import tabulate
 
 from mclclip.eval import outcomes
 from mclclip.eval.metrics import Z_95, design_effect, stratified_interval
-from mclclip.eval.outcomes import PERCENT, UNITS, Outcomes, Unit
+from mclclip.eval.outcomes import Outcomes
+from mclclip.eval.units import PERCENT, UNITS, Unit
 from mclclip.util.files import parse_json, printable, write_bytes
 
 WIDTH = 80

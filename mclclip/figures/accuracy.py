@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mclclip.eval.outcomes import PERCENT
+from mclclip.eval.units import PERCENT
 from mclclip.figures import drawing
 from mclclip.figures.inputs import Figure, Inputs
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from mclclip.config.plain_yaml import read_yaml
 from mclclip.eval import results
-from mclclip.eval.outcomes import PERCENT
 from mclclip.eval.results import Reference, Result
+from mclclip.eval.units import PERCENT
 from mclclip.report import charts
 from mclclip.report.verdict import Verdict
 from mclclip.run.opened import Run

@@ -12,7 +12,7 @@ import numpy as np
 from markupsafe import Markup
 
 from mclclip.eval import results
-from mclclip.eval.outcomes import PERCENT
+from mclclip.eval.units import PERCENT
 from mclclip.report import charts
 from mclclip.report.scores import Comparisons
 from mclclip.run.artifacts import read_manifest

@@ -50,12 +50,9 @@ INTENT = "in_progress.json"
 
 
 class Kind(NamedTuple):
-    """How a kind of artifact is made again, and where it lies.
-
-    verb       the verb that writes it, such as ``embed --text``
-    place      its path in a run directory, or in a control's folder, as a regular expression
-    by_flags   True if the verb needs flags that stand nowhere in the run
-    """
+    """How a kind of artifact is made again: its ``verb``, such as ``embed --text``, and if that
+    needs flags that stand nowhere in the run (``by_flags``). ``place`` is a regular expression of
+    its path in a run, or in a control's folder; empty if it may lie anywhere."""
 
     verb: str
     place: str = ""
@@ -73,7 +70,7 @@ KINDS = {
     "train": Kind("train", r"stage_\d+/train"),
     "export": Kind("export", r"stage_\d+/export"),
     "concat": Kind("export", r"exports/[^/]+"),
-    "soup": Kind("export"),  # in exports/ too
+    "soup": Kind("export"),
     "filter": Kind("filter", r"filters/[^/]+", by_flags=True),
     "blindspots": Kind("blindspots", r"blindspots/[^/]+", by_flags=True),
     "finetune": Kind("finetune", "finetune", by_flags=True),
