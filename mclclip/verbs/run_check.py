@@ -1,9 +1,9 @@
-"""Verb ``doctor RUN``: whether the files of a run are what was written.
+"""Verb ``doctor RUN``: compares the files of a run with the checksums that were recorded.
 
-Every file that a manifest or a saved step lists is read once and compared with its SHA-256. One
-line per artifact names the first file that differs. Nothing is written and no lock is taken, so
-that a run may go on meanwhile: what is not finished is not compared, and neither is what is
-replaced or removed while it is read.
+It reads every file that a manifest or a saved step lists, and compares its SHA-256. Each artifact
+gets a line, which names the first file that differs. It writes nothing and takes no lock, so the
+run may go on: unfinished artifacts, and files that are replaced or removed while they are read, are
+not compared.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from mclclip.verbs import doctor
 from mclclip.verbs.doctor import Finding
 
 MAY_LIE_ELSEWHERE = (KIND, IMAGE_ROWS)
-"""Kinds of artifacts whose files a user may move to a store, or remove after the training."""
+"""Kinds of artifacts whose files a user may move to a store or delete after the training."""
 _OF_STAGES = (
     "embeddings|text_embeddings|edited_texts/[^/]+|image_rows|clusters|pseudo_labels|relocated|"
     "train|export"
 )
 _PLACES = re.compile(rf"index|finetune|(controls/[^/]+/)?(stage_\d+/({_OF_STAGES})|exports/[^/]+)")
-# Verbs of which a part of the command is written nowhere in the run.
+# Verbs with arguments that the run does not record.
 _WITH_ARGUMENTS = ("pack", "make-pairs", "make-dataset", "finetune", "export --to")
 
 
 def run(directory: Path) -> int:
-    """Prints a line per artifact of a run; returns 0, or 2 where a file differs.
+    """Prints a line per artifact of a run; returns 0, or 2 if a file differs.
 
-    Raises FileNotFoundError where the folder has no artifact of a run.
+    Raises FileNotFoundError if the folder has no artifact of a run.
     """
     return doctor.show(findings(Path(directory)))
 
 
 def findings(directory: Path) -> Iterator[Finding]:
-    """The line of every artifact and of every saved step, in the order of their paths."""
+    """Yields a line for every artifact and saved step, in the order of their paths."""
     listings = [*_listings(directory)]
     if not listings:
         raise FileNotFoundError(f"there is no run at {directory}: name the folder of a run")
@@ -60,9 +60,10 @@ def findings(directory: Path) -> Iterator[Finding]:
 
 
 def _listings(directory: Path) -> Iterator[Path]:
-    """The paths of all lists of files: those that are there, with the marks of what is being made,
-    and those that the places of a run should have. A folder is looked at once, whatever links lead
-    to it; hidden ones and those that were moved aside are left out."""
+    """Yields the paths of all lists of files: manifests, those of saved steps, the intents of
+    unfinished artifacts, and missing manifests in folders where a run has artifacts. A folder is
+    visited once, even if several links lead to it. Hidden folders and those that were moved aside
+    (NAME.old-1) are skipped."""
     seen = set()
     for name, below, names in os.walk(directory, followlinks=True):
         folder, real = Path(name), os.path.realpath(name)
@@ -79,14 +80,14 @@ def _listings(directory: Path) -> Iterator[Path]:
 
 
 def _is_place(directory: Path, folder: Path, is_step: bool) -> bool:
-    """Returns True if the layout of a run has an artifact or a saved step in ``folder``."""
+    """Returns True if a run has an artifact or a saved step in this folder."""
     place = folder.relative_to(directory).as_posix()
     of_finetune = place in ("data", "pairs") and (directory / "finetune").is_dir()
     return is_step or of_finetune or _PLACES.fullmatch(place) is not None
 
 
 def _compare(path: Path, place: str, pool: ThreadPoolExecutor) -> Iterator[Finding]:
-    """The line of the artifact or step whose files ``path`` lists."""
+    """Yields the line of the artifact or step whose files ``path`` lists, if it is finished."""
     if path.name == INTENT:
         if not is_finished(path.parent):
             yield doctor.finding(place, "is not finished, so there is nothing to compare yet")
@@ -101,7 +102,7 @@ def _compare(path: Path, place: str, pool: ThreadPoolExecutor) -> Iterator[Findi
         text = next(filter(None, differences), None)
     except (OSError, ValueError, RuntimeError, step_files.Damaged) as error:
         text = files.message_of(error)
-    except (TypeError, LookupError) as error:  # of counts, which every kind has its own of
+    except (TypeError, LookupError) as error:  # a field is missing or of another type
         text = f"{path.name} is damaged ({type(error).__name__}: {files.message_of(error)})"
     if text is None:
         size = sum(record.size_bytes for record in here.values()) / 2**30
@@ -114,7 +115,7 @@ def _compare(path: Path, place: str, pool: ThreadPoolExecutor) -> Iterator[Findi
 
 
 def _bytes_of(path: Path) -> bytes | None:
-    """The bytes of a file; None for what cannot be read, or is no file."""
+    """Returns the bytes of a file; None if it cannot be read."""
     try:
         return path.read_bytes() if path.is_file() else None
     except OSError:
@@ -122,18 +123,18 @@ def _bytes_of(path: Path) -> bytes | None:
 
 
 def _again(path: Path) -> str:
-    """How to make what ``path`` lists again, by the name of its folder."""
+    """Says how to make the files that ``path`` lists again, judging by the name of the folder."""
     folder = path.parent
     if path.name == step_files.STATE:
         return "remove this step's folder, and the same command resumes from the step before"
     above = {"exports": "concat", "edited_texts": "text_embeddings"}.get(folder.parent.name)
     kind = above or ("shards" if folder.name == "data" else folder.name)
-    known = kind in ("concat", "shards", "pairs", "finetune", "index", *_OF_STAGES.split("|"))
-    return _repeated(kind) if known else "make it again, or bring it back from a copy"
+    has_verb = kind in ("concat", "shards", "pairs", "finetune", "index", *_OF_STAGES.split("|"))
+    return _command_for(kind) if has_verb else "make it again, or bring it back from a copy"
 
 
-def _repeated(kind: str) -> str:
-    """How to make an artifact of a kind again."""
+def _command_for(kind: str) -> str:
+    """Says which command makes an artifact of ``kind``, such as 'embeddings', again."""
     verb = verb_of(kind)
     if verb in _WITH_ARGUMENTS:
         return f"give the same command of {verb} again, with --force"
@@ -141,8 +142,8 @@ def _repeated(kind: str) -> str:
 
 
 def _read_listing(path: Path) -> tuple[dict[Path, files.Record], str, bool]:
-    """The files that a manifest or a step lists, with their records; how to make them again; and
-    whether they may lie elsewhere."""
+    """Returns the files that a manifest or a step lists, with their records; the advice how to make
+    them again; and True if the files may lie elsewhere."""
     folder = path.parent
     if path.name == step_files.STATE:
         step = int(folder.name.removeprefix("step_"))
@@ -150,11 +151,11 @@ def _read_listing(path: Path) -> tuple[dict[Path, files.Record], str, bool]:
         return {folder / name: record for name, record in entries.items()}, _again(path), False
     manifest = parse_manifest(path)
     records = {folder / name: record for name, record in manifest.records.items()}
-    return records, _repeated(manifest.kind), manifest.kind in MAY_LIE_ELSEWHERE
+    return records, _command_for(manifest.kind), manifest.kind in MAY_LIE_ELSEWHERE
 
 
 def _difference(folder: Path, path: Path, record: files.Record) -> str | None:
-    """Describes what is wrong with a file; None if the file is as it was written."""
+    """Says how a file differs from its record; None if it does not."""
     name = os.path.relpath(path, folder)
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # the reading of a pipe would not end
