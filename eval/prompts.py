@@ -9,8 +9,7 @@ from __future__ import annotations
 import importlib.resources
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 from mclclip.eval.images import CLASS_NAMES, class_names, class_shards, labels_of, readable
 from mclclip.eval.protocols import BenchmarkConfig
 from mclclip.util.files import needed, parse_json, read_json
+from mclclip.util.options import prefix_errors
 
 IMAGENET = "imagenet1k"
 CLIP_BENCHMARK = "clip_benchmark:"
@@ -218,25 +218,15 @@ def check(
 def check_suite(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
     """Calls ``check`` for all zero-shot benchmarks whose folders exist.
 
-    Unknown options and wrong types are left to ``run.check``, which imports torch.
+    Unknown options and wrong types are left to ``verbs.eval.check``, which imports torch.
     """
     types: dict[str, Any] = {"labels": str, "classes": str | dict, "templates": str | list}
     for name, benchmark in benchmarks.items():
         if benchmark.kind == "zeroshot" and Path(benchmark.path).is_dir():
             items = benchmark.options.items()
             options = {o: value for o, value in items if isinstance(value, types.get(o, ()))}
-            with naming_benchmark(name):
+            with prefix_errors(f"benchmark {name!r}"):
                 check(Path(benchmark.path), **options)
-
-
-@contextmanager
-def naming_benchmark(name: str) -> Iterator[None]:
-    """Puts the name of a benchmark before the errors of its data."""
-    try:
-        yield
-    except (ValueError, FileNotFoundError) as error:
-        kind = FileNotFoundError if isinstance(error, OSError) else ValueError
-        raise kind(f"benchmark {name!r}: {error}") from None
 
 
 def _of_clip_benchmark(choice: str, file: str, what: str) -> list[str]:

@@ -1,19 +1,19 @@
 # Sourced by local.sh and multinode.sh: runs one torchrun and ends with one exit code for it.
 # shellcheck shell=bash
 
-# launch NPROC OPTION... -- ARGUMENT...: starts torchrun with the options and NPROC ranks here, on
-# mclclip with the arguments; waits, and ends this script with
-#     0   finished
-#     85  asked to leave (a training by Ctrl-C too), saved: the same command resumes
-#         (PREEMPTED_CODE replaces 85)
-#     130 interrupted outside a training, or twice
-#     or the code that mclclip recorded when it failed; where that is 2, a mistake of the user, the
-#     last line on stderr names it.
-# torchrun turns the codes of its workers into 0 or 1, so mclclip records how it ends in
-# MCLCLIP_STATE_FILE (a temporary file, unless the caller names one), which is emptied first.
+# launch NPROC OPTION... -- ARGUMENT...: runs "mclclip ARGUMENT..." on NPROC ranks of this machine,
+# under torchrun with its OPTIONs. Waits for it, and ends this script with
+#     0    if the command finished
+#     85   if the run was asked to leave (a training also by Ctrl-C) and has saved: the same command
+#          resumes it (the variable PREEMPTED_CODE replaces 85)
+#     130  if it was interrupted outside a training, or twice
+#     the code of mclclip if it failed; if that is 2, a mistake of the user, the last line on stderr
+#     says which.
+# torchrun turns the codes of its workers into 0 or 1, so mclclip records how it ends in the file
+# MCLCLIP_STATE_FILE (a temporary file, unless the caller names one). The file is emptied first.
 #
-# SIGUSR1, SIGTERM and SIGHUP mean: save and leave. They are passed on to the workers and kept from
-# torchrun, which would end the workers and print a traceback.
+# SIGUSR1, SIGTERM and SIGHUP ask the run to save and leave. This script passes them on to the
+# workers but not to torchrun, which would end the workers and print a traceback.
 launch() {
     local code=0
     [[ ${*: -1} != -- ]] || fail "no command: say what mclclip shall do, such as 'run --config FILE'"
@@ -30,7 +30,7 @@ launch() {
         if [[ -z $request ]]; then
             wait "$torchrun" 2>/dev/null || true  # returns when torchrun ends or a signal arrives
         else
-            # Repeated, since a worker that is still starting ignores the signal.
+            # It is sent every second, since a worker that is still starting ignores it.
             signal_workers "$request"
             (trap '' USR1 TERM HUP && exec sleep 1)  # SLURM may signal every process of a task
         fi
@@ -44,12 +44,12 @@ fail() {
     exit 2
 }
 
-# Prints the number of this machine's GPUs, or 1 if there is none. torch knows GPUs of all makers.
+# Prints the number of this machine's GPUs, or 1 if there is none; torch knows GPUs of all makers.
 count_devices() {
     "${PYTHON:-python}" -c 'import torch; print(torch.cuda.device_count() or 1)'
 }
 
-# prepare NPROC: the environment of torchrun and its workers.
+# prepare NPROC: sets the environment of torchrun and its workers.
 prepare() {
     local cores=${SLURM_CPUS_PER_TASK:-$(nproc)} threads
     temporary=""
@@ -63,11 +63,11 @@ prepare() {
     # The ranks of a machine divide its cores; torchrun would give one to each, with a warning.
     threads=$((cores / $1))
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
-    # If torchrun is asked to end nevertheless, its workers get this many seconds to save from torch
-    # 2.14 on, and 30 before. Only SIGINT and SIGQUIT make it end (before: SIGTERM and SIGHUP too).
+    # Only SIGINT and SIGQUIT make torchrun end; by default SIGTERM and SIGHUP would too. Its
+    # workers then get 120 seconds to save (with torch before 2.14: 30).
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}
     export PET_SIGNALS_TO_HANDLE=SIGINT,SIGQUIT
-    # When the first host ends, the others' torchruns lose its store and would print warnings.
+    # When the first host ends, torchrun on the others loses its store and would print warnings.
     export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
     export TORCH_LOGS=${TORCH_LOGS:--torch.distributed.elastic.rendezvous}
 }
@@ -77,7 +77,8 @@ clean_up() {
     [[ -z $temporary ]] || rm -f "$temporary"
 }
 
-# start NPROC OPTION... -- ARGUMENT...: torchrun in the background; sets `torchrun`.
+# start NPROC OPTION... -- ARGUMENT...: starts torchrun in the background and sets `torchrun` to its
+# process id.
 start() {
     local options=(--nproc-per-node "$1") tie=()
     shift
@@ -100,9 +101,9 @@ start() {
     torchrun=$!
 }
 
-# If another host cannot be reached, torchrun waits for its answer in a call that ignores signals and
-# the end of the ranks, until the kernel gives the connection up (a quarter of an hour). Here torchrun
-# is killed six seconds after all ranks of this machine have failed and ended.
+# Kills torchrun six seconds after all ranks of this machine have failed and ended. Otherwise, if
+# another host cannot be reached, torchrun would wait for it in a call that ignores signals and the
+# end of its ranks, until the kernel gives the connection up after a quarter of an hour.
 give_up_on_torchrun() {
     local looks=0 never
     trap - INT EXIT
@@ -132,8 +133,9 @@ signal_workers() {
     done
 }
 
-# Ctrl-C: a training saves and ends, another verb ends at once; torchrun is stopped, as it would print
-# a traceback. A second Ctrl-C kills torchrun, with which the workers end.
+# Handles Ctrl-C: a training saves and ends, another verb ends at once. torchrun is stopped
+# (SIGSTOP) because it would print a traceback. A second Ctrl-C kills torchrun, and the workers end
+# with it.
 interrupt() {
     trap 'exit 130' INT
     kill -STOP "$torchrun" 2>/dev/null || true
@@ -145,7 +147,7 @@ interrupt() {
     exit 130
 }
 
-# Whether all workers have ended; children of a stopped torchrun stay zombies (state Z or X).
+# Succeeds if all workers have ended: children of a stopped torchrun stay zombies (state Z or X).
 all_ended() {
     local pid pids
     read -ra pids <<<"$(workers)"
@@ -159,13 +161,13 @@ recorded() {
     sed -nE "s/.*\"$1\": \"?([a-z0-9]+).*/\1/p" "$MCLCLIP_STATE_FILE" 2>/dev/null || true
 }
 
-# Prints the user's mistake again, since torchrun's report of forty lines came after it.
+# Prints the user's mistake again as the last line: torchrun's report of forty lines has hidden it.
 repeat_reason() {
     "${PYTHON:-python}" -c 'import json, sys; print(json.load(open(sys.argv[1]))["reason"])' \
         "$MCLCLIP_STATE_FILE" 2>/dev/null | sed 's/^/mclclip: /' >&2 || true
 }
 
-# conclude CODE: ends this script, when torchrun has ended with CODE.
+# conclude CODE: ends this script with the right code, after torchrun has ended with CODE.
 conclude() {
     local code=$1
     trap clean_up EXIT
@@ -178,8 +180,8 @@ conclude() {
             code=$(recorded exit_code)
             [[ $code != 2 ]] || repeat_reason
             ;;
-        running) ;;            # killed
-        *) exit "$code" ;;     # a verb that records nothing, or ended before it could
+        running) ;;            # it was killed
+        *) exit "$code" ;;     # the verb records nothing, or ended before it could
     esac
     exit "$((code > 0 ? code : 1))"
 }

@@ -10,12 +10,12 @@
 #
 # The run directory and the data lie on a file system that all hosts share. Optional variables:
 #     NPROC_PER_NODE              ranks per host (default: one per GPU)
-#     RDZV_ID                     a name of this run, where others use the same port
-#     LOCAL_ADDRESS               this host's address, where others cannot resolve its name
+#     RDZV_ID                     a name of this run, if other runs use the same port
+#     LOCAL_ADDRESS               this host's address, if other hosts cannot resolve its name
 #     GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME     network interfaces: read by torch and NCCL
 #
-# SIGUSR1 or SIGTERM to this script on any host: the run saves and leaves on all, with 85. Other exit
-# codes: launch/common.sh. PYTHON names another interpreter.
+# On SIGUSR1 or SIGTERM to this script on any host, the run saves and ends with 85 on all hosts.
+# launch/common.sh lists the other exit codes. The variable PYTHON names another interpreter.
 set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

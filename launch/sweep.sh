@@ -6,14 +6,17 @@
 #
 #     options=$(launch/sweep.sh FILE NUMBER) && mclclip run --config RECIPE $options
 #
-# Assign the options to a variable first: if $(...) stands in a command, its exit code is lost, and
-# after an error the command would run the plain recipe without options.
+# Assign the options to a variable first, as here. The exit code of a $(...) within a command is
+# lost, so after an error the command would run the plain recipe without options.
 #
-# A line of FILE has a name, key.path=value options without spaces, and after ' #' a comment; the run
-# directory is RUNS/NAME (RUNS is by default runs/ and the name of the file). SHARED names a run
-# directory whose index, stage-0 export and embeddings are linked into the new one, and its clusters
-# too, unless the line has options of cluster. All of them must be finished there, since a run would
-# otherwise write to them through the link. Text embeddings are linked if there are any.
+# A line of FILE has the run's name, options key.path=value without spaces, and after ' #' a
+# comment. The run directory is RUNS/NAME; the variable RUNS is by default runs/ and the name of the
+# file.
+#
+# The variable SHARED names a run directory whose parts are linked into the new one: its index,
+# stage-0 export and embeddings, its clusters unless the line has options of cluster, and its text
+# embeddings if there are any. They must be finished, since a run would write to an unfinished one
+# through the link.
 set -euo pipefail
 
 fail() {
@@ -21,7 +24,7 @@ fail() {
     exit 2
 }
 
-# read_runs FILE: fills `names` and `options`, all lines checked.
+# read_runs FILE: checks all lines and fills the arrays `names` and `options`.
 read_runs() {
     local line lines name words word
     names=() options=()
@@ -44,7 +47,7 @@ read_runs() {
     [[ ${#names[@]} -gt 0 ]] || fail "$1 has no runs"
 }
 
-# share RUN_DIR OPTIONS: links what is finished in SHARED; nothing is made before all is checked.
+# share RUN_DIR OPTIONS: checks all parts of SHARED, then links them into RUN_DIR.
 share() {
     local from run_dir=$1 part verb links=()
     [[ -d $SHARED ]] || fail "SHARED=$SHARED is no run directory"
@@ -54,7 +57,7 @@ share() {
             fail "$run_dir/$part is a link to $(readlink "$run_dir/$part"), and nothing finished" \
                 "lies there: remove the link"
         elif [[ -e $run_dir/$part ]]; then
-            continue # a run that goes on, or one that made its own
+            continue # linked by an earlier call, or made by the run itself
         elif [[ -f $from/$part/manifest.json ]]; then
             links+=("$part")
         elif [[ $verb != - ]]; then
@@ -67,7 +70,8 @@ share() {
     done
 }
 
-# parts OPTIONS: what a run with these options may share, and the verb that makes it (-: optional).
+# parts OPTIONS: prints each part that a run with these options can share, and the verb that makes
+# it (-: the part is optional).
 parts() {
     echo "index index"
     echo "stage_0/export export --stage 0"

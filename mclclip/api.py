@@ -166,7 +166,7 @@ def finetune(
             overrides=overrides, held_out=held_out, seed=seed, force=force, **packing,
         )  # fmt: skip
 
-    with signals.saving_interrupts():
+    with signals.save_on_interrupt():
         process.run(_first(out, overrides), "finetune", work)
     return Run.open(out)
 

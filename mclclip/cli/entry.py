@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     on: its signals are handled as before, and later messages do not offer this command."""
     words = sys.argv[1:] if argv is None else argv
     try:
-        with signals.handled_as_before():
+        with signals.restore_handlers():
             return process.answer(lambda: run_verb(parse_words(words)), "--debug" in words)
     finally:
         advice.remember("", ())

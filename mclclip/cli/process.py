@@ -200,11 +200,11 @@ def _naming_lost(work: Callable[[Context], object], context: Context) -> object:
     try:
         return work(context)
     except Exception as error:
-        lost, request = failures.as_lost(error), signals.received()
+        lost, request = failures.as_lost(error), signals.get_request()
         if lost is error:
             raise
         if request is not None and failures.is_lost_peer(error):
-            raise signals.error_of(request) from error
+            raise signals.make_error(request) from error
         raise lost from error
 
 

@@ -42,10 +42,10 @@ SURVEYED = 512
 class BaseFeatures:
     """Adds stage 0's embeddings of a sample, float32 of unit length.
 
-    ``base_image_features`` [D] if ``read`` has 'images' (they are of the centre crop),
-    ``base_text_features`` [D] of the drawn caption if it has 'texts', and ``edited_features``
-    [h, D] of h edits of the drawn caption if ``edits`` are given; rows of missing edits are zeros.
-    Raises FileNotFoundError if ``mclclip embed`` has not written them.
+    ``base_image_features`` [D] if ``read`` has 'image_features' (they are of the centre crop),
+    ``base_text_features`` [D] of the drawn caption if it has 'text_features', and
+    ``edited_features`` [h, D] of h edits of the drawn caption if ``edits`` are given; rows of
+    missing edits are zeros. Raises FileNotFoundError if ``mclclip embed`` has not written them.
     """
 
     reads_text = False
@@ -58,9 +58,9 @@ class BaseFeatures:
         edits: HardCaptions | None = None,
     ) -> None:
         self._images = self._texts = self._edits = None
-        if "images" in read:
+        if "image_features" in read:
             self._images = StoredRows(layout.embeddings(0), index, "embeddings")
-        if "texts" in read:
+        if "text_features" in read:
             self._texts = StoredRows(layout.text_embeddings, index)
         if edits is not None:
             self._edits = StoredRows(directory_of(layout, edits), index)

@@ -411,7 +411,7 @@ def _read_weights(file: str, index: SampleIndex, option: str) -> npt.NDArray[np.
         values = open_given_npy(path, "numbers")
     except (FileNotFoundError, ValueError) as error:
         raise type(error)(f"{option}: {error}") from None
-    digest = artifacts.made_of(path.parent).get("inputs", {}).get("index", index.digest)
+    digest = artifacts.read_identity(path.parent).get("inputs", {}).get("index", index.digest)
     fits = values.dtype.kind in "fiub" and values.shape == (len(index),)
     if not fits or digest != index.digest:
         raise ValueError(

@@ -107,7 +107,7 @@ class Loader(Generic[T]):
             resource_tracker.ensure_running()  # starting it would unblock signals
         before = set(multiprocessing.active_children())
         try:
-            with signals.blocked():
+            with signals.block_requests():
                 source = iter(self._loader)
         except BaseException:
             _kill(set(multiprocessing.active_children()) - before)

@@ -34,7 +34,7 @@ from mclclip.data.shard_reader import ShardReader
 from mclclip.run.artifacts import Manifest, RunPaths, is_finished, verb_of
 from mclclip.util import files
 from mclclip.util.files import Record
-from mclclip.util.search import unit
+from mclclip.util.search import normalize_rows
 
 Integers = npt.NDArray[np.int64]
 IMAGE_ROWS = "image_rows"
@@ -448,7 +448,7 @@ class MeanBlocks(RowBlocks):
 
     def read(self, file: int, cut: slice) -> Floats:
         """Computes a block: the means of some samples of one file."""
-        rows = unit(super().read(file, cut))
+        rows = normalize_rows(super().read(file, cut))
         captions = self._num_captions[file]
         first = int(captions[: cut.start].sum())
         here = captions[cut]
@@ -456,5 +456,5 @@ class MeanBlocks(RowBlocks):
         if with_caption.any():
             texts = self._texts.read(file, slice(first, first + int(here.sum())))
             first_captions = np.cumsum(here) - here
-            rows[with_caption] += unit(texts[first_captions[with_caption]])
-        return unit(rows)
+            rows[with_caption] += normalize_rows(texts[first_captions[with_caption]])
+        return normalize_rows(rows)

@@ -19,7 +19,7 @@ from typing import Any
 
 from mclclip.data.decode import IMAGE_EXTENSIONS
 from mclclip.data.shard_scan import ARRAY_EXTENSION, split_member_name
-from mclclip.run.artifacts import made_of
+from mclclip.run.artifacts import read_identity
 from mclclip.util.files import Record, record_of, remove_leftovers, whole_file
 
 PACKED_FROM = "packed_from"
@@ -144,7 +144,7 @@ def check_foreign(out: Path, verb: str, *folders: str) -> None:
     out = Path(out)
     places = [out, *(out / folder for folder in folders)]
     shard = next((path for place in places for path in sorted(place.glob("*.tar"))), None)
-    if shard is not None and not made_of(out):
+    if shard is not None and not read_identity(out):
         raise ValueError(
             f"{shard.parent} holds shards that 'mclclip {verb}' did not write, such as "
             f"{shard.name}: use another folder"

@@ -1,8 +1,8 @@
-"""Errors that end a command: which ones are the user's, which mean a lost process, and how each is
-printed on one line.
+"""Sorts the errors that end a command and prints each on one line, without torch or numpy.
 
-A process that this one needs may be gone or hang. That is no mistake of the user and no error of
-mclclip: the same command may go on from what is saved. (This module needs neither torch nor numpy.)
+Some are mistakes of the user, whose message is enough. Some mean that another process, which this
+one needs, has ended or hangs (`Lost`): the same command may then go on from what is saved. All
+others are bugs and need a traceback.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ import traceback
 
 from mclclip.util import advice
 
-LATER_RANKS_WAIT_S = 5.0
-LONGEST_LINE = 4000  # characters of an error's line; the middle of a longer one is left out
+LATER_RANKS_WAIT_S = 5.0  # ranks other than the first wait so long before they print an error
+LONGEST_LINE = 4000  # characters of an error's line; a longer line loses its middle
 MORE_SHARED_MEMORY = "give it more (docker run --shm-size=8g), or set data.num_workers=0"
 GOES_ON = "the same command goes on from what is saved"
-_MOST_OF_TORCH = 300  # characters
+_MOST_OF_TORCH = 300  # characters that are quoted of torch's message
 LATE_WORKER = "DataLoader timed out"
-# torch's words for a loader worker that ended without an error of its own.
+# torch's message for a loader worker that ended without an error of its own.
 _ENDED_WORKER = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) "
     r"(?:is killed by signal: (?P<word>[A-Za-z ]+)|exited unexpectedly)"
 )
-# gloo's and NCCL's words and errors where a process of a collective is gone or does not answer.
+# Parts of gloo's and NCCL's messages, and names of their errors, for a process of a collective that
+# is gone (_GONE) or does not answer (_LATE).
 _GONE = ("closed by peer", "reset by peer", "Broken pipe", "recv error", "Connection refused")
 _LATE = ("Timed out waiting", "timed out")
 _GONE_ERRORS = ("DistBackendError", "DistNetworkError")
@@ -46,14 +47,14 @@ def is_lost_peer(error: BaseException) -> bool:
     """Returns True if a collective failed because another process is gone or does not answer."""
     if type(error).__name__ in _GONE_ERRORS:
         return True
-    words = (*_GONE, *_LATE)
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in words)
+    message = str(error)
+    return isinstance(error, RuntimeError) and any(part in message for part in (*_GONE, *_LATE))
 
 
 def as_lost(error: Exception, where: str = "") -> Exception:
-    """Lost with one line where ``error`` says that another process is gone; else ``error``.
+    """Returns a `Lost` of one line if ``error`` means that another process is gone; else ``error``.
 
-    ``where`` says what this process was at, or which data it waited for.
+    ``where`` is added to the line; it says what this process was doing, such as 'at step 12'.
     """
     if isinstance(error, Lost):
         return error
@@ -62,18 +63,18 @@ def as_lost(error: Exception, where: str = "") -> Exception:
         return LostWorker(f"no data has come within peer_timeout_s{where}: {GOES_ON}")
     ended = _ENDED_WORKER.search(text) if isinstance(error, RuntimeError) else None
     if ended is not None:
-        return LostWorker(f"a loader worker has ended{where}, {_cause(ended['word'] or '')}")
+        return LostWorker(f"a loader worker has ended{where}, {_guess_cause(ended['word'] or '')}")
     if is_lost_peer(error):
-        late = any(words in text for words in _LATE)
-        no_answer = "another rank has not answered within peer_timeout_s"
-        what = no_answer if late else "another rank has ended"
-        said = text.partition("\n")[0].partition(". ")[0][:_MOST_OF_TORCH]
-        return Lost(f"{what}{where}: {GOES_ON} (torch: {said})")
+        late = any(part in text for part in _LATE)
+        event = "has not answered within peer_timeout_s" if late else "has ended"
+        quote = text.partition("\n")[0].partition(". ")[0][:_MOST_OF_TORCH]
+        return Lost(f"another rank {event}{where}: {GOES_ON} (torch: {quote})")
     return error
 
 
-def _cause(word: str) -> str:
-    """The probable cause of a worker's end by a signal that torch names so, and what to do."""
+def _guess_cause(word: str) -> str:
+    """Says why a loader worker probably ended, and what to do. ``word``: torch's name of the signal
+    that ended it, such as 'Bus error' or 'Killed'."""
     if word.startswith("Bus"):
         return (
             f"most likely because shared memory (/dev/shm) is full: {MORE_SHARED_MEMORY}; {GOES_ON}"
@@ -90,10 +91,10 @@ def _cause(word: str) -> str:
 
 
 def is_for_the_user(error: Exception) -> bool:
-    """Returns True if the error's message is enough for the user, so that no traceback is printed.
+    """Returns True if the user needs only the error's message, and no traceback.
 
-    It is for ValueError and OSError, for a RuntimeError that this package raised itself, and where
-    memory ran out or too many files are open.
+    That is so for ValueError, OSError and MemoryError, and for a RuntimeError that this package
+    raised itself or that means too little memory or too many open files.
     """
     if _is_out_of_files(error):
         return True
@@ -109,14 +110,14 @@ def is_for_the_user(error: Exception) -> bool:
 
 
 def _is_of_loader_worker(error: BaseException) -> bool:
-    """Returns True for an error that torch passed on from a loader worker; its message holds the
+    """Returns True if torch passed ``error`` on from a loader worker, so that its message holds a
     traceback."""
     return " in DataLoader worker process " in str(error).partition("\n")[0]
 
 
 def _is_out_of_files(error: BaseException) -> bool:
-    """Returns True if too many files are open, here or in a loader worker, whose error torch keeps
-    as text."""
+    """Returns True if too many files are open, here or in a loader worker (whose error torch passes
+    on as text)."""
     by_number = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
     return by_number or (
         isinstance(error, OSError | RuntimeError) and "Too many open files" in str(error)
@@ -124,32 +125,30 @@ def _is_out_of_files(error: BaseException) -> bool:
 
 
 def number_of(variable: str, default: int) -> int:
-    """A number that the launcher has set in the environment; ``default`` where it is not set, or is
-    no number, which ``process_group.init`` refuses where it matters."""
+    """Returns the number in an environment ``variable`` of the launcher, such as RANK; ``default``
+    if it is not set or no number. (`process_group.init` refuses wrong ones.)"""
     text = os.environ.get(variable, "")
     return int(text) if text.isdecimal() else default
 
 
 def complain(error: Exception, with_traceback: bool) -> None:
-    """Prints the error's message to stderr as one line, after the traceback if it is wanted."""
+    """Prints the error's message to stderr on one line, after its traceback if so asked."""
     if number_of("RANK", 0) > 0:
-        # All ranks fail together: rank 0 prints, and the launcher ends the others meanwhile.
+        # All ranks usually fail together. Rank 0 prints; the launcher ends the others meanwhile.
         time.sleep(LATER_RANKS_WAIT_S)
     if with_traceback:
-        from mclclip.util.files import printable_lines  # as in `line_of`
+        from mclclip.util.files import printable_lines  # imports numpy
 
         print(printable_lines("".join(traceback.format_exception(error))), file=sys.stderr)
     print(f"mclclip: {line_of(error)}", file=sys.stderr)
-    for note in getattr(error, "__notes__", ()):  # further rules of the configuration are broken
+    for note in getattr(error, "__notes__", ()):  # other broken rules of the configuration
         print(f"mclclip: {line_of(ValueError(note))}", file=sys.stderr)
 
 
 def line_of(error: BaseException) -> str:
-    """The message of an error on one line; for a loader worker's error without its traceback."""
-    from mclclip.util.files import (  # imports numpy, which the command line does without
-        FULL,
-        printable,
-    )
+    """Returns the message of ``error`` on one line, with a remedy if the disk or memory is full or
+    too many files are open. Leaves out the traceback in a loader worker's message."""
+    from mclclip.util.files import FULL, printable  # imports numpy
 
     line = str(error)
     if isinstance(error, OSError) and error.errno in FULL:

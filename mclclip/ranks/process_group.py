@@ -1,4 +1,4 @@
-"""Opening and leaving the process group; this process's rank, device, copies to it, and seeds."""
+"""Opens and leaves the process group; chooses this process's device, threads and seeds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Context:
-    """Place of this process: its rank, the number of ranks, and its device."""
+    """This process's rank, the number of ranks, its rank on this machine, and its device."""
 
     rank: int = 0
     world_size: int = 1
@@ -44,23 +44,27 @@ class Context:
 
     @property
     def is_main(self) -> bool:
-        """True on the one rank that writes shared files and talks to the user."""
+        """True on rank 0, which writes shared files and prints for the user."""
         return self.rank == 0
 
 
 SINGLE = Context()
-STARTED = time.monotonic()  # of this process
+STARTED = time.monotonic()  # when this process began
 TIMEOUT = datetime.timedelta(days=1)
-_SILENT_S = 3.0  # ranks that start together come within so many seconds of each other
+_SILENT_S = 3.0  # a rank that waits longer than this for the others to start says so
 
 
 @dataclass
 class _Groups:
-    """The group over which ranks wait for the work of some of them; how long collectives may take,
-    and in which groups (None: the default)."""
+    """The process groups besides the default one.
+
+    meeting  the group in which `collectives.meet` waits, without a limit
+    timeout  how long a collective in the other groups may take
+    limited  the groups with that timeout; None stands for the default group
+    """
 
     meeting: dist.ProcessGroup | None = None
-    limit: datetime.timedelta = TIMEOUT
+    timeout: datetime.timedelta = TIMEOUT
     limited: list[Any] = field(default_factory=lambda: [None])
 
 
@@ -68,63 +72,60 @@ _groups = _Groups()
 
 
 def under_torchrun() -> bool:
-    """True where torchrun (or anything that sets its variables) started this process."""
+    """Returns True if torchrun, or a launcher that sets its variables, started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ
 
 
 def pick_device(name: str, local_rank: int = 0, *, deterministic: bool = False) -> torch.device:
-    """The device named ``auto``, ``cpu`` or ``cuda``; ``auto`` is a GPU if torch sees one.
+    """Returns the device ``name``: 'cpu', 'cuda', or 'auto', which is a GPU if torch sees one.
 
-    On a GPU it also sets how this process computes: cuDNN's TF32 is off, and with
-    ``deterministic`` the same operations give the same bits. Raises ValueError where the name is
-    unknown, torch sees no GPU, or this machine has no GPU for ``local_rank``.
+    For a GPU also switches cuDNN's TF32 off, and with ``deterministic`` makes the same operations
+    give the same bits. Raises ValueError if torch sees no GPU, or none for ``local_rank``.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError("device=cuda, but torch sees no GPU here: set device=cpu or auto")
-        if local_rank >= (count := torch.cuda.device_count()):
-            raise ValueError(
-                f"this is process {local_rank} (counted from 0) of this machine, but torch sees "
-                f"{count} GPU(s) here: start one process for each GPU, or set device=cpu"
-            )
-        torch.cuda.set_device(local_rank)
-        # TF32, on by default, rounds the inputs of convolutions.
-        torch.backends.cudnn.allow_tf32 = False
-        if deterministic:
-            # Otherwise the backward passes of attention and some convolutions add in any order.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
-            # On by default here; it would spend time on memory that is overwritten anyway.
-            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        return torch.device("cuda", local_rank)
-    if name != "cpu":
-        raise ValueError(f"device={name!r} is not known: use auto, cpu or cuda")
-    return torch.device("cpu")
+    if name != "cuda":
+        return torch.device(name)
+    if not torch.cuda.is_available():
+        raise ValueError("device=cuda, but torch sees no GPU here: set device=cpu or auto")
+    if local_rank >= (count := torch.cuda.device_count()):
+        raise ValueError(
+            f"this is process {local_rank} (counted from 0) of this machine, but torch sees "
+            f"{count} GPU(s) here: start one process for each GPU, or set device=cpu"
+        )
+    torch.cuda.set_device(local_rank)
+    # TF32, on by default, rounds the inputs of convolutions.
+    torch.backends.cudnn.allow_tf32 = False
+    if deterministic:
+        # Otherwise the backward passes of attention and some convolutions add in any order.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        # On by default with it: spends time on memory that is overwritten anyway.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    return torch.device("cuda", local_rank)
 
 
 def choose_memory(device: torch.device) -> Memory:
-    """The kind of main memory that copies to this device begin in; ``pinned`` is page-locked."""
+    """Chooses from which main memory to copy to ``device``: 'pinned' (page-locked) for a GPU."""
     return "pinned" if device.type == "cuda" else "pageable"
 
 
 def not_compiled(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator: torch.compile leaves the function as it is, with a break in the graph.
+    """Decorates a function that torch.compile is to leave alone; it breaks the graph there.
 
-    It does the same as torch.compiler.disable, but imports torch._dynamo, which takes seconds, at
-    the first call instead of at once.
+    torch.compiler.disable does the same, but imports torch._dynamo at once, which takes seconds;
+    this does so at the first call.
     """
     return _disable_dynamo(function)  # type: ignore[no-any-return, unused-ignore]
 
 
 @not_compiled
 def to_device(tensor: Tensor, device: torch.device, memory: Memory | None = None) -> Tensor:
-    """``tensor``, of main memory, on ``device`` (memory None: the device's own choice).
+    """Copies ``tensor`` from main memory to ``device``; ``memory``: by default `choose_memory`.
 
-    A copy to a GPU runs beside the host only where it is asked for (``non_blocking``) and begins in
-    page-locked memory; otherwise the host waits until the GPU has done all that was queued before
-    it. torch keeps the page-locked copy until the transfer is over.
+    From pinned memory the copy to a GPU runs while the host goes on; torch keeps the pinned copy
+    until the transfer is over. From other memory the host would wait until the GPU has done all
+    that was queued before.
     """
     if (memory or choose_memory(device)) == "pinned":
         tensor = tensor.pin_memory()
@@ -134,13 +135,14 @@ def to_device(tensor: Tensor, device: torch.device, memory: Memory | None = None
 def init(
     device: str = "auto", *, deterministic: bool = False, limit_s: float | None = None
 ) -> Context:
-    """Joins torchrun's process group and returns this process's Context once all ranks have joined;
-    without torchrun there is one process and no group. A group that another library has opened is
-    joined as it is, whatever the environment says.
+    """Joins torchrun's process group and returns this process's Context once all ranks have joined.
 
-    ``limit_s`` limits the wait for the other ranks, and every collective (None: a day). Errors are
-    those of ``pick_device`` and ``join``, and ValueError for variables that name no place among
-    ranks.
+    Without torchrun there is one process and no group. A group that another library has opened is
+    used as it is, whatever the environment says.
+
+    ``limit_s`` limits the wait for the other ranks and every collective (None: a day). Raises the
+    errors of `pick_device` and `join`, and ValueError if RANK, WORLD_SIZE and the other variables
+    of torchrun do not fit together.
     """
     if under_torchrun():
         die_with_parent()
@@ -166,7 +168,8 @@ def init(
 
 
 def _read_place() -> tuple[int, int, int]:
-    """Rank, number of ranks and local rank of the environment; raises ValueError for wrong ones."""
+    """Reads (rank, number of ranks, local rank) from the environment. Raises ValueError if the
+    variables are missing or do not fit together."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     values = {name: os.environ.get(name, "") for name in names}
     values["LOCAL_RANK"] = values["LOCAL_RANK"] or "0"
@@ -175,9 +178,9 @@ def _read_place() -> tuple[int, int, int]:
     if not wrong and int(values["RANK"]) >= int(values["WORLD_SIZE"]):
         wrong = ["RANK"]
     if wrong:
-        said = ", ".join(f"{name}={value or '(not set)'}" for name, value in values.items())
+        listed = ", ".join(f"{name}={value or '(not set)'}" for name, value in values.items())
         raise ValueError(
-            f"{wrong[0]} of the environment does not fit ({said}): start ranks with torchrun, "
+            f"{wrong[0]} of the environment does not fit ({listed}): start ranks with torchrun, "
             "which sets them all, or unset RANK and WORLD_SIZE to run as one process"
         )
     return int(values["RANK"]), int(values["WORLD_SIZE"]), int(values["LOCAL_RANK"])
@@ -190,17 +193,18 @@ def join(
     timeout: datetime.timedelta = TIMEOUT,
     **options: Any,
 ) -> None:
-    """Opens the default group; returns once all ranks have opened it. It is closed where the
-    interpreter ends, not before: a second one could not be opened at the same address.
+    """Opens the default process group and returns once all ranks have opened it.
 
-    ``timeout`` is that of every collective; waits for the work of one rank have none
-    (``collectives.meet``). Raises Lost where the other ranks have not come after it. Further
-    options are torch's. Runs in a thread: torch does not react to signals while it waits for the
-    addresses of its peers, so a rank that waits for a killed one could only be ended by SIGKILL.
+    ``timeout`` limits this wait, after which Lost is raised, and every collective but
+    `collectives.meet`. ``options`` are those of torch's init_process_group. The group stays open
+    until the interpreter ends, since a second one could not be opened at the same address.
+
+    A thread opens it: torch ignores signals while it waits for its peers' addresses, so only
+    SIGKILL could end a rank that waits for a dead one.
     """
-    # Objects and barriers go over gloo: a rank that waits there sees a peer's death at once.
+    # Objects and barriers go over gloo, where a waiting rank sees a peer's death at once.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    _groups.limit, _groups.limited = timeout, [None]
+    _groups.timeout, _groups.limited = timeout, [None]
     options |= {"rank": rank, "world_size": world_size, "timeout": timeout}
     joined: Future[None] = Future()
 
@@ -208,20 +212,21 @@ def join(
         try:
             dist.init_process_group(backend, **options)
             _open_meeting()
-            # A peer may not be connected yet when this rank is. If this rank left now, the peer
-            # would fail to join with "connection closed by peer", which says nothing of the cause.
+            # This rank may be connected before a peer is. If it left now, the peer would fail with
+            # "connection closed by peer", which does not name the cause.
             dist.barrier()
             joined.set_result(None)
         except BaseException as error:
             joined.set_exception(error)
 
     threading.Thread(target=open_group, name="join", daemon=True).start()
-    atexit.register(shutdown)  # see `leave`
+    atexit.register(shutdown)
     _wait_for_ranks(joined, rank, world_size, timeout.total_seconds())
 
 
 def _wait_for_ranks(joined: Future[None], rank: int, world_size: int, limit_s: float) -> None:
-    """Returns once this rank has joined; says what it waits for where the others do not come."""
+    """Waits until this rank has ``joined``. Warns if the other ranks are late, and raises Lost if
+    they have not come after ``limit_s`` seconds."""
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     waiting = f"rank {rank} waits at {where} for the other {world_size - 1} of {world_size} ranks"
     cause = (
@@ -239,23 +244,23 @@ def _wait_for_ranks(joined: Future[None], rank: int, world_size: int, limit_s: f
 
 
 def _open_meeting() -> None:
-    """Opens the group of `meeting`. All ranks call it together."""
+    """Opens the group in which ranks wait without a limit. All ranks call it together."""
     _groups.meeting = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365))
 
 
-def meeting() -> dist.ProcessGroup | None:
-    """The group whose waits have no limit, but end where the connection to a rank is lost."""
+def get_meeting_group() -> dist.ProcessGroup | None:
+    """Returns the group in which ranks wait without a limit, but fail if a rank dies."""
     return _groups.meeting
 
 
-def limit() -> datetime.timedelta:
-    """How long a collective may take, for groups that are opened beside the default one."""
-    return _groups.limit
+def get_timeout() -> datetime.timedelta:
+    """Returns how long a collective may take."""
+    return _groups.timeout
 
 
 @contextmanager
 def without_limit() -> Iterator[None]:
-    """In the block collectives have no limit (a day), in the default group and in meshes."""
+    """Raises the limit of collectives to a day in the block, in the default group and in meshes."""
     if not (dist.is_available() and dist.is_initialized()):
         yield
         return
@@ -263,7 +268,7 @@ def without_limit() -> Iterator[None]:
     try:
         yield
     finally:
-        _set_timeouts(_groups.limit, _groups.limited)
+        _set_timeouts(_groups.timeout, _groups.limited)
 
 
 def _set_timeouts(timeout: datetime.timedelta, groups: Sequence[Any]) -> None:
@@ -272,16 +277,16 @@ def _set_timeouts(timeout: datetime.timedelta, groups: Sequence[Any]) -> None:
 
 
 def make_mesh(context: Context, *shape: int) -> DeviceMesh:
-    """A device mesh of all ranks, whose groups have the limit of the default one."""
+    """Makes a device mesh of all ranks; its collectives have the timeout of the default group."""
     mesh = init_device_mesh(context.device.type, shape)
     groups = mesh.get_all_groups() if context.world_size > 1 else []
-    _set_timeouts(_groups.limit, groups)
+    _set_timeouts(_groups.timeout, groups)
     _groups.limited += groups
     return mesh
 
 
 def shutdown() -> None:
-    """Leaves the process group, if there is one."""
+    """Closes the process group if there is one."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
         _groups.meeting = None
@@ -290,9 +295,9 @@ def shutdown() -> None:
 def leave(code: int, close_group: bool = True) -> NoReturn:
     """Flushes the output and ends this process with ``code``, without the interpreter's shutdown.
 
-    A gloo process that ran autograd may die in that shutdown with SIGABRT ("terminate called
-    without an active exception"), and a finished run must not look failed. ``close_group``: pass
-    False where a peer may be gone, since closing the group waits for it.
+    In that shutdown a gloo process that ran autograd may die of SIGABRT ("terminate called without
+    an active exception"), and a finished run would look failed. ``close_group``: False if a peer
+    may be dead, since closing the group waits for all peers.
     """
     if close_group and code == 0:
         shutdown()
@@ -303,9 +308,9 @@ def leave(code: int, close_group: bool = True) -> NoReturn:
 
 
 def seed_everything(*words: int) -> None:
-    """Seeds the global generators of torch, numpy and Python from the integers ``words``.
+    """Seeds the global random generators of torch, numpy and Python with the integers ``words``.
 
-    Only model randomness (dropout, initial weights) draws from them; data order never does.
+    Only the model draws from them (dropout, initial weights); the order of the data does not.
     """
     state = np.random.SeedSequence([word & 0xFFFFFFFF for word in words]).generate_state(1)
     torch.manual_seed(int(state[0]))
@@ -314,38 +319,38 @@ def seed_everything(*words: int) -> None:
 
 
 def start_loader_worker(worker: int) -> None:
-    """``worker_init_fn`` of every DataLoader: ``start_worker``, and one thread for torch."""
+    """Prepares a DataLoader's worker (as its ``worker_init_fn``), which gets one torch thread."""
     start_worker()
     torch.set_num_threads(1)
 
 
 def count_cores() -> int:
-    """Processor cores of this process: those of its machine, dealt among the ranks there."""
+    """Returns the cores that this process may use, divided by the ranks on its machine."""
     return len(os.sched_getaffinity(0)) // max(number_of("LOCAL_WORLD_SIZE", 1), 1)
 
 
 def choose_num_threads(cores: int) -> int:
-    """Intra-op threads of a process that may use so many cores.
+    """Chooses the number of torch's threads for a process with this many ``cores``: one less.
 
-    One core is left to what reads pictures: OpenMP's threads spin while they wait for each other,
-    and a thread of them without a core slows a step to a tenth.
+    The last core is for the workers that read pictures. OpenMP's threads spin while they wait for
+    each other, so one thread without a core slows a step to a tenth of its speed.
     """
     return max(cores - 1, 1)
 
 
 def _leave_a_core() -> None:
-    """Applies ``choose_num_threads`` to this process, unless its user has chosen fewer threads."""
+    """Sets torch's number of threads, unless the user has set OMP_NUM_THREADS or fewer threads."""
     if "OMP_NUM_THREADS" in os.environ or not hasattr(os, "sched_getaffinity"):
         return
     torch.set_num_threads(min(torch.get_num_threads(), choose_num_threads(count_cores())))
 
 
-_leave_a_core()  # whoever imports mclclip computes so: a verb, a program, a worker before it starts
+_leave_a_core()  # at the import, so that it holds for verbs and for other programs alike
 
 
 @contextmanager
 def num_threads(count: int | None) -> Iterator[None]:
-    """Runs a block with ``count`` intra-op threads (None: unchanged)."""
+    """Runs the block with ``count`` torch threads (None: unchanged)."""
     before = torch.get_num_threads()
     if count:
         torch.set_num_threads(count)

@@ -1,6 +1,7 @@
-"""Shares of the ranks: rows of a table (cut as DTensor cuts), or items (balanced by cost).
+"""Divides work among the ranks: the rows of a table, or items that differ in cost.
 
-A table cut like this is saved as one tensor, which any other number of ranks can load.
+Rows are divided as DTensor divides them, so a table is saved as one tensor, which any other number
+of ranks can load.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from mclclip.ranks.process_group import Context, make_mesh
 
 
 class ShardedRows:
-    """This rank's share of ``num_rows`` rows: from ``start`` up to, but without, ``stop``.
+    """A table of ``num_rows`` rows of which this rank holds those from ``start`` up to, but not
+    including, ``stop``.
 
-    Every rank but the last ones has ceil(num_rows / world_size) rows; the last ranks may have fewer
-    or none. (A DTensor returns other splits wrongly, without an error.)
+    Each rank holds ceil(num_rows / world_size) rows; the last ranks may hold fewer or none. This is
+    DTensor's division: of any other it would return wrong rows without an error.
     """
 
     def __init__(self, num_rows: int, context: Context) -> None:
@@ -34,9 +36,10 @@ class ShardedRows:
         return make_mesh(self.context, self.context.world_size)
 
     def whole(self, local: Tensor) -> Tensor:
-        """The tensor of all rows, made of each rank's contiguous ``local`` [stop - start, ...].
+        """Returns the table [num_rows, ...], given this rank's rows ``local`` [stop - start, ...],
+        which must be contiguous.
 
-        It is a DTensor, or ``local`` itself where there is one process. All ranks call it together.
+        The table is a DTensor; with one process it is ``local`` itself. All ranks call it together.
         """
         if self.context.world_size == 1:
             return local
@@ -46,23 +49,26 @@ class ShardedRows:
 
     @staticmethod
     def local(value: Tensor) -> Tensor:
-        """This rank's rows of a tensor that ``whole`` returned."""
+        """Returns this rank's rows of a table that `whole` returned."""
         return value.to_local() if isinstance(value, DTensor) else value
 
 
 def shard_of(num_rows: int, rank: int, world_size: int) -> tuple[int, int]:
-    """The first row of ``rank``, and the row after its last."""
+    """Returns the first row of ``rank``, and the row after its last, see `ShardedRows`."""
     rows = -(-num_rows // world_size)
     return min(rank * rows, num_rows), min((rank + 1) * rows, num_rows)
 
 
 def balance_by_cost(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """The items of each rank. Costly items are given first, each to the rank with the least cost so
-    far."""
-    dealt: list[list[int]] = [[] for _ in range(num_ranks)]
+    """Divides items among ranks so that each has about the same cost; ``costs``: one per item.
+
+    Returns the list of items of each rank. The costliest item comes first, and each item goes to
+    the rank with the least cost so far.
+    """
+    items_of_rank: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [(0, rank) for rank in range(num_ranks)]
     for item in sorted(range(len(costs)), key=lambda number: -costs[number]):
         load, rank = heapq.heappop(loads)
-        dealt[rank].append(item)
+        items_of_rank[rank].append(item)
         heapq.heappush(loads, (load + costs[item], rank))
-    return dealt
+    return items_of_rank

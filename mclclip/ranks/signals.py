@@ -1,13 +1,14 @@
-"""Signals that ask this process to end (needs no torch).
+"""Handles the signals that ask this process to save and end: requests (needs no torch).
 
-SIGTERM, SIGUSR1, SIGHUP and SIGINT ask it to save and leave. Outside a training loop everything
-that a verb has finished is on disk, so the handler raises ``Preempted`` or ``KeyboardInterrupt`` at
-once. Inside a training loop (``deferred``) a request waits for a boundary between two steps, where
-all ranks agree on it (``step_boundary``). The first SIGINT gives the signal its default action, so
-that a second one ends the process at once, whatever it is at.
+SIGTERM, SIGUSR1, SIGHUP and SIGINT are requests. Outside a training loop everything that a verb has
+finished is on disk, so the handler raises `Preempted` or KeyboardInterrupt at once. Inside a
+training loop (`defer_requests`) a request waits until a step has ended, where all ranks agree on it
+(`mclclip.ranks.step_boundary`). After the first SIGINT the signal has its default action again, so
+a second one ends the process at once, whatever it does.
 
-If a request is lost in a destructor, it is raised again after a while. A request that comes during
-an import also waits: C++ code may abort on it, and a half-imported module would raise other errors.
+The handler raises a request again after a while, since Python drops an error that is raised within
+a destructor. A request that comes during an import waits too: C++ code may abort on it, and a
+half-imported module would raise other errors.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from types import FrameType
 EXIT_PREEMPTED, EXIT_INTERRUPTED = 85, 130
 INTERRUPT = signal.SIGINT.name
 _REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-_AGAIN_S = 5.0  # until a request is raised again that did not end the process
-_IMPORT_S = 0.1  # until a request is tried again that came during an import
+_AGAIN_S = 5.0  # a request that did not end the process is raised again after this time
+_IMPORT_S = 0.1  # a request that came during an import is tried again after this time
 
 
 class Preempted(BaseException):
-    """The process was asked to leave and everything it needs to go on is saved.
+    """Ends the process because of a request, after everything it needs to go on was saved.
 
-    Like KeyboardInterrupt it is not an Exception, so that ``except Exception`` does not catch it.
-    ``requeue`` says whether the same command is to be started again.
+    ``reason``: for example 'SIGTERM'. ``requeue``: True if a scheduler is to start the same command
+    again. Like KeyboardInterrupt this is no Exception, so ``except Exception`` does not catch it.
     """
 
     def __init__(self, reason: str, requeue: bool = True) -> None:
@@ -39,18 +40,18 @@ class Preempted(BaseException):
 
 
 class _State:
-    """The first request that this process received, and how it is answered."""
+    """The first request that this process received, and how the handler acts."""
 
-    name: str | None = None  # of the request's signal
-    deferred = False  # a request is only recorded
-    ending = False  # the process ends anyway: requests are not raised any more
-    second: object = signal.SIG_DFL  # the action of SIGINT after the first one
+    name: str | None = None  # the request's signal, such as 'SIGTERM'
+    deferred = False  # the handler only records a request
+    ending = False  # the process ends anyway, so the handler does nothing
+    second: object = signal.SIG_DFL  # the action of SIGINT after the first SIGINT
 
 
 def install_handlers() -> None:
-    """Handles SIGTERM, SIGUSR1, SIGHUP and SIGINT; does nothing outside the main thread.
+    """Installs the handler of the four signals; does nothing outside the main thread.
 
-    A SIGHUP or SIGINT that the starter of the process ignores (``nohup``) stays ignored.
+    If this process was started with SIGHUP or SIGINT ignored, as ``nohup`` does, it stays ignored.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -63,9 +64,9 @@ def install_handlers() -> None:
 
 
 @contextmanager
-def handled_as_before() -> Iterator[None]:
-    """After the block, signals are handled as before it and no request stands, for a process that
-    goes on."""
+def restore_handlers() -> Iterator[None]:
+    """After the block, restores the signal handlers of before it and forgets any request, so that
+    the process can go on."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -76,24 +77,23 @@ def handled_as_before() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in handlers.items():
-            if handler is not None:  # None: a handler that was not installed by Python
+            if handler is not None:  # None: other code than Python had installed it
                 signal.signal(number, handler)
         _State.name, _State.ending = None, False
 
 
 @contextmanager
-def saving_interrupts() -> Iterator[None]:
-    """In the block the first SIGINT of a training waits until it has saved, as in a verb, and is
-    then raised as KeyboardInterrupt.
+def save_on_interrupt() -> Iterator[None]:
+    """Lets a training in the block save after Ctrl-C, and then raises KeyboardInterrupt.
 
-    For a program that calls a function of mclclip: does nothing outside its main thread, or where
-    SIGINT has another handler than Python's.
+    It is for programs that call mclclip's functions, and does nothing outside the main thread or if
+    the program has its own handler of SIGINT.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    with handled_as_before():
+    with restore_handlers():
         _State.second = signal.default_int_handler
         signal.signal(signal.SIGINT, _on_request)
         try:
@@ -105,9 +105,8 @@ def saving_interrupts() -> Iterator[None]:
 
 
 @contextmanager
-def blocked() -> Iterator[None]:
-    """The four signals wait until the block has ended, and do not reach the processes that start in
-    it."""
+def block_requests() -> Iterator[None]:
+    """Delays the four signals until the block has ended; processes started in it get none."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*_REQUESTS, signal.SIGINT))
     try:
         yield
@@ -116,10 +115,9 @@ def blocked() -> Iterator[None]:
 
 
 def ignore() -> None:
-    """Answers no request from now on, for a process that is about to end anyway.
+    """Makes the handler ignore all requests from now on, since the process is about to end anyway.
 
-    The death of a loader worker, for which torch raises an error wherever the main thread is, does
-    not matter any more.
+    Also makes torch's handler ignore loader workers that end: it would raise an error.
     """
     _State.ending = True
     if threading.current_thread() is threading.main_thread():
@@ -128,35 +126,37 @@ def ignore() -> None:
 
 
 def set_action(action: signal.Handlers) -> None:
-    """Gives all four signals an action of the system.
+    """Replaces the handler of the four signals by an action of the system.
 
-    SIG_DFL serves a failed process, which may be ended at any moment; SIG_IGN loader and pool
-    workers: a signal to the whole job must not end a worker before its parent has saved, with which
-    it ends.
+    A process that has failed takes SIG_DFL, since it may end at any moment. Workers take SIG_IGN: a
+    signal to the whole job must not end a worker before its parent has saved. A worker ends with
+    its parent.
     """
     if threading.current_thread() is threading.main_thread():
         for number in (*_REQUESTS, signal.SIGINT):
             signal.signal(number, action)
 
 
-def received() -> str | None:
-    """Name of the signal that asked this process to leave, or None."""
+def get_request() -> str | None:
+    """Returns the name of the signal that asked this process to end, such as 'SIGTERM', or None."""
     return _State.name
 
 
-def error_of(name: str, deferred: bool = False) -> Preempted | KeyboardInterrupt:
-    """The error that is raised for the signal ``name``, after a training saved (``deferred``) or
-    elsewhere. What a user interrupted is not started again by a scheduler."""
+def make_error(name: str, deferred: bool = False) -> Preempted | KeyboardInterrupt:
+    """Returns the error to raise for the signal ``name``; ``deferred``: a training has saved.
+
+    After Ctrl-C, no scheduler is to start the command again.
+    """
     if name == INTERRUPT and not deferred:
         return KeyboardInterrupt()
     return Preempted(name, requeue=name != INTERRUPT)
 
 
 @contextmanager
-def deferred() -> Iterator[None]:
-    """While the block runs, a request is only recorded (``received``).
+def defer_requests() -> Iterator[None]:
+    """Makes the handler only record requests in the block; `get_request` returns what it recorded.
 
-    Leaving the outermost block without an error raises Preempted if a signal was recorded.
+    If the outermost such block ends without an error and a request was recorded, raises Preempted.
     """
     before, _State.deferred = _State.deferred, True
     try:
@@ -164,23 +164,23 @@ def deferred() -> Iterator[None]:
     finally:
         _State.deferred = before
     if _State.name is not None and not before:
-        raise error_of(_State.name, deferred=True)
+        raise make_error(_State.name, deferred=True)
 
 
 def code_of(error: BaseException) -> int:
-    """The exit code that stands for a request."""
+    """Returns the exit code for Preempted or KeyboardInterrupt."""
     return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_PREEMPTED
 
 
 def line_of(error: BaseException) -> str:
-    """The line that is printed of a request."""
+    """Returns the line to print for Preempted or KeyboardInterrupt."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted: the same command goes on from what is saved"
     return f"asked to leave ({error}): the same command goes on"
 
 
 def _on_request(number: int, frame: FrameType | None) -> None:
-    """The handler of the four signals, and of the alarm that repeats a request."""
+    """Handles the four signals, and the alarm that raises a request again."""
     if _State.ending:
         return
     repeated = _State.name is not None and number != signal.SIGALRM
@@ -197,10 +197,11 @@ def _on_request(number: int, frame: FrameType | None) -> None:
     signal.signal(signal.SIGALRM, _on_request)
     signal.setitimer(signal.ITIMER_REAL, _IMPORT_S if importing else _AGAIN_S)
     if not importing:
-        raise error_of(_State.name)
+        raise make_error(_State.name)
 
 
 def _is_importing(frame: FrameType | None) -> bool:
+    """Returns True if an import statement is among the callers of ``frame``."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True
@@ -209,7 +210,8 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 def _ignore_in_child() -> None:
-    """A signal to the whole job may reach a forked child before it has called ``set_action``."""
+    """Ignores requests in a forked child: a signal to the whole job may reach it before it calls
+    `set_action`."""
     _State.ending = True
 
 

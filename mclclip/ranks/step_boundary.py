@@ -1,9 +1,9 @@
-"""The boundary between two training steps, where all ranks agree to save or to leave.
+"""Lets all ranks agree between two training steps whether to save or to leave.
 
-A request may reach the ranks at different moments (a signal), or only the first rank (a file in the
-run directory, the wall-time limit). Every rank therefore passes the requests that it knows to an
-all-reduce on a separate gloo group, which runs during the next step. The result is used one
-boundary later: all ranks act at the same step, and no step waits.
+A signal may reach the ranks at different times, and only rank 0 knows the wall-time limit and the
+request files in the run directory. So every rank passes what it knows to an all-reduce in a gloo
+group of its own, which runs during the next step. Its result is used at the next boundary: all
+ranks act after the same step, and no step waits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mclclip.ranks.signals import Preempted
 log = logging.getLogger("mclclip")
 
 SAVE_NOW, STOP = "save_now", "stop"
-# Reasons to leave, the strongest last: the reduction takes the maximum.
+# Reasons to leave, the strongest last: the all-reduce takes the maximum of the indices.
 _REASONS = (
     None,
     "the file 'stop'",
@@ -37,26 +37,26 @@ _REASONS = (
 
 @dataclass(frozen=True)
 class Decision:
-    """The action that all ranks take at a step boundary: save, leave, both, or neither.
+    """What all ranks do at a step boundary: save, leave, both, or neither.
 
-    ``leave`` is the reason to leave; None: the ranks go on.
+    ``leave`` is the reason to leave, such as 'SIGTERM'; None: the training goes on.
     """
 
     save: bool = False
     leave: str | None = None
 
-    def preempted(self) -> Preempted:
-        """The error that leaves; not to be started again where the user asked the run to stop."""
-        stopped = self.leave in (_REASONS[1], signals.INTERRUPT)
-        return Preempted(self.leave or "", requeue=not stopped)
+    def make_error(self) -> Preempted:
+        """Returns the error to raise. No scheduler starts a run again that the user has stopped."""
+        stopped_by_user = self.leave in (_REASONS[1], signals.INTERRUPT)
+        return Preempted(self.leave or "", requeue=not stopped_by_user)
 
 
 class StepBoundary:
-    """The agreement of all ranks; each rank calls ``decide`` once between any two steps.
+    """Makes the ranks' common `Decision`; each rank calls `decide` once between any two steps.
 
-    ``deadline`` is a time of ``time.monotonic()`` (None: no wall-time limit). Every ``poll_s``
-    seconds the first rank looks for the files ``save_now`` and ``stop`` in ``run_dir`` and removes
-    those that it finds.
+    ``deadline``: wall-time limit as a time of ``time.monotonic()`` (None: no limit). Every
+    ``poll_s`` seconds rank 0 looks for the files ``save_now`` and ``stop`` in ``run_dir`` and
+    removes them.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class StepBoundary:
         return decision
 
     def finish(self) -> Decision:
-        """Returns the decision that ``decide`` started; all ranks call it after the last step."""
+        """Returns the decision that the last `decide` started; called after the last step."""
         if self._pending is None:
             return Decision()
         (request, work), self._pending = self._pending, None
@@ -94,8 +94,8 @@ class StepBoundary:
         return Decision(bool(save), _REASONS[reason])
 
     def _reason(self) -> int:
-        """The strongest reason this rank knows, as its index in ``_REASONS``."""
-        name = signals.received()
+        """Returns the strongest reason that this rank knows, as its index in ``_REASONS``."""
+        name = signals.get_request()
         if name is not None:
             return _REASONS.index(name)
         if self.deadline is not None and self.context.is_main and time.monotonic() > self.deadline:
@@ -103,13 +103,13 @@ class StepBoundary:
         return 1 if self._stop else 0
 
     def _read_requests(self) -> None:
-        """Reads and removes the request files."""
+        """Looks for the request files and removes them."""
         self._read_at = time.monotonic()
         self._save = self._take(SAVE_NOW) or self._save
         self._stop = self._take(STOP) or self._stop
 
     def _take(self, name: str) -> bool:
-        """Returns True for a new request, and removes it; a folder of that name counts too."""
+        """Removes the file (or folder) ``name``; returns True if it was there and is new."""
         path = self.run_dir / name
         if name in self._stuck or not path.exists():
             return False

@@ -1,4 +1,4 @@
-"""Standard streams that may be closed, or whose reader may end before this process does."""
+"""Makes standard output and error safe to write to if they are closed or their reader ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 
 class _Descriptor(io.FileIO):
-    """A file descriptor whose writes go nowhere once its reader has ended (`mclclip | head`)."""
+    """A file descriptor that drops all output once its reader has ended, as in `mclclip | head`."""
 
     def write(self, data: Any, /) -> int:
         rest = memoryview(data).cast("B")
@@ -17,28 +17,28 @@ class _Descriptor(io.FileIO):
             try:
                 rest = rest[super().write(rest) :]
             except BrokenPipeError:
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, self.fileno())
-                os.close(nowhere)
+                null_device = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null_device, self.fileno())
+                os.close(null_device)
         return len(data)
 
 
 def outlive_readers() -> None:
-    """Makes this process write its standard output and error wherever they lead, or nowhere.
+    """Keeps this process running if the reader of its output or errors ends; drops what follows.
 
-    A closed stream is opened on the null device: otherwise the next file that is opened would get
-    its number, and with it what libraries and child processes print.
+    Opens a closed standard stream on the null device. Otherwise the next file that is opened would
+    get its descriptor, and libraries and child processes would print into that file.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
-    sys.stdout, sys.stderr = _opened(1, sys.stdout), _opened(2, sys.stderr)
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is ``number``
+    sys.stdout, sys.stderr = _wrap(1, sys.stdout), _wrap(2, sys.stderr)
 
 
-def _opened(number: int, stream: TextIO | None) -> TextIO:
-    """A stream to the descriptor ``number`` that is buffered and encoded as ``stream`` is."""
+def _wrap(number: int, stream: TextIO | None) -> TextIO:
+    """Returns a stream to the descriptor ``number``, buffered and encoded like ``stream``."""
     raw = _Descriptor(number, "w", closefd=False)
     if not isinstance(stream, io.TextIOWrapper):
         return io.TextIOWrapper(raw, write_through=True)

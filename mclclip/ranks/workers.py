@@ -1,4 +1,4 @@
-"""Processes that work for this one: they ignore its signals, and end with it (needs no torch)."""
+"""Starts worker processes, which ignore signals and end with their parent (needs no torch)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Asks Linux to kill this process when its parent dies, even by SIGKILL, and then looks once
-    whether ``parent`` (None: the one that it has now) lives; does nothing on other systems.
+    """Asks Linux to kill this process when its parent dies; does nothing on other systems.
 
-    A rank would outlive a torchrun that was killed with -9, and a worker its rank; a restarted job
-    would write to the same files.
+    ``parent`` is the expected parent's process id (None: the present parent). If it has died
+    already, this process ends at once. Otherwise a rank would outlive a torchrun that was killed
+    with -9, and a worker its rank, and a restarted job would write to the same files.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -40,7 +40,8 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def start_worker() -> None:
-    """``initializer`` of every pool and loader process: ignores signals, and ends with its parent.
+    """Makes a worker ignore signals and end with its parent; every pool and loader worker runs it
+    first.
 
     A signal to the whole job must not end a loader before the training process has saved.
     """
@@ -54,12 +55,12 @@ def start_worker() -> None:
 def map_in_pool(
     function: Callable[..., T], calls: Sequence[tuple[object, ...]], workers: int
 ) -> Generator[T, None, None]:
-    """Yields ``function(*call)`` for all calls in their order, by up to ``workers`` processes.
+    """Yields ``function(*call)`` for each of ``calls`` in order, computed by ``workers`` processes.
 
-    With one worker or one call this process does the work. Where the caller stops in between, by
-    an error, a signal or ``close()``, the processes are killed at once, whatever they are at:
-    waiting for them would keep a cluster waiting that has asked this process to leave. Raises what
-    the function raises, and LostWorker where a process was killed from outside.
+    With one worker or one call this process does the work. If the caller stops early, by an error,
+    a signal or ``close()``, the workers are killed at once: to wait for them would keep a cluster
+    waiting that has asked this process to leave. Raises what the function raises, and LostWorker if
+    a worker was killed from outside.
     """
     workers = min(workers, len(calls))
     if workers <= 1:

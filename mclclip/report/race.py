@@ -127,10 +127,10 @@ def standings(
                     whole[against].append(one)
                     parts[against] += of_parts
     count = len(whole["base"])
-    corrected = compare.corrected([*whole["base"], *whole["control"]])
+    corrected = compare.correct([*whole["base"], *whole["control"]])
     whole = {"base": corrected[:count], "control": corrected[count:]}
     for against, own_parts in parts.items():
-        settled = compare.corrected([c for _, c in own_parts])
+        settled = compare.correct([c for _, c in own_parts])
         names = [name for name, _ in own_parts]
         parts[against] = [*zip(names, settled, strict=True)]
     return Standings(whole, parts, len(base.runs))

@@ -1,9 +1,9 @@
-"""Verb: embeddings of a stage -> its clusters, and the pseudo labels that the next stage trains on.
+"""Verb ``cluster``: embeddings of a stage -> its clusters, and pseudo labels for the next stage.
 
-For every sample the L nearest centroids are stored with their similarities, so that a training with
-class centers can choose later how many of them it uses. Pseudo labels use the nearest alone. Rows
-are joined with the index by position, after a check of the digest of the ordered sample keys.
-Undecodable samples are not clustered and have the label -1.
+For every sample the L nearest centroids are stored with their similarities, so a training with
+class centers can choose how many it uses. Pseudo labels use the nearest one. Row n belongs to
+sample n of the index; the digest of the ordered sample keys is compared first. Samples that cannot
+be decoded are not clustered and have the label -1.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -21,6 +21,7 @@ from mclclip.clustering import kmeans
 from mclclip.clustering.centroids import Block, Tally, assign_blocks
 from mclclip.clustering.kmeans import Clustering
 from mclclip.clustering.options import ClusterConfig
+from mclclip.clustering.rows import RankRows
 from mclclip.config import Config
 from mclclip.data.arrays import open_npy, save_npy, write_npy_parts
 from mclclip.data.labels import ami, combine_stages, group_statistics, size_statistics
@@ -37,8 +38,8 @@ from mclclip.util.remake import Remake
 
 log = logging.getLogger("mclclip")
 
-_AMI_UP_TO = 2**24  # pairs of clusters; the cost of AMI grows with their number
-_SIZES_UP_TO = 10_000  # clusters whose sizes the manifest lists
+_AMI_UP_TO = 2**24  # most pairs of clusters for which AMI is computed; its cost grows with them
+_SIZES_UP_TO = 10_000  # most clusters whose sizes the manifest lists
 
 T = TypeVar("T")
 
@@ -46,11 +47,11 @@ T = TypeVar("T")
 def run(config: Config, context: Context, *, stage: int, force: Remake = Remake.NOTHING) -> Path:
     """Clusters the embeddings of ``stage``; returns the directory of the clusters.
 
-    Writes ``clusters/``: centroids.npy float32 [K, D], cluster_labels.npy int32 [N, L], nearest
-    first (-1 in rows that take no part), similarities.npy float16 [N, L] (the cosine; euclidean:
-    1 - squared distance / 2). If the objective groups samples by pseudo labels, it also writes
+    Writes ``clusters/``: centroids.npy float32 [K, D]; cluster_labels.npy int32 [N, L], the nearest
+    first, -1 for samples that are not clustered; similarities.npy float16 [N, L], cosines or, for
+    euclidean clusters, 1 - squared distance / 2. If the objective groups samples, it also writes
     ``pseudo_labels.npy`` int64 [N, 1] of stage + 1. Raises ValueError for more clusters than
-    samples, and RuntimeError where the embeddings are not those of the index.
+    samples, and RuntimeError if the embeddings are of another index.
     """
     layout, options = RunPaths.of(config), config.cluster
     how = ClusteredStage(layout, SampleIndex.open(layout.index), stage, context)
@@ -64,7 +65,7 @@ def run(config: Config, context: Context, *, stage: int, force: Remake = Remake.
 
 @dataclass(frozen=True)
 class ClusteredStage:
-    """The stage whose embeddings are clustered."""
+    """The stage ``number`` of a run, with the index of its samples."""
 
     layout: RunPaths
     index: SampleIndex
@@ -85,7 +86,8 @@ class StageClusters(Step[ClusteredStage]):
     seed: int
 
     def reads(self, how: ClusteredStage) -> dict[str, str]:
-        """The index and the embeddings, after a check that earlier stages are of this index."""
+        """Returns the digests of index and embeddings. Raises RuntimeError if clusters of an
+        earlier stage are of another index."""
         layout, index = how.layout, how.index
         embeddings = index.manifest_of(layout.embeddings(how.number), "embeddings")
         for earlier in range(how.number):
@@ -97,28 +99,26 @@ class StageClusters(Step[ClusteredStage]):
         return inputs
 
     def make(self, out: Artifact, how: ClusteredStage) -> Made:
-        """Raises, before anything is written, for settings that cannot be clustered."""
+        """Clusters the rows. Raises ValueError for too many clusters, before it writes."""
         blocks = collectives.raise_on_every_rank(lambda: self._read_rows(how))
         valid = np.ones(len(how.index), dtype=bool)
         valid[collectives.on_main(how.index.bad_ids)] = False
-        # A sample that can be decoded again now may have no row yet.
+        # A sample that was restored after the embedding has no row yet.
         valid[collectives.on_main(blocks.rows.left_out)] = False
-        options, context = self.cluster, how.context
-        common = {"algorithm": options.algorithm, "valid": valid, "context": context}
-        clustering = self._fit(how.number, blocks, common)
+        rows = RankRows(blocks, self.cluster.algorithm, valid=valid, context=how.context)
+        fit = kmeans.fit_two_level if self.cluster.method == "two_level" else kmeans.fit
+        num_clusters, seed = self.cluster.clusters_of(how.number), (self.seed, how.number)
+        clustering: Clustering = fit(rows, num_clusters, self.cluster, seed=seed)
         directory = out.begin()
-        _save_centroids(directory / "centroids.npy", clustering, context)
-        tally = _save_nearest(directory, options, blocks, clustering, common)
-        return collectives.on_main(lambda: self._made(directory, how, clustering, tally))
+        _save_centroids(directory / "centroids.npy", clustering, how.context)
+        tally = _save_nearest(directory, rows, clustering, self.cluster.labels_per_sample)
+        return collectives.on_main(lambda: self._describe(directory, how, clustering, tally))
 
     def _read_rows(self, how: ClusteredStage) -> RowBlocks:
-        """The rows to cluster, of all shards in index order, after a check of their number."""
+        """Opens the rows to cluster, in index order; RuntimeError if their number is wrong."""
         layout, index = how.layout, how.index
-
-        def rows_of(directory: Path, kind: str) -> RowStore:
-            return RowStore.open(directory, index.manifest_of(directory, kind))
-
-        images = rows_of(layout.embeddings(how.number), "embeddings")
+        directory = layout.embeddings(how.number)
+        images = RowStore.open(directory, index.manifest_of(directory, "embeddings"))
         if images.num_rows != [shard.stop - shard.start for shard in index.shards]:
             raise RuntimeError(
                 f"embeddings at {images.directory} has {len(images):,} rows, the index has "
@@ -129,26 +129,14 @@ class StageClusters(Step[ClusteredStage]):
             return RowBlocks(images)
         without = int((index.num_captions == 0).sum())
         log.info("%d of %d samples have no caption: clustered by image alone", without, len(index))
-        texts = rows_of(layout.text_embeddings, "text_embeddings")
+        directory = layout.text_embeddings
+        texts = RowStore.open(directory, index.manifest_of(directory, "text_embeddings"))
         return MeanBlocks(images, texts, index.num_captions)
 
-    def _fit(self, stage: int, blocks: RowBlocks, common: dict[str, Any]) -> Clustering:
-        """The centroids; ``common`` are the arguments that fit and assign share."""
-        options = self.cluster
-        names = ("restarts", "max_iterations", "tolerance", "init", "init_samples")
-        settings = common | {name: getattr(options, name) for name in names}
-        settings["seed"] = (self.seed, stage)
-        num_clusters = options.clusters_of(stage)
-        if options.method == "two_level":
-            return kmeans.fit_two_level(
-                blocks, num_clusters, num_splits=options.num_splits, **settings
-            )
-        return kmeans.fit(blocks, num_clusters, **settings)
-
-    def _made(
+    def _describe(
         self, directory: Path, how: ClusteredStage, clustering: Clustering, tally: Tally
     ) -> Made:
-        """Returns sizes of clusters, inertia and agreement with earlier stages, and logs them."""
+        """Returns and logs sizes of clusters, inertia, and the agreement with earlier stages."""
         stage, index = how.number, how.index
         labels = open_npy(directory / "cluster_labels.npy", "cluster")
         sizes = tally.counts.numpy()
@@ -188,9 +176,9 @@ class StageClusters(Step[ClusteredStage]):
 
 
 def _save_centroids(path: Path, clustering: Clustering, context: Context) -> None:
-    """Writes all centroids, a pass at a time, so that rank 0 never holds all of a sharded set.
+    """Writes the centroids part by part, so that rank 0 never holds those of all ranks at once.
 
-    All ranks have to call it, as each may hold some.
+    All ranks call it, since each may hold some centroids.
     """
 
     def write(parts: Iterator[Tensor]) -> None:
@@ -203,21 +191,15 @@ def _save_centroids(path: Path, clustering: Clustering, context: Context) -> Non
 
 
 def _save_nearest(
-    directory: Path,
-    options: ClusterConfig,
-    blocks: RowBlocks,
-    clustering: Clustering,
-    common: dict[str, Any],
+    directory: Path, rows: RankRows, clustering: Clustering, labels_per_sample: int
 ) -> Tally:
     """Finds the nearest centroids on all ranks, and writes labels and similarities block by block.
-    Returns the counts of the clusters and the sum of the distances.
+    Returns the number of samples of each cluster, with the sum of their distances.
     """
-    shape = len(common["valid"]), options.labels_per_sample
+    shape = rows.num_rows, labels_per_sample
     tally = Tally(clustering.num_clusters)
-    nearest = assign_blocks(
-        blocks, clustering.centroids, labels_per_sample=shape[1], held=clustering.held, **common
-    )
-    share = 1.0 if options.algorithm == "spherical" else 0.5
+    nearest = assign_blocks(rows, clustering.centroids, labels_per_sample, held=clustering.held)
+    share = 1.0 if rows.algorithm == "spherical" else 0.5
 
     def write(parts: Iterator[Block]) -> None:
         with (
@@ -229,25 +211,25 @@ def _save_nearest(
                 similarities = near.distances.mul(-share).add_(1.0).half()
                 append(similarities.masked_fill_(near.labels < 0, 0.0).numpy())
 
-    pass_parts_to_main(tally.of(nearest), write, common["context"])
+    pass_parts_to_main(tally.of(nearest), write, rows.context)
     return tally
 
 
 def pass_parts_to_main(
     parts: Iterator[T], write: Callable[[Iterator[T]], None], context: Context
 ) -> None:
-    """Calls ``write(parts)`` on rank 0, where all ranks make the parts together by collectives.
+    """Calls ``write(parts)`` on rank 0, while all ranks compute the parts together by collectives.
 
-    An error of ``write`` is raised on all ranks, after all parts are made. An error in making a
-    part is raised at once on this rank, because the other ranks wait for that part.
+    An error of ``write`` is raised on all ranks, after all parts are computed. An error in the
+    computation of a part is raised at once on this rank, because the other ranks wait for it.
     """
-    making = True
+    is_computing = True
     error: Exception | None = None
 
     def until_the_end() -> Iterator[T]:
-        nonlocal making
+        nonlocal is_computing
         yield from parts
-        making = False
+        is_computing = False
 
     every = until_the_end()
     try:
@@ -257,7 +239,7 @@ def pass_parts_to_main(
         error = caught
     for _ in every:  # on the other ranks, and after an error, so that no rank waits for this one
         pass
-    if error is not None and making:
+    if error is not None and is_computing:
         raise error
 
     def raise_error() -> None:
@@ -268,7 +250,7 @@ def pass_parts_to_main(
 
 
 def _read_cluster_labels(how: ClusteredStage, stage: int) -> tuple[np.ndarray, int]:
-    """The cluster labels int32 [N] of a stage (the nearest of several), and how many clusters."""
+    """Returns the nearest cluster labels of a stage, int32 [N], and the number of its clusters."""
     directory = how.layout.clusters(stage)
     manifest = how.index.manifest_of(directory, "clusters")
     manifest.check(directory)
@@ -287,7 +269,7 @@ class PseudoLabels(Step[ClusteredStage]):
     label_mode: LabelMode
 
     def reads(self, how: ClusteredStage) -> dict[str, str]:
-        """The index, and the clusters of all stages."""
+        """Returns the digests of the index and of the clusters of all stages up to this one."""
         inputs = {"index": how.index.digest}
         for number in range(how.number + 1):
             manifest = how.index.manifest_of(how.layout.clusters(number), "clusters")

@@ -1,9 +1,9 @@
-"""Verb: results and the outcomes of items -> comparisons of encoders, with intervals and tests.
+"""Verb ``compare``: results and the outcomes of items -> comparisons of encoders, with tests.
 
-Encoders are compared on the same items, so that items which are hard for both do not count. Tests
-and intervals are those of ``eval.outcomes``. A run is judged by a family of comparisons that
-follows from its results alone (``family``). P-values are corrected over the family, so a comparison
-has the same p-value in the table, in the report and in the verdict.
+Encoders are compared item by item, so items that are hard for both do not count. ``eval.outcomes``
+computes tests and intervals. A run is judged by a family of comparisons, which its results alone
+determine (``family``). P-values are corrected over this family, so a comparison has the same
+p-value in the table, in the report and in the verdict.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ log = logging.getLogger("mclclip")
 
 Format = Literal["text", "csv", "markdown", "latex"]
 Row = tuple[Result, Path | None]
-"""A row of results.jsonl, and the file of its items, where it has one."""
+"""A row of results.jsonl, and the file with the outcome of each item, if it has one."""
 Pair = tuple[Row, Row]
 """The rows of two encoders in the same metric of a benchmark."""
 
 LEVEL = 0.05
-"""Corrected p-values below it are taken for a difference."""
+"""A difference is taken for real if its corrected p-value is lower."""
 
 BASE, CONTROL, TWIN = "stage_0", "control_", "control_ungrouped_"
-"""The encoder that others are compared with, and what begins the name of a control, and of an
-encoder's ungrouped one."""
+"""The encoder that others are compared with; how names of controls begin; how the name of the
+ungrouped control of an encoder begins, such as ``control_ungrouped_stage_1``."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One encoder against another in one metric of a benchmark; ``corrected``: Holm's p-value over
-    a family of so many comparisons."""
+    """One encoder (``row``) against another in one metric of a benchmark. ``corrected`` is Holm's
+    p-value over a family of ``family`` comparisons."""
 
     row: Result
     against: Result
@@ -56,18 +56,19 @@ class Comparison:
 
     @property
     def verdict(self) -> Literal["better", "worse", "inside the noise"]:
-        """Says if the difference is larger than chance explains."""
+        """Says whether the difference is larger than chance explains, and in which direction."""
         if self.corrected >= LEVEL:
             return "inside the noise"
         return "better" if self.gain > 0 else "worse"
 
     @property
     def gain(self) -> float:
-        """The difference, above 0 where ``row`` is the better one."""
+        """The difference; above 0 if ``row`` is better."""
         return self.row.unit.sign * self.difference.value
 
     def texts(self) -> tuple[str, str, str, str, str]:
-        """The two values, their difference, and the bounds of its interval, in the row's unit."""
+        """Returns both values, their difference, and the two bounds of its interval, as text in the
+        unit of the row."""
         unit, d = self.row.unit, self.difference
         changes = [unit.scale * number for number in (d.value, d.low, d.high)]
         values = [self.row.value, self.against.value]
@@ -77,7 +78,7 @@ class Comparison:
         return value, other, change, low, high
 
     def sentence(self) -> str:
-        """The comparison in words."""
+        """Returns the comparison in words."""
         items = ""
         if (more := self.difference.items) is not None:
             items = f", {more:+g} of {self.row.count:,} {self.row.protocol.get('trials', 'items')}"
@@ -90,12 +91,12 @@ class Comparison:
         )
 
     def p_text(self) -> str:
-        """The corrected p-value, such as ``p = 0.03``."""
+        """Returns the corrected p-value, such as 'p = 0.03'."""
         return f"p {'' if self.corrected < 0.001 else '= '}{_rounded(self.corrected)}"
 
     def reason(self) -> str:
-        """Says why verdict and interval disagree on whether there is a difference; empty if they
-        agree."""
+        """Says why verdict and interval disagree, if one shows a difference and the other does
+        not; else returns ''."""
         excludes = not self.difference.low <= 0 <= self.difference.high
         if excludes and self.corrected >= LEVEL:
             return (
@@ -121,13 +122,12 @@ def run(
 ) -> list[Comparison]:
     """Compares ``models`` with ``against`` in the results of some run directories; prints a table.
 
-    Without any of these names it compares the ``family`` of the run. ``models``: names in
-    results.jsonl (default: all but ``against``); ``against``: default stage_0, or the first model.
-    With several runs a name has its run's before it, as in ``mine:stage_1``. ``benchmarks`` and
-    ``metrics`` (as results.jsonl or a table names them): default are all benchmarks, and the
-    metrics of the level ``headline``. ``out``: a file for the table instead of the standard output.
-    Raises FileNotFoundError where there are no results or outcomes, and ValueError for unknown
-    names and where encoders were not measured on the same items.
+    If none of the four selections is given, it makes the comparisons of ``family``. ``models``:
+    names in results.jsonl (default: all but ``against``). ``against``: default stage_0, or else the
+    first model. With several runs a name begins with its run, as in 'mine:stage_1'. ``benchmarks``:
+    default all. ``metrics``: default those of the level 'headline'. ``out``: a file for the table
+    instead of the standard output. Raises FileNotFoundError if there are no results or outcomes,
+    and ValueError for unknown names and encoders that were not measured on the same items.
     """
     rows = read_runs(runs)
     comparisons = compare(rows, models, against, benchmarks, metrics)
@@ -147,35 +147,35 @@ def compare(
     benchmarks: Sequence[str] = (),
     metrics: Sequence[str] = (),
 ) -> list[Comparison]:
-    """Compares encoders of ``rows``.
+    """Compares encoders of ``rows``; arguments and errors are those of ``run``.
 
-    A comparison of the ``family`` is always corrected over the whole family; other comparisons are
-    corrected over each other. See ``run`` for the arguments and errors.
+    P-values of comparisons in the ``family`` are corrected over the whole family, and those of the
+    other comparisons over each other.
     """
     names = [*dict.fromkeys(row.model for row, _ in rows)]
     if len(names) < 2:
         raise ValueError(f"there are results of one model, {names[0]}: evaluate another one too")
     read, standard = Reader(), family(rows)
     if models or against or benchmarks or metrics or not standard:
-        pairs = _pairs_of(rows, models, against or _base(names), benchmarks, metrics)
+        pairs = _choose_pairs(rows, models, against or _base(names), benchmarks, metrics)
     else:
         pairs = standard
     in_family = {_key(pair) for pair in standard}
     compared = {}
     if any(_key(pair) in in_family for pair in pairs):
-        compared = _corrected_pairs(read, standard)
-    compared |= _corrected_pairs(read, [pair for pair in pairs if _key(pair) not in in_family])
+        compared = _compare_pairs(read, standard)
+    compared |= _compare_pairs(read, [pair for pair in pairs if _key(pair) not in in_family])
     return [compared[_key(pair)] for pair in pairs]
 
 
-def _pairs_of(
+def _choose_pairs(
     rows: Sequence[Row],
     models: Sequence[str],
     against: str,
     benchmarks: Sequence[str],
     metrics: Sequence[str],
 ) -> list[Pair]:
-    """The rows of ``models``, each with that of ``against``; ValueError for unknown names."""
+    """Pairs the rows of ``models`` with those of ``against``; ValueError for unknown names."""
     names = [*dict.fromkeys(row.model for row, _ in rows)]
     compared = [*models] or [name for name in names if name != against]
     _check_names("model", [*compared, against], names)
@@ -192,7 +192,7 @@ def _pairs_of(
         if (not benchmarks or row.benchmark in benchmarks)
         and (row.metric in metrics if metrics else row.protocol.get("level") == "headline")
     ]
-    pairs = _paired(cells, [(name, against) for name in compared])
+    pairs = _pair_rows(cells, [(name, against) for name in compared])
     if not pairs:
         raise ValueError(
             f"no metric of {', '.join(compared)} was measured for {against} too: evaluate them on "
@@ -201,8 +201,8 @@ def _pairs_of(
     return pairs
 
 
-def _paired(cells: Sequence[Row], names: Sequence[tuple[str, str]]) -> list[Pair]:
-    """The rows of each two encoders, in every metric that both were measured in."""
+def _pair_rows(cells: Sequence[Row], names: Sequence[tuple[str, str]]) -> list[Pair]:
+    """Pairs the rows of each two encoders, in every metric in which both were measured."""
     of = {(row.benchmark, row.metric, row.model): (row, path) for row, path in cells}
     return [
         (of[*metric, model], of[*metric, other])
@@ -217,15 +217,16 @@ def _key(pair: Pair) -> tuple[str, str, str, str]:
     return row.benchmark, row.metric, row.model, against.model
 
 
-def _corrected_pairs(
+def _compare_pairs(
     read: Reader, pairs: Sequence[Pair]
 ) -> dict[tuple[str, str, str, str], Comparison]:
-    comparisons = corrected([_compared(read, row, against) for row, against in pairs])
+    """Compares pairs as one family; returns the comparisons by ``_key``."""
+    comparisons = correct([_compare_rows(read, row, against) for row, against in pairs])
     return dict(zip(map(_key, pairs), comparisons, strict=True))
 
 
-def corrected(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """The comparisons as one family: with p-values corrected for their number, by Holm's method."""
+def correct(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """Makes the comparisons one family: corrects p-values for their number, by Holm's method."""
     p_values, number = outcomes.holm([c.difference.p_value for c in comparisons]), len(comparisons)
     return [
         replace(c, corrected=p, family=number) for c, p in zip(comparisons, p_values, strict=True)
@@ -236,13 +237,12 @@ def corrected(comparisons: Sequence[Comparison]) -> list[Comparison]:
 
 
 def family(rows: Sequence[Row]) -> list[Pair]:
-    """The comparisons that judge a run: pairs of rows in the main metrics of every benchmark. They
-    depend on the run's results alone.
+    """Returns the comparisons that judge a run, in the main metrics of every benchmark.
 
-    A fine-tuning is judged by the encoder that the share ``choose`` has chosen (``tuned``), on all
-    other benchmarks; other runs by every encoder except controls. Each is compared with stage 0 and
-    with its ungrouped control. Without a stage 0, as with several runs, all others are compared
-    with the first.
+    If there is a share ``choose`` of held-out pictures, as after ``finetune``, the encoder that it
+    chooses (``tuned``) is judged on all other benchmarks. Otherwise every encoder except controls
+    is. Each is compared with stage 0 and with its ungrouped control. Without stage 0, as with
+    several runs, all others are compared with the first encoder.
     """
     names = [*dict.fromkeys(row.model for row, _ in rows)]
     base, main = _base(names), _main(rows)
@@ -250,19 +250,19 @@ def family(rows: Sequence[Row]) -> list[Pair]:
     if base == BASE and (choosing := [row for row, _ in main if row.benchmark == results.CHOOSE]):
         best = tuned(rows)
         judged = [] if best is None else [best]
-        if len(choosing) < len(main):  # figures of the share that has chosen are too good
+        if len(choosing) < len(main):  # the chosen encoder's figures there are too good
             main = [(row, path) for row, path in main if row.benchmark != results.CHOOSE]
     pairs = [(name, base) for name in judged if name != base]
     pairs += [(name, TWIN + name) for name in judged if TWIN + name in names]
-    return _paired(main, pairs)
+    return _pair_rows(main, pairs)
 
 
 def tuned(rows: Sequence[Row]) -> str | None:
-    """The trained encoder that represents a run: the one with the highest mean of the main metrics
-    of the share ``choose``, or of all benchmarks if there is no such share.
+    """Returns the trained encoder that represents a run, such as 'stage_2': the one with the
+    highest mean of the main metrics of the share ``choose``, or of all benchmarks without it.
 
-    A single model is preferred to a concat that is not better beyond chance there, since every
-    client loads a single model. None if only stage 0 and controls were measured.
+    If a concat has the highest mean but is not better beyond chance than a single model, the single
+    model is taken, since every client can load it. None if only stage 0 and controls were measured.
     """
     by_mean = means(rows)
     trained = [name for name in by_mean if name != BASE and not name.startswith(CONTROL)]
@@ -272,15 +272,15 @@ def tuned(rows: Sequence[Row]) -> str | None:
     best, read, deciding = order[0], Reader(), _deciding(rows)
     above = [name for name in order if by_mean[name] > by_mean.get(BASE, -math.inf)]
     for single in (name for name in above if "concat_" not in name):
-        pairs = _paired(deciding, [(best, single)])
-        if all(c.verdict != "better" for c in _corrected_pairs(read, pairs).values()):
+        pairs = _pair_rows(deciding, [(best, single)])
+        if all(c.verdict != "better" for c in _compare_pairs(read, pairs).values()):
             return single
     return best
 
 
 def means(rows: Sequence[Row]) -> dict[str, float]:
-    """The mean of the metrics that decide which encoder is chosen, by encoder; losses count with
-    the opposite sign."""
+    """Returns for each encoder the mean of the metrics by which ``tuned`` chooses; losses count
+    with the opposite sign."""
     values: dict[str, list[float]] = {}
     for row, _ in _deciding(rows):
         values.setdefault(row.model, []).append(row.unit.sign * row.value)
@@ -306,7 +306,7 @@ def _check_names(what: str, names: Sequence[str], there: Sequence[str]) -> None:
 
 
 def read_runs(runs: Sequence[Path]) -> list[Row]:
-    """The rows of all runs; with several runs, each model's name has its run's before it.
+    """Reads the rows of all runs; with several runs a model's name begins with its run.
 
     Raises FileNotFoundError for a run without results.
     """
@@ -316,14 +316,14 @@ def read_runs(runs: Sequence[Path]) -> list[Row]:
         run = Run(run_dir)
         if not run.result_rows:
             raise FileNotFoundError(f"no results in {run.layout.results}: run 'mclclip eval' first")
-        # A run is called by its last folder, or by its whole path where another's is the same.
+        # The name of a run is its last folder, or its whole path if another run has that folder.
         prefix = f"{name if last.count(name) == 1 else run_dir}:" if len(runs) > 1 else ""
         rows += [(replace(row, model=prefix + row.model), path) for row, path in rows_of(run)]
     return rows
 
 
 def rows_of(run: Run) -> list[Row]:
-    """The rows of a run, each with the file of its items where its protocol names one."""
+    """Returns the rows of a run, each with the file of its items if its protocol names one."""
     rows: list[Row] = []
     for row in run.result_rows:
         name = row.protocol.get("outcomes")
@@ -334,15 +334,15 @@ def rows_of(run: Run) -> list[Row]:
 
 
 class Reader:
-    """Reads the outcomes of the items of rows, each file once."""
+    """Reads the outcomes of items; each file is read once."""
 
     def __init__(self) -> None:
         self._read = cache(outcomes.read)
 
     def __call__(self, row: Result, path: Path | None) -> Outcomes:
-        """The outcomes of a row, whose file is ``path``.
+        """Returns the outcomes of a row from its file ``path``.
 
-        Raises FileNotFoundError and ValueError where they are missing or damaged.
+        Raises FileNotFoundError or ValueError if they are missing or damaged.
         """
         if path is None:
             raise FileNotFoundError(
@@ -354,14 +354,15 @@ class Reader:
         return by_metric[row.metric]
 
     def beside(self, row: Result, path: Path | None) -> Outcomes:
-        """The outcomes of a row, or of the mean over parts that stands beside a pooled figure."""
+        """Returns the outcomes of a row; for a pooled figure those of the mean over its parts, if
+        the file has them."""
         if row.metric == "pooled" and path is not None:
             return self._read(path).get("average") or self(row, path)
         return self(row, path)
 
 
-def _compared(read: Reader, a: Row, b: Row) -> Comparison:
-    """Compares two rows; the p-value is not corrected yet."""
+def _compare_rows(read: Reader, a: Row, b: Row) -> Comparison:
+    """Compares two rows, without a correction of the p-value."""
     (row, _), (against, _) = a, b
     if row.unit != against.unit:
         raise ValueError(
@@ -382,7 +383,7 @@ def _compared(read: Reader, a: Row, b: Row) -> Comparison:
 
 
 def frame(comparisons: Sequence[Comparison]) -> DataFrame:
-    """A row per comparison, figures in the unit of its metric."""
+    """Returns a table with a row per comparison; figures are in the unit of the metric."""
     import pandas
 
     return pandas.DataFrame(
@@ -412,7 +413,7 @@ def frame(comparisons: Sequence[Comparison]) -> DataFrame:
 
 
 def render(comparisons: Sequence[Comparison], format: Format) -> str:
-    """The comparisons as text for a terminal (with a sentence each), CSV, Markdown or LaTeX."""
+    """Returns the comparisons as CSV, Markdown, LaTeX, or text with a sentence for each."""
     table = frame(comparisons)
     if format == "csv":
         text: str = table.to_csv(index=False)
@@ -447,8 +448,8 @@ def render(comparisons: Sequence[Comparison], format: Format) -> str:
 
 
 def _cells(c: Comparison, head: str) -> dict[str, str]:
-    """The cells of a comparison by their columns. ``head`` is the column of the value; where it is
-    not the name of the unit, the value names its unit."""
+    """Returns the cells of a comparison by column. ``head`` is the column of the value: the name of
+    the unit, or another word, and then the cell has the unit too."""
     d = c.difference
     value, _, change, low, high = c.texts()
     return {
@@ -462,7 +463,7 @@ def _cells(c: Comparison, head: str) -> dict[str, str]:
 
 
 def _blocks(comparisons: Sequence[Comparison]) -> str:
-    """A table per benchmark, metric and encoder that is compared against, which its head names."""
+    """Returns a table with a heading for each benchmark, metric and encoder to compare with."""
     from tabulate import tabulate
 
     groups: dict[tuple[str, str, str], list[Comparison]] = {}
@@ -480,7 +481,7 @@ def _blocks(comparisons: Sequence[Comparison]) -> str:
 
 
 def _lines(c: Comparison) -> dict[str, str]:
-    """The cells of one encoder, in several lines where the table would be wider than a terminal."""
+    """Returns the cells of a comparison, broken into lines so that the table fits a terminal."""
     unit = c.row.unit.name
     cells = _cells(c, unit)
     return {

@@ -33,7 +33,7 @@ from mclclip.models.loading import load_towers, start_from_rows
 from mclclip.models.model import Model, unit
 from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
-from mclclip.run.artifacts import Artifact, RunPaths, is_finished, made_of, read_manifest
+from mclclip.run.artifacts import Artifact, RunPaths, is_finished, read_identity, read_manifest
 from mclclip.run.steps import Made, Step, make
 from mclclip.util import files
 from mclclip.util.caption_rules import HardCaptions
@@ -195,7 +195,7 @@ def _frozen_blocks(config: Config, layout: RunPaths, force: Remake) -> int:
     export, trained = layout.export(0), config.train.lock.image_blocks
     read_manifest(export, "export")  # says which verb makes it
     rules.check(replace(config, model=replace(config.model, name=f"local-dir:{export}")))
-    embeddings = made_of(layout.embeddings(0))
+    embeddings = read_identity(layout.embeddings(0))
     if embeddings and "image_rows" not in embeddings["inputs"] and force is Remake.NOTHING:
         raise ValueError(
             f"{layout.embeddings(0)} was made from images, and image_rows.enabled starts from "

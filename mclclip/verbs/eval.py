@@ -23,7 +23,6 @@ from mclclip.data.training_images import Readable, TrainingImages, path_of
 from mclclip.eval import results
 from mclclip.eval.features import Extractor
 from mclclip.eval.items import STRUCK
-from mclclip.eval.prompts import naming_benchmark
 from mclclip.eval.protocols import BenchmarkConfig, evaluator
 from mclclip.eval.results import Reference, Result
 from mclclip.models import transformers_folder
@@ -31,10 +30,10 @@ from mclclip.models.encoder import RANDOM, Encoder, load_model, split_name
 from mclclip.models.loading import refuse_without_weights
 from mclclip.ranks.collectives import on_main, raise_on_every_rank
 from mclclip.ranks.process_group import SINGLE, Context, pick_device
-from mclclip.run.artifacts import MANIFEST, RunPaths, is_finished, run_above
+from mclclip.run.artifacts import MANIFEST, RunPaths, find_run_dir, is_finished
 from mclclip.run.opened import Run
 from mclclip.util.files import digest_file, digest_json
-from mclclip.util.options import first_problem, refuse_url
+from mclclip.util.options import first_problem, prefix_errors, refuse_url
 from mclclip.util.remake import Remake
 
 log = logging.getLogger("mclclip")
@@ -43,15 +42,15 @@ SUITES = Path(results.__file__).resolve().parent / "suites"
 
 
 Suite = tuple[dict[str, BenchmarkConfig], list[Reference]]
-"""Benchmarks by name, and published figures to print beside our own."""
+"""Benchmarks by name, and published figures that the table shows beside the measured ones."""
 
 
 def load_suite(where: str, variables: Sequence[str] = ()) -> Suite:
-    """A suite that is shipped (by name, such as ``mcl``) or a YAML file.
+    """Loads a shipped suite by its name, such as ``mcl``, or a YAML file.
 
-    ``variables``, NAME=VALUE, replace ``${NAME}`` in it; ``${folder}`` is the file's own folder.
-    FileNotFoundError for an unknown suite; ValueError for a variable without a value or a file that
-    is no suite.
+    ``variables``, such as ``data=/data``, replace ``${data}`` in it; ``${folder}`` is the folder of
+    the file. Raises FileNotFoundError for an unknown suite, and ValueError for a variable without a
+    value and for a file that is no suite.
     """
     path = Path(where) if where.endswith((".yaml", ".yml")) else SUITES / f"{where}.yaml"
     if not path.is_file():
@@ -94,10 +93,10 @@ def _substitute(value: Any, variables: Mapping[str, str]) -> Any:
 
 
 def check(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
-    """Raises, in one line and before anything runs, ValueError for a wrong option and for data that
-    the evaluator's own check refuses, and FileNotFoundError for a folder or file that is missing.
+    """Checks the options of all benchmarks, then their data, before anything runs.
 
-    All options are checked first, then all folders.
+    Raises ValueError for a wrong option and for data that the evaluator's own check refuses, and
+    FileNotFoundError for a missing folder or file.
     """
     check_options(benchmarks)
     for name, benchmark in benchmarks.items():
@@ -112,19 +111,17 @@ def check(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
         )
     for name, benchmark in benchmarks.items():
         protocol, root = evaluator(benchmark.kind), Path(benchmark.path)
-        for option in sorted({*protocol.files} & benchmark.options.keys()):
-            file = root / str(benchmark.options[option])
-            if not file.exists():
-                raise FileNotFoundError(
-                    f"benchmark {name!r}: {option}: there is no {file}{_needs(benchmark)}"
-                )
-        if protocol.check is not None:
-            with naming_benchmark(name):
+        with prefix_errors(f"benchmark {name!r}"):
+            for option in sorted({*protocol.files} & benchmark.options.keys()):
+                file = root / str(benchmark.options[option])
+                if not file.exists():
+                    raise FileNotFoundError(f"{option}: there is no {file}{_needs(benchmark)}")
+            if protocol.check is not None:
                 protocol.check(root, **benchmark.options)
 
 
 def check_options(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
-    """Raises ValueError for options that an evaluator does not have, or of another type."""
+    """Raises ValueError for options that an evaluator does not have or whose type is wrong."""
     for name, benchmark in benchmarks.items():
         model = evaluator(benchmark.kind).options
         try:
@@ -137,8 +134,8 @@ def check_options(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
 
 
 def _needs(benchmark: BenchmarkConfig) -> str:
-    """Says which data a benchmark needs and where to get them, by the suite or else by its
-    evaluator."""
+    """Says which data a benchmark needs and where to get them: the suite's ``source``, or else the
+    words of its evaluator."""
     needs = evaluator(benchmark.kind).needs
     source = benchmark.source or (needs if isinstance(needs, str) else needs(**benchmark.options))
     return f": it wants {source}; nothing is downloaded"
@@ -149,11 +146,11 @@ def _needs(benchmark: BenchmarkConfig) -> str:
 
 @dataclass
 class _Watch:
-    """Counts the images of a benchmark that are encoded (``judged``), and those of them that a run
-    is trained on (``seen``).
+    """Counts the images of a benchmark that are encoded (``judged``), and those of them that are
+    also training images (``seen``). All ranks call it with the images that they encode.
 
-    With a ``folder`` only images below it count. It is called with images on all ranks. If the
-    benchmark ``name`` decides a ``choice``, it raises ValueError there for the first seen images.
+    With a ``folder`` only images below it count. Raises ValueError for the first training images if
+    the benchmark ``name`` decides a ``choice``, such as 'alpha': its figures would be too good.
     """
 
     name: str
@@ -188,12 +185,13 @@ def run_suite(
 ) -> list[Result]:
     """Evaluates one encoder on every benchmark; returns its rows and adds them to the file.
 
-    Rows of the same model and benchmark are replaced; each benchmark is written when it is done.
-    ``identity`` (such as ``identity_of`` the model) lets a later call see that nothing changed. A
-    row says how many of the images of its benchmark are among ``trained_on``. ``choices``: the name
-    of a benchmark -> what is chosen by its figures, for which none of its images may be trained on.
-    ``settings``: batch_size, precision, max_image_pixels, num_workers (see ``Extractor``). All
-    ranks of ``context`` take part; the first one writes.
+    Each benchmark's rows are written when it is done, and replace earlier rows of the same model
+    and benchmark. ``identity``, such as ``identity_of(model)``, is recorded, so that a later call
+    sees that nothing changed. A row says how many of the benchmark's images are among
+    ``trained_on``. ``choices`` says by the name of a benchmark what its figures choose, such as
+    'alpha'; then none of its images may be trained on. ``settings`` are arguments of ``Extractor``:
+    batch_size, precision, max_image_pixels, num_workers. All ranks of ``context`` call this; the
+    first one writes.
     """
     check(benchmarks)
     extractor = Extractor(encoder, context, **settings)
@@ -219,10 +217,10 @@ def run_suite(
 
 @dataclass(frozen=True)
 class SuiteJudge:
-    """Benchmarks that encoders in memory are measured on, by a verb that makes encoders.
+    """Measures the encoders that a verb such as ``soup`` makes in memory, on ``benchmarks``.
 
-    ``benchmarks`` are checked before the first encoder is made. Encoders lie on the device of
-    ``context``. ``trained_on``, ``choices``: see ``run_suite``.
+    The benchmarks are checked here, before the first encoder is made. Encoders must be on the
+    device of ``context``. ``run_suite`` explains ``trained_on`` and ``choices``.
     """
 
     benchmarks: Mapping[str, BenchmarkConfig]
@@ -235,11 +233,11 @@ class SuiteJudge:
 
     @property
     def read_texts(self) -> list[str]:
-        """The benchmarks that compare images with texts."""
+        """Names of the benchmarks that compare images with texts."""
         return [name for name, b in self.benchmarks.items() if evaluator(b.kind).reads_text]
 
     def measure(self, encoder: Encoder, path: Path, model_name: str) -> list[Result]:
-        """``run_suite`` of all benchmarks: the encoder's rows, which ``path`` then has too."""
+        """Returns the encoder's rows on all benchmarks, and writes them to ``path``."""
         return run_suite(
             encoder,
             self.benchmarks,
@@ -263,18 +261,21 @@ def open_judge(
     models: Sequence[str] = (),
     choice: str = "",
 ) -> SuiteJudge:
-    """The benchmark ``held_out``, which is retrieval on a folder of shards with captions, before
-    those of a suite; see ``run`` for ``suite`` and ``only``. ``variables`` are NAME=VALUE.
+    """Returns a judge by retrieval on ``held_out``, a folder of shards with captions, and by the
+    benchmarks of ``suite`` after it (those named in ``only``, if any).
 
-    ``models``, as ``[NAME=]PATH``: those that the judge is for; where they lie in run directories,
-    their training images are known. ``choice``: what is chosen by the benchmarks, if anything.
-    Raises the errors of ``load_suite`` and ``check``.
+    ``captions``: of the held-out shards, such as 'txt' or 'json:FIELD'. ``variables``: of the
+    suite, such as 'data=/data'. ``models``: the ``[NAME=]PATH`` of the models that will be measured
+    or mixed; if they lie in run directories, images that they were trained on are noticed.
+    ``choice``: what the figures choose, such as 'alpha'. Raises the errors of ``load_suite`` and
+    ``check``, and ValueError for options that need another.
     """
     benchmarks: dict[str, BenchmarkConfig] = {}
-    if (variables or only) and not suite:
-        raise ValueError("--set and --only are of --suite: give it, or leave them out")
-    if captions != "txt" and held_out is None:
-        raise ValueError("--captions is of --held-out: give it, or leave it out")
+    if not suite and (variables or only) or held_out is None and captions != "txt":
+        raise ValueError(
+            "--set and --only are of --suite, and --captions is of --held-out: give that too, or "
+            "leave them out"
+        )
     if held_out is not None:
         if not any(Path(held_out).glob("*.tar")):
             raise FileNotFoundError(
@@ -298,19 +299,19 @@ def open_judge(
 
 
 def _trained_on(models: Sequence[str | Path], config: Config | None = None) -> list[TrainingImages]:
-    """The training images of a configured run, and of the runs in whose folders models lie; if the
-    options of a run cannot be read, all images of its index."""
+    """Returns the training images of the run of ``config``, and of the runs in whose folders the
+    models lie. If a run's configuration cannot be read, all images of its index count."""
     images = [] if config is None else [TrainingImages.of(config)]
     paths = [Path(str(model).removeprefix("local-dir:")) for model in models]
-    runs = dict.fromkeys(run for path in paths if path.exists() and (run := run_above(path)))
+    runs = dict.fromkeys(run for path in paths if path.exists() and (run := find_run_dir(path)))
     for run_dir in runs:
-        if not is_finished(RunPaths(run_dir).index):  # an export that was copied with its folders
-            continue
-        if config is not None and run_dir == Path(config.run_dir).resolve():
+        # An export that was copied together with the folders above it has no index.
+        is_own_run = config is not None and run_dir == Path(config.run_dir).resolve()
+        if is_own_run or not is_finished(RunPaths(run_dir).index):
             continue
         try:
             of_run = TrainingImages.of(replace(load(run_dir / "config.yaml"), run_dir=str(run_dir)))
-        except (ValueError, OSError):  # the run's configuration is damaged or gone
+        except (ValueError, OSError):  # config.yaml is damaged or gone
             of_run = TrainingImages(RunPaths(run_dir).index, {"": PlanConfig()})
         images.append(of_run)
     return [some for some in images if some is not None]
@@ -319,17 +320,17 @@ def _trained_on(models: Sequence[str | Path], config: Config | None = None) -> l
 def _some_of(
     benchmarks: Mapping[str, BenchmarkConfig], only: Sequence[str]
 ) -> dict[str, BenchmarkConfig]:
-    """The benchmarks of these names, all without any; ValueError for a name that is not there."""
+    """Returns the benchmarks named in ``only``, or all if it is empty; ValueError for others."""
     if unknown := [name for name in only if name not in benchmarks]:
         raise ValueError(f"no benchmark {unknown[0]!r}: there are {', '.join(benchmarks)}")
     return {name: benchmark for name, benchmark in benchmarks.items() if not only or name in only}
 
 
 def evaluation_digest(benchmark: BenchmarkConfig, identity: str, precision: str) -> str:
-    """Digest of everything that a row depends on; with an equal digest it is not made again.
+    """Returns a digest of everything that a row depends on; a row with this digest is up to date.
 
-    It includes the files of a benchmark that may change in place: the manifest of made pairs, and
-    the list of items that a person has struck out.
+    Of minimal pairs, whose folder may change in place, it includes the manifest and the list of
+    items that a person has struck out.
     """
     parts = [benchmark.kind, benchmark.path, dict(benchmark.options), precision, identity]
     if benchmark.options.get("layout") == "pairs":
@@ -339,7 +340,7 @@ def evaluation_digest(benchmark: BenchmarkConfig, identity: str, precision: str)
 
 
 def identity_of(model: str | Path, pretrained: str | None = None) -> str:
-    """Digest of a model's files, or of its name where it is no directory."""
+    """Returns a digest of the files of a model, or of its name if it is no file or directory."""
     if str(model).startswith(transformers_folder.PREFIX):
         return transformers_folder.digest(str(model))
     directory = Path(str(model).removeprefix("local-dir:"))
@@ -347,7 +348,7 @@ def identity_of(model: str | Path, pretrained: str | None = None) -> str:
         files = [Path(name) for name in (str(model), pretrained) if name]
         return digest_json([digest_file(f) if f.is_file() else str(f) for f in files])
     members = [p for p in directory.rglob("*") if p.suffix in (".json", ".safetensors")]
-    # Manifests are left out, since they hold the time of writing.
+    # A manifest holds the time of writing, so it does not count.
     members = sorted(path for path in members if path.stem != "manifest")
     return digest_json([(path.relative_to(directory), digest_file(path)) for path in members])
 
@@ -362,11 +363,12 @@ def evaluate(
     force: Remake = Remake.NOTHING,
     choices: Mapping[str, str] | None = None,
 ) -> list[Result]:
-    """Evaluates models (name -> directory, NAME@PRETRAINED, or NAME@random for random weights).
+    """Evaluates ``models`` and returns the new rows.
 
-    Benchmarks are those of ``eval.suite`` unless given. Those that ``path`` (default: the run's
-    results.jsonl) already has for the same model files, options and precision are skipped, unless
-    ``force``. ``choices``: see ``run_suite``. Returns the new rows.
+    ``models``: by name a directory, NAME@PRETRAINED of open_clip, or NAME@random for random
+    weights. ``benchmarks``: default is ``eval.suite``. ``path``: where rows are kept (default: the
+    run's results.jsonl). A benchmark is skipped if ``path`` has its rows for the same model files,
+    options and precision, unless ``force`` is ``ALL``. ``run_suite`` explains ``choices``.
     """
     benchmarks = config.eval.suite if benchmarks is None else benchmarks
     raise_on_every_rank(partial(check, benchmarks))
@@ -420,11 +422,12 @@ def run(
     details: bool = False,
     force: Remake = Remake.NOTHING,
 ) -> list[Result]:
-    """Evaluates models given as ``[NAME=]PATH`` (default: all exports of the run).
+    """Evaluates models given as ``[NAME=]PATH`` (default: all exports of the run), prints a table
+    of their figures, and returns the new rows.
 
-    ``suite``: a shipped suite or a YAML file instead of ``eval.suite``, with ``variables`` for its
-    data folders; ``only``: some of its benchmarks. Logs the table, with details on request
-    (``details``), and returns the new rows.
+    ``suite``: a shipped suite or a YAML file instead of ``eval.suite``; ``variables``, such as
+    'data=/data', say where its data are, and ``only`` names some of its benchmarks. ``details``
+    shows further directions and optimistic figures too.
     """
     every, references = load_suite(suite, variables) if suite else (config.eval.suite, [])
     benchmarks = _some_of(every, only)
@@ -449,14 +452,17 @@ def run(
 
 
 def _split_name(text: str) -> tuple[str, str | Path]:
-    """Splits ``NAME=PATH``; without a name the path is the name. The name of a model with random
-    weights gets "(random weights)". Raises ValueError for an architecture without weights."""
+    """Splits ``NAME=PATH``; without NAME the path is the name.
+
+    The name of a model with random weights ends with '(random weights)'. Raises ValueError for an
+    architecture that is named without weights.
+    """
     name, equals, where = text.partition("=")
     if not equals or Path(text).exists():
         name = where = text
     location, pretrained = split_name(where)
     if pretrained is None:
-        refuse_without_weights(location)  # before another model is evaluated for an hour
+        refuse_without_weights(location)  # now, before other models are evaluated for hours
     if pretrained == RANDOM:
         name = f"{location if name == where else name} (random weights)"
     return name, where

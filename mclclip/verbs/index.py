@@ -1,7 +1,7 @@
-"""Verb: tar shards -> sample index.
+"""Verb ``index``: tar shards -> sample index.
 
-The order of shards is fixed when they are first indexed (sources as configured, paths sorted), and
-new shards come after the known ones, so that the sample_id of a sample never changes.
+The first call fixes the order of the shards: sources as configured, and the paths of each sorted.
+Later calls append new shards, so the sample_id of a sample never changes.
 """
 
 from __future__ import annotations
@@ -53,33 +53,34 @@ from mclclip.run.artifacts import (
     Artifact,
     Manifest,
     RunPaths,
-    damage_of,
+    find_damage,
     is_finished,
     read_manifest,
 )
 from mclclip.run.runlog import count_of, progress
 from mclclip.run.steps import Made, Step, make
 from mclclip.util.files import move_aside, printable, records_of, remove_leftovers
-from mclclip.util.options import protocol_of
+from mclclip.util.options import prefix_errors, protocol_of
 from mclclip.util.remake import Remake
 
 log = logging.getLogger("mclclip")
-MAX_PATHS = 1_000_000  # that one pattern of shards may stand for
-_IN_URL = re.compile(r"::(?![\w.+-]+://|[/.~@${])")  # a ``::`` that separates no patterns
-MAX_FOLDERS = 50_000  # that ** of a pattern may look into
+MAX_PATHS = 1_000_000  # most paths that one pattern of shards may expand to
+_IN_URL = re.compile(r"::(?![\w.+-]+://|[/.~@${])")  # a ``::`` that is a part of a url
+MAX_FOLDERS = 50_000  # most folders that a pattern with ** may search
 
 
 def run(config: Config, context: Context, force: Remake = Remake.NOTHING) -> SampleIndex:
     """Indexes the shards of ``data.sources`` into the run's ``index`` directory and opens it.
 
-    New shards are scanned and appended; if all are known, nothing is done, unless
-    ``data.verify=full`` asks for checksums of pixels that the index lacks: then all are scanned.
-    The log and the manifest count, by reason, what is left out of the index and the samples without
-    a caption. Rank 0 works and the others wait; an error is raised on all. Raises ValueError for
-    sources that are wrong, hold no usable sample, or differ from the indexed ones (a changed shard,
-    one that is not named any more, other captions, attributes or subset), and FileNotFoundError for
-    missing shards. With ``force`` an old index is moved aside
-    instead: any, or with ``unfit`` one that is damaged or that raised these errors.
+    Scans new shards and appends them. Does nothing if all shards are indexed already, unless
+    ``data.verify=full`` needs checksums of pixels that the index lacks: then it scans all. The log
+    and the manifest count, by reason, the samples that are left out of the index and those without
+    a caption. Rank 0 works and the others wait; an error is raised on all ranks.
+
+    Raises FileNotFoundError for missing shards, and ValueError for sources that are wrong, hold no
+    usable sample, or differ from the indexed ones (a changed shard, one that is not listed any
+    more, other captions, attributes or subset). ``force`` moves the old index aside and makes a new
+    one: ``ALL`` in any case, ``UNFIT`` if the old index is damaged or differs.
     """
     directory = RunPaths.of(config).index
     collectives.on_main(lambda: _index(config, directory, force))
@@ -87,32 +88,32 @@ def run(config: Config, context: Context, force: Remake = Remake.NOTHING) -> Sam
 
 
 def _index(config: Config, directory: Path, force: Remake) -> None:
-    filters = _filters(config.data.sources)
-    wanted = _list_shards(config.data.sources, filters, config.data.remote)
-    known, new = _known_and_new(directory, wanted, config.data, force)
+    filters = _read_filters(config.data.sources)
+    configured = _list_shards(config.data.sources, filters, config.data.remote)
+    indexed, new = _compare_with_index(directory, configured, config.data, force)
     old = read_manifest(directory, KIND) if is_finished(directory) else None
     pixels = config.data.verify == "full"
     if old is not None:
         pixels = pixels or old.counts.get("pixels", False)
         whole = old.counts.get("pixels", False) == pixels
         if not new and (whole or not pixels):
-            log.info("index: up to date, %d shards", len(known))
+            log.info("index: up to date, %d shards", len(indexed))
             return
         old.check(directory)
-        if not whole:  # it lacks checksums, which only a scan of all shards gives
+        if not whole:  # only a scan of all shards gives the checksums that it lacks
             old = None
     if old is not None:
-        table, num_known, to_scan = read_table(directory), len(known), new
-    else:  # all shards are scanned, in the order of the index that there is
-        table, num_known, to_scan = None, 0, [*known, *new]
+        table, num_kept, to_scan = read_table(directory), len(indexed), new
+    else:  # all shards are scanned, those of an old index in its order
+        table, num_kept, to_scan = None, 0, [*indexed, *new]
     findings = Findings(old.counts["findings"] if old is not None else None)
     before = old.counts["sources"] if old is not None else {}
     left_out = {s: Counter(before.get(s, {}).get("left_out", {})) for s in filters}
     times, rows, scanned = times_of(to_scan), [], []
     scans = scan_shards(to_scan, config.data, pixels=pixels, filters=filters)
+    shown = progress(scans, total=len(to_scan), description="index")
     with closing(scans):
-        seen = progress(scans, total=len(to_scan), description="index")
-        for shard, scan in zip(to_scan, seen, strict=True):
+        for shard, scan in zip(to_scan, shown, strict=True):
             if shard.digest and is_finished(directory) and scan.digest != shard.digest:
                 raise ValueError(
                     f"shard {printable(shard.path)} has changed since it was indexed: restore it, "
@@ -124,13 +125,13 @@ def _index(config: Config, directory: Path, force: Remake) -> None:
             for reason, entry in scan.findings.only(LEFT_OUT).to_json().items():
                 left_out[shard.source][reason] += entry["count"]
     bound = config.data.max_bad_fraction
-    _check_faults(findings, len(known) + len(new), bound)
-    shards = [*known[:num_known], *scanned]
-    table, shards = join_rows(table, rows, shards, len(known), findings, config.data)
+    _check_faults(findings, len(indexed) + len(new), bound)
+    shards = [*indexed[:num_kept], *scanned]
+    table, shards = join_rows(table, rows, shards, len(indexed), findings, config.data)
     findings.settle_lines(len(table))
     _check_lost(findings, len(table), bound)
-    if num_known == 0 and is_finished(directory):
-        # The shards are what they were, so the parquets that filters read are not.
+    if num_kept == 0 and is_finished(directory):
+        # The shards are unchanged, so another choice of samples comes from the parquets.
         keys = read_table(directory)["key"]
         if not table["key"].slice(0, len(keys)).equals(keys):
             raise ValueError(
@@ -143,7 +144,7 @@ def _index(config: Config, directory: Path, force: Remake) -> None:
 
 
 def _check_faults(findings: Findings, num_shards: int, bound: float) -> None:
-    """Raises ValueError where too many shards cannot be read to their end."""
+    """Raises ValueError if too many of the shards are broken off or unreadable."""
     faults = findings.only(UNREADABLE)
     if faults.total() > bound * num_shards:
         raise ValueError(
@@ -155,7 +156,7 @@ def _check_faults(findings: Findings, num_shards: int, bound: float) -> None:
 
 
 def _check_lost(findings: Findings, num_samples: int, bound: float) -> None:
-    """Raises ValueError where too many samples are left out since their key came before."""
+    """Raises ValueError if too many samples are left out because an earlier one has their key."""
     lost = findings.only(["duplicate_key"])
     if lost.total() > bound * (num_samples + lost.total()):
         raise ValueError(
@@ -164,28 +165,32 @@ def _check_lost(findings: Findings, num_samples: int, bound: float) -> None:
         )
 
 
-def _known_and_new(
-    directory: Path, wanted: list[Shard], data: DataConfig, force: Remake
+def _compare_with_index(
+    directory: Path, configured: list[Shard], data: DataConfig, force: Remake
 ) -> tuple[list[Shard], list[Shard]]:
-    """The shards of the index that there is, in its order, and those that it lacks."""
+    """Returns the shards of the old index, in its order, and the configured shards that it lacks.
+
+    An old index that ``force`` makes again is moved aside, and all shards are new.
+    """
     try:
         if is_finished(directory):
             read_manifest(directory, KIND).check(directory, SHARDS)
-        known = read_shards(directory)  # also those of an index that was not finished
-        new = _new_shards(known, wanted, directory)
-        if is_finished(directory):
-            if force is Remake.ALL:
-                raise ValueError("it is made again")
-            if force is Remake.UNFIT and (damage := damage_of(directory)) is not None:
-                raise ValueError(damage)
-            check_shards(directory, known, data)
+        indexed = read_shards(directory)  # of an unfinished index too
+        new = _new_shards(indexed, configured, directory)
+        if not is_finished(directory):
+            return indexed, new
+        check_shards(directory, indexed, data)
+        reason = "it is made again" if force is Remake.ALL else None
+        reason = find_damage(directory) if force is Remake.UNFIT else reason
+        if reason is None:
+            return indexed, new
     except (ValueError, FileNotFoundError, RuntimeError) as error:
         if force is Remake.NOTHING:
             raise type(error)(f"{error} (--force moves the old index aside)") from error
-        log.info("index: %s: the old index is moved aside", error)
-        move_aside(directory)
-        return [], wanted
-    return known, new
+        reason = str(error)
+    log.info("index: %s: the old index is moved aside", reason)
+    move_aside(directory)
+    return [], configured
 
 
 def _write(
@@ -206,22 +211,24 @@ def _write(
         dataclasses.replace(shard, start=start, stop=stop)
         for shard, start, stop in zip(shards, [0, *ends], ends, strict=False)
     ]
-    # The old manifest is removed first, since it does not fit the files that are written now.
+    # Remove the old manifest first: it does not describe the files that are written now.
     (directory / MANIFEST).unlink(missing_ok=True)
     return make(IndexTables(), directory, (table, placed, findings, left_out))
 
 
 Scanned = tuple[pa.Table, list[Shard], Findings, Mapping[str, Mapping[str, int]]]
+"""The table of samples, the shards, the findings, and for each source the samples that its subset
+left out, by reason."""
 
 
 @dataclass(frozen=True)
 class IndexTables(Step[Scanned]):
-    """The tables of an index. It has no fields, since it grows by what is compared before it."""
+    """The tables of an index. It has no fields: `_new_shards` has compared the sources already."""
 
     kind = KIND
 
     def make(self, out: Artifact, how: Scanned) -> Made:
-        """Writes the table of the samples and that of the shards, and counts what they hold."""
+        """Writes the tables of samples and of shards; counts samples, captions and shards."""
         (table, shards, findings, left_out), directory = how, out.begin()
         remove_leftovers(directory)
         digest = write_tables(directory, table, shards)
@@ -284,7 +291,7 @@ def _log_summary(
             log.warning(
                 "index: no sample of source %s has a caption in %s", source, entry["captions"]
             )
-    # What a subset is there to leave out stands above; captions that nothing reads are not missed.
+    # The lines above count what subsets left out. Captions that nothing reads are not missed.
     untold = ["subset"] if wants_captions else ["subset", "no_caption"]
     for line in findings.without(untold).lines():
         log.warning("index: %s", line)
@@ -293,63 +300,59 @@ def _log_summary(
 # --- which shards, in which order --------------------------------------------------------------
 
 
-def _filters(sources: Mapping[str, SourceConfig]) -> dict[str, ShardFilter]:
-    """The filters of those sources that have one; reads the files of subsets."""
-    found = {}
+def _read_filters(sources: Mapping[str, SourceConfig]) -> dict[str, ShardFilter]:
+    """Reads the ``subset`` of every source that has one; returns filters by the source's name."""
+    filters = {}
     for name, source in sources.items():
         if source.subset is not None:
-            try:
-                found[name] = ShardFilter.of(source.subset)
-            except (ValueError, FileNotFoundError) as error:
-                raise type(error)(f"data.sources.{name}.subset: {error}") from None
-    return found
+            with prefix_errors(f"data.sources.{name}.subset"):
+                filters[name] = ShardFilter.of(source.subset)
+    return filters
 
 
 def _list_shards(
     sources: Mapping[str, SourceConfig], filters: Mapping[str, ShardFilter], remote: RemoteOptions
 ) -> list[Shard]:
-    """The shards of all sources in the order of a first indexing, without their rows."""
+    """Returns the shards of all sources in the order of a first indexing, without row numbers."""
     if not sources:
         raise ValueError("data.sources is empty: set data.sources.NAME.shards=...")
-    wanted = []
+    shards = []
     for name, source in sources.items():
         option = f"data.sources.{name}"
         if not name or "/" in name:
             raise ValueError(f"source name {name!r}: a key is 'source/key', use a name without /")
-        try:
+        with prefix_errors(f"{option}.captions"):
             captions = captions_text(source.captions)
             caption_fields(captions)
             shares = [1.0] if isinstance(source.captions, str) else source.captions.values()
             if abs(sum(shares) - 1.0) > 1e-6:
                 raise ValueError(f"the probabilities sum to {sum(shares):g}, wanted 1: change some")
-        except ValueError as error:
-            raise ValueError(f"{option}.captions: {error}") from None
-        try:
+        with prefix_errors(f"{option}.attributes"):
             attributes = check_names(source.attributes)
-        except ValueError as error:
-            raise ValueError(f"{option}.attributes: {error}") from None
         subset = filters[name].digest if name in filters else ""
         paths = expand_shards(source.shards, f"{option}.shards", remote)
         for path, stat in zip(paths, Remote(remote).stat(paths), strict=True):
             if stat is None:
                 raise FileNotFoundError(f"{option}.shards: {printable(path)} is not there any more")
             shard = Shard(path, name, captions, 0, 0, stat.size, attributes, tag=stat.tag)
-            wanted.append(dataclasses.replace(shard, subset=subset))
-    return wanted
+            shards.append(dataclasses.replace(shard, subset=subset))
+    return shards
 
 
 def expand_shards(
     patterns: str | Sequence[str], option: str, remote: RemoteOptions | None = None
 ) -> list[str]:
-    """Sorted absolute paths and urls of brace lists, globs, single ones and ``@FILE`` lists.
+    """Expands ``patterns`` to sorted absolute paths and urls.
 
-    Braces expand as in webdataset (``::`` separates patterns, ``${x}`` is the environment's
-    WDS_x). Where there is a url, ``::`` separates only before another url or path, so that it may
-    stand in an address of IPv6 and in a query.
-    A path that exists as it stands is taken as it is, and so is a glob whose folder does.
-    Urls are not looked at, but for a glob. ``option`` names the source in messages. Raises
-    FileNotFoundError for a pattern without files and for missing shards; ValueError for pipes and
-    urls that are not read, broken braces, and a shard named twice.
+    A pattern is a path, a glob, a brace list such as ``{00..03}.tar``, or ``@FILE``, a file with
+    one pattern per line. Braces expand as in webdataset: ``::`` separates patterns, and ``${x}`` is
+    the environment variable WDS_x. In a pattern with a url, ``::`` separates only if a url or path
+    follows it, since IPv6 addresses and queries may contain it. An existing file is taken literally
+    even if its name looks like a pattern. A url is not opened, unless it is a glob. ``option``,
+    such as 'data.sources.pets.shards', begins the messages.
+
+    Raises FileNotFoundError for a pattern without files and for missing shards; ValueError for
+    pipes, urls of other protocols, broken braces, and a shard that is listed twice.
     """
     listed = [patterns] if isinstance(patterns, str) else list(patterns)
     lines: list[str] = []
@@ -376,7 +379,7 @@ def expand_shards(
 
 
 def _expand(pattern: str, option: str, remote: Remote) -> list[str]:
-    """The files of one brace list or glob; each of its alternatives must match a file."""
+    """Returns the files of a brace list or glob; each of its alternatives must match a file."""
     literal = os.path.expanduser(pattern)
     if os.path.isfile(literal):
         return [literal]
@@ -392,35 +395,34 @@ def _expand(pattern: str, option: str, remote: Remote) -> list[str]:
         candidates = [os.path.expanduser(path.replace("\0", "::")) for path in expand_urls(whole)]
     except (ValueError, AssertionError) as error:  # unbalanced braces; no such variable
         raise ValueError(f"{option}: {printable(pattern)!r} does not expand: {error}") from None
-    found: list[str] = []
+    paths: list[str] = []
     missing: list[str] = []
     for path in candidates:
         if path.startswith("pipe:") or protocol_of(path) is not None:
             check_protocol(path, option)
             urls = remote.glob(path) if "*" in path else [path]
-            found += urls
+            paths += urls
             missing += [] if urls else [path]
             continue
-        # An existing file is taken literally, even if its name looks like a glob.
         is_glob = glob.has_magic(path) and not os.path.exists(path)
         files = _glob(path, option) if is_glob else [path] * os.path.isfile(path)
-        found += files
+        paths += files
         missing += [] if files else [path]
-    if missing and os.path.isdir(missing[0]):
-        raise FileNotFoundError(f"{option}: {missing[0]} is a folder: use {missing[0]}/*.tar")
     if missing:
         raise FileNotFoundError(
-            f"{option}: {len(missing)} of the {len(candidates)} paths of {printable(pattern)!r} "
-            f"match no file, such as {printable(missing[0])}"
+            f"{option}: {missing[0]} is a folder: use {missing[0]}/*.tar"
+            if os.path.isdir(missing[0])
+            else f"{option}: {len(missing)} of the {len(candidates)} paths of "
+            f"{printable(pattern)!r} match no file, such as {printable(missing[0])}"
         )
-    return found
+    return paths
 
 
 def _glob(pattern: str, option: str) -> list[str]:
-    """The files that a glob matches.
+    """Returns the files that a glob matches.
 
-    ``**`` follows links, as the standard library's does, and links that lead back upwards make
-    folders without an end: too many of them are a ValueError.
+    ``**`` follows links, and a link to a folder above makes an endless tree. So ValueError is
+    raised if ``**`` leads into more than ``MAX_FOLDERS`` folders.
     """
     if stars := re.search(r"(^|/)\*\*(/|$)", pattern):
         num_folders, before = 0, pattern[: stars.end(1)]
@@ -437,7 +439,7 @@ def _glob(pattern: str, option: str) -> list[str]:
 
 
 def _most_paths(pattern: str) -> float:
-    """At least as many as the braces of a pattern expand to, without expanding them."""
+    """Returns an upper bound of the number of paths that the braces of a pattern expand to."""
     number = 1.0
     while groups := re.findall(r"\{[^{}]*\}", pattern):
         for group in groups:
@@ -448,43 +450,46 @@ def _most_paths(pattern: str) -> float:
     return number
 
 
-def _new_shards(known: Sequence[Shard], wanted: Sequence[Shard], directory: Path) -> list[Shard]:
-    """The wanted shards that the index lacks, named as those of their source are.
+def _new_shards(
+    indexed: Sequence[Shard], configured: Sequence[Shard], directory: Path
+) -> list[Shard]:
+    """Returns the configured shards that the index lacks. If the keys of their source contain the
+    names of shards, they get such names too.
 
-    Raises ValueError for a known shard that has changed, and a new one that cannot be named so;
-    FileNotFoundError for a missing one.
+    Raises FileNotFoundError for an indexed shard that is missing; ValueError for one that has
+    changed or is not configured any more, and for a new one that lies in another folder.
     """
-    by_name = {(shard.source, shard.path): shard for shard in wanted}
-    for old in known:
+    by_name = {(shard.source, shard.path): shard for shard in configured}
+    for old in indexed:
         now = by_name.pop((old.source, old.path), None)
         where = old.describe(directory)
         if now is None and protocol_of(old.path) is None and not os.path.exists(old.path):
             raise FileNotFoundError(f"{where} is not on disk any more: put it back")
-        if now is None:
-            raise ValueError(f"{where} is not in data.sources any more: name it again")
-        if now.size_bytes != old.size_bytes:
-            raise ValueError(
-                f"{where} had {old.size_bytes} bytes when it was indexed, now {now.size_bytes}: "
-                f"restore it"
-            )
-        subsets = [
-            f"a subset of digest {shard.subset[:12]}" if shard.subset else "no subset"
-            for shard in (old, now)
-        ]
-        for name, was, is_now in (
-            ("captions=", old.captions, now.captions),
-            ("attributes=", list(old.attributes), list(now.attributes)),
-            ("", *subsets),
-        ):
-            if was != is_now:
-                again = "with " if not name else ""
-                raise ValueError(f"{where} was indexed with {name}{was}, now {again}{is_now}")
-    folders = {shard.source: shard.folder for shard in known if shard.name}
+        if difference := _difference(old, now):
+            raise ValueError(f"{where} {difference}")
+    folders = {shard.source: shard.folder for shard in indexed if shard.name}
     return [_keep_name(shard, folders.get(shard.source)) for shard in by_name.values()]
 
 
+def _difference(old: Shard, now: Shard | None) -> str | None:
+    """Says how a shard differs from the indexed one, such as 'was indexed with ...', or None."""
+    if now is None:
+        return "is not in data.sources any more: name it again"
+    if now.size_bytes != old.size_bytes:
+        sizes = f"{old.size_bytes} bytes when it was indexed, now {now.size_bytes}"
+        return f"had {sizes}: restore it"
+    for name, was, is_now in (
+        ("captions=", old.captions, now.captions),
+        ("attributes=", list(old.attributes), list(now.attributes)),
+        ("subset of digest ", old.subset[:12] or None, now.subset[:12] or None),
+    ):
+        if was != is_now:
+            return f"was indexed with {name}{was}, now {is_now}"
+    return None
+
+
 def _keep_name(shard: Shard, folder: str | None) -> Shard:
-    """The shard with its path from a folder on as its name; itself where there is no folder."""
+    """Returns the shard; its name is its path below ``folder``, unless that is None."""
     stem = stem_of(shard.path)
     if folder is not None and not stem.startswith(folder):
         raise ValueError(

@@ -1,18 +1,18 @@
 """Verb: one base, several remedies of equal cost -> a comparison of each with training alone.
 
-A remedy is a name and a few overrides on the base configuration. All remedies of a seed start from
-one index, one stage 0, its embeddings, clusters and pseudo labels, and see as many samples in as
-many steps as the base configuration's stages do together::
+A remedy is a name and a few overrides of the base configuration, such as ``ifm``. All remedies of
+a seed share one index, one stage 0, and its embeddings, clusters and pseudo labels. Each trains on
+as many samples, in as many steps, as the stages of the base configuration do together::
 
     RACE/
-      race.json                 the base configuration, by which a later call is checked
+      race.json                 the base configuration, which later calls are compared with
       base/seed_3/              index  stage_0/  stage_1/pseudo_labels  results.jsonl
       mcl/seed_3/  ungrouped/seed_3/  ifm/seed_3/ ...
-                                a run each, whose index, stage_0 and labels lead to the base's
+                                one run each; its index, stage_0 and labels link to the base's
       race.csv  race.html
 
 Finished work is skipped, so the same command resumes a race that was killed anywhere. Every remedy
-has a lock of its own, so that jobs may each train one (``only``), and a last call compares all.
+has its own lock: several jobs may train one remedy each (``only``), and a last call compares all.
 """
 
 from __future__ import annotations
@@ -44,26 +44,28 @@ from mclclip.run.lock import RunLock
 from mclclip.run.opened import JOINED, Run
 from mclclip.run.steps import identity_of
 from mclclip.util import files
+from mclclip.util.options import prefix_errors
 from mclclip.util.remake import Remake
 from mclclip.util.remedies import BASE, CONTROL, Remedy
 from mclclip.verbs import plan
 
 log = logging.getLogger("mclclip")
 
-# Options of the base configuration that change neither weights nor groups, or differ by seed.
+# Options of the base configuration that may differ: they change neither weights nor groups, or
+# they belong to a seed.
 _FREE = {"run_dir", "seed", "device", "deterministic", "num_threads", "wall_time_s", "eval"}
 _FREE |= {"peer_timeout_s", "poll_s", "track", "embed", "export"}
 
 
 @dataclass(frozen=True)
 class Race:
-    """A race, of which nothing needs to be there yet.
+    """A race, before or after it has run.
 
     recipe     the base configuration: a YAML file or the name of a shipped recipe
-    remedies   all of it, the control among them (``remedies.choose_remedies``)
-    seeds      of everything that is drawn; empty: the configuration's
-    only       one remedy, by name or by its number from 1 on, or ``base``: no table is made then
-    overrides  on the base configuration
+    remedies   all remedies, with the control (``remedies.choose_remedies`` returns them)
+    seeds      one set of trainings each; empty: the seed of the configuration
+    only       trains one remedy, by name or by its number from 1 on, or 'base'; makes no table
+    overrides  of the base configuration, such as 'train.steps=100'
     """
 
     recipe: str
@@ -79,47 +81,50 @@ class Race:
     def base(self) -> Config:
         """The base configuration, whose run directory is the race's."""
         config = configuration.load(self.recipe, [*self.overrides, "controls=[]"])
-        if not config.has_stages:
-            raise ValueError("num_stages=0 has no training that could be mended: set num_stages")
-        if not config.eval.suite:
-            raise ValueError("a race is judged by benchmarks, and eval.suite is empty: set it")
+        if not config.has_stages or not config.eval.suite:
+            raise ValueError(
+                f"num_stages is {config.num_stages} and eval.suite has {len(config.eval.suite)} "
+                "benchmarks: a race trains one stage or more, and is judged by benchmarks: set both"
+            )
         return config
 
     @cached_property
     def trained(self) -> list[Remedy]:
-        """The remedies with trainings of their own, in the order in which they run."""
+        """The remedies to train, in order: the first one of each set of overrides. Remedies with
+        equal overrides share one run, and are judged by different encoders of it."""
         first: dict[tuple[str, ...], Remedy] = {}
         for remedy in self.remedies:
-            first.setdefault(self._trainings(remedy), remedy)
+            first.setdefault(tuple(sorted(remedy.overrides)), remedy)
         return [*first.values()]
 
-    def _trainings(self, remedy: Remedy) -> tuple[str, ...]:
-        return tuple(sorted(remedy.overrides))
+    def _shares_run(self, remedy: Remedy, other: Remedy) -> bool:
+        return sorted(remedy.overrides) == sorted(other.overrides)
 
     def folder(self, remedy: Remedy, seed: int) -> Path:
-        """The run directory of a remedy's trainings."""
-        first = next(o for o in self.trained if self._trainings(o) == self._trainings(remedy))
+        """The run directory in which a remedy is trained."""
+        first = next(other for other in self.trained if self._shares_run(remedy, other))
         return Path(self.base.run_dir) / first.name / f"seed_{seed}"
 
     def base_of(self, seed: int) -> Config:
-        """The configuration of what the remedies of a seed share."""
+        """The configuration of the run ``base/seed_SEED``, which the remedies of a seed share."""
         run_dir = Path(self.base.run_dir) / BASE / f"seed_{seed}"
         return replace(self.base, run_dir=str(run_dir), seed=seed)
 
     @property
     def all_seeds(self) -> list[int]:
-        """The seeds, those of the configuration where none were given."""
+        """The seeds of the race, or else the one of the configuration."""
         return [*self.seeds] or [self.base.seed]
 
     def settings(self, remedy: Remedy, seed: int, steps: int | None = None) -> Config:
-        """The configuration of a remedy. ``steps``: of all its trainings together (None: those of
-        the base configuration, where it sets them).
+        """Returns the configuration of a remedy.
 
-        Raises ValueError, naming the remedy, where the configuration refuses its overrides.
+        ``steps``: of all its stages together (None: ``train.steps`` times the number of stages of
+        the base configuration, if that sets ``train.steps``). Raises ValueError, naming the remedy,
+        if its overrides are refused.
         """
         run_dir = self.folder(remedy, seed)
         words = [*self.overrides, "controls=[]", *remedy.overrides]
-        try:
+        with prefix_errors(remedy.label):
             config = configuration.load(self.recipe, [*words, f"run_dir={run_dir}", f"seed={seed}"])
             if len(config.controls) > 1 or not config.has_stages:
                 raise ValueError(
@@ -136,8 +141,6 @@ class Race:
                     )
                 each = steps // config.num_stages
                 config = replace(config, train=replace(config.train, steps=each))
-        except ValueError as error:
-            raise ValueError(f"{remedy.label}: {error}") from None
         if remedy.encoder is not None and remedy.encoder not in (encoders := config.encoders[1:]):
             raise ValueError(
                 f"{remedy.label} is judged by {remedy.encoder}, which is not made: wanted "
@@ -146,21 +149,21 @@ class Race:
         return config
 
     def encoder(self, remedy: Remedy) -> str:
-        """The name in results.jsonl of the encoder that stands for a remedy."""
+        """Returns the name in results.jsonl of the encoder that a remedy is judged by."""
         config = self.settings(remedy, self.all_seeds[0])
         return RunPaths.of(config, *config.controls).model_name(_judged_by(remedy, config))
 
     @cached_property
     def job(self) -> Config:
-        """The configuration whose run directory this call writes to: the race's, or that of the
-        one remedy, so that several jobs may each train one."""
+        """The configuration of the process, whose run directory it locks: that of the race, or with
+        ``only`` that of the remedy, so that several jobs may train one remedy each."""
         if self.only is None:
             return self.base
         return replace(self.base, run_dir=str(Path(self.base.run_dir) / self._only))
 
     @cached_property
     def _only(self) -> str:
-        """The name of the remedy that runs alone, or ``base``."""
+        """The name of the remedy that ``only`` selects, or 'base'."""
         name, trained = str(self.only), [remedy.name for remedy in self.trained]
         if name.isdecimal() and 1 <= int(name) <= len(trained):
             return trained[int(name) - 1]
@@ -175,8 +178,8 @@ class Race:
     # --- running ---
 
     def check(self, context: Context) -> None:
-        """Raises ValueError or FileNotFoundError, before anything is written, for errors that would
-        stop the race later, and if the folder holds a race of another base configuration."""
+        """Raises, before anything is written, the errors that would stop the race later, and
+        ValueError if the folder holds a race of another base configuration."""
         if len(set(self.all_seeds)) != len(self.all_seeds):
             raise ValueError(f"got the seeds {self.all_seeds}: each may be given once")
         labels = [r.name for r in self.remedies if "controls=[random_groups]" in r.overrides]
@@ -187,10 +190,8 @@ class Race:
             )
         for remedy in self.remedies:
             config = self.settings(remedy, self.all_seeds[0])
-            try:
+            with prefix_errors(remedy.label):
                 method.check(config, context)
-            except ValueError as error:
-                raise ValueError(f"{remedy.label}: {error}") from None
         holds_run = artifacts.is_finished(RunPaths.of(self.base).index)
         if holds_run and not self.record_path.exists():
             raise ValueError(
@@ -210,15 +211,15 @@ class Race:
                 )
 
     def _write_record(self) -> None:
-        """Writes ``record`` once its base exists, so that a race which was refused or killed
-        earlier may go on with another base. If another race began beside this one, that one wins.
-        """
+        """Writes ``record``. It is called once the base exists, so a race that was refused or
+        killed earlier may start again with another base configuration. If another race has written
+        its record meanwhile, this one is refused."""
         self._check_record()
         files.write_json(self.record_path, self.record)
 
     @property
     def record_path(self) -> Path:
-        """Where ``record`` lies."""
+        """The file that holds ``record``."""
         return Path(self.base.run_dir) / "race.json"
 
     @property
@@ -231,10 +232,10 @@ class Race:
         return files.as_json(tree)  # type: ignore[no-any-return]
 
     def run(self, context: Context) -> None:
-        """Runs the race, or a remedy of it, after ``check``; see the module for what it leaves."""
+        """Runs the race, or the remedy that ``only`` selects. ``check`` has been called before."""
         for seed in self.all_seeds:
             shared = self.base_of(seed)
-            with self._locked(shared, context):
+            with self._lock(shared, context):
                 readers = {remedy.label: self.settings(remedy, seed) for remedy in self.trained}
                 log.info("=== race, seed %d: base", seed)
                 path, text = Path(shared.run_dir) / "config.yaml", configuration.dump(shared)
@@ -252,19 +253,19 @@ class Race:
         """Trains, exports and evaluates a remedy."""
         log.info("=== race, seed %d: %s", seed, remedy.name)
         config = self.settings(remedy, seed, steps)
-        same = [o for o in self.remedies if self._trainings(o) == self._trainings(remedy)]
+        same = [other for other in self.remedies if self._shares_run(remedy, other)]
         judged = [*dict.fromkeys(_judged_by(other, config) for other in same)]
         config = replace(config, eval=replace(config.eval, encoders=judged))
-        with self._locked(config, context):
-            collectives.on_main(lambda: self._share(config, seed))
+        with self._lock(config, context):
+            collectives.on_main(lambda: self._link_base(config, seed))
             control = config.controls[0] if config.controls else None
-            # A run of a control names it in its configuration, for those who open the run.
+            # A control stays in the configuration, since whoever opens the run reads it there.
             config = config if control else replace(config, controls=[])
             method.run(config, context, force=self.force, only=control)
 
-    def _share(self, config: Config, seed: int) -> None:
-        """Links the artifacts that a run shares with the base, and the labels of mcl that its
-        control permutes; copies the base's figures."""
+    def _link_base(self, config: Config, seed: int) -> None:
+        """Makes links to the base's artifacts in the run of ``config``, and copies the base's
+        figures. A control that permutes labels gets links to the labels of the remedy mcl too."""
         base, run_dir = Path(self.base_of(seed).run_dir), Path(config.run_dir)
         shared = {name: base / name for name in ("index", "stage_0")}
         sources = {1: base}
@@ -291,7 +292,7 @@ class Race:
     # --- comparing ---
 
     def _compare(self, steps: int) -> None:
-        """Compares all remedies; writes the table and the page, and prints the comparison."""
+        """Compares all remedies: writes race.csv and race.html, and prints the comparison."""
         folder, seeds = Path(self.base.run_dir), self.all_seeds
         base = Entrant(BASE, "stage_0", [Path(self.base_of(seed).run_dir) for seed in seeds])
         entrants = [self._entrant(remedy, steps) for remedy in self.remedies]
@@ -308,11 +309,11 @@ class Race:
         log.info("wrote %s and %s", folder / page.PAGE, folder / page.TABLE)
 
     def _entrant(self, remedy: Remedy, steps: int) -> Entrant:
-        """A remedy that has run, with its cost: the mean over seeds of what was recorded."""
+        """Returns a remedy that has run, with its cost: the mean over seeds of recorded times."""
         runs = [self.folder(remedy, seed) for seed in self.all_seeds]
         settings = self.settings(remedy, self.all_seeds[0], steps)
         variant = settings.controls[0] if settings.controls else "mcl"
-        # Without the training of the base, which all remedies share.
+        # The training of the base does not count: all remedies share it.
         passes = plan.make(replace(settings, base=None), plan.Machine())["hours"]["passes"]
         trained = [of for of in passes if of["stage"] > 0 and of["variant"] == variant]
         operations = sum(of["sample"] * of["samples"][1] for of in trained if of["samples"])
@@ -340,9 +341,9 @@ class Race:
         return Entrant(remedy.name, self.encoder(remedy), runs, remedy.about, options, cost)
 
     @contextmanager
-    def _locked(self, config: Config, context: Context) -> Iterator[None]:
-        """Holds the lock of a run directory on the first rank. It waits for the lock of the base,
-        since jobs that start together make the base once."""
+    def _lock(self, config: Config, context: Context) -> Iterator[None]:
+        """Holds the lock of a run directory on the first rank. Waits for it up to
+        ``peer_timeout_s``: of several jobs that start together, one makes the base."""
         lock = RunLock(Path(config.run_dir), wait_s=self.base.peer_timeout_s)
         collectives.raise_on_every_rank(lambda: context.is_main and lock.__enter__())
         if context.is_main:
@@ -355,16 +356,18 @@ class Race:
 
 
 def _judged_by(remedy: Remedy, config: Config) -> str:
-    """The encoder that represents a remedy, without the prefix of a control: the one that it names,
-    else the first joined encoder of the run, else its stage 1."""
+    """Returns the encoder that a remedy is judged by, such as 'stage_1', without the prefix of a
+    control: the one it names, else the first joined encoder of the run, else stage 1."""
     preferred = ("concat_stage_norm", *JOINED)
     first = next((name for name in preferred if name in config.encoders), "stage_1")
     return remedy.encoder or first
 
 
 def steps_of_base(shared: Config) -> int:
-    """The steps of all stages together: those of ``train.steps``, or its epochs without groups over
-    the samples that can be used, so that no policy on groups changes them."""
+    """Returns the steps that all stages of a remedy have together.
+
+    If ``train.steps`` is not set, epochs are counted without groups, so that every remedy gets the
+    same number whatever its policy on groups."""
     if (steps := shared.train.steps) is None:
         plain = replace(shared, num_stages=1, controls=["ungrouped"])
         control = planned.count(plain, None)["trainings"][-1]

@@ -54,7 +54,7 @@ from mclclip.ranks import collectives
 from mclclip.ranks.process_group import Context
 from mclclip.ranks.workers import map_in_pool
 from mclclip.run import runlog
-from mclclip.run.artifacts import Artifact, RunPaths, is_finished, refuse_foreign
+from mclclip.run.artifacts import INTENT, Artifact, RunPaths, is_finished, refuse_foreign
 from mclclip.run.steps import Made, Step, make
 from mclclip.util import files
 from mclclip.util.options import protocol_of
@@ -76,13 +76,22 @@ def run(config: Config, context: Context, *, stage: int, force: Remake = Remake.
 
     Shards are dealt out to ranks, and of a rank to ``data.index_workers`` processes. A killed run
     goes on at the first shard that is missing. Samples that are cut short or have changed since
-    they were indexed are not copied, but counted: they keep their place in the table. Raises
+    they were indexed are not copied, but counted: they keep their place in the table. Once the
+    stage is trained its copies may be deleted: they are made again only with ``force``. Raises
     ValueError where the stage has no groups, the disk has too little room, or more samples than
     ``data.max_bad_fraction`` cannot be copied.
     """
     layout = RunPaths.of(config)
     check(config, stage)
     directory = layout.relocated(stage, config.relocate.folder)
+
+    def is_needless() -> bool:
+        has_copies = is_finished(directory) or (directory / INTENT).exists()
+        return is_finished(layout.train(stage)) and not has_copies
+
+    if force is Remake.NOTHING and collectives.on_main(is_needless):
+        log.info("relocate: stage %d is trained: skipped (--force copies its samples)", stage)
+        return directory
     index = collectives.on_main(lambda: SampleIndex.open(layout.index))
     collectives.on_main(lambda: refuse_foreign(directory, "relocate.folder"))
     step = Relocated(stage, config.relocate.samples_per_shard)

@@ -1,14 +1,14 @@
 """Verb ``soup``: exported models of one base -> one model, an average of their weights.
 
     uniform   equal shares
-    greedy    models in the order of their scores, each kept if the soup does not become worse
-              (Wortsman et al., "Model soups", 2022, Recipe 1)
-    wise      the line (1 - alpha) A + alpha B between two models, measured at several alphas
-              (Wortsman et al., "Robust fine-tuning of zero-shot models", 2022)
+    greedy    adds models in the order of their scores, and keeps each that does not make the soup
+              worse (Wortsman et al., "Model soups", 2022, Recipe 1)
+    wise      a point of the line (1 - alpha) A + alpha B between two models, which are measured at
+              several alphas (Wortsman et al., "Robust fine-tuning of zero-shot models", 2022)
 
-Models are exports of stages, soups, or other people's open_clip directories with safetensors. The
-soup's folder ``scores/`` has all measurements: ``results.jsonl`` as ``eval`` writes it, and
-``trace.json`` or ``curve.json`` with ``curve.png``.
+Models are exports of stages, soups, or other people's open_clip directories with safetensors. All
+measurements lie in the soup's folder ``scores/``: ``results.jsonl`` as ``eval`` writes it, and
+``trace.json`` (greedy) or ``curve.json`` with ``curve.png`` (wise).
 """
 
 from __future__ import annotations
@@ -48,32 +48,33 @@ log = logging.getLogger("mclclip")
 
 Method = Literal["uniform", "greedy", "wise"]
 ALPHAS = tuple(number / 10 for number in range(11))
-_STATISTICS_BATCH = 64  # images of a batch that batch norms are estimated on
+_STATISTICS_BATCH = 64  # images per batch when batch norms are estimated
 Figures = Mapping[str, Result]
-"""A soup's rows by BENCHMARK/METRIC."""
+"""A soup's rows of results.jsonl, by BENCHMARK/METRIC."""
 Choice = tuple[list[float], dict[str, Any], str]
+"""The share of each ingredient, what the manifest records, and a table to print (may be empty)."""
 _ADVICE = (
     "; where you know that they have one, which other people's files do not say, give --any-base"
 )
 
 
 class Judge(Protocol):
-    """Measures encoders that lie in memory (``eval.run.SuiteJudge``)."""
+    """Measures encoders that lie in memory; ``verbs.eval.SuiteJudge`` is one."""
 
     @property
     def benchmarks(self) -> Mapping[str, BenchmarkConfig]:
-        """Benchmarks by name, the one that decides first."""
+        """Benchmarks by name; the first one decides."""
 
     @property
     def read_texts(self) -> list[str]:
-        """Those that compare images with texts."""
+        """Names of the benchmarks that compare images with texts."""
 
     @property
     def context(self) -> Context:
-        """Where encoders are measured."""
+        """Ranks and device that measure encoders."""
 
     def measure(self, encoder: Encoder, path: Path, model_name: str) -> list[Result]:
-        """The encoder's rows on all benchmarks, which ``path`` then has too."""
+        """Returns the encoder's rows on all benchmarks, and writes them to ``path``."""
 
 
 def run(
@@ -92,14 +93,15 @@ def run(
     """Writes a soup of ``models``, given as ``[NAME=]PATH``, into the folder ``out``; returns it.
 
     The score of a model is the mean of ``metrics`` (``BENCHMARK/METRIC``; default: the main ones of
-    the judge's first benchmark); of losses in nats the smaller one is better. ``greedy`` needs a
-    score, and so does ``wise`` unless ``alpha`` says what is written; with one it is measured at
-    ``alphas`` (default: 0, 0.1 ... 1) too. ``images``: a folder of training images, as shards or as
-    files, on which batch norms are estimated again where the models' own differ.
+    the judge's first benchmark); losses count with the opposite sign. ``greedy`` needs a judge with
+    benchmarks. ``wise`` needs one too, or ``alpha``, the share of the second model; if it has
+    benchmarks, the line is measured at ``alphas`` (default: 0, 0.1 ... 1). ``images``: a folder of
+    training images, as shards or files, on which batch norms are estimated again if those of the
+    models differ. ``any_base`` accepts models that do not record their common base.
 
-    Raises ValueError for models that have no average (``soup.check_ingredients``), for what a
-    method needs and was not given and for what it cannot use, FileNotFoundError where there is no
-    such model, and RuntimeError for a damaged export. After an error there is no soup in ``out``.
+    Raises ValueError for models that have no average (``models.soup.check_ingredients``) and for
+    options that the method lacks or cannot use, FileNotFoundError for a missing model, and
+    RuntimeError for a damaged export. After an error there is no soup in ``out``.
     """
     refuse_foreign(out, "--out")
     ingredients = _names_of(models)
@@ -128,7 +130,7 @@ def run(
 
 @dataclass(frozen=True)
 class Soup(ExportStep):
-    """An average of the weights of models, and how their shares are chosen."""
+    """An average of the weights of ``models``, whose shares ``method`` chooses."""
 
     kind = "soup"
     method: Method
@@ -141,14 +143,14 @@ class Soup(ExportStep):
 
 
 def _write(search: _Search, choose: Callable[[], Choice], directory: Path) -> dict[str, Any]:
-    """Writes the soup into the directory of its artifact; returns counts for the manifest."""
+    """Writes the soup into ``directory``; returns counts for the manifest."""
     paths = [*search.ingredients.values()]
     config = soup.check_ingredients(paths, any_base=True)
     shares, record, table = choose()
     mixed = [path for path, share in zip(paths, shares, strict=True) if share]
-    if len(mixed) == 1:
-        config = weights.read_config(mixed[0])  # this model as it is, with its own base
-    _, tensors, count = search.make(shares)
+    if len(mixed) == 1:  # the soup is this one model, so it has its base too
+        config = weights.read_config(mixed[0])
+    _, tensors, count = search.load(shares)
     if table:
         print(table)
     weights.copy_tokenizer(mixed[0], directory)
@@ -160,7 +162,7 @@ def _write(search: _Search, choose: Callable[[], Choice], directory: Path) -> di
 
 
 def describe_choice(method: Method, alpha: float | None) -> str:
-    """Describes, for a message, what a soup chooses by its benchmarks; empty if nothing."""
+    """Returns for a message what the benchmarks choose, such as 'alpha'; empty if nothing."""
     if method == "greedy":
         return "what a greedy soup keeps"
     return "alpha" if method == "wise" and alpha is None else ""
@@ -170,7 +172,10 @@ def describe_choice(method: Method, alpha: float | None) -> str:
 
 
 def _names_of(models: Sequence[str]) -> dict[str, Path]:
-    """Models by name: that of the folder, or of the stage; a repeated one gets a number."""
+    """Returns the paths of ``[NAME=]PATH`` by name.
+
+    Without NAME it is the folder's, or of an export the stage's; the second ``a`` becomes ``a#2``.
+    """
     ingredients: dict[str, Path] = {}
     for text in models:
         name, equals, where = text.partition("=")
@@ -192,35 +197,48 @@ def _check_options(
     alpha: float | None,
     alphas: Sequence[float] | None,
 ) -> None:
-    """Raises ValueError where options and method do not fit."""
-    measured = "--held-out FOLDER (shards with captions) or --suite FILE"
-    if len(ingredients) < 2:
-        raise ValueError(
-            f"a soup is made of two models or more, got {len(ingredients)}: give --model"
-        )
-    if method == "wise" and len(ingredients) != 2:
-        raise ValueError(f"wise is the line between two models, got {len(ingredients)}: give two")
-    if method != "wise" and (alpha is not None or alphas is not None):
-        raise ValueError(f"{method} has no alpha: leave out --alpha and --alphas, or take wise")
-    if outside := [a for a in (alpha, *(alphas or ())) if a is not None and not 0 <= a <= 1]:
-        raise ValueError(f"alpha is {outside[0]}: wanted numbers from 0 (the first model) to 1")
-    if method == "greedy" and not judge.benchmarks:
-        raise ValueError(f"greedy keeps models by their score on held-out data: give {measured}")
-    if method == "wise" and not judge.benchmarks and (alpha is None or alphas is not None):
-        raise ValueError(
-            f"wise chooses alpha by a score on held-out data: give {measured}, or --alpha alone"
-        )
-    if metrics and not judge.benchmarks:
-        raise ValueError(f"there is nothing to measure {metrics[0]} on: give {measured}")
-    for metric in metrics:
-        if metric.partition("/")[0] not in judge.benchmarks or "/" not in metric:
-            raise ValueError(
-                f"--metric {metric}: wanted BENCHMARK/METRIC of {', '.join(judge.benchmarks)}"
-            )
+    """Raises ValueError for options that do not fit the method or each other."""
+    data = "--held-out FOLDER (shards with captions) or --suite FILE"
+    number, is_wise, is_judged = len(ingredients), method == "wise", bool(judge.benchmarks)
+    needs_score = alpha is None or alphas is not None if is_wise else method == "greedy"
+    outside = [a for a in (alpha, *(alphas or ())) if a is not None and not 0 <= a <= 1]
+    unknown = [m for m in metrics if "/" not in m or m.partition("/")[0] not in judge.benchmarks]
+    rules = [
+        (number < 2, f"a soup is made of two models or more, got {number}: give --model"),
+        (
+            is_wise and number != 2,
+            f"wise is the line between two models, got {number}: give two --model",
+        ),
+        (
+            not is_wise and (alpha is not None or alphas is not None),
+            f"{method} has no alpha: leave out --alpha and --alphas, or take wise",
+        ),
+        (
+            outside,
+            f"alpha is {', '.join(map(str, outside))}: wanted 0 (the first model) to 1",
+        ),
+        (
+            needs_score and not is_judged,
+            f"{method} chooses by a score on held-out data: give {data}"
+            + ", or --alpha alone" * is_wise,
+        ),
+        (
+            metrics and not is_judged,
+            f"there is nothing to measure {', '.join(metrics)} on: give {data}",
+        ),
+        (
+            unknown,
+            f"--metric {', '.join(unknown)}: wanted BENCHMARK/METRIC of "
+            + ", ".join(judge.benchmarks),
+        ),
+    ]
+    for is_broken, line in rules:
+        if is_broken:
+            raise ValueError(line)
 
 
 def _check_models(paths: Sequence[Path], judge: Judge, images: Path | None, any_base: bool) -> None:
-    """Raises the errors of ``run`` about models."""
+    """Raises the errors of ``run`` that concern the models."""
     soup.check_ingredients(paths, any_base=any_base, advice=_ADVICE)
     for path in paths:
         weights.check_recorded(path)
@@ -241,7 +259,7 @@ def _check_models(paths: Sequence[Path], judge: Judge, images: Path | None, any_
 
 @dataclass(frozen=True)
 class _Search:
-    """Makes, measures and compares soups of the ingredients."""
+    """Makes and measures soups of the ingredients; ``scores`` is the folder of the figures."""
 
     ingredients: Mapping[str, Path]
     images: Path | None
@@ -251,18 +269,19 @@ class _Search:
 
     @cached_property
     def model(self) -> Model:
-        """The one model that every soup is filled into, on the judge's device."""
+        """The model on the judge's device into which the weights of every soup are loaded."""
         model = load_towers(next(iter(self.ingredients.values())), load_weights=False)
         return model.to(self.judge.context.device)
 
-    def make(self, shares: Sequence[float]) -> tuple[Model, dict[str, Tensor], int]:
-        """``soup.load_soup`` of these shares, in ``model``."""
+    def load(self, shares: Sequence[float]) -> tuple[Model, dict[str, Tensor], int]:
+        """Loads the soup of these shares into ``model``; returns what ``soup.load_soup`` does: the
+        model, its weights, and the number of images on which batch norms were estimated."""
         images = None if self.images is None else partial(_images, self.images)
         return soup.load_soup([*self.ingredients.values()], shares, images, self.model)
 
     def measure(self, shares: Sequence[float], name: str) -> Figures:
-        """The figures of a soup that ``eval`` shows, by BENCHMARK/METRIC."""
-        encoder = Encoder([self.make(shares)[0]])
+        """Measures a soup; returns the figures that ``eval`` shows, by BENCHMARK/METRIC."""
+        encoder = Encoder([self.load(shares)[0]])
         figures = {}
         for row in self.judge.measure(encoder, self.scores / "results.jsonl", name):
             metric = f"{row.benchmark}/{row.metric}"
@@ -271,7 +290,7 @@ class _Search:
         return figures
 
     def deciding(self, figures: Figures) -> list[str]:
-        """The metrics whose mean is the score. ValueError where one was not measured."""
+        """Returns the metrics whose mean is the score; ValueError if one was not measured."""
         first = next(iter(self.judge.benchmarks))
         of_first = [name for name, row in figures.items() if row.benchmark == first]
         main = [name for name in of_first if figures[name].protocol.get("level") == "headline"]
@@ -285,17 +304,17 @@ class _Search:
         return deciding
 
     def score(self, figures: Figures) -> float:
-        """The mean of the deciding metrics, of losses its negative: larger is better."""
+        """Returns the mean of the deciding metrics, for losses its negative: larger is better."""
         deciding = self.deciding(figures)
         mean = math.fsum(figures[name].value for name in deciding) / len(deciding)
         return figures[deciding[0]].unit.sign * mean
 
 
 def _images(folder: Path, model: Model) -> Iterator[Tensor]:
-    """Yields batches of images [B, C, H, W] of a folder: of its shards, or else of the pictures
-    below it; a fixed choice of at most 4,096. A warning counts those that cannot be decoded.
+    """Yields batches [B, C, H, W] of the images in a folder's shards, or of the pictures below it.
 
-    Raises FileNotFoundError where there is none.
+    Takes at most ``soup.STATISTICS_IMAGES``, always the same ones. A warning counts those that
+    cannot be decoded. Raises FileNotFoundError if there is no image.
     """
     paths: Sequence[StoredImage | Path]
     if any(folder.glob("*.tar")):
@@ -322,10 +341,11 @@ def _images(folder: Path, model: Model) -> Iterator[Tensor]:
         log.warning("%d of %d images of %s cannot be decoded", bad, len(order), folder)
 
 
-# --- methods: the shares of the ingredients, what the manifest records, and a table ------------
+# --- methods ------------------------------------------------------------------------------------
 
 
 def _uniform(search: _Search) -> Choice:
+    """Returns equal shares; measures every model and the soup, if there are benchmarks."""
     shares = [1.0] * len(search.ingredients)
     if not search.judge.benchmarks:
         return shares, {}, ""
@@ -336,9 +356,9 @@ def _uniform(search: _Search) -> Choice:
 
 
 def _greedy(search: _Search) -> Choice:
-    """Adds models in the order of their scores, the best first (the first given among equals).
+    """Adds models in the order of their scores, the best first (of equals the one listed first).
 
-    A model is kept if the soup with it scores at least as high as the soup without it. So the score
+    Keeps a model if the soup with it scores at least as high as the soup without it. So the score
     is never below that of the best model.
     """
     names, single = [*search.ingredients], np.eye(len(search.ingredients)).tolist()
@@ -364,11 +384,14 @@ def _greedy(search: _Search) -> Choice:
 
 
 def _wise(search: _Search, alpha: float | None, alphas: Sequence[float] | None) -> Choice:
-    """The point ``alpha`` of the line, or the one with the best score (the nearest to the first
-    model among equals), and the curve of all measured points. Its `price` is the difference of each
-    figure from that of the first model, if this was measured."""
+    """Returns the point ``alpha`` of the line, or the one with the best score (of equals the one
+    nearest to the first model), and records the curve of all measured points.
+
+    The recorded ``price`` is each figure's difference from the first model's, if alpha 0 was
+    measured.
+    """
     if not search.judge.benchmarks:
-        assert alpha is not None, "_check_options has asked for it"
+        assert alpha is not None, "_check_options requires it"
         return [1.0 - alpha, alpha], {"alpha": alpha}, ""
     points = sorted({*(ALPHAS if alphas is None else alphas), *([] if alpha is None else [alpha])})
     every = {a: search.measure([1.0 - a, a], f"alpha_{a:g}") for a in points}
@@ -386,7 +409,7 @@ def _wise(search: _Search, alpha: float | None, alphas: Sequence[float] | None) 
     main, (first, second) = _main(figures), curve["models"]
     try:
         drawing.library()
-    except ValueError as error:  # the soup does not depend on it
+    except ValueError as error:  # matplotlib is missing; the soup does not need it
         log.warning("the curve is not drawn: %s", error)
     else:
         series = {name: curve["values"][name] for name in main}
@@ -408,7 +431,7 @@ def _wise(search: _Search, alpha: float | None, alphas: Sequence[float] | None) 
 
 
 def _main(figures: Figures) -> list[str]:
-    """The main metrics of every benchmark: its headlines, or all where it has none."""
+    """Returns the main metrics of every benchmark: its headlines, or all if it has none."""
     of: dict[str, list[str]] = {}
     for name, row in figures.items():
         of.setdefault(row.benchmark, []).append(name)
@@ -419,7 +442,7 @@ def _main(figures: Figures) -> list[str]:
 
 
 def _table(first: str, every: Mapping[str, Figures]) -> str:
-    """The main figures by model or alpha."""
+    """Returns a table of the main figures; its first column, named ``first``, has the keys."""
     heads, cells = [first], [[*every]]
     for metric in _main(next(iter(every.values()))):
         rows = [figures[metric] for figures in every.values()]
@@ -433,5 +456,5 @@ def _table(first: str, every: Mapping[str, Figures]) -> str:
 
 
 def _digits(values: Sequence[float], unit: Unit) -> int:
-    """Decimals of figures that differ little, as those of soups do."""
+    """Returns how many decimals to show: two at least, since soups differ little."""
     return max(2, unit.decimals(values))

@@ -121,7 +121,7 @@ class Piece:
 
     def is_over(self) -> bool:
         """Whether it is time to save and leave, or a signal has asked for that."""
-        return time.monotonic() > self.deadline - LEAVE_S or signals.received() is not None
+        return time.monotonic() > self.deadline - LEAVE_S or signals.get_request() is not None
 
 
 def make_data(figure: Figure, piece: Piece) -> int:
@@ -290,7 +290,7 @@ def command() -> int:
     """``main`` in a process of its own, in which SIGTERM ends the piece as its limit does."""
     signals.install_handlers()
     try:
-        with signals.deferred():
+        with signals.defer_requests():
             return main()
     except signals.Preempted:
         return EXIT_PREEMPTED

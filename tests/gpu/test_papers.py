@@ -77,7 +77,7 @@ def test_a_piece_is_over_in_time_and_when_it_is_asked(
         return papers.Piece(tmp_path, "cpu", deadline=time.monotonic() + left_s).is_over()
 
     assert over(papers.LEAVE_S - 1.0) and not over(papers.LEAVE_S + 600.0)
-    monkeypatch.setattr(signals, "received", lambda: "SIGTERM")
+    monkeypatch.setattr(signals, "get_request", lambda: "SIGTERM")
     assert over(papers.LEAVE_S + 600.0)
 
 

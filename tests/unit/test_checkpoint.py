@@ -1,4 +1,4 @@
-"""Checkpoints in one process: bit for bit, whole or not there, damage found, old ones kept."""
+"""One process saves and resumes the same bits, finds damage, and keeps and removes old steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SIZES = {"tail.weight": (17, 5), "tail.bias": (5,), "scale": (), "wide": (64, 33
 
 
 class Source:
-    """A state of weights and moments of every shape, and what was loaded into it."""
+    """A state of tensors of many shapes; it counts in ``loads`` how often it was replaced."""
 
     def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
         rng = torch.Generator().manual_seed(seed)
@@ -63,7 +63,7 @@ def assert_same(a: Source, b: Source) -> None:
 def saved(
     directory: Path, *steps: int, identity: dict[str, Any] | None = None, **options: Any
 ) -> Checkpoints:
-    """Saves ``Source(seed=step)`` for every step."""
+    """Saves ``Source(seed=step)`` for each of the steps."""
     checkpoints = Checkpoints(
         directory, CheckpointConfig(**{"keep": 9} | options), identity=identity or {}
     )
@@ -83,7 +83,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def heard(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other tests set up must not keep mclclip's log from caplog."""
+    """Makes sure that caplog gets mclclip's log, whatever other tests have set up."""
     monkeypatch.setattr(logging.getLogger("mclclip"), "propagate", True)
     caplog.set_level(logging.INFO)
 
@@ -130,7 +130,7 @@ def test_the_state_lists_every_file(tmp_path: Path) -> None:
 def test_training_on_does_not_change_what_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The write begins only after everything was overwritten."""
+    """The thread begins to write only after the tensors were overwritten."""
     source, checkpoints = (
         Source(4),
         Checkpoints(tmp_path, CheckpointConfig(keep=1, asynchronous=True)),
@@ -185,12 +185,12 @@ def test_what_a_finished_training_has_left(tmp_path: Path) -> None:
         checkpoint.trained_state(tmp_path, averaged=False)
     artifact = Artifact.open(tmp_path, kind="train", config={}, inputs={})
     artifact.finish({"steps": 4})
-    with pytest.raises(FileNotFoundError, match="no checkpoint in .*run 'mclclip train --force'"):
+    with pytest.raises(FileNotFoundError, match="no checkpoint of step 4"):
         checkpoint.trained_state(tmp_path, averaged=False)
     identity, source = {"digest": artifact.identity}, Source(4)
     checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(), identity=identity)
     checkpoints.save(3, Source(3))
-    with pytest.raises(RuntimeError, match="ends at step 3, the training at 4"):
+    with pytest.raises(FileNotFoundError, match="no checkpoint of step 4"):
         checkpoint.trained_state(tmp_path, averaged=False)
     source.state["ema.scale"] = torch.tensor(0.5)
     checkpoints.save(4, source)
@@ -218,7 +218,7 @@ IDENTITY = {"stage": 1, "variant": "mcl", "digest": "abc"}
 def test_one_of_another_training_is_refused_in_one_line(
     tmp_path: Path, other: dict[str, Any], what: str
 ) -> None:
-    """It fits the model: a stage 0 put into stage 1 was resumed."""
+    """Its tensors fit the model, so only its identity shows that it is another training's."""
     saved(tmp_path, 4, 8, identity=IDENTITY | other)
     target = Source(1)
     with pytest.raises(RuntimeError, match=rf"step_00000008 is of another training.*{what}") as e:
@@ -255,14 +255,14 @@ def test_some_are_kept_for_good(tmp_path: Path) -> None:
 
 
 def finished(folder: Path, *steps: int, counts: dict[str, int]) -> Path:
-    """A training that has finished with ``steps`` on disk."""
+    """Makes a finished training that has saved ``steps``."""
     Artifact.open(folder, kind="train", config={}, inputs={}).finish(counts)
     saved(folder / "checkpoints", *steps, keep=9)
     return folder / "checkpoints"
 
 
 def test_of_a_finished_training_what_is_read_stays(tmp_path: Path) -> None:
-    """The last step, the exported one, and those kept for good; a second call changes nothing."""
+    """The last and the exported step stay, and those of ``keep_every``, after a second call too."""
     folder = finished(tmp_path, 2, 4, 6, 8, 9, counts={"steps": 9, "exported_step": 4})
     for keep_every, left in ((3, [4, 6, 9]), (None, [4, 9]), (None, [4, 9])):
         checkpoint.keep_finished(tmp_path, keep_every)
@@ -354,14 +354,21 @@ def test_a_killed_save_leaves_a_whole_checkpoint(
 # --- damage ------------------------------------------------------------------------------------
 
 
+BAD_LIST = "state.json is missing or damaged"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "data cut short": (lambda p: os.truncate(p / "__0_0.distcp", 100), "has 100 bytes, not"),
     "data gone": (lambda p: (p / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
     "metadata gone": (lambda p: (p / ".metadata").unlink(), ".metadata is missing"),
-    "list gone": (lambda p: (p / "state.json").unlink(), "it has no state.json"),
-    "list cut short": (lambda p: os.truncate(p / "state.json", 40), "state.json cannot be read"),
-    "list of nothing": (lambda p: (p / "state.json").write_text("[]"), "state.json cannot be read"),
-    "empty": (lambda p: [f.unlink() for f in p.iterdir()], "it has no state.json"),
+    "list gone": (lambda p: (p / "state.json").unlink(), BAD_LIST),
+    "list cut short": (
+        lambda p: os.truncate(p / "state.json", 40),
+        "state.json is missing or damaged",
+    ),
+    "list of nothing": (
+        lambda p: (p / "state.json").write_text("[]"),
+        "state.json is missing or damaged",
+    ),
+    "empty": (lambda p: [f.unlink() for f in p.iterdir()], BAD_LIST),
 }
 
 
@@ -513,7 +520,7 @@ def test_an_interrupt_is_not_a_failed_save(tmp_path: Path, monkeypatch: pytest.M
 def test_what_is_not_finite_is_not_saved(
     tmp_path: Path, name: str, bad: float, asynchronous: bool
 ) -> None:
-    """And the last finite step, though only one is kept, stays; ``continue`` is for full disks."""
+    """The last finite step stays, and ``on_error`` does not matter: it is for full disks."""
     checkpoints = saved(tmp_path, 3, keep=1, asynchronous=asynchronous, on_error="continue")
     spoiled = Source(4)
     spoiled.state[name].view(-1)[-1] = bad
@@ -534,7 +541,7 @@ def test_what_is_not_finite_is_not_saved(
 def mirror(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
-    """An empty folder, as on a mounted disk, or one of an object store."""
+    """Returns an empty mirror: a folder, or one of an object store."""
     if request.param == "folder":
         yield str(tmp_path / "mirror")
     else:

@@ -228,8 +228,8 @@ def test_new_shards_are_filtered_and_counted_beside_the_known(tmp_path: Path, po
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"subset": None}, "indexed with a subset of digest [0-9a-f]{12}, now with no subset"),
-        ({"subset": "other"}, "a subset of digest [0-9a-f]{12}, now with a subset of digest"),
+        ({"subset": None}, "indexed with subset of digest [0-9a-f]{12}, now None"),
+        ({"subset": "other"}, "subset of digest [0-9a-f]{12}, now [0-9a-f]{12}"),
     ],
 )
 def test_another_filter_stops_until_forced(

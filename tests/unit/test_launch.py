@@ -1,4 +1,4 @@
-"""launch/ and slurm/: what the scripts start, how signals travel, and which code they end with.
+"""The scripts of launch/ and slurm/: what they start, how they pass on signals, how they end.
 
 A stand-in for torchrun and for mclclip's ranks makes these fast; ``tests/slurm`` and
 ``tests/distributed`` have the real ones.
@@ -104,7 +104,7 @@ except KeyboardInterrupt:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The stand-ins, and what they record."""
+    """Returns a folder of stand-ins for torchrun and ranks, which record how they are called."""
     (tmp_path / "python").write_text(TORCHRUN.replace("{python}", sys.executable))
     (tmp_path / "python").chmod(0o755)
     (tmp_path / "rank.py").write_text(RANK)
@@ -132,7 +132,7 @@ def start(folder: Path, *words: object, script: str = "local.sh", **variables: o
 
 
 def finish(process: Any) -> tuple[int, str]:
-    """Exit code and stderr."""
+    """Returns the exit code and stderr."""
     _, stderr = process.communicate(timeout=WAIT_S)
     return process.returncode, stderr
 
@@ -283,7 +283,7 @@ def test_an_unknown_option_under_torchrun(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM", "SIGHUP"])
 @pytest.mark.parametrize("verb", ["wait", "late"])
 def test_asked_to_leave(folder: Path, name: str, verb: str) -> None:
-    """To all processes of the script's group, as some clusters do it."""
+    """Some clusters signal all processes of the script's group."""
     if verb == "late" and name != "SIGUSR1":
         pytest.skip("the same for all")
     process = start(folder, 1, verb)
@@ -349,7 +349,8 @@ esac
 def batch(
     folder: Path, code: int, state: dict[str, Any] | None, **variables: str
 ) -> tuple[int, str]:
-    """One start of mclclip.sbatch where srun ends so; its code and what scontrol was asked."""
+    """Starts mclclip.sbatch with an srun that ends so; returns its exit code and what it asked of
+    scontrol."""
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
@@ -472,7 +473,7 @@ def test_the_options_that_survival_needs() -> None:
 
 
 def commands() -> list[list[str]]:
-    """Every command of mclclip that scripts, recipes and the README beside them give."""
+    """Returns every command of mclclip that scripts, recipes and their README show."""
     texts = [p.read_text() for p in (*SCRIPTS, SLURM / "README.md", *LAUNCH.glob("recipes/*.yaml"))]
     text = re.sub(r"\\\n\s*#?\s*", " ", "\n".join(texts))
     found = re.findall(r"(?:mclclip\.sbatch|local\.sh(?: \d)?|multinode\.sh|-m mclclip) "

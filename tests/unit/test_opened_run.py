@@ -1,4 +1,4 @@
-"""A made-up run, opened: every part by name, bounded, checked, and never written to."""
+"""`Run` reads every part of a made-up run, bounded and checked, and never writes to it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.tiny import digests
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A made-up run; read only."""
+    """Returns a made-up run, which tests only read."""
     return made_run.make(tmp_path_factory.mktemp("made"))
 
 
 @pytest.fixture
 def copied(made: Path, tmp_path: Path) -> Iterator[Path]:
-    """A copy that a test may damage; its data are the original's."""
+    """Returns a copy of the run that a test may damage; it reads the original's data."""
     yield Path(shutil.copytree(made, tmp_path / "run"))
 
 

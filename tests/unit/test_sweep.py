@@ -1,4 +1,4 @@
-"""launch/sweep.sh and the sweep files: the options of each run, what is shared, what is refused."""
+"""launch/sweep.sh gives the options of each run of a sweep file, shares parts, refuses mistakes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sweep(*arguments: object, **environment: object) -> subprocess.CompletedProc
 
 
 def refused(*arguments: object, **environment: object) -> str:
-    """The only line that it says; nothing is printed that could be taken for options."""
+    """Returns the one line on stderr; nothing is printed that could be taken for options."""
     ended = sweep(*arguments, **environment)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.startswith("sweep.sh: ") and ended.stderr.count("\n") == 1
@@ -215,7 +215,8 @@ def test_no_file_and_spaces() -> None:
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
-    """A run directory where all that can be shared is finished, but for the text's embeddings."""
+    """Makes a run directory in which all parts that can be shared are finished, except the text
+    embeddings."""
     folder = tmp_path / "base"
     for part in NEEDED:
         (folder / part).mkdir(parents=True)
@@ -226,7 +227,8 @@ def shared(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def given(tmp_path: Path, shared: Path) -> tuple[Path, dict[str, Any]]:
-    """A file of two runs, the second of other clusters; RUNS and SHARED."""
+    """Makes a sweep file of two runs, the second with options of cluster; returns it and the
+    variables RUNS and SHARED."""
     table = tmp_path / "two.sweep"
     table.write_text("same run.cluster.seed=1\nother cluster.num_clusters=7\n")
     return table, {"RUNS": tmp_path / "runs", "SHARED": shared}

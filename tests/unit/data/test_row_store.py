@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mclclip.clustering import kmeans
 from mclclip.data.row_store import (
     MeanBlocks,
     RowBlocks,
@@ -24,6 +23,7 @@ from mclclip.data.row_store import (
 )
 from mclclip.run.artifacts import Manifest
 from mclclip.util.files import record_of, records_of
+from tests.nearest_checks import fit
 from tests.unit.data.test_samples import PER_SHARD, make_index
 
 SIZES = (4, 0, 1, 7, 3)
@@ -197,8 +197,8 @@ def test_the_mean_with_the_first_caption_or_the_image_alone(
     assert {block.dtype for block in blocks} == {np.dtype(np.float32)}
     assert max(map(len, blocks)) <= rows_per_block
     np.testing.assert_allclose(np.concatenate(list(blocks)), slowly, atol=1e-6)
-    wanted = kmeans.fit([np.array(block) for block in blocks], 4)
-    assert np.array_equal(kmeans.fit(blocks, 4).centroids, wanted.centroids)
+    wanted = fit([np.array(block) for block in blocks], 4)
+    assert np.array_equal(fit(blocks, 4).centroids, wanted.centroids)
 
 
 def test_zeros_stay_zeros(tmp_path: Path) -> None:

@@ -255,7 +255,7 @@ def test_any_metric_may_decide_and_a_loss_is_made_small(stages: list[Path], make
         ("greedy", [0, 1], {}, "give --held-out FOLDER"),
         ("wise", [0, 1], {}, "or --alpha alone"),
         ("wise", [0, 1], {"alpha": 0.5, "alphas": [0.0, 1.0]}, "or --alpha alone"),
-        ("wise", [0, 1], {"alpha": 1.5}, "alpha is 1.5: wanted numbers from 0"),
+        ("wise", [0, 1], {"alpha": 1.5}, "alpha is 1.5: wanted 0"),
         ("wise", [0, 1], {"alpha": float("nan")}, "alpha is nan"),
         ("uniform", [0, 1], {"alpha": 0.5}, "uniform has no alpha"),
         ("uniform", [0, 1], {"metrics": ["held_out/R@1"]}, "nothing to measure held_out/R@1 on"),

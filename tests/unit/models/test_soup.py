@@ -53,12 +53,10 @@ def test_models_of_different_bases_are_refused(
     assert (tmp_path / "soup" / weights.WEIGHTS).exists()
 
 
-def test_other_configs_and_empty_soups(stages: list[Path], resnet: Model, tmp_path: Path) -> None:
+def test_other_configs(stages: list[Path], resnet: Model, tmp_path: Path) -> None:
     resnet.save(tmp_path / "other")
     with pytest.raises(ValueError, match="has another open_clip_config.json"):
         save_uniform_soup([stages[0], tmp_path / "other"], tmp_path / "soup")
-    with pytest.raises(ValueError, match="at least one"):
-        save_uniform_soup([], tmp_path / "soup")
 
 
 def test_other_tensors(stages: list[Path], tmp_path: Path) -> None:
@@ -101,8 +99,6 @@ def test_statistics_of_batch_norms_are_estimated_on_images(resnet: Model, tmp_pa
     mean = torch.stack([output.mean(dim=(0, 2, 3)) for output in outputs]).mean(dim=0)
     torch.testing.assert_close(norm.running_mean, mean, atol=1e-5, rtol=1e-4)
     assert not soup.training and not norm.training and norm.momentum == 0.1
-    with pytest.raises(ValueError, match="no image"):
-        estimate_statistics(soup, [])
 
 
 # --- shares ----------------------------------------------------------------------------------
@@ -120,8 +116,6 @@ def test_shares_weigh_the_models(stages: list[Path]) -> None:
     )
     same, _ = combine(stages, [3.0, 0.0, 1.0])
     assert all(weights.same_bits(same[n], found[n]) for n in found)
-    with pytest.raises(ValueError, match="wanted one above 0"):
-        combine(stages, [0.0, 0.0, 0.0])
 
 
 def test_a_whole_share_keeps_every_bit(stages: list[Path]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mclclip.objectives.base import parse
-from mclclip.objectives.info_nce import InfoNCE
+from mclclip.objectives.info_nce import InfoNCE, InfoNCEWithEdits
 from mclclip.util.caption_rules import HardCaptions
 from tests import objective_loops as loops
 
@@ -39,7 +39,7 @@ def marks(labels: list[int]) -> dict[str, Tensor]:
 
 
 def loss_of(scope: Any, h: int, tile: int = 2048) -> InfoNCE:
-    return InfoNCE(hard_captions=HardCaptions(per_caption=h, scope=scope), tile=tile)
+    return InfoNCEWithEdits(HardCaptions(per_caption=h, scope=scope), tile=tile)
 
 
 @pytest.mark.parametrize("scope", SCOPES)

@@ -122,13 +122,7 @@ def test_a_common_scale_of_100_loses_no_digits() -> None:
         torch.autograd.grad(loss, query, create_graph=True)
 
 
-def test_what_is_missing_or_does_not_fit_is_one_line() -> None:
-    given = sides()
-    own = {n: given[f"base_{n}"] for n in ("image_features", "text_features")}
-    with pytest.raises(ValueError, match="reads base_text_features, and was given base_image"):
-        parts_of(built(), **own, **(given | {"base_text_features": None}))
-    with pytest.raises(ValueError, match=r"base_image_features \(8, 4\) .* is the base another"):
-        parts_of(built(), **own, **(given | {"base_image_features": torch.ones(8, 4)}))
+def test_a_base_without_a_logit_scale_needs_a_temperature() -> None:
     image_tower = load_towers(tiny.MODEL, seed=1, text=False)
     with pytest.raises(ValueError, match="has none: set temperature to a number"):
         built(image_tower, between="images")

@@ -1,4 +1,4 @@
-"""The line of an error: one, printable, and not longer than can be read."""
+"""An error is printed on one line, which is printable and not too long to be read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process group without a group: one process, its device, its seeds, its exit."""
+"""One process without a process group: its device, its seeds, its exit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_alone_there_is_one_rank_and_no_group() -> None:
 
 
 def test_torchrun_is_known_by_all_of_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scheduler may set some of them for its own purposes."""
+    """A scheduler may set some of torchrun's variables for its own purposes."""
     assert not process_group.under_torchrun()
     for name, value in TORCHRUN.items():
         if name != "MASTER_PORT":
@@ -143,8 +143,6 @@ def test_a_device_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="torch sees no GPU here: set device=cpu or auto"):
         process_group.pick_device("cuda")
-    with pytest.raises(ValueError, match="device='tpu' is not known: use auto, cpu or cuda"):
-        process_group.pick_device("tpu")
 
 
 ARITHMETIC = """
@@ -169,7 +167,7 @@ print(
 )
 @in_soak
 def test_the_arithmetic_of_a_gpu(deterministic: str, settled: str) -> None:
-    """Not by warnings alone: told to warn only, attention adds in any order all the same."""
+    """torch must not only warn of such operations: attention would still add in any order."""
     done = subprocess.run(
         [sys.executable, "-c", ARITHMETIC, deterministic], capture_output=True, text=True
     )

@@ -1,4 +1,4 @@
-"""Signals as requests, in processes of their own."""
+"""Signals ask processes to save and end; each test starts its own process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_outside_of_training_it_is_raised(name: str) -> None:
         "except Exception:\n"
         "    print('taken for an error')\n"
         "except signals.Preempted as error:\n"
-        "    print(error.reason, error.requeue, signals.received())\n"
+        "    print(error.reason, error.requeue, signals.get_request())\n"
     )
     assert done.stdout.split() == [name, "True", name]
 
@@ -34,9 +34,9 @@ def test_outside_of_training_it_is_raised(name: str) -> None:
 def test_inside_it_waits_and_is_raised_at_the_end() -> None:
     done = run(
         "try:\n"
-        "    with signals.deferred():\n"
+        "    with signals.defer_requests():\n"
         "        os.kill(os.getpid(), signal.SIGUSR1)\n"
-        "        print('still here', signals.received())\n"
+        "        print('still here', signals.get_request())\n"
         "except signals.Preempted as error:\n"
         "    print('raised', error.reason)\n"
     )
@@ -46,7 +46,7 @@ def test_inside_it_waits_and_is_raised_at_the_end() -> None:
 def test_another_error_inside_is_not_hidden() -> None:
     done = run(
         "try:\n"
-        "    with signals.deferred():\n"
+        "    with signals.defer_requests():\n"
         "        os.kill(os.getpid(), signal.SIGUSR1)\n"
         "        raise ValueError('the reason')\n"
         "except ValueError as error:\n"
@@ -67,7 +67,9 @@ def test_a_second_signal_does_not_interrupt_the_leaving() -> None:
 
 
 def test_a_process_that_is_ending_is_left_in_peace() -> None:
-    done = run("signals.ignore(); os.kill(os.getpid(), signal.SIGTERM); print(signals.received())")
+    done = run(
+        "signals.ignore(); os.kill(os.getpid(), signal.SIGTERM); print(signals.get_request())"
+    )
     assert done.stdout.strip() == "None" and done.returncode == 0
 
 
@@ -76,15 +78,15 @@ def test_children_ignore_what_their_parent_answers() -> None:
         "signals.set_action(signal.SIG_IGN)\n"
         "for name in ('SIGTERM', 'SIGUSR1', 'SIGINT'):\n"
         "    os.kill(os.getpid(), getattr(signal, name))\n"
-        "print('alive', signals.received())\n"
+        "print('alive', signals.get_request())\n"
     )
     assert done.stdout.strip() == "alive None"
 
 
 def test_a_sighup_that_is_ignored_stays_ignored() -> None:
-    """As under nohup."""
+    """nohup starts a process so."""
     code = "import os, signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + START
-    code += "os.kill(os.getpid(), signal.SIGHUP); print('goes on', signals.received())"
+    code += "os.kill(os.getpid(), signal.SIGHUP); print('goes on', signals.get_request())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "goes on None"
 
@@ -114,14 +116,14 @@ def test_what_is_lost_in_a_destructor_is_raised_again(name: str, error: str) -> 
 def test_the_first_interrupt_of_a_training_waits_for_a_step_and_the_second_does_not() -> None:
     saved = run(
         "import time\ntry:\n"
-        "    with signals.deferred():\n"
+        "    with signals.defer_requests():\n"
         "        os.kill(os.getpid(), signal.SIGINT); time.sleep(0.8); print('saved')\n"
         "except signals.Preempted as asked: print(asked.requeue, signals.code_of(asked))\n"
     )
     assert saved.stdout.split() == ["saved", "False", "85"] and saved.returncode == 0
     again = run(
         "import time\n"
-        "with signals.deferred():\n"
+        "with signals.defer_requests():\n"
         "    os.kill(os.getpid(), signal.SIGINT); os.kill(os.getpid(), signal.SIGINT)\n"
         "    time.sleep(60)\n"
     )
@@ -132,17 +134,18 @@ def test_a_program_that_is_interrupted_in_a_training_saves_before_it_ends() -> N
     done = run(
         "import time; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "try:\n"
-        "    with signals.saving_interrupts():\n"
-        "        with signals.deferred():\n"
+        "    with signals.save_on_interrupt():\n"
+        "        with signals.defer_requests():\n"
         "            os.kill(os.getpid(), signal.SIGINT); time.sleep(0.2); print('saved')\n"
         "except KeyboardInterrupt: print('raised')\n"
-        "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler, signals.received())\n"
+        "restored = signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
+        "print(restored, signals.get_request())\n"
     )
     assert done.stdout.split() == ["saved", "raised", "True", "None"] and done.returncode == 0
 
 
 def test_nothing_is_raised_out_of_an_import(tmp_path: Path) -> None:
-    """The C++ code of a module may abort the process where an error comes out of nowhere."""
+    """An unexpected error may make the C++ code of a module abort the process."""
     (tmp_path / "half.py").write_text(
         "import os, signal, time\n"
         "try:\n"

@@ -1,4 +1,4 @@
-"""What one process decides between two steps; several agree in tests/e2e/test_preemption.py."""
+"""One process decides between two steps; tests/e2e/test_preemption.py has several."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_stop_leaves_and_is_not_to_be_started_again(tmp_path: Path) -> None:
     (tmp_path / "stop").touch()
     asked.decide()
     decision = asked.decide()
-    assert decision.leave == "the file 'stop'" and not decision.preempted().requeue
+    assert decision.leave == "the file 'stop'" and not decision.make_error().requeue
     assert asked.decide().leave is not None  # until it has left
 
 
@@ -41,17 +41,17 @@ def test_the_wall_time_limit_is_to_be_started_again(tmp_path: Path) -> None:
     asked.deadline = time.monotonic() - 0.001
     asked.decide()
     decision = asked.decide()
-    assert decision.leave == "the wall-time limit" and decision.preempted().requeue
+    assert decision.leave == "the wall-time limit" and decision.make_error().requeue
 
 
 def test_a_signal_counts_more_than_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that is pre-empted while its user stops it goes by the cluster's rule."""
+    """If a job is pre-empted while its user stops it, the cluster's request decides."""
     asked = boundary(tmp_path)
     (tmp_path / "stop").touch()
-    monkeypatch.setattr(signals, "received", lambda: "SIGTERM")
+    monkeypatch.setattr(signals, "get_request", lambda: "SIGTERM")
     asked.decide()
     decision = asked.decide()
-    assert decision.leave == "SIGTERM" and decision.preempted().requeue
+    assert decision.leave == "SIGTERM" and decision.make_error().requeue
 
 
 def test_files_are_looked_for_now_and_then(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_nothing_is_left_under_way(tmp_path: Path) -> None:
 
 
 def test_what_was_asked_at_the_last_boundary_is_told_at_the_end(tmp_path: Path) -> None:
-    """The file is gone by then, and the next stage's boundary would know nothing of it."""
+    """The file is removed by then, so the next stage's boundary would not see the request."""
     asked = boundary(tmp_path)
     (tmp_path / "stop").touch()
     asked.decide()

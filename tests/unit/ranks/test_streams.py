@@ -1,4 +1,4 @@
-"""Standard output that is closed, or whose reader ends; and a function in another program."""
+"""Standard output may be closed or its reader may end; other programs may call mclclip."""
 
 import subprocess
 import sys
@@ -36,7 +36,7 @@ def test_a_mistake_keeps_its_code_without_a_reader() -> None:
 
 
 def test_what_is_printed_is_whole() -> None:
-    """Also a text of more bytes than a pipe takes at once."""
+    """The text may have more bytes than a pipe takes at once."""
     code = (
         "from mclclip.ranks import streams; streams.outlive_readers()\n"
         "print('é' * 300_000); print('end')"
@@ -64,7 +64,7 @@ print(codes, heard)
 
 
 def test_a_program_goes_on_after_a_verb_that_was_asked_to_leave() -> None:
-    """The clock that ends a process which does not leave must not end this one."""
+    """The timer that ends a process which does not leave must not end this one."""
     code = """
 import os, signal, time
 from mclclip.cli import entry

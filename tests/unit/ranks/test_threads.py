@@ -1,4 +1,4 @@
-"""Threads of torch and of its OpenMP inside processes whose user has not chosen a number."""
+"""torch and OpenMP get the right number of threads if the user has not chosen one."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Processes end with the process that started them, however and whenever that one died."""
+"""Workers end with their parent, however and whenever the parent died."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def ended(pid: int) -> bool:
 
 
 def start(folder: Path) -> tuple[subprocess.Popen[bytes], int]:
-    """A parent and the pid of its child, which asks once there is a file ``go``."""
+    """Starts a parent and its child, which calls `die_with_parent` once the file ``go`` exists;
+    returns the parent and the child's pid."""
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(folder), CHILD],
     )
@@ -154,7 +155,7 @@ if __name__ == "__main__":
 
 
 def test_forked_siblings_do_not_hide_that_their_owner_is_gone(tmp_path: Path) -> None:
-    """The younger one, still starting, holds the older one's pipe to the owner open."""
+    """A younger worker that is still starting holds the older one's pipe to the owner open."""
     (tmp_path / "program.py").write_text(SIBLINGS)
     subprocess.run([sys.executable, str(tmp_path / "program.py"), str(tmp_path)], check=True)
     (tmp_path / "gone").touch()

@@ -1,4 +1,4 @@
-"""Artifacts: what has its final name is whole, and what does not fit is said."""
+"""Artifacts: a directory with a manifest is complete, and another identity is refused."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_the_manifest_says_what_it_is_and_what_it_is_made_from(tmp_path: Path) -
 
 
 def test_the_digest_names_the_content(tmp_path: Path) -> None:
-    """By what it is made from, or by a digest of the content itself."""
+    """The digest is that of its options and inputs, or of the content itself."""
     first = begin(tmp_path / "a").finish({})
     same = begin(tmp_path / "b").finish({})
     other = begin(tmp_path / "c", inputs={"index": "abd"}).finish({})

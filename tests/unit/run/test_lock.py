@@ -1,4 +1,4 @@
-"""The lock: one writer, whoever else tries, and however the last one ended."""
+"""The lock lets one process write, however many try and however the last one ended."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ RECORD = {"host": socket.gethostname(), "pid": 1, "process_start": "1", "started
 
 @contextmanager
 def holder(run_dir: Path, *options: float, code: str = HOLDER) -> Iterator[subprocess.Popen[str]]:
-    """A process that is about to take the lock, after ``wait_s`` and ``stale_s``, or has it."""
+    """Starts a process that takes the lock, with these ``wait_s`` and ``stale_s``."""
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(run_dir), *map(str, options or (0.0, 120.0))],
         stdin=subprocess.PIPE,
@@ -135,7 +135,7 @@ def test_half_a_record_is_no_owner(tmp_path: Path, text: str) -> None:
 
 
 def test_a_reused_pid_is_not_the_owner(tmp_path: Path) -> None:
-    """This very process, by its pid, but started at another time."""
+    """The owner has the pid of this process, but was started at another time."""
     write_record(tmp_path, pid=os.getpid(), process_start="12345")
     with RunLock(tmp_path, wait_s=0.0):
         assert json.loads((tmp_path / "run.lock").read_text())["process_start"] != "12345"
@@ -198,7 +198,7 @@ def test_a_living_writer_keeps_its_lock_whatever_its_clock_says(
 def test_a_dead_writer_loses_its_lock_whatever_its_clock_says(
     tmp_path: Path, skew_s: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After the time in which a sign of life would have come, which is said in advance."""
+    """It is taken over after the time in which a heartbeat would have come; a warning says so."""
     path = write_record(tmp_path, host="elsewhere", pid=4711)
     os.utime(path, (time.time() + skew_s,) * 2)
     start = time.monotonic()
@@ -232,7 +232,7 @@ def test_a_writer_on_another_host_that_ends_in_time_is_followed_at_once(
 def test_time_in_which_nobody_looked_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk that hangs for minutes stops the owner's heart as well."""
+    """A disk that hangs for minutes stops the owner's heartbeat as well."""
     now_s = [50.0]
     monkeypatch.setattr(run_lock, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     lock = RunLock(tmp_path)
@@ -311,7 +311,7 @@ def test_a_writer_that_ends_in_time_is_waited_for(tmp_path: Path) -> None:
 def test_of_many_that_race_for_a_stale_lock_one_wins(
     tmp_path: Path, host: str, stale_s: float
 ) -> None:
-    """Its owner has ended here, or with another host."""
+    """The owner has ended on this host, or with another host."""
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     write_record(tmp_path, host=host, pid=dead.pid)
@@ -390,7 +390,7 @@ def test_one_line_for_scripts(tmp_path: Path) -> None:
 
 
 def test_the_launcher_s_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written by the first rank of each node, also where no run directory is known."""
+    """The first rank of each node writes it, even if no run directory is known."""
     monkeypatch.setenv("MCLCLIP_STATE_FILE", str(tmp_path / "state"))
     monkeypatch.setenv("LOCAL_RANK", "1")
     record(None, "finished")

@@ -21,7 +21,7 @@ from tests import tiny
 
 @pytest.fixture(autouse=True)
 def log() -> Iterator[logging.Logger]:
-    """The log of the package, put back as it was afterwards."""
+    """Yields the log of the package and restores it afterwards."""
     log = logging.getLogger("mclclip")
     handlers, propagate, level = log.handlers[:], log.propagate, log.level
     yield log
@@ -84,7 +84,7 @@ def test_progress_is_plain_lines_without_a_terminal(
 def test_progress_has_further_words_where_there_are_new_ones(
     log: logging.Logger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a training that goes on at step 5."""
+    """The training was resumed at step 5."""
     runlog.setup(0)
     monkeypatch.setattr(runlog, "LOG_S", 0.0)
     words = iter(["", "loss 2", "", ""])
@@ -181,7 +181,7 @@ def test_the_meter_tells_speed_and_waiting_apart(monkeypatch: pytest.MonkeyPatch
 
 
 class Sink:
-    """Keeps what it is given; fails, or hangs, where it is told to."""
+    """A sink that records its rows, and fails or hangs if it is told to."""
 
     def __init__(
         self, error: Exception | None = None, hangs_until: threading.Event | None = None
@@ -261,7 +261,7 @@ def test_rows_are_json_for_the_strictest_reader(tmp_path: Path) -> None:
 
 
 def test_a_row_that_does_not_fit_leaves_no_trace(tmp_path: Path) -> None:
-    """A disk that takes half of a row, as seen by the file object."""
+    """A file on a disk that has room for only half of a row."""
     lines = runlog.JsonLines(tmp_path / "m.jsonl", resume_step=0)
     lines.write({"step": 1})
     whole = lines.file

@@ -156,7 +156,7 @@ def test_a_control_takes_what_its_original_took(data: Path, tmp_path: Path, pixe
         config = tiny.make_config(tmp_path, data, f"data.pixels={asked}")
         layout = RunPaths(tmp_path, "ungrouped")
         samples = SampleIndex.open(layout.index)
-        assert StageTraining.of(config, config.train, SINGLE, layout, 1, samples).pixels == wanted
+        assert StageTraining(config, config.train, SINGLE, layout, 1, samples).pixels == wanted
     assert not artifact.manifest
 
 
