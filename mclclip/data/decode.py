@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import re
 import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -62,6 +64,12 @@ IMAGE_EXTENSIONS = tuple(suffix for name in FORMATS for suffix in _SUFFIXES[name
 
 PICTURE_SUFFIXES = (*(s for some in _SUFFIXES.values() for s in some), "heic", "heif")
 """Suffixes of all pictures, including those that this build of Pillow cannot read."""
+
+
+def suffix_of(path: str | Path) -> str:
+    """Returns the suffix of a file name in lower case, without its dot."""
+    return os.path.splitext(path)[1].lower().removeprefix(".")
+
 
 Pixels = Literal["exact", "fast"]
 """How training turns pictures into pixels: ``exact`` uses PIL and open_clip's transform, ``fast``

@@ -376,7 +376,7 @@ def test_every_caption_finds_its_row(tmp_path: Path, dtype: str) -> None:
             for number in range(len(captions_of(sample_id))):
                 row = features.get(sample_id, number)
                 assert row.dtype == dtype and row.tolist() == [sample_id, number]
-            with pytest.raises(IndexError, match="was asked for, it has"):
+            with pytest.raises(AssertionError):
                 features.get(sample_id, len(captions_of(sample_id)))
     copy = pickle.loads(pickle.dumps(features))
     assert copy.get(8, 2).tolist() == [8, 2]
