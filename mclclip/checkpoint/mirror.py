@@ -143,7 +143,7 @@ class Mirror:
     def _prune(self, store: Any, newest: int, sizes: dict[str, int]) -> None:
         """Removes old steps and unfinished copies from the mirror. ``sizes``: see `_sizes`."""
         whole = _whole_steps(sizes)
-        doomed = step_files.superfluous(whole, newest, self.keep, self.keep_every)
+        doomed = step_files.choose_old(whole, newest, self.keep, self.keep_every)
         for folder in {name.partition("/")[0] for name in sizes}:
             for step in parse_steps([folder]):
                 if step in doomed or (step not in whole and step <= newest):

@@ -274,7 +274,7 @@ class TrainingBatches(Dataset[Batch]):
         ``occurrence`` int64 [n] tells repeated draws of a sample apart, where samples have weights.
         """
         keys = self._keys(_CAPTION, epoch, sample_ids, occurrence)
-        return self.dataset.index.drawn_captions(np.asarray(sample_ids, dtype=np.int64), keys)
+        return self.dataset.index.draw_captions(np.asarray(sample_ids, dtype=np.int64), keys)
 
     def sentence_draws(
         self, sample_ids: Ids, epoch: int, occurrence: Integers | None
@@ -330,7 +330,7 @@ class TrainingBatches(Dataset[Batch]):
         views = [[partial(self._view, k) for k in of_one] for of_one in zip(*keys, strict=True)]
         with preserve_rng():
             return [
-                self.dataset.decoded(*of_sample)
+                self.dataset.decode(*of_sample)
                 for of_sample in zip(raws, numbers, views, parts, draws, strict=True)
             ]
 

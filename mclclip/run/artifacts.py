@@ -38,7 +38,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from mclclip import __version__
 from mclclip.util import files
@@ -47,21 +47,42 @@ from mclclip.util.remake import Remake
 
 MANIFEST = "manifest.json"
 INTENT = "in_progress.json"
-# The verb that writes a kind of artifact, if the verb has another name than the kind.
-_VERBS = {
-    "embeddings": "embed",
-    "text_embeddings": "embed --text",
-    "image_rows": "embed --stage 0 --image-rows",
-    "clusters": "cluster",
-    "pseudo_labels": "cluster",
-    "relocated": "relocate",
-    "concat": "export",
-    "soup": "export",
-    "dataset": "make-dataset",
-    "pairs": "make-pairs",
-    "shards": "pack",
-    "converted": "export --to",
+
+
+class Kind(NamedTuple):
+    """How a kind of artifact is made again, and where it lies.
+
+    verb       the verb that writes it, such as ``embed --text``
+    place      its path in a run directory, or in a control's folder, as a regular expression
+    by_flags   True if the verb needs flags that stand nowhere in the run
+    """
+
+    verb: str
+    place: str = ""
+    by_flags: bool = False
+
+
+KINDS = {
+    "index": Kind("index", "index"),
+    "embeddings": Kind("embed", r"stage_\d+/embeddings"),
+    "text_embeddings": Kind("embed --text", r"stage_\d+/(text_embeddings|edited_texts/[^/]+)"),
+    "image_rows": Kind("embed --stage 0 --image-rows", r"stage_\d+/image_rows"),
+    "clusters": Kind("cluster", r"stage_\d+/clusters"),
+    "pseudo_labels": Kind("cluster", r"stage_\d+/pseudo_labels"),
+    "relocated": Kind("relocate", r"stage_\d+/relocated"),
+    "train": Kind("train", r"stage_\d+/train"),
+    "export": Kind("export", r"stage_\d+/export"),
+    "concat": Kind("export", r"exports/[^/]+"),
+    "soup": Kind("export"),  # in exports/ too
+    "filter": Kind("filter", r"filters/[^/]+", by_flags=True),
+    "blindspots": Kind("blindspots", r"blindspots/[^/]+", by_flags=True),
+    "finetune": Kind("finetune", "finetune", by_flags=True),
+    "dataset": Kind("make-dataset", by_flags=True),
+    "pairs": Kind("make-pairs", by_flags=True),
+    "shards": Kind("pack", by_flags=True),
+    "converted": Kind("export --to", by_flags=True),
 }
+"""Every kind of artifact, by the ``kind`` of its `Step`."""
 
 
 # --- manifests -------------------------------------------------------------------------------
@@ -153,7 +174,7 @@ def find_damage(directory: Path) -> str | None:
 
 def verb_of(kind: str) -> str:
     """Returns the verb that writes artifacts of ``kind``: 'embed --text' for 'text_embeddings'."""
-    return _VERBS.get(kind, kind)
+    return KINDS[kind].verb if kind in KINDS else kind
 
 
 def is_finished(directory: Path) -> bool:

@@ -224,7 +224,7 @@ class Recorder:
     name             names the training in log lines, such as 'stage 1'
     start, total     steps done before this process, and steps of the whole training
     share_bad        tells all ranks this rank's replaced samples and returns how many all ranks
-                     know (data.sample_index.BadSamples.share); all ranks call it at every row
+                     know (data.sample_index.SharedBadSamples.add); all ranks call it at every row
     track, config    names of the sinks, such as ``["wandb"]``, and the options they store
     evaluates        True if there will be evaluations, whose rows go to evaluations.jsonl
     leaves_out       True if the engine skips bad steps, see `StepWatch`

@@ -17,14 +17,20 @@ from mclclip.config import Config, TrainConfig, to_tree
 from mclclip.data.batches import Batch, TrainingBatches
 from mclclip.data.decode import Pixels
 from mclclip.data.epoch_plan import EpochPlan, total_steps
-from mclclip.data.extras import BaseFeatures, EditedCaptions, EqualityDigests, report_equal, survey
+from mclclip.data.extras import (
+    BaseFeatures,
+    EditedCaptions,
+    EqualityDigests,
+    report_edits,
+    report_equal,
+)
 from mclclip.data.groups import GroupedIndex, Integers, StageGroups
 from mclclip.data.index_tables import check_shards
 from mclclip.data.labels import AttributeClasses, ClassLabels, SampleWeights
 from mclclip.data.loader import Loader
 from mclclip.data.locations import Locations
 from mclclip.data.row_store import StoredRows, left_out
-from mclclip.data.sample_index import BadSamples, SampleIndex
+from mclclip.data.sample_index import SampleIndex, SharedBadSamples
 from mclclip.data.samples import Extra, TarDataset
 from mclclip.engines import build_engine
 from mclclip.engines.engine import Engine
@@ -193,7 +199,7 @@ def read_inputs(training: StageTraining) -> TrainingInputs:
 
     def check() -> tuple[ClassLabels | AttributeClasses | None, Locations, StoredRows | None]:
         if edits := training.options.objective.reads.edits:
-            survey(edits, index, config.data, training.name)
+            report_edits(edits, index, config.data, training.name)
         classes, locations, image_rows = training.classes, _open_locations(training), None
         if training.reads_image_rows:
             whole = not config.writes_image_rows
@@ -328,7 +334,7 @@ def build_trainer(
         training.directory, context, name=f"stage {training.stage}",
         global_batch=options.global_batch, start=start, total=total,
         steps_per_epoch=plan.steps_per_epoch, log_every=options.log_every,
-        share_bad=BadSamples(training.index, config.data.max_bad_fraction).share,
+        share_bad=SharedBadSamples(training.index, config.data.max_bad_fraction).add,
         track=list(config.track), config=to_tree(config), evaluates=evaluation is not None,
         leaves_out=engine.leaves_out,
     )  # fmt: skip

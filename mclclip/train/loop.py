@@ -28,7 +28,7 @@ from mclclip.checkpoint import Checkpoints, Stateful
 from mclclip.data.batches import Batch
 from mclclip.engines.engine import HALF, Engine
 from mclclip.models.model import Model
-from mclclip.models.transforms import normalized
+from mclclip.models.transforms import normalize
 from mclclip.objectives.base import Objective
 from mclclip.ranks import failures, signals
 from mclclip.ranks.process_group import seed_everything, without_limit
@@ -104,7 +104,7 @@ class ModelWithObjective(nn.Module):
             if self._rows_dtype is not None:
                 view = view.to(self._rows_dtype)
             if view.dtype == torch.uint8:
-                view = normalized(view, *self._normalization)
+                view = normalize(view, *self._normalization)
             views.append(view.double() if self.precision == "float64" else view)
         batch.views = views
         if self.precision == "float64":

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from mclclip.config import Config, rules
 from mclclip.data.bytes import read_excluded
-from mclclip.data.extras import directory_of, drawn
+from mclclip.data.extras import directory_of, draw_edits
 from mclclip.data.index_tables import Shard, check_shards
 from mclclip.data.row_store import IMAGE_ROWS, RowBatch, StoredRows, num_restored
 from mclclip.data.sample_index import SampleIndex
-from mclclip.data.samples import TarDataset, tokenized
+from mclclip.data.samples import TarDataset, tokenize
 from mclclip.models import memory
 from mclclip.models.loading import load_towers, start_from_rows
 from mclclip.models.model import Model, unit
@@ -290,7 +290,7 @@ def _caption_batches(
         texts = [
             [caption]
             if edits is None
-            else drawn(edits, raw.text, captions, n, int(mix(raw.sample_id, n)))
+            else draw_edits(edits, raw.text, captions, n, int(mix(raw.sample_id, n)))
             for raw, captions in source.bytes.texts_of(range(shard.start, shard.stop))
             for n, caption in enumerate(captions)
         ]
@@ -299,7 +299,7 @@ def _caption_batches(
             some = texts[start : start + size]
             rows = np.zeros((len(some), num, model.embed_dim), np.float32)
             if flat := [text for of_one in some for text in of_one]:
-                tokens = tokenized(model.tokenizer, flat)
+                tokens = tokenize(model.tokenizer, flat)
                 encode = partial(model.encode_text, tokens.to(context.device))
                 present = np.arange(num) < np.array([[len(of_one)] for of_one in some])
                 rows[present] = unit(forward(config, context, encode)).cpu().numpy()

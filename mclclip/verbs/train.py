@@ -180,12 +180,12 @@ def _write_groups(
     """Begins the artifact and writes the grouped index into it, unless it is there. If the groups
     do not fit the batch, raises ValueError before anything is written."""
     bad_ids = training.index.bad_ids()
-    blocks = None if groups.written else _group_samples(training, bad_ids)
+    blocks = None if groups.is_written else _group_samples(training, bad_ids)
     if out.force is not Remake.NOTHING and groups.damage() is not None:
         move_aside(training.directory)
     out.begin()
     _report_samples(training, inputs)
-    if not groups.written:  # ``begin`` may have moved the old ones aside
+    if not groups.is_written:  # ``begin`` may have moved the old ones aside
         groups.write(*(blocks or _group_samples(training, bad_ids)), bad_ids)
 
 
@@ -228,7 +228,7 @@ def _count_steps_of_mcl(training: StageTraining) -> int:
     # Raises if MCL's training was made with other options or labels than those of now.
     find_artifact(_step_of(mcl), mcl.directory, mcl)
     controlled = StageGroups(mcl.directory / _GROUPS)
-    if not controlled.written:
+    if not controlled.is_written:
         raise RuntimeError(
             f"a control takes as many steps as the training it controls, and {controlled.directory}"
             f" is not there: run 'mclclip train --stage {training.stage}' first, or set train.steps"

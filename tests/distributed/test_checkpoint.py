@@ -350,7 +350,7 @@ def save_with_failure(
         "records": (step_files.files, "record_of"),
         "list": (step_files.files, "write_json"),
         "rename": (os, "rename"),
-        "copy": (step_files, "local_part"),
+        "copy": (step_files, "select_local_part"),
         "writer": (step_files, "Writer"),
     }[where]
     checkpoints, line = Checkpoints(directory, CheckpointConfig(**options)), ""
@@ -393,7 +393,7 @@ def save_what_differs(directory: Path) -> str:
     source.module[f"rank{collectives.rank()}"] = nn.Parameter(torch.zeros(2))
     try:
         Checkpoints(directory, CheckpointConfig()).save(1, source)
-    except RuntimeError as error:
+    except AssertionError as error:
         return str(error)
     return ""
 

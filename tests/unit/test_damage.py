@@ -250,6 +250,21 @@ def test_doctor_warns_of_files_without_their_list(
 
 
 @pytest.mark.parametrize(
+    ("place", "verb"),
+    [("filters/filter", "filter"), ("blindspots/stage_0-stage_1", "blindspots")],
+)
+def test_doctor_misses_the_list_of_what_flags_made(
+    tmp_path: Path, place: str, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their flags stand nowhere in the run, so no command is offered without them."""
+    (tmp_path / place).mkdir(parents=True)
+    (tmp_path / place / "weights.npy").write_bytes(b"rows")
+    assert entry.main(["doctor", str(tmp_path)]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("warn") and place in line and f"same command of {verb} " in line
+
+
+@pytest.mark.parametrize(
     ("name", "words"),
     [
         ("stage_0/export/open_clip_model.safetensors", "export --config {} --stage 0 --force"),
@@ -476,7 +491,7 @@ def test_samples_that_are_excluded_no_more_are_embedded_again(
 
 def test_what_one_reader_cannot_use_is_not_kept_for_others(own_shards: Config) -> None:
     samples = SampleIndex.open(RunPaths.of(own_shards).index)
-    samples.add_bad({1: "unfit", 2: "no_caption", 3: "truncated"})
+    samples.add_bad({1: "unsuitable", 2: "no_caption", 3: "truncated"})
     assert samples.bad_ids().tolist() == [3]
 
 

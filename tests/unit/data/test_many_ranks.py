@@ -26,7 +26,7 @@ class Numbers:
     """Stands for the reader of shards: a sample is its number."""
 
     def __init__(self) -> None:
-        self.index = SimpleNamespace(drawn_captions=lambda ids, keys: np.zeros(len(ids), np.int64))
+        self.index = SimpleNamespace(draw_captions=lambda ids, keys: np.zeros(len(ids), np.int64))
         self.bytes = SimpleNamespace(reader=SimpleNamespace(urls=()))
         self.tokenizer, self.transform = None, PictureTransform()
         self.extras = ()
@@ -34,7 +34,7 @@ class Numbers:
     def read_many(self, sample_ids: np.ndarray) -> list[int]:
         return [int(i) for i in sample_ids]
 
-    def decoded(self, raw: int, number: int, views: list[Any], *_: Any) -> Sample:
+    def decode(self, raw: int, number: int, views: list[Any], *_: Any) -> Sample:
         return Sample(raw, [torch.tensor([raw]) for _ in views])
 
 

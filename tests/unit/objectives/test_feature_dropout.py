@@ -72,7 +72,7 @@ def pixels_of(rows: int = 4) -> tuple[Tensor, Tensor]:
 
 
 def batch_of(rows: int = 4, step: int = STEP, double: bool = True) -> Batch:
-    views = [Encoder.look.normalized(pixels) for pixels in pixels_of(rows)]
+    views = [Encoder.look.normalize(pixels) for pixels in pixels_of(rows)]
     return Batch(
         views=[view.double() if double else view for view in views],
         group_ids=torch.zeros(rows, 1, dtype=torch.int64),
@@ -163,7 +163,7 @@ def test_unchanged_pixels_keep_their_bits_whatever_the_normalization() -> None:
     objective.mean, objective.deviation = mean, deviation
     network(trainee := trainee_of(epsilon=0.0)).float()
     objective.adversary = dropout(trainee).adversary
-    view = look.normalized(pixels_of()[0])
+    view = look.normalize(pixels_of()[0])
     assert torch.equal(objective.change(view, 0, batch_of().sample_id), view)
 
 

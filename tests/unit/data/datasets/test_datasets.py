@@ -14,7 +14,7 @@ import torch
 
 import mclclip.util.torchvision_fix  # noqa: F401
 from mclclip import config
-from mclclip.data.datasets.celeba import balanced
+from mclclip.data.datasets.celeba import balance
 from mclclip.data.datasets.cifar10 import CLASSES as CIFAR10_CLASSES
 from mclclip.data.datasets.imagenet_subset import SUBSETS
 from mclclip.data.datasets.stl_digits import paste
@@ -143,9 +143,9 @@ def test_celeba_is_made_independent(tmp_path: Path) -> None:
 
 def test_attributes_that_cannot_be_made_independent() -> None:
     values = np.array([*itertools.product((0, 1), repeat=3)])
-    assert balanced(np.arange(8), values, 0).tolist() == list(range(8))
+    assert balance(np.arange(8), values, 0).tolist() == list(range(8))
     with pytest.raises(ValueError, match="7 images of CelebA lack a combination"):
-        balanced(np.arange(7), values, 0)
+        balance(np.arange(7), values, 0)
 
 
 @pytest.mark.parametrize(
