@@ -21,6 +21,7 @@ from mclclip.cli.flag_parser import (
     whole_number,
 )
 from mclclip.data import datasets
+from mclclip.util import shipped
 from mclclip.util.remake import Remake
 
 _COUNT, _POSITIVE = partial(whole_number, 0), partial(whole_number, 1)
@@ -388,10 +389,12 @@ def _add_stages(verbs: Any) -> None:
 def _add_conversion(export: argparse.ArgumentParser) -> None:
     title = "another library's layout; needs no configuration"
     add = export.add_argument_group(title).add_argument
-    targets = sorted(p.stem for p in Path(__file__).parents[1].glob("export/targets/[a-z]*.py"))
-    to = f"one of {', '.join(targets)}: models, but for clip_retrieval, which takes embeddings"
+    targets = shipped.plugins("export/targets")
+    of_rows = ", ".join(shipped.plugins("export/targets", "is_model=False"))
+    several = ", ".join(shipped.plugins("export/targets", "precisions="))
+    to = f"one of {', '.join(targets)}: models, but for {of_rows}, which takes embeddings"
     add("--to", choices=targets, metavar="LAYOUT", help=to)
-    source = "an exported stage, soup or concat; for clip_retrieval a stage's embeddings, or a "
+    source = f"an exported stage, soup or concat; for {of_rows} a stage's embeddings, or a "
     source += "concat of embedded stages"
     add("--model", type=parse_path, metavar="FOLDER", help=source)
     add("--out", type=Path, metavar="FOLDER", help="folder to write")
@@ -399,7 +402,7 @@ def _add_conversion(export: argparse.ArgumentParser) -> None:
     add("--images", type=parse_path, metavar="FOLDER", help=pictures)
     texts = "a text per line for the certificate (default: some that are hard to tokenise)"
     add("--texts", type=parse_path, metavar="FILE", help=texts)
-    precision = "of onnx: numbers in which weights are stored (default: fp32)"
+    precision = f"of {several}: numbers in which weights are stored (default: fp32)"
     add("--precision", choices=["fp32", "fp16"], help=precision)
 
 

@@ -19,7 +19,7 @@ from mclclip.models import weights
 from mclclip.models.encoder import Encoder, load_model
 from mclclip.models.model import Model
 from mclclip.run import artifacts
-from mclclip.util import files
+from mclclip.util import files, shipped
 
 Precision = Literal["fp32", "fp16"]
 
@@ -116,10 +116,9 @@ class ExportTarget:
     usage: Callable[[Source], str] | None = None
 
 
-def names() -> list[str]:
+def names() -> tuple[str, ...]:
     """Returns the names of all targets, which are those of the modules in this folder."""
-    paths = Path(__file__).parent.glob("*.py")
-    return sorted(path.stem for path in paths if path.stem != "__init__")
+    return shipped.plugins("export/targets")
 
 
 def find(name: str) -> ExportTarget:

@@ -20,6 +20,7 @@ from mclclip.models import weights
 from mclclip.models.encoder import save_concat
 from mclclip.models.loading import load_towers
 from mclclip.run import artifacts
+from mclclip.util import shipped
 from tests.matrix import kept
 from tests.unit.export.models import (
     CONFIGS,
@@ -131,8 +132,15 @@ def test_the_library_gives_the_same_features(tmp_path: Path, to: Any, kind: str)
 
 
 def test_every_module_of_the_folder_is_a_target() -> None:
+    """Also by the text of its declaration, from which the help of the flags is made."""
     for name in targets.names():
-        assert {*targets.find(name).card} <= {"library_name", "pipeline_tag"}
+        target = targets.find(name)
+        assert {*target.card} <= {"library_name", "pipeline_tag"}
+        for text, holds in (
+            ("is_model=False", not target.is_model),
+            ("precisions=", len(target.precisions) > 1),
+        ):
+            assert (name in shipped.plugins("export/targets", text)) == holds
         words = ["export", "--to", name, "--model", "model", "--out", "out"]
         assert entry.parse_words(words).to == name
     assert {"hf", "onnx", "llava", "open_clip", "clip_retrieval"} <= {*targets.names()}
