@@ -19,6 +19,7 @@ from mclclip.data.findings import Findings
 from mclclip.data.shard_scan import is_caption, parse_captions, read_text_file
 from mclclip.data.table_formats import IMAGE_COLUMNS, NamedTexts, captions_of_json, present_columns
 from mclclip.data.tables import open_table
+from mclclip.data.training_images import Readable
 from mclclip.eval.images import read_lines, read_range, read_rows, read_shards
 from mclclip.eval.metrics import IntArray
 from mclclip.util.files import below
@@ -122,6 +123,37 @@ def read_captions_of_shards(directory: Path, captions: str) -> ImageTexts:
         texts += captions_of_image
         owners += [row] * len(captions_of_image)
     return ImageTexts(images, texts, np.array(owners, dtype=np.int64))
+
+
+def read_captioned(
+    root: Path, captions: str, images: str, max_samples: int | None
+) -> tuple[Sequence[Readable], list[str]]:
+    """The images below ``root`` that have a caption, at most ``max_samples``, and the first caption
+    of each.
+
+    ``captions``: ``txt`` or ``json:FIELD`` of the samples in ``root/*.tar``; or a file or folder
+    below ``root``, whose names start from the folder ``images`` (see `read_captions`).
+    """
+    data = (
+        read_captions_of_shards(root, captions)
+        if _are_in_shards(captions)
+        else read_captions(root / captions, root / images)
+    )
+    rows, first = np.unique(data.caption_image, return_index=True)
+    pictures = [data.images[row] for row in rows[:max_samples]]
+    return pictures, [data.captions[row] for row in first[:max_samples]]
+
+
+def check_captioned(root: Path, *, captions: str = "txt", images: str = ".", **_: Any) -> None:
+    """Raises the errors of `read_captioned` that can be known without a look at every sample."""
+    if _are_in_shards(captions):
+        read_shards(root, captions, first_only=True)
+    else:
+        read_captions(root / captions, root / images)
+
+
+def _are_in_shards(captions: str) -> bool:
+    return captions == "txt" or captions.startswith("json:")
 
 
 def _rule(path: Path, images: Path, protocol: str) -> CaptionRule:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -37,12 +37,14 @@ class Unit:
     name              stands behind a value
     difference        stands behind a difference of two
     scale             by which the mean of outcomes (see ``Outcomes``) is multiplied
+    best              the figure of an encoder without a fault, in this unit
     smaller_is_better whether it is a loss
     """
 
     name: str
     difference: str
     scale: float = 1.0
+    best: float = math.inf
     smaller_is_better: bool = False
 
     def decimals(self, values: Iterable[float]) -> int:
@@ -73,17 +75,40 @@ class Unit:
         return -1 if self.smaller_is_better else 1
 
 
-PERCENT = Unit("%", "points", 100.0)
-NATS = Unit("nats", "nats", smaller_is_better=True)
+PERCENT = Unit("%", "points", 100.0, best=100.0)
+NATS = Unit("nats", "nats", best=0.0, smaller_is_better=True)
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """How the values of items become a metric.
+
+    unit         unit of the metric
+    is_share     the metric is a mean of values in [0, 1]; its interval is Wilson's
+    is_ranking   values rank the items by ``truth``; otherwise the metric is a mean of values
+    tied_pair    of an area: how much of a tied pair is right; None where the metric is no area
+    """
+
+    unit: Unit
+    is_share: bool = False
+    is_ranking: bool = False
+    tied_pair: float | None = None
+
+
+STATISTICS = {
+    "mean": Statistic(PERCENT, is_share=True),
+    "mean_loss": Statistic(NATS),
+    "roc_auc": Statistic(PERCENT, is_ranking=True, tied_pair=0.0),
+    "roc_auc_half_ties": Statistic(PERCENT, is_ranking=True, tied_pair=0.5),  # scikit-learn's
+    "precision_11_point": Statistic(PERCENT, is_ranking=True),
+}
+"""Every statistic by the name that ``Outcomes.statistic`` and files of outcomes have. A figure in a
+new unit, such as a cosine, is a row."""
+UNITS = {each.unit.name: each.unit for each in STATISTICS.values()}
+"""Units by the names that rows of results.jsonl have."""
 
 
 # --- outcomes ----------------------------------------------------------------------------------
-
-Statistic = Literal["mean", "mean_loss", "roc_auc", "roc_auc_half_ties", "precision_11_point"]
-"""The statistic of a stratum; all but the means rank the values of items by ``truth``. Of a mean of
-losses the smaller one is better. A tied pair is wrong for ``roc_auc``, and half right for
-``roc_auc_half_ties``, as in scikit-learn."""
-_MEANS = ("mean", "mean_loss")
 
 
 @dataclass(frozen=True)
@@ -98,7 +123,7 @@ class Outcomes:
     units      [n] names of resampling groups: items of one group, such as the captions of an image,
                are drawn together; None: items are independent
     truth      [n] whether an item is a positive; None for means
-    statistic  of the values of a stratum
+    statistic  of the values of a stratum, one of `STATISTICS`
     """
 
     items: Sequence[str]
@@ -106,21 +131,24 @@ class Outcomes:
     strata: Sequence[str] | None = None
     units: Sequence[str] | None = None
     truth: BoolArray | None = None
-    statistic: Statistic = "mean"
+    statistic: str = "mean"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", np.asarray(self.values, dtype=np.float32))
         columns = (self.items, self.values, self.strata, self.units, self.truth)
         assert len({len(column) for column in columns if column is not None}) == 1
-        assert (self.truth is None) == (self.statistic in _MEANS)
+        assert (self.truth is not None) == self.rule.is_ranking
+        assert not self.rule.is_share or not ((self.values < 0) | (self.values > 1)).any(), (
+            f"values of the statistic {self.statistic} are shares in [0, 1]: name another statistic"
+        )
 
     def __len__(self) -> int:
         return len(self.items)
 
     @property
-    def measured_in(self) -> Unit:
-        """The unit of the metric."""
-        return NATS if self.statistic == "mean_loss" else PERCENT
+    def rule(self) -> Statistic:
+        """How the values become the metric."""
+        return STATISTICS[self.statistic]
 
     @cached_property
     def stratum(self) -> IntArray:
@@ -140,15 +168,15 @@ class Outcomes:
         without a positive or without a negative item. NaN if no stratum is left.
         """
         weight = np.ones(len(self)) if weights is None else np.asarray(weights, dtype=np.float64)
-        if self.statistic in _MEANS:
+        if not self.rule.is_ranking:
             count = np.bincount(self.stratum, weight)
             total = np.bincount(self.stratum, weight * self.values)
             return float(np.mean(total[count > 0] / count[count > 0]))
-        areas = {"roc_auc": 0.0, "roc_auc_half_ties": 0.5}
+        tied_pair = self.rule.tied_pair
         values = [
-            ranking.area(weight[rows], areas[self.statistic])
-            if self.statistic in areas
-            else ranking.precision(weight[rows])
+            ranking.precision(weight[rows])
+            if tied_pair is None
+            else ranking.area(weight[rows], tied_pair)
             for rows, ranking in self._rankings
         ]
         defined = [value for value in values if not math.isnan(value)]
@@ -250,7 +278,7 @@ def read(path: Path) -> dict[str, Outcomes]:
         texts: dict[str, Any] = {name: rows[name].to_pylist() for name in _COLUMNS}
         texts = {name: None if column[0] is None else column for name, column in texts.items()}
         statistic = rows["statistic"][0].as_py()
-        truth = None if statistic in _MEANS else rows["truth"].to_numpy()
+        truth = rows["truth"].to_numpy() if STATISTICS[statistic].is_ranking else None
         values = rows["value"].to_numpy()
         decoded[metrics[start]] = Outcomes(values=values, truth=truth, statistic=statistic, **texts)
     return decoded
@@ -308,7 +336,7 @@ def difference(a: Outcomes, b: Outcomes) -> Difference:
     """
     check_same_items(a, b)
     value, num_units = a.value() - b.value(), int(a.resampling_group.max()) + 1
-    if a.statistic != "mean":
+    if not a.rule.is_share:
         drawn = _draw_statistics(
             a.resampling_group, lambda weights: a.value(weights) - b.value(weights)
         )
@@ -320,9 +348,9 @@ def difference(a: Outcomes, b: Outcomes) -> Difference:
             (low, high, p_value), test = sign_test(a, value), "sign test over units"
         return Difference(value, low, high, p_value, test, None, None, num_units, None)
     values, largest, stratum = by_unit(a, b)
-    better, items = a.measured_in.sign * values, None
+    better, items = a.rule.unit.sign * values, None
     wins, losses = int(np.count_nonzero(better > 0)), int(np.count_nonzero(better < 0))
-    if a.statistic == "mean":
+    if a.rule.is_share:
         low, high = _interval(values, largest, stratum)
         items = float(np.sum(a.values) - np.sum(b.values))
     if len(np.unique(np.abs(values[values != 0]).round(12))) <= 1:

@@ -15,7 +15,7 @@ from tabulate import tabulate
 
 from mclclip.eval import outcomes
 from mclclip.eval.metrics import Z_95, design_effect, stratified_interval
-from mclclip.eval.outcomes import NATS, PERCENT, Outcomes, Unit
+from mclclip.eval.outcomes import PERCENT, UNITS, Outcomes, Unit
 from mclclip.util.files import parse_json, printable, write_bytes
 
 WIDTH = 80
@@ -66,8 +66,7 @@ class Result:
     def unit(self) -> Unit:
         """The unit of value and interval; larger values of an unknown unit are better."""
         name = str(self.protocol.get("unit", PERCENT.name))
-        units = {PERCENT.name: PERCENT, "percent": PERCENT, NATS.name: NATS}
-        return units.get(name) or Unit(name, name)
+        return PERCENT if name == "percent" else UNITS.get(name) or Unit(name, name)
 
     @property
     def column(self) -> Column:
@@ -105,16 +104,13 @@ def figure(
     """The figure of a metric, from the outcomes of its items, in their unit.
 
     The interval is Wilson's for the mean over strata, with items of a unit taken together; for
-    rankings it is a bootstrap, and for losses that of a mean.
+    rankings it is a bootstrap, and for other means that of a mean.
     """
     settings = dict(protocol) | ({} if level == "table" else {"level": level})
-    unit, values = measured.measured_in, measured.values.astype(np.float64)
-    if measured.truth is not None:
+    unit, values = measured.rule.unit, measured.values.astype(np.float64)
+    if measured.rule.is_ranking:
         low, high = outcomes.ranking_interval(measured)
-    elif measured.statistic == "mean_loss":
-        half = Z_95 * float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-        low, high = measured.value() - half, measured.value() + half
-    else:
+    elif measured.rule.is_share:
         counts = np.bincount(measured.stratum)
         shares = np.bincount(measured.stratum, values) / counts
         residuals = (values - shares[measured.stratum]) / counts[measured.stratum]
@@ -122,6 +118,9 @@ def figure(
             1.0 if measured.units is None else design_effect(residuals, measured.resampling_group)
         )
         low, high = stratified_interval(shares, counts, effect)
+    else:
+        half = Z_95 * float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+        low, high = measured.value() - half, measured.value() + half
     if unit != PERCENT:
         settings["unit"] = unit.name
     value, low, high = (unit.scale * number for number in (measured.value(), low, high))

@@ -98,9 +98,9 @@ def difference(pairs: Sequence[tuple[Outcomes, Outcomes]]) -> Difference:
         return Difference(value, low, high, p_value, test, None, None, units, None)
     wins = losses = items = None
     if first.truth is None:
-        better = first.measured_in.sign * parts[0].mean(axis=1)
+        better = first.rule.unit.sign * parts[0].mean(axis=1)
         wins, losses = int((better > 1e-12).sum()), int((better < -1e-12).sum())
-    if first.statistic == "mean":
+    if first.rule.is_share:
         items = float(np.mean([np.sum(a.values) - np.sum(b.values) for a, b in pairs]))
     p_value, test = float(spread.p_values(value)), f"{num_seeds} seeds crossed with items"
     return Difference(value, value - half, value + half, p_value, test, wins, losses, units, items)
@@ -117,7 +117,7 @@ def _parts(pairs: Sequence[tuple[Outcomes, Outcomes]]) -> Parts:
         pseudo = np.stack([_pseudo_values(a, b) for a, b in pairs], axis=1)
         return pseudo, np.zeros(len(pseudo)), np.zeros(len(pseudo), dtype=np.int64)
     parts = [outcomes.by_unit(a, b) for a, b in pairs]
-    largest = parts[0][1] * (first.statistic == "mean")  # a loss has no largest value
+    largest = parts[0][1] * first.rule.is_share  # a loss has no largest value
     return np.stack([values for values, _, _ in parts], axis=1), largest, parts[0][2]
 
 

@@ -7,7 +7,6 @@ benchmarks are here too. This module imports no torch.
 from __future__ import annotations
 
 import inspect
-import pkgutil
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,12 +18,13 @@ from pydantic import AfterValidator, BaseModel, create_model
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic.types import PositiveInt
 
+from mclclip.util import shipped
 from mclclip.util.options import STRICT
 
 if TYPE_CHECKING:
     from mclclip.eval.results import Measurement
 
-KINDS = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+KINDS = shipped.plugins("eval/protocols")
 """Kinds of benchmarks: the names of the modules beside this one."""
 
 

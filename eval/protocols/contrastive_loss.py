@@ -10,31 +10,20 @@ as in training.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from pydantic.types import PositiveInt
 
-from mclclip.data.training_images import Readable
-from mclclip.eval.captions import read_captions, read_captions_of_shards
+from mclclip.eval.captions import check_captioned, read_captioned
 from mclclip.eval.features import CHUNK_BYTES, Extractor, Features, over_ranks, similarity
-from mclclip.eval.images import image_items, read_shards
+from mclclip.eval.images import image_items
 from mclclip.eval.metrics import FloatArray
 from mclclip.eval.outcomes import Outcomes
 from mclclip.eval.protocols import Evaluator
 from mclclip.eval.results import Measurement, figure
 from mclclip.ranks.collectives import raise_on_every_rank
 from mclclip.ranks.process_group import SINGLE, Context
-
-
-def check(root: Path, *, captions: str = "txt", images: str = ".", **_: Any) -> None:
-    """Raises the errors of ``evaluate`` that can be known without a look at every sample."""
-    if _are_in_shards(captions):
-        read_shards(root, captions, first_only=True)
-    else:
-        read_captions(root / captions, root / images)
 
 
 def evaluate(
@@ -90,25 +79,6 @@ def evaluate(
     ]
 
 
-def read_captioned(
-    root: Path, captions: str, images: str, max_samples: int | None
-) -> tuple[Sequence[Readable], list[str]]:
-    """The images that have a caption, and the first one of each, at most ``max_samples``; see
-    ``evaluate`` for the arguments and errors."""
-    data = (
-        read_captions_of_shards(root, captions)
-        if _are_in_shards(captions)
-        else read_captions(root / captions, root / images)
-    )
-    rows, first = np.unique(data.caption_image, return_index=True)
-    pictures = [data.images[row] for row in rows[:max_samples]]
-    return pictures, [data.captions[row] for row in first[:max_samples]]
-
-
-def _are_in_shards(captions: str) -> bool:
-    return captions == "txt" or captions.startswith("json:")
-
-
 def row_losses(
     queries: Features,
     candidates: Features,
@@ -143,6 +113,6 @@ EVALUATOR = Evaluator(
     needs="shards *.tar of images with captions, or images and a table, JSON or files of captions",
     reads_text=True,
     is_loss=True,
-    files=("images",),  # captions may be a field of the samples: ``check`` reads them
-    check=check,
+    files=("images",),  # captions may be a field of the samples: `check_captioned` reads them
+    check=check_captioned,
 )

@@ -39,7 +39,7 @@ def write_card(out: Path, to: str, source: Source, proofs: Sequence[Certificate]
     `proofs` are the certificates of the conversion, one for each runtime.
     """
     run = source.run_dir
-    front: dict[str, Any] = dict(targets.find(to).CARD)
+    front: dict[str, Any] = dict(targets.find(to).card)
     if "pipeline_tag" in front and not source.encoder.stages[0].reads_texts:
         del front["pipeline_tag"]
     try:
@@ -56,7 +56,7 @@ def write_card(out: Path, to: str, source: Source, proofs: Sequence[Certificate]
     if run is not None:
         rows = [(name, str(value)) for name, value in origin(source, run, options).items()]
         parts += ["## Origin\n", _table("what | value", rows), ""]
-    if usage := getattr(targets.find(to), "usage", None):
+    if usage := targets.find(to).usage:
         parts += ["## How to load it\n", usage(source), ""]
     parts += [
         "## Held against its source\n",

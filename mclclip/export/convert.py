@@ -80,8 +80,7 @@ class Converted(Step[tuple[Source, Probes]]):
 
     def reads(self, how: tuple[Source, Probes]) -> dict[str, str]:
         """Returns the digests of the model and of what else its target reads."""
-        source, beside = how[0], getattr(targets.find(self.to), "inputs", None)
-        return {"model": source.digest} | (beside(source) if beside else {})
+        return {"model": how[0].digest} | targets.find(self.to).inputs(how[0])
 
     def make(self, out: Artifact, how: tuple[Source, Probes]) -> Made:
         """Writes the folder. Raises ValueError, before anything is in it, if features differ."""
@@ -103,15 +102,12 @@ def _open(to: str, model: Path, precision: Precision | None) -> Source:
     """
     target = targets.find(to)
     source = Source(Path(str(model).removeprefix("local-dir:")), precision or "fp32")
-    if source.precision not in getattr(target, "PRECISIONS", ("fp32",)):
-        formats_of = {
-            name: getattr(targets.find(name), "PRECISIONS", ()) for name in targets.names()
-        }
-        several = ", ".join(name for name, formats in formats_of.items() if precision in formats)
+    if source.precision not in target.precisions:
+        several = ", ".join(n for n in targets.names() if precision in targets.find(n).precisions)
         raise ValueError(
             f"--precision {precision} is of --to {several}, and this is --to {to}: leave it out"
         )
-    if target.IS_MODEL and not (source.is_concat or weights.has_config(source.directory)):
+    if target.is_model and not (source.is_concat or weights.has_config(source.directory)):
         raise FileNotFoundError(
             f"no exported model at {source.directory}: run 'mclclip export' first"
         )

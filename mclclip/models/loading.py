@@ -51,19 +51,16 @@ def load_towers(
             `seed`. Directories and hub models bring their own weights and take no `pretrained`.
         image_weights: a safetensors file of the image tower's weights (`tensors_of_image_tower`),
             for a model that brings none; everything else is drawn by `seed`.
-        text: False loads the image tower alone. Nothing is fetched for a text tower then.
+        text: False loads the image tower alone, and fetches nothing for a text tower.
         projector: widths of linear layers on top of an image tower alone, drawn by `seed`.
-        load_weights: False leaves a directory's model with random weights, for a caller that fills
-            it.
-        augmentation: fields of open_clip's `AugmentationCfg`, such as `{"scale": (0.4, 1.0)}`, or
-            a `kind` of `transforms` with its options.
+        load_weights: False leaves a directory's model with random weights, to be filled later.
+        augmentation: fields of open_clip's `AugmentationCfg`, or a `kind` of `transforms`.
         long_context: stretches the text tower's context, from 77 to 248 tokens (see `towers`).
 
-    Raises ValueError for an unknown name or config, a config that could bring code
-    (`config_check`), weights that do not fit or were trained with another activation, a projector
-    on a model with a text tower, and a text tower that cannot be stretched. Raises
-    FileNotFoundError if a directory, its config, weights or tokenizer are missing, or what lies on
-    the hub is neither cached nor reachable. Torch's global generators are neither used nor changed.
+    Raises ValueError for a config that is unknown or could bring code (`config_check`), weights
+    that do not fit or had another activation, a projector beside a text tower, and a text tower
+    that cannot be stretched; FileNotFoundError if files are missing, or neither cached nor
+    reachable on the hub. Torch's global generators are neither used nor changed.
     """
     config, file, directory = clip.find(name, pretrained, load_weights)
     model_cfg, tokenizer = config["model_cfg"], None
@@ -82,9 +79,7 @@ def load_towers(
         exported, model_cfg = _build_image_tower(config, file, seed, _where(name))
     visual = exported.visual
     if image_weights is not None:
-        if file:
-            raise ValueError(f"image_weights: {_where(name)} brings its own weights, leave it out")
-        _fill_from_image_weights(visual, image_weights)
+        _fill_from_image_weights(visual, image_weights, _where(name) if file else None)
     if isinstance(visual, backbones.BackboneTower):
         layout, transforms = visual.layout(), visual.transforms(augmentation)
     else:
@@ -157,9 +152,14 @@ def _fill_image_tower(visual: nn.Module, file: Path) -> None:
     weights.refuse_not_finite(visual, str(file))
 
 
-def _fill_from_image_weights(visual: nn.Module, image_weights: str) -> None:
-    """Loads the file ``image_weights`` into an image tower. Raises the errors of
-    ``tensors_of_image_tower``, and ValueError for weights that are not finite."""
+def _fill_from_image_weights(visual: nn.Module, image_weights: str, model: str | None) -> None:
+    """Loads the file ``image_weights`` into an image tower.
+
+    ``model`` names a model that brings its own weights, else it is None. Raises ValueError for such
+    a model and for weights that are not finite, and the errors of ``tensors_of_image_tower``.
+    """
+    if model is not None:
+        raise ValueError(f"image_weights: {model} brings its own weights, leave it out")
     file = weights.checked_image_weights(image_weights)
     names = tensors_of_image_tower(visual, file)
     with weights.open_tensors(file) as opened:

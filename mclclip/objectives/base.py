@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import pkgutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -30,13 +29,12 @@ from torch import Tensor, nn
 
 from mclclip.ranks.collectives import UnwrappedParameters
 from mclclip.ranks.process_group import Context
+from mclclip.util import shipped
 from mclclip.util.options import STRICT, nearest, with_prefix
 
 ENTRY_POINTS = "mclclip.objectives"
 # Kinds whose module has another name.
 _MODULES = {"mlc": "mlcd", "single_label": "mlcd"}
-# Modules of this folder that hold parts of objectives.
-_PARTS = ("base", "class_centers", "contrast", "gated_pairs", "row_losses")
 
 
 @dataclass(frozen=True)
@@ -255,7 +253,7 @@ class ObjectiveOptions:
 
     @property
     def reads(self) -> Reads:
-        """Returns what it needs beside images."""
+        """The data and parts of the model that the objective needs beside images."""
         return Reads()
 
     def build(self, inputs: ObjectiveInputs) -> Objective:
@@ -328,7 +326,7 @@ class ObjectiveSum(Objective):
     The parts of each term are prefixed with its number and kind, such as ``1_preserve/loss``.
     """
 
-    terms: Any  # of Objectives; a ModuleList is typed as one of modules
+    terms: Any  # a ModuleList of Objectives, which would be typed as modules
 
     def __init__(
         self, terms: Sequence[Objective], weights: Sequence[float], names: Sequence[str]
@@ -377,9 +375,8 @@ class ObjectiveSum(Objective):
 
 def kinds() -> list[str]:
     """Returns every kind that a configuration may name, of this folder and of other packages."""
-    here = importlib.import_module(__package__)
-    files = [module.name for module in pkgutil.iter_modules(here.__path__)]
-    return sorted({*files, *_MODULES, *_plugins(tuple(sys.path)).names} - {*_PARTS})
+    others = _plugins(tuple(sys.path)).names
+    return sorted({*shipped.plugins("objectives"), *_MODULES, *others})
 
 
 @functools.cache

@@ -151,7 +151,7 @@ def check(measured: dict[str, Any], name: str, machine: Machine) -> None:
         return
     parts, micro = measured["parts"], measured["micro_batch"]
     most = max(parts, key=parts.__getitem__)
-    # Activations grow with the micro-batch: the largest power of two of which they fit the room.
+    # A smaller micro-batch, whose activations fit into the room that other parts leave.
     room = machine.memory_gib * GIB - (measured["sum"] - parts["activations"])
     fits = max(min(room * micro / max(parts["activations"], 1), micro / 2), 1)
     raise ValueError(

@@ -158,9 +158,7 @@ def _compared(
     try:
         difference = seeds.difference(pairs)
         split = [
-            (a.of_each_stratum(), b.of_each_stratum())
-            for a, b in with_parts
-            if a.statistic == "mean"
+            (a.of_each_stratum(), b.of_each_stratum()) for a, b in with_parts if a.rule.is_share
         ]
         names = [*split[0][0]] if split else []
         for name in names if 1 < len(names) <= MOST_PARTS else ():

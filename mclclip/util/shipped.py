@@ -1,7 +1,7 @@
-"""Finds the recipes, launch scripts, SLURM scripts and the constraints file in the package.
+"""Finds the plugins, recipes, launch scripts, SLURM scripts and constraints file in the package.
 
-In a checkout they are links to ``launch/``, ``slurm/`` and ``constraints.txt``. Nothing heavy is
-imported here, so that a misspelled recipe is refused before torch is loaded.
+In a checkout the scripts are links to ``launch/``, ``slurm/`` and ``constraints.txt``. Nothing
+heavy is imported here, so that a misspelled name is refused before torch is loaded.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
+from functools import cache
 from importlib import resources
 from pathlib import Path
 
@@ -16,7 +17,24 @@ from mclclip.util.options import nearest
 
 _PACKAGE = Path(str(resources.files("mclclip")))
 RECIPES = _PACKAGE / "launch" / "recipes"
+PLUGINS = {
+    "data/datasets": "def build(",
+    "eval/protocols": "EVALUATOR = ",
+    "export/targets": "TARGET = ",
+    "figures": "FIGURE = ",
+    "objectives": "class Options(",
+}
+"""How a line begins by which a module of a folder is found as a plugin of its name."""
 _COPIED = ("launch/*.sh", "launch/recipes/*.*", "slurm/*.sbatch")
+
+
+@cache
+def plugins(folder: str, declaring: str = "") -> tuple[str, ...]:
+    """Returns the sorted names of the plugins in a folder of `PLUGINS`, such as ``figures``, whose
+    declaration has ``declaring`` in its line. Their text is read; nothing is imported."""
+    line = re.compile(f"^{re.escape(PLUGINS[folder])}.*{re.escape(declaring)}", re.MULTILINE)
+    paths = (_PACKAGE / folder).glob("*.py")
+    return tuple(sorted(path.stem for path in paths if line.search(path.read_text())))
 
 
 def recipe_names() -> list[str]:

@@ -26,8 +26,9 @@ class Case:
     write       writes the data below a folder; returns how many numbers are used, from 0 on
     by_class    whether images of one class (their number modulo ``NUM_CLASSES``) look alike to a
                 perfect encoder
-    floor       percent that equal features get, by a figure's protocol; a loss gets its chance
-    is_solved   whether a perfect encoder gets 100 percent
+    floor       percent that equal features get, by a figure's protocol; in other units they get
+                its chance
+    is_solved   whether a perfect encoder gets the best of its unit
     by_chance   whether random features get the ``chance`` of the protocol
     """
 

@@ -10,28 +10,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from mclclip.objectives.base import options_class, parse
+from tests import objective_loops as loops
 from tests import toys
-from tests.objective_loops import (
-    Loop,
-    QueuedKeys,
-    batch_keys,
-    class_centers,
-    contrastive,
-    edited,
-    hard,
-    info_nce,
-    info_nce_of_equals,
-    modified,
-    preserved,
-    sigmoid,
-    simlap,
-    supervised,
-    toy_alignment,
-    toy_momentum,
-    toy_prototypes,
-    two_views_without_a_mask,
-    weighted,
-)
 
 
 @dataclass(frozen=True)
@@ -47,7 +27,7 @@ class Case:
     """
 
     settings: Any
-    loop: Callable[[], Loop]
+    loop: Callable[[], loops.Loop]
     cached: bool = True
     zero: bool = True
     resnet: bool = False
@@ -78,149 +58,165 @@ SMALL = {"label_dim": 3, "hidden_dim": 4, "temperature": 0.2}
 MAKER = {"kind": "feature_dropout", "width": 2, "residual_blocks": 1, "temperature": 0.4}
 V3 = {"kind": "moco", "version": "v3", "momentum": 0.7}
 CASES: dict[str, Case] = {
-    "info_nce": Case({"kind": "info_nce"}, contrastive("captions", info_nce)),
+    "info_nce": Case({"kind": "info_nce"}, loops.contrastive("captions", loops.info_nce)),
     "info_nce-learnable": Case(
         {"kind": "info_nce", "temperature": LEARNABLE},
-        contrastive("captions", info_nce, "learnable"),
+        loops.contrastive("captions", loops.info_nce, "learnable"),
     ),
     "info_nce-masked": Case(
         {"kind": "info_nce", "equal_captions": "masked"},
-        contrastive("captions", info_nce),
+        loops.contrastive("captions", loops.info_nce),
     ),
     "info_nce-positives": Case(
         {"kind": "info_nce", "equal_captions": "positives"},
-        contrastive("captions", info_nce_of_equals),
+        loops.contrastive("captions", loops.info_nce_of_equals),
     ),
-    "info_nce-edited": Case({"kind": "info_nce", "hard_captions": {}}, lambda: edited("own", 1)),
+    "info_nce-edited": Case(
+        {"kind": "info_nce", "hard_captions": {}}, lambda: loops.edited("own", 1)
+    ),
     "info_nce-edited_global": Case(
         {"kind": "info_nce", "hard_captions": {"per_caption": 2, "scope": "global"}},
-        lambda: edited("global", 2),
+        lambda: loops.edited("global", 2),
     ),
-    "nt_xent": Case({"kind": "nt_xent", "temperature": None}, contrastive("views", info_nce, 0.5)),
-    "ifm": Case({"kind": "ifm"}, contrastive("captions", modified(0.1, 0.5, 0.5))),
+    "nt_xent": Case(
+        {"kind": "nt_xent", "temperature": None}, loops.contrastive("views", loops.info_nce, 0.5)
+    ),
+    "ifm": Case({"kind": "ifm"}, loops.contrastive("captions", loops.modified(0.1, 0.5, 0.5))),
     "ifm-views": Case(
         {"kind": "ifm", "between": "views", "temperature": LEARNABLE, "epsilon": 0.7, "alpha": 0.5},
-        contrastive("views", modified(0.7, 0.5, 0.25), "learnable"),
+        loops.contrastive("views", loops.modified(0.7, 0.5, 0.25), "learnable"),
     ),
     "ifm-modified": Case(
-        {"kind": "ifm", "term": "modified"}, contrastive("captions", modified(0.1, 0.0, 1.0))
+        {"kind": "ifm", "term": "modified"},
+        loops.contrastive("captions", loops.modified(0.1, 0.0, 1.0)),
     ),
     "hcl": Case(
-        {"kind": "hcl", "beta": 2.0, "tau_plus": 0.6}, contrastive("captions", hard(2.0, 0.6))
+        {"kind": "hcl", "beta": 2.0, "tau_plus": 0.6},
+        loops.contrastive("captions", loops.hard(2.0, 0.6)),
     ),
     "ifm-masked": Case(
         {"kind": "ifm", "equal_captions": "masked"},
-        contrastive("captions", modified(0.1, 0.5, 0.5)),
+        loops.contrastive("captions", loops.modified(0.1, 0.5, 0.5)),
     ),
     "hcl-masked": Case(
-        {"kind": "hcl", "equal_captions": "masked"}, contrastive("captions", hard(1.0, 0.1))
+        {"kind": "hcl", "equal_captions": "masked"},
+        loops.contrastive("captions", loops.hard(1.0, 0.1)),
     ),
     "hcl-views": Case(
         {"kind": "hcl", "between": "views", "temperature": LEARNABLE},
-        contrastive("views", hard(1.0, 0.1), "learnable"),
+        loops.contrastive("views", loops.hard(1.0, 0.1), "learnable"),
     ),
     "hcl-unweighted": Case(
         {"kind": "hcl", "between": "views", "temperature": 0.3, "beta": 0.0, "tau_plus": 0.1},
-        contrastive("views", hard(0.0, 0.1), 0.3),
+        loops.contrastive("views", loops.hard(0.0, 0.1), 0.3),
     ),
     "supcon": Case(
         {"kind": "supcon", "attribute": "shape", "temperature": LEARNABLE},
-        contrastive("views", supervised, "learnable"),
+        loops.contrastive("views", loops.supervised, "learnable"),
     ),
     "supcon-one_view": Case(
         {"kind": "supcon", "num_views": 1, "temperature": 0.5},
-        contrastive("views", supervised, 0.5, num_views=1),
+        loops.contrastive("views", loops.supervised, 0.5, num_views=1),
     ),
-    "sigmoid": Case({"kind": "sigmoid"}, lambda: sigmoid),
-    "sigmoid-masked": Case({"kind": "sigmoid", "equal_captions": "masked"}, lambda: sigmoid),
-    "sigmoid-positives": Case({"kind": "sigmoid", "equal_captions": "positives"}, lambda: sigmoid),
-    "sigmoid-frozen_text": Case({"kind": "sigmoid"}, lambda: sigmoid, frozen_text=True),
-    "sigmoid-views": Case({"kind": "sigmoid", "between": "views"}, lambda: sigmoid),
-    "mlcd": Case({"kind": "mlcd", **HEAD}, lambda: class_centers),
+    "sigmoid": Case({"kind": "sigmoid"}, lambda: loops.sigmoid),
+    "sigmoid-masked": Case({"kind": "sigmoid", "equal_captions": "masked"}, lambda: loops.sigmoid),
+    "sigmoid-positives": Case(
+        {"kind": "sigmoid", "equal_captions": "positives"}, lambda: loops.sigmoid
+    ),
+    "sigmoid-frozen_text": Case({"kind": "sigmoid"}, lambda: loops.sigmoid, frozen_text=True),
+    "sigmoid-views": Case({"kind": "sigmoid", "between": "views"}, lambda: loops.sigmoid),
+    "mlcd": Case({"kind": "mlcd", **HEAD}, lambda: loops.class_centers),
     "mlc": Case(
         {"kind": "mlc", "negatives": "partial_fc", "margin": "cos", "lazy": True, **HEAD},
-        lambda: class_centers,
+        lambda: loops.class_centers,
     ),
     "mlcd-excluding": Case(
-        {"kind": "mlcd", "negatives": "exclude_positives", **HEAD}, lambda: class_centers
+        {"kind": "mlcd", "negatives": "exclude_positives", **HEAD}, lambda: loops.class_centers
     ),
     "single_label": Case(
         {"kind": "single_label", **HEAD, "margin": "none", "sample_rate": 1.0},
-        lambda: class_centers,
+        lambda: loops.class_centers,
     ),
-    "moco": Case({"kind": "moco", "queue_size": 14, "momentum": 0.7}, lambda: QueuedKeys(14, 0.2)),
+    "moco": Case(
+        {"kind": "moco", "queue_size": 14, "momentum": 0.7}, lambda: loops.QueuedKeys(14, 0.2)
+    ),
     "moco-modified": Case(
         {"kind": "moco", "queue_size": 14, "momentum": 0.7, "epsilon": 0.1},
-        lambda: QueuedKeys(14, 0.2, 0.1, 0.5),
+        lambda: loops.QueuedKeys(14, 0.2, 0.1, 0.5),
         cached=False,
         resnet=True,
     ),
-    "moco-v3": Case(V3, lambda: batch_keys(1.0)),
+    "moco-v3": Case(V3, lambda: loops.batch_keys(1.0)),
     "moco-v3-predictor": Case(
         V3 | {"predictor": [6, 8], "temperature": 0.4, "epsilon": 0.1, "term": "modified"},
-        lambda: batch_keys(0.4, 0.1, 0.0),
+        lambda: loops.batch_keys(0.4, 0.1, 0.0),
         cached=False,
         coupled=True,
         autocast=True,
     ),
     "simlap": Case(
         {"kind": "simlap", **SMALL, "penalty": "bernoulli", "penalty_weight": 0.3},
-        lambda: simlap("arbitrary", 0.2, penalty=0.3),
+        lambda: loops.simlap("arbitrary", 0.2, penalty=0.3),
         cached=False,
         autocast=True,
     ),
     "simlap-momentum": Case(
         {"kind": "simlap", **SMALL, "momentum": 0.9, "groups": True, "temperature": LEARNABLE},
-        lambda: simlap("arbitrary", "learnable"),
+        lambda: loops.simlap("arbitrary", "learnable"),
         cached=False,
         autocast=True,
     ),
     "simlap-code": Case(
         {"kind": "simlap", **SMALL, "norm": "none", "score": "code", "pairs": "distinct"},
-        lambda: simlap("distinct", 0.2, code=True),
+        lambda: loops.simlap("distinct", 0.2, code=True),
         cached=False,
         autocast=True,
     ),
     "simlap-open": Case(
         {"kind": "simlap", "gates": "open", "pairs": "identical", "temperature": None},
-        lambda: simlap("identical", None),
+        lambda: loops.simlap("identical", None),
         autocast=True,
     ),
-    "feature_dropout": Case(MAKER, contrastive("views", info_nce, 0.4), autocast=True),
+    "feature_dropout": Case(MAKER, loops.contrastive("views", loops.info_nce, 0.4), autocast=True),
     "feature_dropout-resnet": Case(
         MAKER | {"temperature": LEARNABLE},
-        contrastive("views", info_nce, "learnable"),
+        loops.contrastive("views", loops.info_nce, "learnable"),
         cached=False,
         resnet=True,
         autocast=True,
     ),
     "sum": Case(
         [V3 | {"temperature": 0.4, "weight": 0.25}, {"kind": "nt_xent", "weight": 0.75}],
-        weighted((0.25, lambda: batch_keys(0.4)), (0.75, contrastive("views", info_nce, 0.5))),
+        loops.weighted(
+            (0.25, lambda: loops.batch_keys(0.4)),
+            (0.75, loops.contrastive("views", loops.info_nce, 0.5)),
+        ),
     ),
     "sum-toy": Case(
         [{"kind": "info_nce", "weight": 0.7}, {"kind": "toy_alignment", "weight": 0.3}],
-        weighted((0.7, contrastive("captions", info_nce)), (0.3, lambda: toy_alignment)),
+        loops.weighted(
+            (0.7, loops.contrastive("captions", loops.info_nce)), (0.3, lambda: loops.toy_alignment)
+        ),
     ),
     "sum-equal_captions": Case(
         [
             {"kind": "info_nce", "equal_captions": "positives", "weight": 0.7},
             {"kind": "hcl", "equal_captions": "masked", "weight": 0.3},
         ],
-        weighted(
-            (0.7, contrastive("captions", info_nce_of_equals)),
-            (0.3, contrastive("captions", hard(1.0, 0.1))),
+        loops.weighted(
+            (0.7, loops.contrastive("captions", loops.info_nce_of_equals)),
+            (0.3, loops.contrastive("captions", loops.hard(1.0, 0.1))),
         ),
     ),
-    "preserve": Case({"kind": "preserve"}, preserved("similarities")),
+    "preserve": Case({"kind": "preserve"}, loops.preserved("similarities")),
     "preserve-images": Case(
         {"kind": "preserve", "between": "images", "temperature": 0.3, "num_views": 2}
         | {"end_factor": 0.25},
-        preserved("similarities", "image_features", temperature=0.3, views=2, end=0.25),
+        loops.preserved("similarities", "image_features", temperature=0.3, views=2, end=0.25),
     ),
     "preserve-features": Case(
         {"kind": "preserve", "what": "features", "end_factor": 3.0},
-        preserved("features", end=3.0),
+        loops.preserved("features", end=3.0),
     ),
     "preserve-exact": Case(
         [
@@ -228,10 +224,10 @@ CASES: dict[str, Case] = {
             {"kind": "preserve", "exact": True, "weight": 0.5},
             {"kind": "preserve", "exact": True, "what": "features"},
         ],
-        weighted(
-            (1.0, contrastive("captions", info_nce)),
-            (0.5, preserved("similarities", prefix="copied")),
-            (1.0, preserved("features", prefix="copied")),
+        loops.weighted(
+            (1.0, loops.contrastive("captions", loops.info_nce)),
+            (0.5, loops.preserved("similarities", prefix="copied")),
+            (1.0, loops.preserved("features", prefix="copied")),
         ),
     ),
     "sum-edited": Case(
@@ -239,14 +235,19 @@ CASES: dict[str, Case] = {
             {"kind": "info_nce", "hard_captions": {}, "weight": 0.7},
             {"kind": "hcl", "weight": 0.3},
         ],
-        weighted((0.7, lambda: edited("own", 1)), (0.3, contrastive("captions", hard(1.0, 0.1)))),
+        loops.weighted(
+            (0.7, lambda: loops.edited("own", 1)),
+            (0.3, loops.contrastive("captions", loops.hard(1.0, 0.1))),
+        ),
     ),
     "toy_two_views": Case(
-        {"kind": "toy_two_views"}, lambda: two_views_without_a_mask, autocast=True
+        {"kind": "toy_two_views"}, lambda: loops.two_views_without_a_mask, autocast=True
     ),
-    "toy_momentum": Case({"kind": "toy_momentum"}, lambda: toy_momentum, zero=False, autocast=True),
-    "toy_adversary": Case({"kind": "toy_adversary"}, contrastive("captions", info_nce)),
+    "toy_momentum": Case(
+        {"kind": "toy_momentum"}, lambda: loops.toy_momentum, zero=False, autocast=True
+    ),
+    "toy_adversary": Case({"kind": "toy_adversary"}, loops.contrastive("captions", loops.info_nce)),
     "toy_prototypes": Case(
-        {"kind": "toy_prototypes"}, lambda: toy_prototypes, cached=False, autocast=True
+        {"kind": "toy_prototypes"}, lambda: loops.toy_prototypes, cached=False, autocast=True
     ),
 }

@@ -1,8 +1,8 @@
 """What every evaluator keeps, each by its data and options in ``evaluator_cases.CASES``.
 
-A perfect encoder gets 100, equal features their floor, and random ones the chance that is stated;
-a tie counts against the model; outcomes of items are those that the figure is of; data that are
-missing or damaged are one line; and several ranks give the rows of one process.
+A perfect encoder gets its unit's best, equal features their floor, and random ones the chance that
+is stated; a tie counts against the model; outcomes of items are those that the figure is of; data
+that are missing or damaged are one line; and several ranks give the rows of one process.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 
 from mclclip.eval import outcomes, results
 from mclclip.eval.features import Extractor
+from mclclip.eval.outcomes import PERCENT, Unit
 from mclclip.eval.protocols import KINDS, BenchmarkConfig, evaluator
 from mclclip.eval.results import Measurement
 from mclclip.verbs import eval as evaluation
@@ -49,21 +50,28 @@ def measured(case: Case, root: Path, encoder: Any) -> list[Measurement]:
     return evaluator(case.kind).evaluate(extractor, root, **case.options)
 
 
+def unit_of(figure: Measurement) -> Unit:
+    assert figure.outcomes is not None
+    return figure.outcomes.rule.unit
+
+
 def test_every_kind_has_a_case() -> None:
     assert {case.kind for case in CASES.values()} == {*KINDS}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_perfect_encoder_gets_100_and_equal_features_their_floor(
+def test_a_perfect_encoder_gets_the_best_and_equal_features_their_floor(
     tmp_path: Path, name: str
 ) -> None:
     """Of equal features every comparison is a tie, which counts against the model."""
     case = CASES[name]
-    size, is_loss = case.write(tmp_path), evaluator(case.kind).is_loss
+    size = case.write(tmp_path)
     best, constant = (
         {figure.metric: figure for figure in measured(case, tmp_path, encoder)}
         for encoder in (perfect(case, size), planted("constant", size, dim=64))
     )
+    losses = {unit_of(figure).smaller_is_better for figure in best.values()}
+    assert losses == {evaluator(case.kind).is_loss}
     headlines = {n for n, figure in best.items() if figure.protocol.get("level") == "headline"}
     assert headlines and not any(
         name.endswith(("_official", "_optimistic", "_half_ties")) for name in headlines
@@ -74,14 +82,15 @@ def test_a_perfect_encoder_gets_100_and_equal_features_their_floor(
             for figure in figures.values() if tied or case.is_solved else ():
                 assert figure.protocol["tied_items"] == tied * figure.count
     for metric, figure in best.items():
-        assert not case.is_solved or figure.value == pytest.approx(0 if is_loss else 100), metric
+        assert not case.is_solved or figure.value == pytest.approx(unit_of(figure).best), metric
     for metric, figure in constant.items():
         if metric.endswith(("_official", "_optimistic")):  # ties count for the model
             wanted = 100.0
         elif metric.endswith("_half_ties"):
             wanted = 50.0
         else:
-            wanted = figure.protocol["chance"] if is_loss else case.floor(figure.protocol)
+            is_share = unit_of(figure) == PERCENT
+            wanted = case.floor(figure.protocol) if is_share else figure.protocol["chance"]
         assert figure.value == pytest.approx(wanted, abs=0.01), metric
 
 
@@ -166,7 +175,8 @@ def rows_of(root: Path, path: Path, sizes: dict[str, int]) -> list[dict[str, Any
     outcomes.NUM_RANKING_DRAWS = FEW_DRAWS  # also in a process of another rank
     context = here()
     encoder: Any = planted("coarse", max(sizes.values()))
-    rows = evaluation.run_suite(encoder, suite, path, "it", context=context, batch_size=3)
+    judge = evaluation.SuiteJudge(suite, context, settings={"batch_size": 3})
+    rows = judge.measure(encoder, path, "it")
     return [vars(row) for row in rows]
 
 

@@ -260,7 +260,7 @@ def test_doctor_misses_the_list_of_what_flags_made(
     (tmp_path / place).mkdir(parents=True)
     (tmp_path / place / "weights.npy").write_bytes(b"rows")
     assert entry.main(["doctor", str(tmp_path)]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
+    line, _ = capsys.readouterr().out.splitlines()
     assert line.startswith("warn") and place in line and f"same command of {verb} " in line
 
 

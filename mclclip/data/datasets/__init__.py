@@ -5,8 +5,6 @@ arguments, with their types and defaults, are the options of the data set. Files
 user's folders; nothing is downloaded unless the user asks for it (`sources.Sources`).
 """
 
-from pathlib import Path
+from mclclip.util import shipped
 
-NAMES = tuple(
-    sorted(p.stem for p in Path(__file__).parent.glob("[a-z]*.py") if p.stem != "sources")
-)
+NAMES = shipped.plugins("data/datasets")

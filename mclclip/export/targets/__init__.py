@@ -7,19 +7,19 @@ folder, and moves the files to their place once every certificate holds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import Literal
 
 from mclclip.export.certificate import Certificate, Probes
 from mclclip.models import weights
 from mclclip.models.encoder import Encoder, load_model
 from mclclip.models.model import Model
 from mclclip.run import artifacts
-from mclclip.util import files
+from mclclip.util import files, shipped
 
 Precision = Literal["fp32", "fp16"]
 
@@ -90,37 +90,38 @@ class Source:
         return files.digest_json([files.digest_file(path) for path in paths])
 
 
-class ExportTarget(Protocol):
-    """A module of this folder, which writes the layout of one library.
+@dataclass(frozen=True)
+class ExportTarget:
+    """How encoders are written for another library.
 
-    A module may also have ``PRECISIONS``, the number formats that it writes (default: fp32 alone);
-    ``inputs(source)``, which returns digests, by name, of what it reads besides the source; and
-    ``usage(source)``, which returns a text for the card on how to load the export.
+    write       ``write(source, out)`` writes all files into the empty folder ``out``. Raises
+                ValueError, in one line, if the library cannot hold the source or a package that
+                writes the layout is missing
+    certify     ``certify(source, out, probes)`` runs the files in ``out`` by each installed runtime
+                beside the source, on the probes; returns a certificate per runtime, of
+                `certificate.compare`
+    card        front matter of its model cards; ``pipeline_tag`` is for models that read texts
+    is_model    True if it is made from an exported model, False if from a run's embeddings
+    precisions  the number formats that it writes
+    inputs      ``inputs(source)`` returns digests, by name, of what it reads beside the source
+    usage       ``usage(source)`` returns how the export is loaded, for its card
     """
 
-    CARD: Mapping[str, str]
-    """Front matter of its model cards. `pipeline_tag` is left out for models without texts."""
-    IS_MODEL: bool
-    """True if the source is an exported model, False if it is a run's embeddings."""
-
-    def write(self, source: Source, out: Path) -> None:
-        """Writes all files into the empty folder `out`.
-
-        Raises ValueError, in one line, if the library cannot hold the source, or a package that
-        writes the layout is missing.
-        """
-
-    def certify(self, source: Source, out: Path, probes: Probes) -> list[Certificate]:
-        """Compares what was written into `out` with the source on the probes, in each installed
-        runtime, by `certificate.compare`; returns a certificate per runtime."""
+    write: Callable[[Source, Path], None]
+    certify: Callable[[Source, Path, Probes], list[Certificate]]
+    card: Mapping[str, str] = field(default_factory=dict)
+    is_model: bool = True
+    precisions: Sequence[Precision] = ("fp32",)
+    inputs: Callable[[Source], dict[str, str]] = lambda _: {}
+    usage: Callable[[Source], str] | None = None
 
 
-def names() -> list[str]:
+def names() -> tuple[str, ...]:
     """Returns the names of all targets, which are those of the modules in this folder."""
-    paths = Path(__file__).parent.glob("*.py")
-    return sorted(path.stem for path in paths if path.stem != "__init__")
+    return shipped.plugins("export/targets")
 
 
 def find(name: str) -> ExportTarget:
-    """Imports and returns a target, for example "onnx"."""
-    return cast(ExportTarget, import_module(f"{__name__}.{name}"))
+    """Imports a target, for example "onnx", which its module declares as ``TARGET``."""
+    target: ExportTarget = import_module(f"{__name__}.{name}").TARGET
+    return target

@@ -26,14 +26,12 @@ import pandas as pd
 from mclclip.data.arrays import Floats, save_npy
 from mclclip.data.row_store import RowStore
 from mclclip.export.certificate import Certificate, Probes
-from mclclip.export.targets import Source
+from mclclip.export.targets import ExportTarget, Source
 from mclclip.models import weights
 from mclclip.run import artifacts
 from mclclip.run.opened import Run
 from mclclip.util import files
 
-CARD: dict[str, str] = {}
-IS_MODEL = False
 _SAMPLED = 1000  # rows that a certificate looks up by key
 Integers = npt.NDArray[np.int64]
 
@@ -217,3 +215,6 @@ def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
             notes=notes,
         )
     ]
+
+
+TARGET = ExportTarget(write, certify, is_model=False, inputs=inputs)

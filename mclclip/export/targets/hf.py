@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mclclip.export import certificate, processors
 from mclclip.export.certificate import Certificate, Probes
-from mclclip.export.targets import Source
+from mclclip.export.targets import ExportTarget, Source
 from mclclip.models import config_check, transformers_folder, transformers_layout, weights
 from mclclip.models.encoder import Encoder
 from mclclip.models.model import unit
@@ -39,7 +39,6 @@ from mclclip.util import files
 from mclclip.util.options import with_prefix
 
 CARD = {"library_name": "transformers", "pipeline_tag": "zero-shot-image-classification"}
-IS_MODEL = True
 
 STAGES = "transformers_stages"
 """Name of the module `mclclip.export.transformers_stages`, and of its copy beside the weights."""
@@ -300,3 +299,6 @@ def joined_tower_layout(
 
 def _auto_map(config: str, model: str) -> dict[str, str]:
     return {"AutoConfig": f"{STAGES}.{config}", "AutoModel": f"{STAGES}.{model}"}
+
+
+TARGET = ExportTarget(write, certify, CARD, usage=usage)

@@ -28,14 +28,11 @@ from torch import Tensor
 
 from mclclip.export import certificate
 from mclclip.export.certificate import Certificate, Probes
-from mclclip.export.targets import Source, hf
+from mclclip.export.targets import ExportTarget, Source, hf
 from mclclip.models import config_check, transformers_layout, weights
 from mclclip.models.model import unit
 from mclclip.run import artifacts
 from mclclip.run.artifacts import RunPaths
-
-CARD = {"library_name": "transformers"}
-IS_MODEL = True
 
 
 def write(source: Source, out: Path) -> None:
@@ -131,3 +128,6 @@ def trained_blocks_seen(source: Source) -> str:
         f"LLaVA reads the state before the last block: it sees {trained - 1} of the {trained} "
         f"trained blocks (of {num_blocks})"
     )
+
+
+TARGET = ExportTarget(write, certify, card={"library_name": "transformers"})

@@ -27,15 +27,13 @@ from torch import Tensor, nn
 
 from mclclip.export import certificate, processors
 from mclclip.export.certificate import Certificate, Probes
-from mclclip.export.targets import Precision, Source
+from mclclip.export.targets import ExportTarget, Source
 from mclclip.models.encoder import Encoder, join_image_features, join_text_features
 from mclclip.models.model import unit
 from mclclip.models.towers import pair
 from mclclip.util import files
 
 CARD = {"library_name": "onnx", "pipeline_tag": "zero-shot-image-classification"}
-IS_MODEL = True
-PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16")
 IMAGE, TEXT, DESCRIPTION = "image.onnx", "text.onnx", "encoder.json"
 _OPSET = 18
 MOST_BYTES = 2_000_000_000  # a protobuf message holds 2 GiB
@@ -234,3 +232,6 @@ def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
         probes = replace(probes, texts=())
     bound = certificate.HALF_BOUND if source.precision == "fp16" else certificate.BOUND
     return [certificate.compare(encoder, OnnxEncoder(out, encoder), name, probes, bound=bound)]
+
+
+TARGET = ExportTarget(write, certify, CARD, precisions=("fp32", "fp16"))

@@ -12,12 +12,9 @@ from pathlib import Path
 
 from mclclip.export import certificate
 from mclclip.export.certificate import Certificate, Probes
-from mclclip.export.targets import Source
+from mclclip.export.targets import ExportTarget, Source
 from mclclip.models import weights
 from mclclip.models.encoder import load_model
-
-CARD: dict[str, str] = {}
-IS_MODEL = True
 
 
 def write(source: Source, out: Path) -> None:
@@ -32,3 +29,6 @@ def certify(source: Source, out: Path, probes: Probes) -> list[Certificate]:
     """Compares the model in the folder, with its image transform and tokenizer, in open_clip."""
     runtime = f"open_clip {version('open_clip_torch')}"
     return [certificate.compare(source.encoder, load_model(out), runtime, probes)]
+
+
+TARGET = ExportTarget(write, certify)

@@ -147,7 +147,7 @@ def test_a_real_tower_through_the_suite(tmp_path: Path) -> None:
         "fixed": BenchmarkConfig("linear_probe", str(root), {"strength": 1}),
         "knn": BenchmarkConfig("knn", str(root), {"feature": "pooled", "weights": "similarity"}),
     }
-    rows = evaluation.run_suite(encoder, suite, tmp_path / "results.jsonl", "random")
+    rows = evaluation.SuiteJudge(suite).measure(encoder, tmp_path / "results.jsonl", "random")
     assert [(row.benchmark, row.metric) for row in rows] == [
         (name, metric) for name in suite for metric in ("accuracy", "mean_per_class")
     ]

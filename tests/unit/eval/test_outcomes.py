@@ -296,3 +296,15 @@ def test_intervals_cover_and_alarms_are_rare(
     assert covered / draws >= 0.925
     if not gain:
         assert alarms / draws <= 0.07
+
+
+def test_a_new_unit_is_a_row_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its mean has the interval of a mean, below 0 too; as a share it is refused."""
+    cosines = np.array([-0.6, 0.2, 0.1])
+    with pytest.raises(AssertionError, match="shares"):
+        Outcomes(ITEMS[:3], cosines)
+    cosine = outcomes.Statistic(outcomes.Unit("cosine", "cosine", best=1.0))
+    monkeypatch.setitem(outcomes.STATISTICS, "mean_cosine", cosine)
+    found = results.figure("cosine", Outcomes(ITEMS[:3], cosines, statistic="mean_cosine"), {})
+    assert found.value == pytest.approx(-0.1) and found.protocol["unit"] == "cosine"
+    assert found.ci_low < -0.5 and 0 < found.ci_high

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from mclclip.models import weights
 from mclclip.models.encoder import save_concat
 from mclclip.models.loading import load_towers
 from mclclip.run import artifacts
+from mclclip.util import shipped
 from tests.matrix import kept
 from tests.unit.export.models import (
     CONFIGS,
@@ -30,14 +31,18 @@ from tests.unit.export.models import (
     the_certificate,
 )
 
-transformers = pytest.importorskip("transformers")
-onnx = pytest.importorskip("onnx")
-onnxruntime = pytest.importorskip("onnxruntime")
 pytestmark = pytest.mark.usefixtures("narrow_siglip")
+Encoders = list[Callable[[Tensor], Tensor]]
 
 
-def by_onnxruntime(out: Path) -> list[Callable[[Tensor], Tensor]]:
+@pytest.fixture
+def transformers() -> Any:
+    return pytest.importorskip("transformers")
+
+
+def by_onnxruntime(out: Path) -> Encoders:
     """The graphs of images and texts, which give unit features."""
+    onnxruntime = pytest.importorskip("onnxruntime")
 
     def graph(name: str, given: str) -> Callable[[Tensor], Tensor]:
         session = onnxruntime.InferenceSession(str(out / name))
@@ -47,7 +52,8 @@ def by_onnxruntime(out: Path) -> list[Callable[[Tensor], Tensor]]:
     return [graph(name, given) for name, given in pairs if (out / name).is_file()]
 
 
-def by_transformers(out: Path) -> list[Callable[[Tensor], Tensor]]:
+def by_transformers(out: Path) -> Encoders:
+    transformers = pytest.importorskip("transformers")
     model = transformers.AutoModel.from_pretrained(out).eval()  # StagesModel is registered
 
     def rows(features: Any) -> Tensor:
@@ -59,33 +65,42 @@ def by_transformers(out: Path) -> list[Callable[[Tensor], Tensor]]:
     ]
 
 
-def by_open_clip(out: Path) -> list[Callable[[Tensor], Tensor]]:
+def by_open_clip(out: Path) -> Encoders:
     import open_clip
 
     model, _, _ = open_clip.create_model_and_transforms(f"local-dir:{out}")
     return [model.eval().encode_image, model.encode_text]
 
 
-LIBRARIES = {
-    "hf": by_transformers,
-    "onnx": by_onnxruntime,
-    "open_clip": by_open_clip,
+class Case(NamedTuple):
+    """A target with kinds of models (see `source_of`), and more that some runs leave out; ``load``
+    returns how the library encodes images, and texts."""
+
+    load: Callable[[Path], Encoders]
+    kinds: Sequence[str]
+    more: Sequence[str] = ()
+
+
+CASES = {
+    "hf": Case(
+        by_transformers,
+        ["long", "vit", "siglip", "siglip_flat", "apart_stage_norm"],
+        ["quick_gelu", "concat_raw"],
+    ),
+    "onnx": Case(
+        by_onnxruntime,
+        ["vit", "resnet", "concat_stage_norm"],
+        ["long", "image_encoder", "concat_raw", "test_convnext", "test_vit"],
+    ),
+    "open_clip": Case(by_open_clip, ["vit"], ["long"]),
 }
-QUICK = [
-    ("hf", "long"), ("hf", "vit"), ("hf", "siglip"), ("hf", "siglip_flat"),
-    ("hf", "apart_stage_norm"), ("onnx", "vit"), ("onnx", "resnet"), ("onnx", "concat_stage_norm"),
-    ("open_clip", "vit"),
-]  # fmt: skip
-MORE = [
-    ("onnx", "long"), ("open_clip", "long"), ("hf", "quick_gelu"),
-    ("hf", "concat_raw"), ("onnx", "image_encoder"), ("onnx", "concat_raw"),
-    ("onnx", "test_convnext"), ("onnx", "test_vit"),
-]  # fmt: skip
+QUICK = [(to, kind) for to, case in CASES.items() for kind in case.kinds]
+MORE = [(to, kind) for to, case in CASES.items() for kind in case.more]
 
 
-def test_every_model_target_has_a_case() -> None:
-    elsewhere = {"llava", "clip_retrieval"}  # in test_llava.py, test_clip_retrieval.py
-    assert {to for to, _ in QUICK} | elsewhere == {*targets.names()}, "add it to QUICK"
+def test_every_target_has_a_case_or_a_file_of_its_own() -> None:
+    files = {path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")}
+    assert {*CASES} <= {*targets.names()} <= CASES.keys() | files, "add it to CASES in this file"
 
 
 @torch.no_grad()
@@ -93,7 +108,7 @@ def test_every_model_target_has_a_case() -> None:
 def test_the_library_gives_the_same_features(tmp_path: Path, to: Any, kind: str) -> None:
     source = source_of(kind, tmp_path)
     own, out = mclclip.load_model(source), convert.run(to, source, tmp_path / "out")
-    encode = LIBRARIES[to](out)
+    encode = CASES[to].load(out)
     image = own.preprocess_val(certificate.draw_images()["noise 50x40"])
     for batch in (1, 3):  # of any size
         pixels = torch.randn(batch, *image.shape, generator=torch.Generator().manual_seed(batch))
@@ -117,13 +132,15 @@ def test_the_library_gives_the_same_features(tmp_path: Path, to: Any, kind: str)
 
 
 def test_every_module_of_the_folder_is_a_target() -> None:
+    """Also by the text of its declaration, from which the help of the flags is made."""
     for name in targets.names():
         target = targets.find(name)
-        assert callable(target.write) and callable(target.certify)
-        assert isinstance(target.IS_MODEL, bool) and {*target.CARD} <= {
-            "library_name",
-            "pipeline_tag",
-        }
+        assert {*target.card} <= {"library_name", "pipeline_tag"}
+        for text, holds in (
+            ("is_model=False", not target.is_model),
+            ("precisions=", len(target.precisions) > 1),
+        ):
+            assert (name in shipped.plugins("export/targets", text)) == holds
         words = ["export", "--to", name, "--model", "model", "--out", "out"]
         assert entry.parse_words(words).to == name
     assert {"hf", "onnx", "llava", "open_clip", "clip_retrieval"} <= {*targets.names()}
@@ -183,6 +200,7 @@ def joined_resnets(folder: Path) -> Path:
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_a_library_cannot_hold_is_one_line(tmp_path: Path, case: str) -> None:
     to, message, make = REFUSED[case]
+    pytest.importorskip("open_clip" if to == "open_clip" else "transformers")
     source = make(tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     with pytest.raises(ValueError, match=message) as error:
@@ -194,7 +212,7 @@ def test_what_a_library_cannot_hold_is_one_line(tmp_path: Path, case: str) -> No
 # --- transformers ------------------------------------------------------------------------------
 
 
-def test_logits_and_tokens_are_those_of_the_model(tmp_path: Path) -> None:
+def test_logits_and_tokens_are_those_of_the_model(tmp_path: Path, transformers: Any) -> None:
     """transformers reads a text at its eos_token_id, and by a rule of older models where it is 2,
     which gives the same features."""
     source = exported(tmp_path / "own")
@@ -219,7 +237,9 @@ def test_logits_and_tokens_are_those_of_the_model(tmp_path: Path) -> None:
     torch.testing.assert_close(again, own.encode_image(pixels), atol=1e-5, rtol=0)
 
 
-def test_a_joined_encoder_holds_its_trunk_once_and_is_saved_again(tmp_path: Path) -> None:
+def test_a_joined_encoder_holds_its_trunk_once_and_is_saved_again(
+    tmp_path: Path, transformers: Any
+) -> None:
     out = convert.run("hf", joined(tmp_path), tmp_path / "hf")
     model = transformers.AutoModel.from_pretrained(out).eval()
     held = sum(t.numel() for t in weights.read_tensors(out / "model.safetensors").values())
@@ -233,7 +253,7 @@ def test_a_joined_encoder_holds_its_trunk_once_and_is_saved_again(tmp_path: Path
     assert proof["pixels"] == 0.0 and proof["logits"] <= 1e-4
 
 
-def test_siglips_logits_have_its_bias(tmp_path: Path) -> None:
+def test_siglips_logits_have_its_bias(tmp_path: Path, transformers: Any) -> None:
     source = siglip(tmp_path / "own")
     out = convert.run("hf", source, tmp_path / "hf")
     model, own = transformers.SiglipModel.from_pretrained(out).eval(), mclclip.load_model(source)
@@ -260,7 +280,7 @@ def with_a_tokenizer_of_its_own(folder: Path, clean: str) -> Path:
 
 def save_tokenizer(folder: Path) -> None:
     """A tokenizer of whole words, which knows nothing of cases and punctuation."""
-    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers, transformers = map(pytest.importorskip, ("tokenizers", "transformers"))
     words = "<pad> </s> <unk> a photo of the dog DOG cat it s its two , ! red_cups".split()
     vocabulary = {word: number for number, word in enumerate(words)}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -274,7 +294,9 @@ def save_tokenizer(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("clean", kept(["canonicalize", "lower", "whitespace"], 0))
-def test_siglips_own_tokenizer_reads_texts_as_open_clip_does(tmp_path: Path, clean: str) -> None:
+def test_siglips_own_tokenizer_reads_texts_as_open_clip_does(
+    tmp_path: Path, transformers: Any, clean: str
+) -> None:
     """In lower case and without punctuation, which the files of the tokenizer do not say."""
     source = with_a_tokenizer_of_its_own(tmp_path / "own", clean)
     with pytest.raises(FileNotFoundError, match="own has no files of its tokenizer, .*SigLIP.*put"):
@@ -296,6 +318,7 @@ def test_siglips_own_tokenizer_reads_texts_as_open_clip_does(tmp_path: Path, cle
 
 
 def test_a_graph_says_what_it_takes_and_has_the_trunk_once(tmp_path: Path) -> None:
+    onnx, onnxruntime = map(pytest.importorskip, ("onnx", "onnxruntime"))
     source = joined(tmp_path)
     out = convert.run("onnx", source, tmp_path / "onnx")
     own, config = mclclip.load_model(source), json.loads((out / "encoder.json").read_text())
