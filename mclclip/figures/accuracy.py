@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mclclip.eval.outcomes import PERCENT
+from mclclip.eval.units import PERCENT
 from mclclip.figures import drawing
 from mclclip.figures.inputs import Figure, Inputs
 
 
 def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
-    """Bars of all rows of results.jsonl but losses, which are no accuracies."""
+    """Draws bars of all rows of results.jsonl that are in percent."""
     groups: dict[str, dict[str, float]] = {}
     for row in inputs.run.result_rows:
         if row.unit == PERCENT:

@@ -168,7 +168,7 @@ class _Watch:
         counts = on_main(lambda: [trained.count(measured) for trained in self.trained_on])
         self.seen, self.judged = self.seen + max(counts), self.judged + len(measured)
         if self.seen and self.choice:
-            raise results.unfit(self.name, self.seen, self.judged, self.choice)
+            raise results.unfit_benchmark(self.name, self.seen, self.judged, self.choice)
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,9 @@ from torch import Tensor
 from mclclip.data.decode import MAX_IMAGE_PIXELS, DecodeError, decode
 from mclclip.data.picture_transform import as_transform
 from mclclip.eval.images import SUFFIXES, StoredImage, read_shards
-from mclclip.eval.outcomes import Unit
 from mclclip.eval.protocols import BenchmarkConfig
 from mclclip.eval.results import Result
+from mclclip.eval.units import Unit
 from mclclip.export import ExportStep
 from mclclip.figures import drawing
 from mclclip.models import soup, weights

@@ -18,9 +18,9 @@ import torch
 
 from mclclip.eval import outcomes, results
 from mclclip.eval.features import Extractor
-from mclclip.eval.outcomes import PERCENT, Unit
 from mclclip.eval.protocols import KINDS, BenchmarkConfig, evaluator
 from mclclip.eval.results import Measurement
+from mclclip.eval.units import PERCENT, Unit
 from mclclip.verbs import eval as evaluation
 from tests.contracts.evaluator_cases import CASES, NUM_CLASSES, Case
 from tests.distributed.conftest import here
