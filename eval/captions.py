@@ -1,7 +1,8 @@
-"""Images with captions, in the layouts of many data sets; in one language or in several.
+"""Reads images with captions, in one language or several, in the layouts of many data sets.
 
-A reader of a layout returns the files that are candidates with or without a caption, and (file,
-caption) pairs; ``_join`` makes images and captions of them. See ``images`` for errors.
+A reader of a layout returns ``NamedTexts``: names of files that are candidates even without a
+caption, and pairs (file, caption). ``_join`` turns these into images and captions. ``images`` says
+which errors are raised.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -24,13 +25,23 @@ from mclclip.eval.images import read_lines, read_range, read_rows, read_shards
 from mclclip.eval.metrics import IntArray
 from mclclip.util.files import below
 
+ProtocolName = Literal[
+    "coco_val2017_5k_first5",
+    "karpathy_coco5k",
+    "karpathy_flickr1k",
+    "flickr30k_all_31k",
+    "xm3600_first",
+    "table",
+]
+
 
 @dataclass(frozen=True)
 class CaptionRule:
-    """Split, captions per image, and size that a named protocol of retrieval demands.
+    """What a named protocol of retrieval demands of the data.
 
-    ``captions_per_image``: only the first so many, in file order; None: all of them.
-    ``num_images``, ``num_captions``: the size that the data must have; None: any.
+    split                     the value of the column split; None: all rows
+    captions_per_image        only the first so many captions of an image are used; None: all
+    num_images, num_captions  the numbers that the data must have; None: any
     """
 
     split: str | None = None
@@ -39,7 +50,7 @@ class CaptionRule:
     num_captions: int | None = None
 
 
-CAPTION_RULES = {
+CAPTION_RULES: Mapping[ProtocolName, CaptionRule] = {
     "coco_val2017_5k_first5": CaptionRule(None, 5, 5000, 25_000),
     "karpathy_coco5k": CaptionRule("test", None, 5000, 25_010),
     "karpathy_flickr1k": CaptionRule("test", None, 1000, 5000),
@@ -47,12 +58,13 @@ CAPTION_RULES = {
     "xm3600_first": CaptionRule(None, 1, 3600, 3600),
     "table": CaptionRule(),
 }
+assert set(CAPTION_RULES) == set(get_args(ProtocolName))
 
 
 @dataclass(frozen=True)
 class ImageTexts:
-    """Images (files, or byte ranges of shards) and captions; ``caption_image`` [C] is the row of
-    each caption's image."""
+    """Images (files, or byte ranges of shards) and C captions; ``caption_image`` [C] is the number
+    of each caption's image."""
 
     images: Sequence[Any]
     captions: list[str]
@@ -60,19 +72,18 @@ class ImageTexts:
 
 
 def read_captions(
-    path: Path, images: Path, protocol: str = "table", *, split: str | None = None
+    path: Path, images: Path, protocol: ProtocolName = "table", *, split: str | None = None
 ) -> ImageTexts:
-    """The images and captions of a named protocol, after a check of their numbers.
+    """Reads the images and captions of a named protocol, and checks their numbers.
 
-    ``path``: .csv, .tsv, .jsonl or .parquet with names of files, captions and perhaps a column
-    split (see ``open_table``); .json, COCO's, Karpathy's or ShareGPT4V's; .jsonl, DOCCI's; .token,
-    Flickr30k's; or a folder with a .txt per image, Urban1k's. Files are named from the folder
-    ``images``. ``split`` overrides the protocol's. COCO's images without a caption are kept as
-    candidates.
+    ``path`` is a .csv, .tsv, .jsonl or .parquet with names of files, captions and perhaps a column
+    split (``open_table``); a .json as of COCO, Karpathy or ShareGPT4V; a .jsonl as of DOCCI; a
+    .token as of Flickr30k; or a folder with a .txt per image, as of Urban1k. Names of files are
+    relative to the folder ``images``. ``split`` replaces that of the protocol. COCO's images
+    without a caption are kept as candidates.
     """
     path, images = Path(path), Path(images)
-    rule = _rule(path, images, protocol)
-    split = split or rule.split
+    split = split or CAPTION_RULES[protocol].split
     if path.is_dir():
         texts = _caption_files(path, images)
     elif path.suffix in _READERS:
@@ -85,27 +96,27 @@ def read_captions(
 
 
 def read_languages(
-    path: Path, images: Path, protocol: str = "table", languages: Sequence[str] | None = None
+    path: Path,
+    images: Path,
+    protocol: ProtocolName = "table",
+    languages: Sequence[str] | None = None,
 ) -> dict[str, ImageTexts]:
-    """The images and captions of several languages, each as ``read_captions`` returns them.
+    """Reads images and captions by language; each language is as ``read_captions`` returns it.
 
-    ``path``: a .csv or .tsv with the columns filepath, title and language, or Crossmodal-3600's
-    .jsonl. ``languages``: some of those in the file (default: all). The images of a file are
-    candidates in every language. Raises the errors of ``read_captions``.
+    ``path`` is a .csv or .tsv with the columns filepath, title and language, or a .jsonl as of
+    Crossmodal-3600. ``languages`` are some of those in the file (None: all). All images of the file
+    are candidates in every language. Raises the errors of ``read_captions``.
     """
     path, images = Path(path), Path(images)
-    _rule(path, images, protocol)
     if path.suffix not in _LANGUAGE_READERS:
         raise ValueError(f"{path}: captions by language come as {', '.join(_LANGUAGE_READERS)}")
     names, pairs = _LANGUAGE_READERS[path.suffix](path)
     requested = sorted(pairs) if languages is None else languages
-    if not requested:
-        what = "has no captions in any language" if languages is None else "was asked for none"
-        available = ", ".join(sorted(pairs)) or "not there"
-        raise ValueError(f"{path} {what}: languages are {available}")
-    if unknown := [name for name in requested if name not in pairs]:
-        available = ", ".join(sorted(pairs))
-        raise ValueError(f"{path} has no captions in {unknown[0]!r}: its languages are {available}")
+    unknown = [repr(name) for name in requested if name not in pairs]
+    if unknown or not requested:
+        available = ", ".join(sorted(pairs)) or "none"
+        where = f"in {unknown[0]}" if unknown else "in any of the languages asked for"
+        raise ValueError(f"{path} has no captions {where}: its languages are {available}")
     return {
         name: _join(images, (names, pairs[name]), protocol, path, f" in {name!r}")
         for name in requested
@@ -113,8 +124,8 @@ def read_languages(
 
 
 def read_captions_of_shards(directory: Path, captions: str) -> ImageTexts:
-    """The images and all captions (``txt``, ``lines`` or ``json:FIELD``) of ``directory/*.tar``;
-    raises the errors of ``read_shards``."""
+    """Reads the images and all their captions from ``directory/*.tar``. ``captions`` says where the
+    captions are: 'txt', 'lines' or 'json:FIELD'. Raises the errors of ``read_shards``."""
     images, table = read_shards(directory, captions)
     texts, owners = [], []
     ranges = zip(table["text_offset"].to_pylist(), table["text_size"].to_pylist(), strict=True)
@@ -128,8 +139,7 @@ def read_captions_of_shards(directory: Path, captions: str) -> ImageTexts:
 def read_captioned(
     root: Path, captions: str, images: str, max_samples: int | None
 ) -> tuple[Sequence[Readable], list[str]]:
-    """The images below ``root`` that have a caption, at most ``max_samples``, and the first caption
-    of each.
+    """Reads at most ``max_samples`` images below ``root`` that have a caption, with the first one.
 
     ``captions``: ``txt`` or ``json:FIELD`` of the samples in ``root/*.tar``; or a file or folder
     below ``root``, whose names start from the folder ``images`` (see `read_captions`).
@@ -156,22 +166,14 @@ def _are_in_shards(captions: str) -> bool:
     return captions == "txt" or captions.startswith("json:")
 
 
-def _rule(path: Path, images: Path, protocol: str) -> CaptionRule:
-    if protocol not in CAPTION_RULES:
-        raise ValueError(f"unknown protocol {protocol!r}: use one of {', '.join(CAPTION_RULES)}")
-    for needed in (path, images):
-        if not needed.exists():
-            raise FileNotFoundError(
-                f"no {needed}: wanted a file or folder of captions, and a folder of images"
-            )
-    return CAPTION_RULES[protocol]
+def _join(
+    root: Path, texts: NamedTexts, protocol: ProtocolName, path: Path, part: str
+) -> ImageTexts:
+    """Makes images and captions of names of files below ``root``. Equal names are one image.
 
-
-def _join(root: Path, texts: NamedTexts, protocol: str, path: Path, part: str) -> ImageTexts:
-    """Joins candidates and pairs: equal files are one image, with as many captions as the protocol
-    takes. ValueError for another size than the protocol's, and for a file outside of ``root``.
-
-    ``path``, ``part``: the file that gives the names, and what of it, for messages.
+    Raises ValueError if the protocol demands other numbers, and for a file outside of ``root``. For
+    its message, ``path`` is the file that has the names, and ``part`` what was read of it, for
+    example " in the split 'test'".
     """
     rule, (names, pairs) = CAPTION_RULES[protocol], texts
     rows = {name: row for row, name in enumerate(names)}
@@ -199,12 +201,10 @@ def _join(root: Path, texts: NamedTexts, protocol: str, path: Path, part: str) -
 
 
 def _caption_files(folder: Path, images: Path) -> NamedTexts:
-    """Urban1k: a folder with ``1.txt`` for the image ``1.jpg`` (or another suffix) in ``images``.
-    FileNotFoundError for a caption without an image."""
+    """Reads a folder as of Urban1k: it has ``1.txt`` for the image ``1.jpg`` (or another suffix) in
+    ``images``. Raises FileNotFoundError for a caption without an image."""
     names = {path.stem: path.name for path in sorted(images.iterdir()) if path.suffix != ".txt"}
     files = sorted(path for path in folder.iterdir() if path.suffix == ".txt")
-    if not files:
-        raise ValueError(f"{folder} has neither .txt files, one per image, nor .tar shards")
     if strangers := [path for path in files if path.stem not in names]:
         raise FileNotFoundError(
             f"{len(strangers)} of {len(files)} captions have no image in {images}, such as "
@@ -216,7 +216,7 @@ def _caption_files(folder: Path, images: Path) -> NamedTexts:
 
 
 def _caption_table(path: Path, split: str | None) -> NamedTexts:
-    """Names of files and captions in the columns that ``open_table`` finds, of one ``split``."""
+    """Reads the rows of ``split`` (None: all) of a table; ``open_table`` finds the columns."""
     table = open_table(path)
     needed = {"title": table.caption_columns, "split": not split or "split" in table.columns}
     if missing := [what for what, there in needed.items() if not there]:
@@ -231,8 +231,8 @@ def _caption_table(path: Path, split: str | None) -> NamedTexts:
 
 
 def _caption_lines(path: Path, split: str | None) -> NamedTexts:
-    """DOCCI: an object per line with ``image_file``, ``description`` and perhaps ``split``; or a
-    table with columns of common names."""
+    """Reads a .jsonl as of DOCCI, with ``image_file``, ``description`` and perhaps ``split`` in
+    each line; or any table whose columns have common names."""
     lines = read_lines(path)
     if lines and isinstance(lines[0][1], dict) and present_columns(lines[0][1], IMAGE_COLUMNS):
         return _caption_table(path, split)
@@ -248,7 +248,8 @@ def _caption_lines(path: Path, split: str | None) -> NamedTexts:
 
 
 def _caption_tokens(path: Path, split: str | None) -> NamedTexts:
-    """``results_20130124.token``: lines of ``FILE#NUMBER<TAB>caption``; it has no splits."""
+    """Reads Flickr30k's ``results_20130124.token``: lines ``FILE#NUMBER<TAB>caption``, no
+    splits."""
     pairs = []
     for number, line in enumerate(read_text_file(path).splitlines(), start=1):
         head, tab, caption = line.partition("\t")
@@ -273,7 +274,8 @@ _READERS: Mapping[str, Callable[[Path, str | None], NamedTexts]] = {
 # --- layouts with several languages --------------------------------------------------------------
 
 Languages = tuple[list[str], dict[str, list[tuple[str, str]]]]
-"""Files that are candidates in every language, and the (file, caption) pairs of each language."""
+"""Names of files that are candidates in every language, and the pairs (file, caption) of each
+language."""
 
 
 def _languages_of_table(path: Path) -> Languages:
@@ -285,8 +287,8 @@ def _languages_of_table(path: Path) -> Languages:
 
 
 def _languages_of_lines(path: Path) -> Languages:
-    """Crossmodal-3600: lines with ``image/key``, the name of a .jpg without its suffix, and, for
-    each language, an object whose ``caption`` is a list of captions."""
+    """Reads a .jsonl as of Crossmodal-3600. A line has ``image/key``, the name of a .jpg without
+    its suffix, and for each language an object whose ``caption`` is a list of captions."""
     names: list[str] = []
     pairs: dict[str, list[tuple[str, str]]] = {}
     for line, row in read_lines(path):

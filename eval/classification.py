@@ -1,5 +1,5 @@
-"""Images with classes: the features of a train and a test set, and the figures that zero-shot
-classification, linear probe and kNN report."""
+"""What zero-shot classification, linear probe and kNN share: features of a train and a test set,
+and the figures of images with classes."""
 
 from __future__ import annotations
 
@@ -28,16 +28,21 @@ log = logging.getLogger("mclclip")
 # --- features ----------------------------------------------------------------------------------
 
 Feature = Literal["projected", "pooled"]
-"""Image features after the projection, or before it (not of a joined encoder)."""
+"""Image features after the projection into the space of texts, or before it (a joined encoder has
+no features before it)."""
 
 
 @dataclass(frozen=True)
 class LabelledFeatures:
-    """Unit features [N, E] and labels [N] of train and test.
+    """Unit features and labels of N train images and Q test images.
 
-    ``protocol`` says how they were made, and ``test_items`` [Q] names the test images. If images
-    have several labels, labels are [N, K] as in ``LabelledImages``. ``valid`` [N] is True for the
-    rows of train that form the published validation set; None if the data set has none.
+    train, train_labels  [N, E] and [N]; [N, K] if images have several labels (``LabelledImages``)
+    test, test_labels    [Q, E] and [Q]; [Q, K] if images have several labels
+    protocol             how features were extracted, for the protocol of figures
+    test_items           [Q] names of the test images
+    class_names          [K]
+    valid                bool [N], True for train images of the published validation set; None if
+                         the data set has none
     """
 
     train: Features
@@ -50,7 +55,7 @@ class LabelledFeatures:
     valid: BoolArray | None = None
 
     def held_out(self, held: BoolArray) -> LabelledFeatures:
-        """The rows ``held`` [N] of train as the test set of the others."""
+        """Splits train: images where ``held`` [N] is True become the test set, the others train."""
         return replace(
             self,
             train=self.train[~held],
@@ -68,11 +73,12 @@ def extract(
     feature: Feature,
     parts: Mapping[Part, LabelledImages],
 ) -> LabelledFeatures:
-    """The features of the ``parts`` of ``root`` (``read_parts``), the same on every rank; train
-    holds those of valid too.
+    """Extracts the features of the ``parts`` of a data set (``read_parts``), the same on every
+    rank.
 
-    The log and the protocol count test images that are copies of a train image, since answering
-    them needs no generalisation. Raises ValueError if the encoder has no such ``feature``.
+    Images of valid are added to train. The log and the protocol count the test images that are
+    copies of a train image, since an encoder need not generalise to answer these. Raises ValueError
+    if the encoder has no such ``feature``.
     """
     learnt = [part for name, part in parts.items() if name != "test"]
     train = [image for part in learnt for image in part.images]
@@ -102,10 +108,10 @@ def extract(
 
 
 def with_feature(extractor: Extractor, feature: Feature) -> Extractor:
-    """An extractor whose ``images`` returns the unit rows of ``feature``.
+    """Returns an extractor whose ``images`` gives unit features of the kind ``feature``.
 
-    Raises ValueError for encoders without pooled features: a joined encoder, or one whose attention
-    pool is its projection (open_clip's ResNets).
+    Raises ValueError if the encoder has no pooled features: joined encoders, and those whose
+    attention pool is their projection (open_clip's ResNets).
     """
     if feature == "projected":
         return extractor
@@ -123,9 +129,9 @@ def with_feature(extractor: Extractor, feature: Feature) -> Extractor:
 
 
 def count_copies(train: Sequence[Any], test: Sequence[Any], context: Context) -> int:
-    """Counts files of ``test`` with the bytes of a file in ``train``; ranks share the work.
+    """Counts images of ``test`` with the same bytes as an image of ``train``; ranks share the work.
 
-    Only files of a size that occurs on both sides are read.
+    Only files are read whose size occurs in both.
     """
     sizes = {*map(_size_of, train)} & {*map(_size_of, test)}
 
@@ -139,7 +145,7 @@ def count_copies(train: Sequence[Any], test: Sequence[Any], context: Context) ->
 
 
 def _size_of(image: Any) -> int:
-    """Bytes of an image in a shard or in a file."""
+    """The number of bytes of an image in a shard or in a file."""
     return int(image.size if isinstance(image, StoredImage) else image.stat().st_size)
 
 
@@ -155,22 +161,27 @@ Metric = Literal["accuracy", "mean_per_class", "mean_of_top1_and_top5", "map_11_
 
 
 def check_metric(metric: Metric, num_classes: int, labels: str | None) -> None:
-    """Raises ValueError where a benchmark cannot have this metric."""
+    """Raises ValueError if a benchmark with so many classes, and the option ``labels``, cannot have
+    this metric."""
     if metric == "roc_auc" and num_classes != 2:
-        raise ValueError(f"metric roc_auc wants 2 classes, got {num_classes}: use accuracy")
-    if metric == "mean_of_top1_and_top5" and num_classes <= 5:
-        raise ValueError(f"metric {metric} wants more than 5 classes, got {num_classes}")
-    if metric == "map_11_point" and labels is None:
-        raise ValueError(
-            "metric map_11_point wants labels=FILE, a CSV with a row for each label of an image, "
-            "or PASCAL VOC's folder ImageSets/Main: folders give an image one label"
+        needs = f"2 classes, got {num_classes}: use accuracy"
+    elif metric == "mean_of_top1_and_top5" and num_classes <= 5:
+        needs = f"more than 5 classes, got {num_classes}"
+    elif metric == "map_11_point" and labels is None:
+        needs = (
+            "labels=FILE, a CSV with a row for each label of an image, or PASCAL VOC's folder "
+            "ImageSets/Main: folders give an image one label"
         )
+    else:
+        return
+    raise ValueError(f"metric {metric} wants {needs}")
 
 
 def ranked_figures(
     outcomes: Mapping[str, tuple[Outcomes, float]], headline: str, protocol: Mapping[str, Any]
 ) -> list[Measurement]:
-    """A figure per metric, from its outcomes and its chance in percent; one is the headline."""
+    """One figure per metric; ``outcomes`` maps a metric to its outcomes and its chance in percent.
+    The figure of the metric ``headline`` is the headline."""
     return [
         figure(
             name,
@@ -183,12 +194,13 @@ def ranked_figures(
 
 
 def mean_of_top1_and_top5(ranks: IntArray, items: Sequence[str]) -> Outcomes:
-    """The mean of both, from the rank [N] of each image's class."""
+    """Outcomes of the mean of top-1 and top-5 accuracy, from the rank [N] of each image's class."""
     return Outcomes(items, (hits_at(ranks, 1) + hits_at(ranks, 5).astype(np.float64)) / 2)
 
 
 def area(scores: FloatArray, positive: BoolArray, items: Sequence[str]) -> Outcomes:
-    """The area under the ROC curve of ``scores`` [N] for the second class against the first.
+    """Outcomes of the area under the ROC curve of ``scores`` [N]; ``positive`` [N] is True for
+    images of the second class.
 
     A tied pair counts as wrong. Raises ValueError if a class has no image.
     """
@@ -198,8 +210,8 @@ def area(scores: FloatArray, positive: BoolArray, items: Sequence[str]) -> Outco
 
 
 def area_figures(strict: Outcomes, protocol: Mapping[str, Any]) -> list[Measurement]:
-    """The figure of ``area``. If pairs tie, also ``roc_auc_half_ties``, which counts a tied pair as
-    half right, as scikit-learn does."""
+    """The figure ``roc_auc`` of what ``area`` returns. If pairs tie, also ``roc_auc_half_ties``, in
+    which a tied pair counts as half right, as in scikit-learn."""
     half = replace(strict, statistic="roc_auc_half_ties")
     protocol = {**protocol, "chance": 50.0}
     figures = [figure("roc_auc", strict, protocol, level="headline")]
@@ -211,11 +223,11 @@ def area_figures(strict: Outcomes, protocol: Mapping[str, Any]) -> list[Measurem
 def precisions(
     scores: FloatArray, truth: IntArray, files: Sequence[str], classes: Sequence[str]
 ) -> Outcomes:
-    """The mean over classes of the 11-point average precision of ``scores`` [N, K].
+    """Outcomes of the mean over classes of the 11-point average precision of ``scores`` [N, K].
 
-    ``truth`` [N, K] as in ``LabelledImages``: images that the data set does not judge for a class
-    are left out there, and classes without a positive or a negative image. ValueError where no
-    class is left.
+    ``truth`` [N, K] is that of ``LabelledImages``. Pairs of image and class that the data set does
+    not judge are left out, and so are classes without a positive or a negative image. Raises
+    ValueError if no class is left.
     """
     ranked = (truth == 1).any(axis=0) & (truth == -1).any(axis=0)
     if not ranked.any():
@@ -235,7 +247,7 @@ def precisions(
 def precision_figure(
     outcomes: Outcomes, num_images: int, protocol: Mapping[str, Any]
 ) -> Measurement:
-    """The figure of what ``precisions`` returns."""
+    """The figure ``map_11_point`` of what ``precisions`` returns."""
     ranked = len(set(outcomes.strata or ()))
     settings = {**protocol, "num_images": num_images, "num_ranked_classes": ranked}
     return figure("map_11_point", outcomes, settings, level="headline")
@@ -247,10 +259,10 @@ def accuracy_figures(
     protocol: dict[str, Any],
     metric: Metric = "accuracy",
 ) -> list[Measurement]:
-    """``accuracy`` and ``mean_per_class`` in percent of labels [Q] predicted for ``data.test``.
+    """The figures ``accuracy`` and ``mean_per_class``, in percent, of the labels ``predicted`` [Q]
+    for ``data.test``; ``metric`` is the headline.
 
-    ``metric`` names the headline. The chance of a figure is its value if every answer were the most
-    frequent class of the train images; it is 0 if no test image is of that class.
+    The chance is what a figure would be if every answer were the most frequent class of train.
     """
     truth, items = data.test_labels, data.test_items
     frequent = np.full(len(truth), np.bincount(data.train_labels).argmax())

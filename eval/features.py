@@ -1,5 +1,5 @@
-"""Extracts unit features of images and texts, and ranks queries among candidates by their cosine,
-over any number of processes."""
+"""Extracts unit features of images and texts, and ranks candidates for queries by cosine, on any
+number of processes."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def over_ranks(context: Context, count: int, work: Callable[[slice], T], what: str = "") -> list[T]:
-    """Runs ``work`` on each rank's contiguous share of ``count`` rows; all results on every rank.
+    """Cuts ``count`` rows into one contiguous slice per rank, and calls ``work`` with it on each.
 
-    If it fails on one rank, it raises on all (see ``raise_on_every_rank``, also for ``what``).
+    Returns the results of all ranks, in rank order, on every rank. An error of one rank is raised
+    on all (``raise_on_every_rank``, which also explains ``what``).
     """
     start, stop = (count * rank // context.world_size for rank in (context.rank, context.rank + 1))
     return gather_objects(raise_on_every_rank(lambda: work(slice(start, stop)), what))
@@ -49,13 +50,13 @@ def over_ranks(context: Context, count: int, work: Callable[[slice], T], what: s
 
 @dataclass(frozen=True)
 class Extractor:
-    """An encoder with the settings under which all its features are extracted.
+    """Extracts the features of an encoder. They do not depend on the number of ranks.
 
-    ``precision``: ``fp32`` (default; TF32 is switched off for it), ``bf16`` or ``fp16`` (autocast).
-    ``context`` says which ranks share the work and on which device the encoder lies. Batches are
-    cut at the same rows for any number of ranks, so the features do not depend on it.
-    A batch of images has to come from its worker within ``timeout_s``.
-    ``on_images`` is called on every rank with images before they are encoded.
+    context      the ranks that share the work, and the device on which the encoder lies
+    precision    'fp32' (TF32 is switched off), or 'bf16' or 'fp16' by autocast
+    num_workers  processes that decode images
+    timeout_s    a worker must deliver a batch of images within this time
+    on_images    is called on every rank with the images, before they are encoded
     """
 
     encoder: Encoder
@@ -67,19 +68,11 @@ class Extractor:
     timeout_s: float = 600.0
     on_images: Callable[[Sequence[Readable]], None] | None = None
 
-    def __post_init__(self) -> None:
-        if self.precision != "fp32" and self.precision not in AUTOCAST:
-            raise ValueError(
-                f"precision is {self.precision!r}: use fp32, {' or '.join(sorted(AUTOCAST))}"
-            )
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size is {self.batch_size}, wanted at least 1")
-
     def images(self, paths: Sequence[Readable]) -> Features:
         """Unit features [N, E] of images, in their order, on every rank.
 
-        Raises ValueError on all ranks for a file that cannot be read or decoded: without one of
-        its images a benchmark's figures could not be compared.
+        Raises ValueError on all ranks if a file cannot be read or decoded: figures without one of
+        the images could not be compared with others.
         """
         if self.on_images is not None:
             self.on_images(paths)
@@ -90,8 +83,7 @@ class Extractor:
     def texts(self, texts: Sequence[str]) -> Features:
         """Unit features [N, E] of texts, in their order, on every rank.
 
-        Equal texts are encoded once, so equal captions get equal features bit for bit and tie
-        exactly, wherever they are in a batch.
+        Equal texts are encoded once, so that their features are equal bit for bit and tie exactly.
         """
         position = {text: row for row, text in enumerate(dict.fromkeys(texts))}
         read = partial(tokenize, self.encoder.tokenizer)
@@ -106,9 +98,6 @@ class Extractor:
         what: str,
         num_workers: int = 0,
     ) -> Features:
-        if not batches.items:
-            raise ValueError(f"there are no {what} to encode")
-
         def run(share: slice) -> Features:
             numbers = range(share.start, share.stop)
             loader = Loader[Tensor | str](
@@ -124,17 +113,12 @@ class Extractor:
                     if isinstance(batch, str):
                         raise ValueError(batch)
                     features = encode(batch.to(self.context.device)).float()
-                    got, expected = tuple(features.shape), (len(batch), self.encoder.embed_dim)
-                    if got != expected:
-                        raise RuntimeError(
-                            f"the encoder gave {what} features of shape {got}, expected {expected}"
-                        )
                     if not bool(torch.isfinite(features).all()):
                         raise RuntimeError(
                             f"the encoder gave {what} features that are not finite in "
                             f"{self.precision}: the model has diverged, or needs precision=fp32"
                         )
-                    # Normalised once more: autocast leaves lengths a few thousandths off.
+                    # Under autocast the encoder's features are off by a few thousandths in length.
                     parts.append(features / features.norm(dim=1, keepdim=True).clamp_min(1e-12))
                 return torch.cat(parts).cpu().numpy()
 
@@ -144,10 +128,11 @@ class Extractor:
 
 @dataclass(frozen=True)
 class _Batches(Dataset[Any]):
-    """Batch number -> ``make`` of its items: a tensor [b, ...], or an error message of one line.
+    """A data set of batches. A batch is the tensor [b, ...] that ``make`` makes of its items, or an
+    error message of one line.
 
-    The message is returned, not raised, since an exception from a loader worker would arrive
-    wrapped in the worker's traceback.
+    The message is returned, not raised, since an exception would arrive with the traceback of the
+    loader's worker.
     """
 
     items: Sequence[Any]
@@ -158,14 +143,14 @@ class _Batches(Dataset[Any]):
         return self.make(self.items[number * self.size : (number + 1) * self.size])
 
     def describe(self, number: int) -> tuple[str, list[str]]:
-        """Names a batch, for messages, without keys of samples."""
+        """Describes a batch for a loader's messages; the list, of keys of samples, is empty."""
         return f"the batch that begins with {self.items[number * self.size]}", []
 
 
 def _read_images(
     transform: Callable[[Any], Tensor], max_image_pixels: int, paths: Sequence[Readable]
 ) -> Tensor | str:
-    """Images -> [b, C, H, W], or an error message of one line."""
+    """Reads and transforms images; returns [b, C, H, W], or an error message of one line."""
     images, arrays = [], as_transform(transform).reads_arrays
     for path in paths:
         try:
@@ -173,26 +158,26 @@ def _read_images(
             if isinstance(path, Region):
                 left, top, right, bottom = path.box
                 if (right - left) * (bottom - top) > max_image_pixels:
-                    raise ValueError(
-                        f"the part has more than {max_image_pixels} pixels: correct its box"
-                    )
+                    return f"image {path} has more than {max_image_pixels} pixels: correct its box"
                 if not isinstance(image, Image.Image):
-                    raise ValueError("a part is cut out of a picture, and this is an array")
+                    return f"image {path} is an array, of which no part can be cut out"
                 image = image.crop(path.box)
             images.append(transform(image))
         except DecodeError as error:
             return f"image {path} cannot be decoded ({error}): replace the file"
         except OSError as error:
             return f"image {path} cannot be read: {error.strerror or error}"
-        except ValueError as error:  # of the transform, or of what it cannot take
+        except ValueError as error:  # the transform cannot take this image
             return f"image {path}: {error}"
     return torch.stack(images)
 
 
 @contextlib.contextmanager
 def _inference(encoder: object, precision: str, device: torch.device) -> Iterator[None]:
-    """Runs the block without gradients, in eval mode and in the given precision, whatever autocast,
-    TF32 and mode the caller has set; restores these afterwards."""
+    """Runs a block of code without gradients, with the encoder in eval mode and in this precision.
+
+    The caller's settings of mode, autocast and TF32 are restored afterwards.
+    """
     trained = encoder if isinstance(encoder, nn.Module) and encoder.training else None
     dtype = AUTOCAST.get(precision)
     if trained:
@@ -209,7 +194,7 @@ def _inference(encoder: object, precision: str, device: torch.device) -> Iterato
 
 @contextlib.contextmanager
 def exact_float32() -> Iterator[None]:
-    """Runs the block with TF32 switched off; restores what the caller has set."""
+    """Runs a block of code with TF32 switched off; restores the caller's settings afterwards."""
     convolutions, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     before = (convolutions.allow_tf32, matmul.allow_tf32)
     convolutions.allow_tf32 = matmul.allow_tf32 = False
@@ -222,15 +207,15 @@ def exact_float32() -> Iterator[None]:
 # --- ranks by cosine --------------------------------------------------------------------------
 
 CHUNK_BYTES = 128 * 2**20
-"""Size of the float32 similarity block that is held at once, without a few working copies."""
+"""Size of the block of float32 similarities that is held at once; a few copies come on top."""
 
 Counting = Literal["by_row", "whole"]
-"""How candidates above a bound are counted: a row of the block at a time, which stays in the cache
-of a processor, or over the whole block."""
+"""How candidates above a bound are counted: in one row of the block at a time, which fits into a
+CPU's cache, or in the whole block at once."""
 
 
 def choose_counting(device: torch.device) -> Counting:
-    """The faster way to count: rows on a CPU (ten times), the whole block elsewhere."""
+    """Returns 'by_row' on a CPU, where it is ten times as fast, and 'whole' elsewhere."""
     return "by_row" if device.type == "cpu" else "whole"
 
 
@@ -244,19 +229,19 @@ def rank_queries(
     chunk_bytes: int = CHUNK_BYTES,
     counting: Counting | None = None,
 ) -> tuple[IntArray, IntArray]:
-    """Rank of each query's best candidate of the same image, in bounded memory.
+    """For each query, the rank of its best right candidate by cosine, in bounded memory.
 
-    queries [Q, E], candidates [C, E]; ``query_image`` [Q] and ``candidate_image`` [C] say which
-    image each row is or describes. Returns ranks with ties against and for the model (see
-    ``ranks_with_ties``), equal to those of the whole matrix for any ``chunk_bytes``: similarities
-    are summed in float64 and rounded to float32, so that equal features tie exactly wherever they
-    stand in a block. A product in float32 comes first, and only candidates so near to the right one
-    that its rounding may hide their order are summed in float64. The ranks of ``context`` divide
-    the queries. Memory: some blocks of ``chunk_bytes``, and the candidates in float64. ValueError
-    where features are not finite or a query has no right candidate.
+    ``queries`` [Q, E] and ``candidates`` [C, E] are unit rows; ``query_image`` [Q] and
+    ``candidate_image`` [C] are numbers of images. A candidate is right if its image is that of the
+    query; every query has one. Returns two int64 [Q], ranks with ties against and for the model
+    (``ranks_with_ties``), which do not depend on ``chunk_bytes``.
+
+    Similarities count as float64 sums, rounded to float32, so that equal features tie exactly.
+    Since these are slow, a matrix product in float32 comes first. Only candidates so similar to the
+    best right one that rounding could hide their order are summed in float64. The ranks of
+    ``context`` share the queries. Memory: a few blocks of ``chunk_bytes``, and the candidates in
+    float64.
     """
-    if not (np.isfinite(queries).all() and np.isfinite(candidates).all()):
-        raise ValueError("similarities hold NaN: the encoder's features are not finite")
     counting = counting or choose_counting(context.device)
     ranker = _Ranker(candidates, candidate_image, context.device, counting)
     step = max(1, chunk_bytes // (4 * len(candidates)))
@@ -275,10 +260,12 @@ def rank_queries(
 
 
 class _Ranker:
-    """Candidates [C, E] as they are, on the device, and in float64; and their images [C].
+    """Ranks candidates [C, E], which are prepared once for all queries.
 
-    order    [C] candidates sorted by image, so that those of an image are a slice of it
-    longest  largest norm of a candidate
+    images     [C] the image of each candidate
+    on_device  the candidates on the device; ``exact`` are those in float64 on the CPU
+    longest    the largest length of a candidate
+    order      [C] numbers of the candidates sorted by image, so that those of an image are a slice
     """
 
     def __init__(
@@ -292,7 +279,8 @@ class _Ranker:
         self.order = np.argsort(images, kind="stable")
 
     def ranks(self, queries: Features, images: IntArray, block: Tensor) -> IntArray:
-        """[2, q] ranks of a chunk; ``block`` [>= q, C] is overwritten by its similarities."""
+        """Returns the ranks [2, q] of some queries [q, E] of ``images`` [q]. ``block`` [>= q, C] is
+        overwritten with their similarities."""
         left = torch.from_numpy(queries)
         exact = left.double()
         starts, right = self._right(images)
@@ -300,16 +288,16 @@ class _Ranker:
         near = block[: len(queries)]
         with exact_float32():
             torch.mm(left.to(self.device), self.on_device.T, out=near)
-        # Rounding of a sum of E products, in any order, and of the bounds themselves.
+        # ``width`` bounds the rounding of a sum of E products, in any order, and of low and high.
         width = (queries.shape[1] + 8) * 2.0**-24 * exact.norm(dim=1) * self.longest
         middle = torch.from_numpy(best).double()
         low, high = ((middle + side * width).float().to(self.device) for side in (-1, 1))
-        # How many right candidates of each query are between its bounds.
+        # ``right_near`` counts the right candidates of each query between low and high.
         row = torch.from_numpy(np.repeat(np.arange(len(near)), np.diff(starts))).to(self.device)
         values = near[row, torch.from_numpy(right).to(self.device)]
         within = (values >= low[row]) & (values <= high[row])
         right_near = np.bincount(row[within].cpu().numpy(), minlength=len(near))
-        # More candidates than these are cheaper in one product of matrices than one by one.
+        # A query with more candidates between low and high is cheaper by one matrix product.
         most = 64 + len(self.candidates) / 16
         greater, rows, columns, dense = self.count(near, low, high, right_near, most)
         wrong = images[rows] != self.images[columns]
@@ -326,28 +314,29 @@ class _Ranker:
         return ranks
 
     def _right(self, images: IntArray) -> tuple[IntArray, IntArray]:
-        """The candidates of the queries' images, one query after the other, and where each begins
-        [q + 1]."""
+        """Returns the right candidates of all queries, one query after the other, and before them
+        the places [q + 1] at which those of each query begin."""
         ranked = self.images[self.order]
         first, last = (np.searchsorted(ranked, images, side=side) for side in ("left", "right"))
-        if (first == last).any():
-            query = int(np.flatnonzero(first == last)[0])
-            raise ValueError(f"query {query} has no positive candidate: it cannot be ranked")
+        assert (first < last).all()
         starts = np.append(0, np.cumsum(last - first))
         shift = np.repeat(first - starts[:-1], last - first)
         return starts, self.order[np.arange(starts[-1]) + shift]
 
     def _products(self, queries: Tensor, starts: IntArray, columns: IntArray) -> Features:
-        """Products of query q with the candidates columns[starts[q]:starts[q + 1]], one query after
-        the other; summed in float64, returned in float32."""
+        """Products of each query q with the candidates columns[starts[q]:starts[q + 1]], summed in
+        float64 and rounded to float32."""
         ends, ids = torch.from_numpy(starts), torch.from_numpy(columns)
         return pair_products(queries, self.exact, ends, ids).float().numpy()
 
 
 _Counted = tuple[IntArray, IntArray, IntArray, BoolArray]
-"""Candidates above the bounds [q]; rows and columns of those between them, in order; and queries
-[q] with more than ``most`` of these, which are not listed. Queries with no others between the
-bounds than ``right_near`` [q] list none."""
+"""The result of counting similarities [q, C] with bounds low [q] and high [q]:
+
+- int64 [q], how many candidates of each query are above high;
+- rows and columns, two int64 [p] in order, of the candidates between low and high. Queries that
+  have only their ``right_near`` [q] right candidates there are left out;
+- bool [q], True for queries with more than ``most`` candidates there, which are left out too."""
 
 
 def _count_by_row(
@@ -386,7 +375,7 @@ def _count_whole(
 def similarity(
     queries: Features, candidates: Features, device: torch.device | None = None, block: int = 8192
 ) -> Features:
-    """Dot products float32 [q, C], by blocks of candidates, whose float64 copies take memory."""
+    """Dot products float32 [q, C], summed in float64 for ``block`` candidates at a time."""
     out = np.empty((len(queries), len(candidates)), dtype=np.float32)
     left = torch.from_numpy(queries).to(device, torch.float64)
     for start in range(0, len(candidates), block):

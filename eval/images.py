@@ -1,8 +1,9 @@
-"""Images of a benchmark: files that tables name, parts of them, members of tar shards; and images
-with classes, as one set or as the parts to learn from and to be tested on.
+"""Reads the images of a benchmark: files that tables name, parts of files, members of tar shards;
+and images with classes, as one set, or as parts to learn from and to be tested on.
 
-Loaders of data sets begin here: they import no torch, and raise FileNotFoundError for what is
-missing and ValueError for wrong content, in one line. Names and links do not lead out of a folder.
+All readers of data sets import no torch. They raise FileNotFoundError for a missing file and
+ValueError for wrong content, in one line, and they refuse names and links that lead out of the
+benchmark's folder.
 """
 
 from __future__ import annotations
@@ -33,16 +34,17 @@ SUFFIXES = tuple(f".{extension}" for extension in IMAGE_EXTENSIONS)
 
 @dataclass(frozen=True)
 class Region:
-    """A part of an image file, which is encoded like an image of its own.
+    """A part of an image file, which is encoded as an image.
 
-    box: left, top, right and bottom edge in pixels; what lies outside of the picture is black.
+    ``box`` is its left, top, right and bottom edge in pixels; pixels outside of the picture are
+    black.
     """
 
     path: Path
     box: tuple[int, int, int, int]
 
     def read_bytes(self) -> bytes:
-        """The bytes of the whole image; OSError where they cannot be read."""
+        """The bytes of the whole image file; OSError if it cannot be read."""
         return self.path.read_bytes()
 
     def __str__(self) -> str:
@@ -51,7 +53,7 @@ class Region:
 
 @dataclass(frozen=True)
 class StoredImage:
-    """The byte range of an image in a shard."""
+    """An image in the tar shard ``path``: its key, and where its bytes lie."""
 
     path: Path
     key: str
@@ -59,7 +61,7 @@ class StoredImage:
     size: int
 
     def read_bytes(self) -> bytes:
-        """The image member's bytes; OSError where the shard cannot be read."""
+        """The bytes of the image file; OSError if the shard cannot be read."""
         return read_range(self.path, self.offset, self.size)
 
     def __str__(self) -> str:
@@ -67,8 +69,8 @@ class StoredImage:
 
 
 def image_items(images: Iterable[Any], root: Path) -> list[str]:
-    """A name for each image in the outcomes: a file's path below ``root``, the key of an image in a
-    shard, otherwise ``str(image)``."""
+    """Names images for ``Outcomes.items``: files by their path below ``root``, images in shards by
+    their key, others by ``str(image)``."""
     return [
         path.relative_to(root).as_posix()
         if isinstance(path, Path) and path.is_relative_to(root)
@@ -81,9 +83,10 @@ def image_items(images: Iterable[Any], root: Path) -> list[str]:
 
 
 def read_rows(path: Path, columns: Sequence[str], what: str) -> list[tuple[str, list[str]]]:
-    """Every row of a CSV (or .tsv) with a header: ``PATH line 3``, and its cells under ``columns``.
+    """Reads a CSV or .tsv with a header. Returns for every row its place, such as 'labels.csv line
+    3', and its cells in these ``columns``.
 
-    ``what`` names the file in the FileNotFoundError.
+    ``what`` says in the FileNotFoundError what the file is, for example 'table of labels'.
     """
     if not path.is_file():
         raise FileNotFoundError(f"no {what} at {path}")
@@ -101,8 +104,9 @@ def read_rows(path: Path, columns: Sequence[str], what: str) -> list[tuple[str, 
 def read_lines(
     path: Path, *, unique_keys: bool = False, max_bytes: int = MAX_JSON_BYTES
 ) -> list[tuple[str, Any]]:
-    """The name and the JSON value of every line of a file that is not blank; ValueError for a file
-    of more than ``max_bytes``."""
+    """Reads a file of JSON lines. Returns for every line that is not blank its place, such as
+    'items.jsonl line 3', and its value. Raises ValueError if the file has more than ``max_bytes``.
+    """
     lines = read_bounded(path, max_bytes).split(b"\n")
     numbered = [(f"{path} line {n}", line) for n, line in enumerate(lines, start=1) if line.strip()]
     return [(name, parse_json(line, name, unique_keys=unique_keys)) for name, line in numbered]
@@ -112,11 +116,10 @@ def read_lines(
 
 
 def check_inside(paths: Iterable[Path], folder: Path, *others: Path) -> None:
-    """Raises ValueError for a path that leads by a link out of a benchmark's ``folder`` and of
-    ``others``.
+    """Raises ValueError if a path leads, by a link, out of a benchmark's ``folder`` and ``others``.
 
-    A snapshot in the Hub's cache consists of links to the blobs beside all snapshots, which are
-    allowed.
+    Links of the Hugging Face Hub's cache are allowed: a folder ``snapshots/...`` there consists of
+    links to files in ``blobs/``.
     """
     above = next((path for path in folder.resolve().parents if path.name == "snapshots"), None)
     roots = Roots(folder, *others, *([above.with_name("blobs")] if above else []))
@@ -131,7 +134,7 @@ def check_inside(paths: Iterable[Path], folder: Path, *others: Path) -> None:
 
 
 def read_range(path: Path, offset: int, size: int) -> bytes:
-    """Reads at most ``size`` bytes of a file from ``offset`` on. Raises OSError."""
+    """Reads at most ``size`` bytes of a file, from ``offset`` on; OSError if that fails."""
     with open(path, "rb") as file:
         return os.pread(file.fileno(), size, offset)
 
@@ -143,12 +146,12 @@ def read_shards(
     *,
     first_only: bool = False,
 ) -> tuple[list[StoredImage], Any]:
-    """The images of ``directory/*.tar`` and the table of their samples, in order.
+    """Reads the images of ``directory/*.tar``, in order, and the index table of their samples.
 
-    ``captions``: ``txt`` or ``json:FIELD``, None for images that need none. ``first_only``: of the
-    first shard, which shows mistakes such as a field that the samples do not have.
-    FileNotFoundError where there is no shard; ValueError for samples without a caption or without a
-    value of one of the ``attributes``, or for shards with damage.
+    ``captions`` is 'txt' or 'json:FIELD', or None if images need no caption. With ``first_only``
+    only the first shard is read, which is enough to find mistakes such as a wrong field. Raises
+    FileNotFoundError if there is no shard, and ValueError for a damaged shard or a sample without
+    a caption or one of the ``attributes``.
     """
     shards = sorted(Path(directory).glob("*.tar"))
     if not shards:
@@ -182,11 +185,12 @@ def read_shards(
 # --- images with classes ----------------------------------------------------------------------
 
 Part = Literal["train", "valid", "test"]
-"""A part of a data set: the name of its folder, and its word in the column split of a table."""
+"""A part of a data set: the name of its folder, or its value in the column split of a table."""
 
-Pairs = list[tuple[Any, str]]  # images (files, or parts of shards) with a label
+Pairs = list[tuple[Any, str]]  # images (files, or images in shards), each with a label
 CLASS_NAMES = "classnames.txt"
-"""The file of shards of classes beside or above them: the name of class k on line k, from 0 on."""
+"""The file beside shards, or in the folder above them, that names their classes: line k, from 0 on,
+has the name of class k."""
 
 _VOC_ENDINGS: Mapping[Part, str] = {
     "train": "_train.txt", "valid": "_val.txt", "test": "_test.txt",
@@ -195,11 +199,10 @@ _VOC_ENDINGS: Mapping[Part, str] = {
 
 @dataclass(frozen=True)
 class LabelledImages:
-    """Images with their classes, of ``class_names`` [K].
+    """Images [N] with their labels, which are numbers of ``class_names`` [K].
 
-    ``labels`` [N] are rows of ``class_names``. Where an image shows any number of classes they are
-    int8 [N, K]: 1 where image n shows class k, -1 where it does not, and 0 where the data set does
-    not judge it.
+    ``labels`` is [N] if each image has one class. Otherwise it is int8 [N, K]: 1 if image n shows
+    class k, -1 if it does not, 0 if the data set does not judge it.
     """
 
     images: list[Any]
@@ -207,20 +210,18 @@ class LabelledImages:
     class_names: list[str]
 
 
-def readable(label: str) -> str:
-    """A label as words: underscores as spaces."""
+def as_words(label: str) -> str:
+    """Replaces underscores in a label by spaces: 'polar_bear' gives 'polar bear'."""
     return label.replace("_", " ")
 
 
 def labels_of(root: Path, table: str | None = None) -> list[str]:
-    """The labels of a benchmark, sorted: its folders, with or without images, the numbers of the
-    classes of its shards, or those of the table ``root/table``, or of the files CLASS_test.txt
-    where that is a folder (PASCAL VOC's).
+    """The sorted labels of a benchmark.
 
-    FileNotFoundError for a missing folder or table, ValueError where there is no class.
+    With ``table`` they are those in the file ``root/table``, or, if that is a folder as of PASCAL
+    VOC, the names CLASS of its files CLASS_test.txt. Otherwise they are the classes of the shards
+    in ``root``, or its folders, even empty ones. Raises ValueError if there is no class.
     """
-    if not root.is_dir():
-        raise FileNotFoundError(f"no folder {root}: zero-shot evaluation needs images")
     if table and (root / table).is_dir():
         labels: Iterable[str] = _voc_files(root / table, "test")
     elif table:
@@ -246,16 +247,19 @@ def labels_of(root: Path, table: str | None = None) -> list[str]:
 def read_labelled(
     root: Path, names: Mapping[str, str], table: str | None = None, *, several: bool = False
 ) -> LabelledImages:
-    """A folder per class under ``root``, or tar shards there with ``KEY.jpg`` and its class in
-    ``KEY.cls``, or the images of the table ``root/table``: a CSV (or .tsv)
-    with the columns filepath, from ``root`` on, and label.
+    """Reads images with classes from one of these layouts:
 
-    ``several``: images have several labels each, with a row of the table for each of them; or as in
-    PASCAL VOC's folder ``ImageSets/Main``, with a file CLASS_test.txt per class. Its lines are the
-    name of an image in ``JPEGImages/`` and 1, -1, or 0 (too difficult: not judged).
-    ``names``: label -> class name, of every label at least; the classes are those of ``names``, in
-    its order. ValueError where there is no image, where an image has two labels that may have one,
-    and for lines of another form.
+    - a folder per class in ``root``;
+    - tar shards in ``root`` with ``KEY.jpg`` and its class in ``KEY.cls``;
+    - a CSV or .tsv ``root/table`` with the columns filepath (relative to ``root``) and label. With
+      ``several``, an image can have several labels, each in a row;
+    - with ``several``, a folder ``root/table`` as PASCAL VOC's ``ImageSets/Main``, with a file
+      CLASS_test.txt per class. A line has the name of an image in ``JPEGImages/`` and 1, -1, or 0
+      (too difficult, not judged).
+
+    ``names`` maps every label to the name of its class; the classes are in its order. Raises
+    ValueError if there is no image, for an image with two labels without ``several``, and for lines
+    of another form.
     """
     where = root / (table or "")
     if several and where.is_dir():
@@ -267,15 +271,14 @@ def read_labelled(
 def read_parts(
     root: Path, table: str | None = None, *, several: bool = False
 ) -> dict[Part, LabelledImages]:
-    """``train``, ``test`` and, where there is one, ``valid``, under the same classes, which are
-    those that have images to learn from (train or valid).
+    """Reads the parts ``train``, ``test`` and, if there is one, ``valid``, with the same classes.
 
-    They are folders of these names below ``root``, each with a folder per class; or the rows of the
-    CSV ``root/table`` by its column split, beside filepath and label; or PASCAL VOC's files
-    CLASS_train.txt, CLASS_val.txt and CLASS_test.txt in the folder ``root/table``. ``several``:
-    images have several labels, as in ``read_labelled``. FileNotFoundError where a folder is
-    missing; ValueError for fewer than two classes, a class that only test has, a class of PASCAL
-    VOC's without a file of a part, or an image in two parts.
+    The parts are folders of these names in ``root``, each with a folder per class; or rows of the
+    CSV ``root/table``, which has a column split beside filepath and label; or PASCAL VOC's files
+    CLASS_train.txt, CLASS_val.txt and CLASS_test.txt in the folder ``root/table``. ``several`` is
+    that of ``read_labelled``. The classes are those with images in train or valid. Raises
+    FileNotFoundError for a missing folder, and ValueError for fewer than two classes, a class that
+    only test has, a class of PASCAL VOC without the file of a part, or an image in two parts.
     """
     parts: tuple[Part, ...] = get_args(Part)
     where = root / (table or "")
@@ -307,7 +310,7 @@ def read_parts(
 
 
 def _check_apart(parts: Iterable[Iterable[Path]], where: Path) -> None:
-    """Raises ValueError where an image is in several parts."""
+    """Raises ValueError if an image is in several parts."""
     times = Counter(path for images in parts for path in set(images))
     if shared := [path for path, count in times.items() if count > 1]:
         raise ValueError(
@@ -317,21 +320,21 @@ def _check_apart(parts: Iterable[Iterable[Path]], where: Path) -> None:
 
 
 def _names_to_learn(learnt: set[str], tested: set[str], where: Path) -> dict[str, str]:
-    """Label -> class name of the classes ``learnt``, which must have all the ``tested`` ones."""
-    if len(learnt) < 2:
-        raise ValueError(f"train of {where} has images of {len(learnt)} classes: wanted at least 2")
-    if not tested:
-        raise ValueError(f"test of {where} has no images to test")
-    if strangers := sorted(tested - learnt):
+    """Maps each label of ``learnt`` to the name of its class. Raises ValueError for fewer than two,
+    and unless ``tested`` are some of them."""
+    strangers = sorted(tested - learnt)
+    if len(learnt) < 2 or not tested or strangers:
+        extra = f", such as {strangers[0]!r}, which train lacks" if strangers else ""
         raise ValueError(
-            f"test of {where} has {len(strangers)} classes that train lacks, such as "
-            f"{strangers[0]!r}"
+            f"{where} has images of {len(learnt)} classes in train and of {len(tested)} in "
+            f"test{extra}: wanted at least 2 in train, and some of these in test"
         )
-    return {label: readable(label) for label in sorted(learnt)}
+    return {label: as_words(label) for label in sorted(learnt)}
 
 
 def _voc_files(folder: Path, part: Part, optional: bool = False) -> dict[str, Path]:
-    """Class -> its file of this part, in order; ValueError where there is none."""
+    """Maps the classes of PASCAL VOC, in order, to their files of this part. Raises ValueError if
+    there is none, unless ``optional``."""
     ending = _VOC_ENDINGS[part]
     files = {path.name.removesuffix(ending): path for path in folder.glob(f"?*{ending}")}
     if not files and not optional:
@@ -340,41 +343,46 @@ def _voc_files(folder: Path, part: Part, optional: bool = False) -> dict[str, Pa
 
 
 def _voc_images(root: Path, table: str, names: Mapping[str, str], part: Part) -> LabelledImages:
+    """Reads a part of PASCAL VOC; ``names`` maps each class to its name."""
     folder = root / table
     columns = {label: _voc_rows(path) for label, path in _voc_files(folder, part).items()}
     rows = {name: row for row, name in enumerate(next(iter(columns.values())))}
     images = [below(root, f"JPEGImages/{name}.jpg", f"{folder}") for name in rows]
     truth = np.zeros((len(rows), len(names)), dtype=np.int8)
     for column, label in enumerate(names):
-        if label not in columns:
-            missing = f"{label}{_VOC_ENDINGS[part]}"
-            raise ValueError(f"{folder} has no {missing}: every class wants a file of each part")
-        if columns[label].keys() != rows.keys():
-            raise ValueError(f"the files in {folder} list different images: {label!r}")
+        if label not in columns or columns[label].keys() != rows.keys():
+            problem = "lists other images than the others" if label in columns else "is missing"
+            raise ValueError(
+                f"{folder}: {label}{_VOC_ENDINGS[part]} {problem}: every class wants a file of "
+                "each part, with all its images"
+            )
         truth[:, column] = [columns[label][name] for name in rows]
     return LabelledImages(images, truth, list(names.values()))
 
 
 def _voc_rows(path: Path) -> dict[str, int]:
-    """Image -> 1, 0 or -1."""
+    """Maps the names of images in a file of PASCAL VOC to 1, 0 or -1."""
     rows = {}
     for number, line in enumerate(read_text_file(path).splitlines(), start=1):
         name, *rest = line.split() or [""]
-        if rest not in (["1"], ["0"], ["-1"]):
-            raise ValueError(f"{path} line {number} is not an image and 1, 0 or -1: {line!r}")
-        if name in rows:
-            raise ValueError(f"{path} line {number} has {name} once more: leave one line of it")
+        if rest not in (["1"], ["0"], ["-1"]) or name in rows:
+            raise ValueError(
+                f"{path} line {number} is not an image, which no line before has, and 1, 0 or -1: "
+                f"{line!r}"
+            )
         rows[name] = int(rest[0])
     return rows
 
 
 def _class_folders(root: Path) -> dict[str, Path]:
+    """The folders in ``root`` by name, sorted, without hidden ones."""
     folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
     return {path.name: path for path in sorted(folders) if not path.name.startswith(".")}
 
 
 def class_shards(root: Path) -> list[Path]:
-    """The tar shards in ``root``, or in ``root/test``, in order; none beside folders of classes."""
+    """The tar shards in ``root``, or else in ``root/test``, in order. Those in ``root`` do not
+    count if there are folders of classes."""
     places = (
         [root]
         if _class_folders(root).keys() - {"train", "valid", "test"}
@@ -384,15 +392,15 @@ def class_shards(root: Path) -> list[Path]:
 
 
 def class_names(root: Path) -> list[str]:
-    """The names of the classes of shards, by number; empty where there is no `CLASS_NAMES`."""
+    """Reads the names of the classes of shards, by number; empty if there is no `CLASS_NAMES`."""
     path = next((p for p in (root / CLASS_NAMES, root.parent / CLASS_NAMES) if p.is_file()), None)
     lines = [] if path is None else read_text_file(path).splitlines()
     return [line.strip() for line in lines if line.strip()]
 
 
 def _members(shards: Sequence[Path]) -> Pairs:
-    """The images of shards with the content of their ``.cls``; ValueError for samples that lack
-    either, since an evaluation wants whole shards."""
+    """Reads the images of shards, each with the class in its ``.cls``. Raises ValueError for
+    samples that lack one of them."""
     findings, pairs = Findings(), Pairs()
     for path in shards:
         with open(path, "rb") as file:
@@ -411,8 +419,8 @@ def _members(shards: Sequence[Path]) -> Pairs:
 
 
 def _images_in(root: Path) -> Pairs:
-    """The images of a folder per class, or of shards; none where there is no such folder. What is
-    not read is counted in the log."""
+    """Reads images from shards or from a folder per class; none if ``root`` is missing. Other files
+    are counted in the log."""
     if shards := class_shards(root):
         return _members(shards)
     findings, pairs = Findings(), Pairs()
@@ -421,7 +429,7 @@ def _images_in(root: Path) -> Pairs:
             findings.add("no_class", path.name)
     for label, folder in _class_folders(root).items():
         for path in sorted(folder.iterdir()):
-            if reason := _why_not(path):
+            if reason := _reason_to_skip(path):
                 findings.add(reason, f"{label}/{path.name}")
             else:
                 pairs.append((path, label))
@@ -430,8 +438,9 @@ def _images_in(root: Path) -> Pairs:
     return pairs
 
 
-def _why_not(path: Path) -> str | None:
-    """Why an entry in the folder of a class is no image, by a reason of `findings.REASONS`."""
+def _reason_to_skip(path: Path) -> str | None:
+    """Says why an entry in the folder of a class is not read, for example 'hidden', one of
+    `findings.REASONS`; None for an image."""
     suffix = path.suffix.lower()
     if path.name.startswith("."):
         return "hidden"
@@ -445,19 +454,17 @@ def _why_not(path: Path) -> str | None:
 def _table_rows(
     root: Path, table: str, part: Part | None = None, *, several: bool = False
 ) -> Pairs:
-    """The rows of a table, or those of its ``part``; ValueError for an image that has several rows
-    and may have one."""
+    """Reads the rows of a table with labels, or those of its ``part``. Raises ValueError for an
+    image with several rows, unless ``several``."""
     path = root / table
     if path.is_dir() and not several:
         raise ValueError(f"{path} is a folder: the files in it want metric=map_11_point")
     columns, parts = ("filepath", "label", *(["split"] if part else [])), get_args(Part)
     pairs: Pairs = []
     for line, (file, label, *split) in read_rows(path, columns, "table of labels"):
-        if not file or not label.strip():
-            raise ValueError(f"{line} has no filepath or no label: complete it")
-        if split and split[0].strip() not in parts:
-            splits = ", ".join(parts)
-            raise ValueError(f"{line} has the split {split[0]!r}: wanted one of {splits}")
+        if not file or not label.strip() or (split and split[0].strip() not in parts):
+            wants = "a filepath and a label" + f", and a split of {', '.join(parts)}" * bool(split)
+            raise ValueError(f"{line} is {[file, label, *split]}: wanted {wants}")
         if [word.strip() for word in split] in ([], [part]):
             pairs.append((below(root, file, line), label.strip()))
     times = Counter(image for image, _ in pairs)
@@ -472,7 +479,8 @@ def _table_rows(
 def _labelled(
     pairs: Pairs, names: Mapping[str, str], where: Path | str, several: bool
 ) -> LabelledImages:
-    """Images from their labels; one with several labels has a pair for each of them."""
+    """Makes images with labels of pairs (image, label). With ``several``, an image can be in
+    several pairs."""
     if not pairs and not several:
         raise ValueError(f"{where} has no images")
     column = {label: number for number, label in enumerate(names)}

@@ -1,7 +1,8 @@
-"""Items of compositional benchmarks in their published layouts.
+"""Reads the items of compositional benchmarks in their published layouts.
 
-An item has images and texts, and says which texts are true of which images. Nothing is downloaded;
-what a layout needs and where it comes from is in ``LAYOUTS``. See ``images`` for errors.
+An item has images and texts, and says which texts are true of which images. Nothing is downloaded:
+``LAYOUTS`` says which files a layout needs and where to get them. ``images`` says which errors are
+raised.
 """
 
 from __future__ import annotations
@@ -31,25 +32,28 @@ LayoutName = Literal[
 ]
 
 MAX_LINES_BYTES = 1 << 26
-"""Bytes that a file with an item per line may have."""
+"""The largest size of a file with an item per line."""
 
 CONFUSED = "confused"
-"""The part of ``pairs`` whose false captions are those of pictures that an encoder confuses."""
+"""The part of the layout 'pairs' in which a false caption is that of a picture that an encoder
+confuses with the image."""
 
 STRUCK = "struck.txt"
-"""File beside made pairs that names the items which a person has struck out."""
+"""A file beside pairs of ``make-pairs`` in which a person names items to leave out."""
 
 MAX_EDGE = 1 << 20
-"""Pixels that a box may lie from the corner of its picture."""
+"""The edges of a box are at most so many pixels from the corner of its picture."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """Images, texts, and ``truth[i][t]``: whether text t is true of image i.
+    """Images and texts, of which some texts are true of some images.
 
-    name: unlike that of any other item; part: the file that it is from; kind: its relation or its
-    attributes, where the data set has such; unit: items of equal unit belong together (they share
-    an image or show the same things).
+    name   unique among the items of the benchmark
+    truth  truth[i][t] is True if text t is true of image i
+    part   the file of the benchmark that the item is from, for example 'swap_obj'
+    kind   its relation or its attributes, if the data set has them, or else empty
+    unit   items with the same unit belong together: they share an image or show the same things
     """
 
     name: str
@@ -67,10 +71,12 @@ PAIR = ((True, False), (False, True))
 
 @dataclass(frozen=True)
 class ItemSet:
-    """Items of a benchmark whose images are there.
+    """The items of a benchmark that can be measured.
 
-    read: number of items of every part before any was left out; missing_images: number of images
-    that are not there; struck: number of items that a person has struck out.
+    items           the items whose images exist and that nobody has struck out
+    read            the number of items in the file of each part
+    missing_images  the number of images that do not exist
+    struck          the number of items that a person has struck out (`STRUCK`)
     """
 
     items: list[Item]
@@ -80,7 +86,7 @@ class ItemSet:
 
     @property
     def left_out(self) -> int:
-        """Number of items that were left out, without the struck ones."""
+        """The number of items that were left out because images are missing."""
         return sum(self.read.values()) - len(self.items) - self.struck
 
 
@@ -88,11 +94,15 @@ class ItemSet:
 class PublishedLayout:
     """How a data set is published.
 
-    files: part -> its file; sizes: part -> number of items in the published file, where known;
-    item: a record of a file -> its item; source: what is needed, from whom, under which terms;
-    captions, images: folders of the files and of the images; by_id: whether a file is an object of
-    ids, and not a list; numbered: part -> name of the image of a number, where items give numbers;
-    made: ``make-pairs`` writes it: it has some of the files, and maybe a list of struck items.
+    files             part -> its file
+    sizes             part -> the number of items in the published file, if known
+    item              makes an item of a record of a file
+    source            for messages: what is needed, where to get it, and under which terms
+    captions, images  the folders of the files and of the images
+    by_id             True if a file maps ids to records; False if it is a list of records
+    numbered          part -> pattern of the names of its images, if items have only their numbers
+    made              True if ``make-pairs`` writes it: then files may be missing, and a person may
+                      have struck out items
     """
 
     files: Mapping[str, str]
@@ -111,9 +121,13 @@ class PublishedLayout:
 
 @dataclass(frozen=True)
 class _Record:
-    """A record that others wrote, of a part of a benchmark; ``path`` is its file, ``key`` its
-    number or id there, ``folder`` that of the images, and ``num_texts`` the number of texts of the
-    record before it."""
+    """A record of a file, which strangers wrote, and what is needed to make an item of it.
+
+    key        its number or id in the file ``path``
+    value      its content
+    folder     the folder of the images
+    num_texts  the number of texts of the record before it; None for the first one
+    """
 
     path: Path
     key: str | int
@@ -125,31 +139,28 @@ class _Record:
 
     @property
     def where(self) -> str:
-        """Names the record in messages."""
+        """For example "data/swap_obj.json item '12'", for messages."""
         return f"{self.path} item {self.key!r}"
 
     def take(self, *names: str) -> list[Any]:
-        """The fields of these names; ValueError where one is missing."""
-        if not isinstance(self.value, dict):
+        """The values of these fields; ValueError if one is missing."""
+        missing = [n for n in names if not isinstance(self.value, dict) or n not in self.value]
+        if missing:
             raise ValueError(
-                f"{self.where} is {self.value!r:.80}, wanted an object with named fields"
-            )
-        if lacking := [name for name in names if name not in self.value]:
-            raise ValueError(
-                f"{self.where} has no field {lacking[0]!r}, it has "
-                f"{', '.join(map(repr, self.value))}: wanted {', '.join(names)}"
+                f"{self.where} has no field {missing[0]!r}, it is {self.value!r:.200}: wanted an "
+                f"object with {', '.join(names)}"
             )
         return [self.value[name] for name in names]
 
     def whole(self, what: str, value: Any) -> int:
-        """The value, which must be a whole number."""
+        """Returns a value that must be a whole number, or raises ValueError; ``what`` names it."""
         if type(value) is not int:
             raise ValueError(f"{self.where}: {what} is {value!r:.80}, wanted a whole number")
         return value
 
     def texts(self, value: Any, count: int | None = None) -> list[Any]:
-        """Returns ``value``, the candidates of an item, after a check that it is a list of
-        ``count`` texts (None: two or more); the first one is true."""
+        """Returns the candidates of an item, of which the first is true. Raises ValueError unless
+        they are a list of ``count`` texts (None: at least two)."""
         expected = "at least 2" if count is None else str(count)
         if not isinstance(value, list) or len(value) < 2 or len(value) != (count or len(value)):
             got = f"{len(value)} texts" if isinstance(value, list) else f"{value!r:.80}"
@@ -167,10 +178,10 @@ class _Record:
         unit: str = "",
         box: tuple[int, int, int, int] | None = None,
     ) -> Item:
-        """The item of this record, called by ``id`` or else its key. With one image the first
-        ``right`` texts are true of it; with two images text i is true of image i alone.
+        """Makes the item of this record. It is named ``id``, or by its key.
 
-        ValueError for what is no text, and for an image outside of the folder.
+        Of one image, the first ``right`` texts are true; of two images, text i is true of image i.
+        Raises ValueError for a value that is no text, and for an image outside of the folder.
         """
         name = str(self.key if id is None else id)
         where, pattern = f"{self.path} item {name!r}", self.layout.numbered.get(self.part, "")
@@ -197,8 +208,8 @@ def _sugarcrepe(record: _Record) -> Item:
 
 
 def _read_made_pair(record: _Record) -> Item:
-    """Reads a record like SugarCrepe's. The two items of a confused pair of pictures name the same
-    unit."""
+    """Reads a record as of SugarCrepe, which may have a ``unit``: two items of a pair of confused
+    pictures have the same."""
     return replace(_sugarcrepe(record), unit=str(record.value.get("unit", "")))
 
 
@@ -208,12 +219,12 @@ def _sugarcrepe_pp(record: _Record) -> Item:
 
 
 def _quadruple(record: _Record, key: str) -> Item:
-    """Two images and two captions, caption i true of image i, with an id under ``key``."""
+    """Reads a record with two images, two captions and an id in the field ``key``."""
     number, *images = record.take(key, "image_0", "image_1")
     texts = record.take("caption_0", "caption_1")
     for side, name in enumerate(images):
         if isinstance(name, str) and PurePosixPath(name).suffix.lower() not in SUFFIXES:
-            images[side] = f"{name}.png"  # Winoground's table gives ex_0_img_0 for ex_0_img_0.png
+            images[side] = f"{name}.png"  # Winoground has ex_0_img_0 for the file ex_0_img_0.png
     return record.item(images, texts, id=record.whole(key, number))
 
 
@@ -240,16 +251,11 @@ def _order(record: _Record) -> Item:
 
 
 def _whatsup(record: _Record) -> Item:
-    """An image of COCO or Visual Genome by its number, with a right and a wrong caption; or a
-    photograph of a set of four with four captions, named after OBJECT_RELATION_[of_]OBJECT."""
+    """Reads a record of What'sUp: the number of an image of COCO or Visual Genome, a right and a
+    wrong caption; or a photograph, named OBJECT_RELATION_[of_]OBJECT, and four captions."""
     if isinstance(record.value, list) and len(record.value) == 3:
         number, *texts = record.value
         return record.item([record.whole("the number of its image", number)], texts)
-    if not isinstance(record.value, dict):
-        raise ValueError(
-            f"{record.where} is {record.value!r:.80}, wanted an object with image_path and "
-            "caption_options, or a list of the number of an image and two captions"
-        )
     path, options = record.take("image_path", "caption_options")
     words = PurePosixPath(path).stem.split("_") if isinstance(path, str) else []
     if len(words) < 3:
@@ -373,13 +379,13 @@ def read_items(
     parts: Sequence[str] | None = None,
     leave_out: bool = False,
 ) -> ItemSet:
-    """The items of a benchmark below ``root``, in file order, part by part.
+    """Reads the items of a benchmark, part by part, in the order of the files.
 
-    ``captions``: folder of the layout's files, or the file itself where there is one; ``images``:
-    folder that the names of images start from; both from ``root``, default: as published.
-    ``parts``: these only. Where images are missing, FileNotFoundError, or with ``leave_out`` the
-    items that need them are left out. ValueError for a part of which nothing is left, and for an
-    image that leads by a link out of ``root``, and out of ``images`` where it is given.
+    ``captions`` is the folder of the layout's files, or its only file, and ``images`` the folder to
+    which names of images are relative, both below ``root``; ``parts`` are the parts to read. None
+    stands for the published layout. ``leave_out`` leaves out items whose images are missing, which
+    otherwise raise FileNotFoundError. Raises ValueError for a part of which
+    nothing is left, and for an image that leads, by a link, out of ``root`` and ``images``.
     """
     root, layout = Path(root), LAYOUTS[name]
     there = root / (layout.captions if captions is None else captions)
@@ -427,8 +433,9 @@ def read_items(
 
 
 def _read_struck(path: Path, names: set[str], not_read: set[str]) -> set[str]:
-    """The items that a file names, one per line (# begins a remark); those of the parts that are
-    ``not_read`` do not count. ValueError for a line that names no item."""
+    """Reads the names of struck items, one per line (# begins a comment); returns those in
+    ``names``. Raises ValueError for an unknown item, unless it is of a part that was ``not_read``.
+    """
     if not path.exists():
         return set()
     struck = set()
@@ -445,7 +452,7 @@ def _read_struck(path: Path, names: set[str], not_read: set[str]) -> set[str]:
 
 
 def _read_part(path: Path, layout: PublishedLayout, part: str, folder: Path) -> list[Item]:
-    """The items of a file; ValueError for an id given twice and for what is no text."""
+    """Reads the items of a part from its file; ValueError for wrong content or a repeated id."""
     if not path.is_file():
         raise FileNotFoundError(f"no {path}: {layout.source}")
     if path.suffix == ".jsonl":
@@ -471,8 +478,8 @@ def _read_part(path: Path, layout: PublishedLayout, part: str, folder: Path) -> 
 
 
 def _with_units(items: Sequence[Item], folder: Path) -> list[Item]:
-    """Items that share an image, directly or through others, get one unit: the name of one of
-    these images, from ``folder``. Those that have a unit already keep it."""
+    """Gives items without a unit one: items that share an image, directly or through other items,
+    get the same, the name of one of these images relative to ``folder``."""
     above: dict[Path, Path] = {}
 
     def top(path: Path) -> Path:

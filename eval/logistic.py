@@ -1,10 +1,9 @@
 """Multinomial logistic regression on unit features, by scikit-learn or by torch's L-BFGS.
 
 Both minimise the sum of cross-entropies + strength / 2 * |weights|^2, without a penalty on the
-bias, in float64, on features scaled to length sqrt(E). Their entries are then about 1, like those
-of an image tower's last norm, so that a strength has the same effect at any width. The bias absorbs
-any shift of the features, so subtracting their mean does not change the minimum; L-BFGS then needs
-far fewer steps.
+bias, in float64, on features scaled to length sqrt(E). The numbers in them are then about 1, so a
+strength has the same effect at any width E. Subtracting the mean of the features does not change
+the minimum, since the bias makes up for it; but L-BFGS then needs far fewer steps.
 """
 
 from __future__ import annotations
@@ -29,29 +28,30 @@ FloatRows = NDArray[np.float64]
 
 LARGE = 200_000
 MAX_ITERATIONS = 1000
-# Bound of the gradient of the mean loss, which shrinks with the number of classes K, since a class
-# has 1/K of the images. scikit-learn's default of 1e-4 is too coarse for hundreds of classes. Where
-# few features can be told apart without error, it fixes strengths below 0.1 loosely: the solvers'
-# accuracies then differ by an image or more.
+# Solvers stop when no entry of the mean loss's gradient is larger. The gradient shrinks with the
+# number of classes K, since a class has 1/K of the images, so scikit-learn's default of 1e-4 is too
+# coarse for hundreds of classes. If a few images can be classified without error and the strength
+# is below 0.1, even 1e-6 leaves the two solvers' accuracies an image or more apart.
 TOLERANCE = 1e-6
-ROWS = 4096  # rows whose float64 copies and logits are held at a time
+ROWS = 4096  # so many rows have float64 copies and logits at a time
 
 
 def choose_solver(num_rows: int) -> Solver:
-    """Returns scikit_learn, which copies all rows to float64, or for ``LARGE`` sets torch, which
-    copies them in blocks and also runs on a GPU."""
+    """Returns 'scikit_learn', which copies all rows to float64, or, from ``LARGE`` rows on,
+    'torch', which copies them in blocks and can run on a GPU."""
     return "torch" if num_rows >= LARGE else "scikit_learn"
 
 
 @dataclass(frozen=True)
 class Classifier:
-    """The largest entry of ``rows @ weight.T + bias`` is predicted.
+    """A trained classifier of unit rows: it predicts the class with the largest score, where the
+    scores are ``rows @ weight.T + bias``.
 
-    classes    [C] the labels that it was trained on, in order
-    weight     [C, E], of unit rows
+    classes    [C] the labels that it was trained on, in ascending order
+    weight     [C, E]
     bias       [C]
-    gradient   the largest entry of the mean loss's gradient where the solver stopped
-    converged  whether the solver reached the minimum
+    gradient   the largest entry of the mean loss's gradient when the solver stopped
+    converged  True if the solver reached the minimum
     """
 
     classes: IntArray
@@ -61,14 +61,14 @@ class Classifier:
     converged: bool
 
     def predict(self, rows: Features) -> IntArray:
-        """Labels [Q] of unit rows [Q, E]."""
+        """Predicts the labels [Q] of unit rows [Q, E]."""
         best = [scores.argmax(axis=1) for _, scores in self._scores(rows)]
         labels: IntArray = self.classes[np.concatenate(best)]
         return labels
 
     def ranks(self, rows: Features, labels: IntArray) -> IntArray:
-        """The rank [Q] of each row's label, from 1 on, with ties against the classifier; a class
-        that it was not trained on is behind all others."""
+        """The rank [Q], from 1 on, of each row's label among the scores, with ties against the
+        classifier. A label that it was not trained on comes after all classes."""
         ranks = []
         for part, scores in self._scores(rows):
             right = self.classes == labels[part, None]
@@ -77,14 +77,17 @@ class Classifier:
         return np.concatenate(ranks)
 
     def preferences(self, rows: Features) -> FloatRows:
-        """Scores [Q] of the second of two classes against the first, without the biases: these are
-        equal for all rows and would round away small differences."""
+        """The score of the second of two classes minus that of the first, [Q], without biases.
+
+        Biases are the same for all rows, so they do not change the order of the rows; adding them
+        could round away small differences.
+        """
         assert len(self.classes) == 2
         preferences: FloatRows = rows @ (self.weight[1] - self.weight[0])
         return preferences
 
     def _scores(self, rows: Features) -> Iterator[tuple[slice, FloatRows]]:
-        """Yields parts of the rows, in order, each with its scores [r, C]."""
+        """Yields slices of the rows, in order, each with its scores [r, C]."""
         for start in range(0, len(rows), ROWS):
             part = slice(start, start + ROWS)
             yield part, rows[part] @ self.weight.T + self.bias
@@ -101,7 +104,7 @@ def fit(
 ) -> Classifier:
     """Trains a classifier of unit rows ``train`` [N, E] with ``labels`` [N], in this process.
 
-    ``device`` is where torch computes.
+    ``strength`` is that of the L2 penalty; ``device`` is where torch computes.
     """
     classes, targets = np.unique(labels, return_inverse=True)
     problem = _Problem(train, targets, len(classes), strength, device)
@@ -114,8 +117,10 @@ def fit(
 
 
 class _Problem:
-    """The mean loss as a function of ``weight`` [C, E] and ``bias`` [C] of rows that are shifted
-    by their mean and scaled."""
+    """The mean loss as a function of ``weight`` [C, E] and ``bias`` [C], which solvers change.
+
+    These are for rows minus ``mean``, times ``length``.
+    """
 
     def __init__(
         self,
@@ -127,8 +132,8 @@ class _Problem:
     ) -> None:
         self.train, self.targets, self.strength = train, targets, strength
         self.length, self.mean = math.sqrt(train.shape[1]), train.mean(axis=0, dtype=np.float64)
-        # scikit-learn penalises the one row of weights that two classes need, which is the
-        # difference of the two here: half their squares' sum at the minimum.
+        # For two classes scikit-learn has one row of weights, the difference of the two rows here.
+        # At the minimum half its square is the sum of the squares of these two.
         self.penalty = strength / len(train) / (1 if num_classes == 2 else 2)
         tensors = (torch.from_numpy(array).to(device) for array in (train, targets))
         self.blocks = [*zip(*(torch.split(tensor, ROWS) for tensor in tensors), strict=True)]
@@ -152,21 +157,21 @@ class _Problem:
         return total
 
     def gradient(self) -> float:
-        """The largest entry of the gradient."""
+        """The largest absolute entry of the gradient of the mean loss."""
         self.loss()
         gradients = (self.weight.grad, self.bias.grad)
         return max(float(part.abs().max()) for part in gradients if part is not None)
 
 
 def _solve_by_torch(problem: _Problem, max_iterations: int) -> bool:
-    """Moves the problem to its minimum, and returns whether L-BFGS got there."""
+    """Minimises the problem's loss; returns True if L-BFGS reached the minimum."""
     optimizer = torch.optim.LBFGS(
         [problem.weight, problem.bias],
         max_iter=max_iterations,
         max_eval=15 * max_iterations,
         tolerance_grad=TOLERANCE,
         tolerance_change=0.0,
-        history_size=10,  # scikit-learn's
+        history_size=10,  # as in scikit-learn
         line_search_fn="strong_wolfe",
     )
     optimizer.step(problem.loss)  # type: ignore[no-untyped-call]
@@ -174,8 +179,8 @@ def _solve_by_torch(problem: _Problem, max_iterations: int) -> bool:
 
 
 def _solve_by_scikit_learn(problem: _Problem, max_iterations: int) -> bool:
-    """Moves the problem to its minimum, and returns whether the solver got there."""
-    # Imported here, since it takes half a second that other commands need not spend.
+    """Minimises the problem's loss; returns True if the solver reached the minimum."""
+    # Importing scikit-learn takes half a second, which other commands need not spend.
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
 
@@ -186,7 +191,7 @@ def _solve_by_scikit_learn(problem: _Problem, max_iterations: int) -> bool:
         warnings.simplefilter("always", ConvergenceWarning)
         model.fit(rows, problem.targets)
     weight, bias = model.coef_, model.intercept_
-    if len(weight) == 1:  # of two classes it keeps the second one's row alone
+    if len(weight) == 1:  # for two classes, scikit-learn has the difference of their rows
         weight, bias = (np.concatenate([-part, part]) / 2 for part in (weight, bias))
     with torch.no_grad():
         problem.weight.copy_(torch.from_numpy(weight))

@@ -1,9 +1,9 @@
-"""The outcome of every item of a benchmark. Figures are computed and encoders are compared from
-these. A figure's unit is percent of right answers, or nats of a loss.
+"""Stores the outcome of every item of a benchmark, such as 1 for a right answer, and compares two
+encoders by them.
 
-An Arrow file per encoder and benchmark holds the outcomes of all its metrics. It lies in
-``outcomes/`` beside results.jsonl. Its name is the digest of its bytes. The rows of results.jsonl
-hold this name, so a file that does not belong to its rows is noticed.
+An Arrow file per encoder and benchmark holds the outcomes of all metrics. It lies in ``outcomes/``
+beside results.jsonl and is named by the digest of its bytes. Rows of results.jsonl hold this name,
+so a file that does not belong to its rows is noticed.
 """
 
 from __future__ import annotations
@@ -31,16 +31,18 @@ FOLDER = "outcomes"
 
 @dataclass(frozen=True)
 class Outcomes:
-    """The outcomes of all items of one metric. The metric is the unweighted mean over strata of the
-    statistic of each stratum's values.
+    """The outcomes of all items of one metric.
+
+    Items form strata, such as classes. The metric is the unweighted mean over strata of the
+    ``statistic`` of each stratum's values.
 
     items      [n] names of the items, the same for every encoder on the same data
-    values     float32 [n] (others are converted): a share in [0, 1], such as 1 for a right answer;
-               a loss in nats; or a score that ranks items
-    strata     [n] names, such as classes; None: all items are one stratum
-    units      [n] names of resampling groups: items of one group, such as the captions of an image,
-               are drawn together; None: items are independent
-    truth      [n] whether an item is a positive; None for means
+    values     float32 [n] (other types are converted): a share in [0, 1], such as 1 for a right
+               answer; a loss in nats; or a score that ranks items
+    strata     [n] the name of each item's stratum; None: all items are one stratum
+    units      [n] the name of each item's unit. Items of a unit belong together, such as the
+               captions of an image, and are resampled together; None: each item is a unit
+    truth      bool [n] True for positive items, only for statistics of rankings
     statistic  of the values of a stratum, one of `STATISTICS`
     """
 
@@ -70,20 +72,20 @@ class Outcomes:
 
     @cached_property
     def stratum(self) -> IntArray:
-        """[n] numbers of the strata, from 0 on."""
+        """[n] the number, from 0 on, of each item's stratum."""
         return _numbers(self.strata, len(self), each=False)
 
     @cached_property
     def resampling_group(self) -> IntArray:
-        """[n] numbers of the resampling groups, from 0 on."""
+        """[n] the number, from 0 on, of each item's unit."""
         return _numbers(self.units, len(self), each=True)
 
     def value(self, weights: FloatArray | None = None) -> float:
-        """The metric; of shares it is a fraction. ``weights`` [n]: how often each item counts
-        (default: once).
+        """The metric, a fraction if values are shares; an item counts ``weights`` [n] times (None:
+        once).
 
-        A stratum whose statistic is not defined is left out: one without weight, or of rankings one
-        without a positive or without a negative item. NaN if no stratum is left.
+        A stratum without weight is left out. So is, for rankings, one without a positive or without
+        a negative item. NaN if no stratum is left.
         """
         weight = np.ones(len(self)) if weights is None else np.asarray(weights, dtype=np.float64)
         if not self.rule.is_ranking:
@@ -101,7 +103,7 @@ class Outcomes:
         return float(np.mean(defined)) if defined else math.nan
 
     def of_each_stratum(self) -> dict[str, Outcomes]:
-        """The outcomes of each stratum by its name, in order; none where there are no strata."""
+        """The outcomes of each stratum by its name, in order; empty if ``strata`` is None."""
         if self.strata is None:
             return {}
         parts = {}
@@ -114,7 +116,7 @@ class Outcomes:
 
     @cached_property
     def _rankings(self) -> list[tuple[IntArray, Ranking]]:
-        """The rows of every stratum, and their ranking."""
+        """For each stratum the numbers of its items, and their ranking."""
         assert self.truth is not None
         parts = self._rows_of_strata
         return [(rows, Ranking(self.values[rows], self.truth[rows])) for rows in parts]
@@ -126,9 +128,10 @@ class Outcomes:
 
 
 def join_outcomes(parts: Mapping[str, Outcomes]) -> Outcomes:
-    """The outcomes whose metric is the mean of the metrics of ``parts``.
+    """Joins the outcomes of several metrics to those of their mean; each part becomes a stratum.
 
-    An item or unit in several parts, such as an image with several questions, is one unit.
+    Items or units of the same name in several parts, such as an image with several questions,
+    become one unit.
     """
     return Outcomes(
         items=[f"{name}:{item}" for name, part in parts.items() for item in part.items],
@@ -139,6 +142,7 @@ def join_outcomes(parts: Mapping[str, Outcomes]) -> Outcomes:
 
 
 def _numbers(names: Sequence[str] | None, count: int, *, each: bool) -> IntArray:
+    """Gives equal names equal numbers, from 0 on. None: all are equal, or with ``each`` none."""
     if names is None:
         return np.arange(count) if each else np.zeros(count, dtype=np.int64)
     number_of = {name: number for number, name in enumerate(dict.fromkeys(names))}
@@ -151,7 +155,8 @@ _COLUMNS = ("items", "strata", "units")
 
 
 def encode(outcomes: Mapping[str, Outcomes]) -> tuple[str, bytes]:
-    """The name and the bytes of the file that holds the outcomes of every metric."""
+    """Returns the name and the bytes of the file that holds the outcomes of all metrics, which are
+    given by name."""
     tables = []
     for metric, of_metric in outcomes.items():
         texts = {
@@ -175,10 +180,10 @@ def encode(outcomes: Mapping[str, Outcomes]) -> tuple[str, bytes]:
 
 
 def read(path: Path) -> dict[str, Outcomes]:
-    """The outcomes of every metric in a file.
+    """Reads the outcomes of all metrics, by name, from a file.
 
-    Raises FileNotFoundError where it is missing and ValueError where its bytes are not those that
-    its name stands for.
+    Raises FileNotFoundError if it is missing, and ValueError if its bytes do not have the digest
+    that is its name.
     """
     advice = "evaluate again with 'mclclip eval --force'"
     if not path.is_file():
@@ -207,25 +212,25 @@ def read(path: Path) -> dict[str, Outcomes]:
 SEED = 20231017
 NUM_DRAWS = 10_000
 NUM_RANKING_DRAWS = 2_000
-"""Draws for losses, and for statistics of rankings, each of which costs a sort."""
+"""Number of draws for losses and for rankings, which take longer to compute than shares."""
 
 _PSEUDO_UNITS = 0.5
-"""Added to wins and to losses before a bootstrap; without them encoders that differ on no unit, or
-only for the better on a few, would get an interval of no width. Twice as many are added to ties."""
+"""So many invented units are added to wins and to losses before a bootstrap, and twice as many to
+ties. Otherwise encoders that differ on no unit would get an interval without width."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Encoder a minus encoder b, in fractions, or in nats where it is one of losses.
+    """The difference of two encoders, a minus b, in fractions, or in nats for losses.
 
-    value      difference of the metrics
-    low, high  95 % interval
-    p_value    of no difference, two-sided
-    test       how the p-value was computed
-    wins       units on which a is better; of rankings, which units cannot win alone, None
-    losses     units on which b is better; likewise
-    units      number of units
-    items      how many items more are right, a sum of shares; of rankings and losses None
+    value      the difference of the metrics
+    low, high  its 95 % interval
+    p_value    two-sided, of the hypothesis that there is no difference
+    test       how the p-value was computed, for example 'permutation'
+    wins       the number of units on which a is better; None for rankings
+    losses     the number of units on which b is better; None for rankings
+    units      the number of units
+    items      how many more items a has right (a sum of shares); None for rankings and losses
     """
 
     value: float
@@ -244,13 +249,12 @@ class NotTheSame(ValueError):
 
 
 def difference(a: Outcomes, b: Outcomes) -> Difference:
-    """The difference of two encoders on the same items; NotTheSame where items are not the same.
+    """The difference of two encoders on the same items; raises NotTheSame if items differ.
 
-    Shares (``mean``): the interval is a bootstrap over units, within strata where no unit is in two
-    of them; strata's sizes are kept. The test is McNemar's where wins and losses are all of one
-    size, else a permutation test that exchanges the encoders unit by unit. Losses likewise, of
-    which the smaller one wins, with a bootstrap over all units. Rankings: both are a bootstrap over
-    units.
+    For shares, the interval is a bootstrap over units, within strata if no unit is in two of them.
+    The test is McNemar's if all wins and losses are of one size, otherwise a permutation test that
+    exchanges the encoders unit by unit. For losses the test is the same, and the interval is a
+    bootstrap over all units. For rankings, interval and test are a bootstrap over units.
     """
     check_same_items(a, b)
     value, num_units = a.value() - b.value(), int(a.resampling_group.max()) + 1
@@ -279,34 +283,36 @@ def difference(a: Outcomes, b: Outcomes) -> Difference:
 
 
 def check_same_items(a: Outcomes, b: Outcomes) -> None:
-    """Raises NotTheSame where two encoders were not measured on the same items."""
+    """Raises NotTheSame if two encoders were not measured on the same items."""
+    names = ("items", "strata", "units")
+    differing = next((name for name in names if getattr(a, name) != getattr(b, name)), None)
     if a.statistic != b.statistic:
-        raise NotTheSame(f"one is measured by {a.statistic}, the other by {b.statistic}")
-    if len(a) != len(b):
-        raise NotTheSame(f"one has {len(a):,} items, the other {len(b):,}")
-    for name in ("items", "strata", "units"):
-        ours, theirs = getattr(a, name), getattr(b, name)
-        if ours != theirs:
-            pairs = zip(ours or [None] * len(a), theirs or [None] * len(b), strict=True)
-            row, pair = next((row, pair) for row, pair in enumerate(pairs) if pair[0] != pair[1])
-            raise NotTheSame(
-                f"their {name} differ, such as {pair[0]!r} and {pair[1]!r} in row {row}"
-            )
-    if a.truth is not None and b.truth is not None and not np.array_equal(a.truth, b.truth):
-        raise NotTheSame("they disagree about which items are positive")
+        reason = f"one is measured by {a.statistic}, the other by {b.statistic}"
+    elif len(a) != len(b):
+        reason = f"one has {len(a):,} items, the other {len(b):,}"
+    elif differing:
+        columns = (getattr(outcomes, differing) or [None] * len(a) for outcomes in (a, b))
+        pairs = enumerate(zip(*columns, strict=True))
+        row, (ours, theirs) = next((row, pair) for row, pair in pairs if pair[0] != pair[1])
+        reason = f"their {differing} differ, such as {ours!r} and {theirs!r} in row {row}"
+    elif a.truth is not None and b.truth is not None and (a.truth != b.truth).any():
+        reason = "they disagree about which items are positive"
+    else:
+        return
+    raise NotTheSame(reason)
 
 
 def mcnemar(wins: int, losses: int) -> float:
-    """Two-sided exact p-value of as many wins as losses, each as likely as the other."""
+    """The two-sided exact p-value of the hypothesis that wins and losses are equally likely."""
     from scipy.stats import binomtest
 
     return float(binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
 
 
 def sign_test(ranking: Outcomes, value: float) -> tuple[float, float, float]:
-    """The bounds of a 95 % interval and the p-value of a difference of rankings that is equal for
-    every draw of units, such as that of a perfect and a collapsed ranking. Every unit of the rarer
-    kind of item counts as a win."""
+    """Returns low and high of a 95 % interval, and the p-value, for a difference of rankings that
+    is the same in every draw of units, such as that of a perfect and a collapsed ranking. Each unit
+    of the kind, positive or negative, that has fewer units counts as a win."""
     count = _rarer_units(ranking)
     least = value * (2 * wilson_interval(count, count)[0] - 1)
     return min(least, value), max(least, value), mcnemar(count, 0)
@@ -320,20 +326,23 @@ def _rarer_units(ranking: Outcomes) -> int:
 
 
 def permutation(values: FloatArray) -> float:
-    """Two-sided p-value of a sum of differences [U] whose signs are equally likely to be turned."""
+    """The two-sided p-value of a sum of differences [U] if each sign could as well be the other."""
     rng, draws = np.random.default_rng(SEED), NUM_DRAWS
     sizes, counts = np.unique(np.abs(values[values != 0]).round(12), return_counts=True)
     sums = np.zeros(draws)
     for size, count in zip(sizes, counts, strict=True):
         sums += size * (2.0 * rng.binomial(count, 0.5, draws) - count)
-    # Sums in another order round differently; those that are equal count as reaching the observed.
+    # Sums in another order round differently: 1e-9 lets those that are equal count as reached.
     reached = np.count_nonzero(np.abs(sums) >= abs(float(values.sum())) - 1e-9 * sizes.sum())
     return (1 + int(reached)) / (1 + draws)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """P-values corrected for their number, in their order: the chance of one false alarm among all
-    stays below the level that a corrected p-value is compared with."""
+    """Corrects p-values for their number by Holm's method; returns them in the same order.
+
+    If corrected p-values are compared with a level, the probability of any false alarm among all of
+    them is at most this level.
+    """
     order = np.argsort(p_values, kind="stable")
     raised = np.asarray(p_values, dtype=np.float64)[order] * np.arange(len(order), 0, -1)
     corrected = np.empty(len(order))
@@ -342,9 +351,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def by_unit(a: Outcomes, b: Outcomes) -> tuple[FloatArray, FloatArray, IntArray]:
-    """Each unit's part of the difference [U], the largest possible part [U], its stratum [U].
+    """Returns each unit's part of the difference [U] a - b, the largest part that it could have
+    [U], and the number of its stratum [U].
 
-    All strata become one if a unit has items in two of them, or a stratum has one unit.
+    All units are in one stratum if a unit has items in two strata, or a stratum has a single unit.
     """
     counts = np.bincount(a.stratum)
     weight = 1.0 / (len(counts) * counts[a.stratum])
@@ -364,11 +374,11 @@ def by_unit(a: Outcomes, b: Outcomes) -> tuple[FloatArray, FloatArray, IntArray]
 def bootstrap_strata(
     values: FloatArray, largest: FloatArray, stratum: IntArray
 ) -> Iterator[tuple[int, FloatArray, FloatArray]]:
-    """Yields for each stratum the number of its units, the distinct rows of their ``values``
+    """Yields for each stratum the number of its units, the distinct rows among their ``values``
     [U, S], and how many units have each row.
 
-    A few invented units (``_PSEUDO_UNITS``) with the mean ``largest`` value [U], 0 and its negative
-    are added, so that no interval is empty; each stratum gets its share of them.
+    The rows include invented units (``_PSEUDO_UNITS``) with the mean of ``largest`` [U], 0, and the
+    negative of this mean; each stratum gets its share of them.
     """
     for number in range(int(stratum.max()) + 1):
         in_stratum = stratum == number
@@ -379,32 +389,34 @@ def bootstrap_strata(
         yield int(in_stratum.sum()), rows, np.concatenate([counts, pseudo])
 
 
-def widened(count: int) -> float:
-    """U / (U - 1), the factor from the variance of U drawn units to that of their population."""
+def variance_factor(count: int) -> float:
+    """U / (U - 1) for U = ``count`` units: the factor from the variance of the units that were
+    measured to an estimate of that of all units there could be."""
     return count / max(count - 1, 1)
 
 
 def _interval(values: FloatArray, largest: FloatArray, stratum: IntArray) -> tuple[float, float]:
-    """95 % bootstrap interval of the sum of ``values`` [U], drawn with replacement within strata.
+    """The 95 % bootstrap interval of the sum of ``values`` [U], drawn with replacement in strata.
 
-    Equal values are drawn together, and deviations from the mean are widened.
+    Equal values are drawn together, which is faster. Deviations from the mean are multiplied by the
+    square root of ``variance_factor``.
     """
     rng, total = np.random.default_rng(SEED), np.zeros(NUM_DRAWS)
     for count, rows, counts in bootstrap_strata(values[:, None], largest, stratum):
         sizes = rows[:, 0]
         drawn = rng.multinomial(count, counts / counts.sum(), size=NUM_DRAWS) @ sizes
         middle = count * float(counts @ sizes) / float(counts.sum())
-        total += middle + (drawn - middle) * np.sqrt(widened(count))
+        total += middle + (drawn - middle) * np.sqrt(variance_factor(count))
     low, high = np.quantile(total, [0.025, 0.975])
     return float(low), float(high)
 
 
 def ranking_interval(outcomes: Outcomes) -> tuple[float, float]:
-    """95 % interval of a statistic of rankings of one encoder: a seeded bootstrap over units.
+    """The 95 % interval of one encoder's statistic of rankings: a seeded bootstrap over units.
 
-    It is moved so that the middle of the draws is the statistic itself, because repeated items
-    raise a precision. If no ranking could be better or worse, all draws are equal; the interval is
-    then that of a share with as many trials as the rarer kind of item has units.
+    Repeated items raise a precision, so the draws are moved to have the statistic as their mean. If
+    all draws are equal, as for a perfect ranking, it is Wilson's interval of a share; the trials
+    are then the units of positive or of negative items, whichever are fewer.
     """
     value = outcomes.value()
     drawn = _draw_statistics(outcomes.resampling_group, outcomes.value)
@@ -418,16 +430,16 @@ def ranking_interval(outcomes: Outcomes) -> tuple[float, float]:
 def _draw_statistics(
     unit: IntArray, statistic: Callable[[FloatArray], float]
 ) -> NDArray[np.float64]:
-    """The statistic of every draw of units, with items weighted by how often their unit was drawn.
-    Draws in which it is not defined are left out."""
+    """Computes a statistic for each draw of units; it gets the weights [n] of the items, how often
+    their unit was drawn. Draws for which it is NaN are left out."""
     rng = np.random.default_rng(SEED)
-    weights = draws(rng, unit, NUM_RANKING_DRAWS)
+    weights = draw_units(rng, unit, NUM_RANKING_DRAWS)
     drawn: NDArray[np.float64] = np.array([statistic(of_items) for of_items in weights])
     return drawn[~np.isnan(drawn)]
 
 
-def draws(rng: np.random.Generator, unit: IntArray, number: int) -> Iterator[FloatArray]:
-    """How often each item [n] is drawn when its units are drawn with replacement, so many times."""
+def draw_units(rng: np.random.Generator, unit: IntArray, number: int) -> Iterator[FloatArray]:
+    """Draws units with replacement, ``number`` times; yields how often each item [n] is drawn."""
     units = int(unit.max()) + 1
     for _ in range(number):
         times = np.bincount(rng.integers(units, size=units), minlength=units)

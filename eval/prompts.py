@@ -1,7 +1,8 @@
-"""Class names and prompt templates for zero-shot classification: named choices, files, checks.
+"""Finds class names and prompt templates for zero-shot classification.
 
-A label is a class's name in folders or tables; a name is the one in prompts. This module imports
-torch only for CLIP's own names or templates, so that ``mclclip config`` stays quick.
+A label stands for a class in folders or tables ('n01440764'); a name stands for it in prompts
+('tench'). Torch is imported only for CLIP's names and templates, so that ``mclclip config`` stays
+quick.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mclclip.eval.images import CLASS_NAMES, class_names, class_shards, labels_of, readable
+from mclclip.eval.images import CLASS_NAMES, as_words, class_names, class_shards, labels_of
 from mclclip.eval.protocols import BenchmarkConfig
 from mclclip.util.files import needed, parse_json, read_json
 from mclclip.util.options import prefix_errors
@@ -22,8 +23,8 @@ from mclclip.util.options import prefix_errors
 IMAGENET = "imagenet1k"
 CLIP_BENCHMARK = "clip_benchmark:"
 TEMPLATES = ("simple", "bare", "clip_7", "clip_80")
-"""Templates by name: ``simple`` (a photo of a {}.), ``bare`` (the name alone), the seven that
-CLIP's authors recommend for ImageNet, and the eighty that they report with."""
+"""Names of templates: ``simple`` is 'a photo of a {}.', ``bare`` is '{}'; CLIP's authors recommend
+``clip_7`` for ImageNet, and report figures with ``clip_80``."""
 
 _WORDNET_ID = re.compile(r"\bn\d{8}\b")
 _NAMES, _PROMPTS = "en_classnames.json", "en_zeroshot_classification_templates.json"
@@ -36,29 +37,28 @@ Classes = str | Mapping[str, str] | None
 
 
 def find_names(labels: Sequence[str], classes: Classes, root: Path) -> dict[str, str]:
-    """Label -> name of every class that an image can be given, in a fixed order.
+    """Maps the label of every class that can be an answer to its name, in a fixed order.
 
     ``classes``:
-      - None: each label is its own name, underscores as spaces; of shards ``classnames.txt``.
+      - None: labels are names, with underscores as spaces; shards have ``classnames.txt``.
       - ``imagenet1k``: the names that CLIP's authors use (open_clip ships them).
       - ``clip_benchmark:DATASET``: the English names in clip-benchmark (needs the extra ``eval``).
-      - a file below ``root``: JSON (``.json``) with an object label -> name or a list of names;
-        else text with a line per class, ``LABEL<TAB>name`` or ``LABEL`` alone.
+      - a file below ``root``: a ``.json`` with an object label: name or a list of names; otherwise
+        text with a line per class, ``LABEL<TAB>name`` or ``LABEL``.
       - a mapping from labels to names, for suites.
 
-    With a mapping from labels to names the candidates are all its classes, also those without
-    images. With a list of names they are ``labels``, which get their names in one of three ways. If
-    the labels are WordNet ids, by their order among ImageNet's 1,000 sorted ids (some of the ids
-    are enough). If they are the numbers from 0 to the last name, by number. Otherwise by equal
-    words, never by the position of a folder.
+    A mapping may name classes without images; these can be answers too. A list of names is matched
+    to ``labels`` in one of three ways. WordNet ids get names by their order among ImageNet's 1,000
+    sorted ids, even if only some occur. The numbers from 0 to the last name get the name of this
+    number. Other labels get the name with the same words; a folder's position never counts.
 
-    Raises ValueError where a label has no name, or a name with a WordNet id in it (no caption says
-    "n01440764"), and FileNotFoundError for a missing file.
+    Raises ValueError for a label without a name and for a name that holds a WordNet id (no caption
+    says "n01440764"), and FileNotFoundError for a missing file.
     """
     if classes is None and class_shards(root) and (listed := class_names(root)):
         names = _match_names(labels, listed, CLASS_NAMES)
     elif classes is None:
-        names = {label: readable(label) for label in labels}
+        names = {label: as_words(label) for label in labels}
     elif not isinstance(classes, str):
         names = dict(classes)
     else:
@@ -81,7 +81,8 @@ def find_names(labels: Sequence[str], classes: Classes, root: Path) -> dict[str,
 
 
 def read_names(classes: str, root: Path) -> dict[str, str] | list[str]:
-    """Returns the names that ``classes`` stands for: a mapping by label, or a list."""
+    """Reads the names that ``classes`` stands for (``find_names``): a mapping by label, or a
+    list."""
     if classes == IMAGENET:
         from mclclip.models.clip import IMAGENET_NAMES
 
@@ -99,7 +100,7 @@ def read_names(classes: str, root: Path) -> dict[str, str] | list[str]:
         labels = Counter(label for label, _, _ in cells)
         if twice := [label for label, count in labels.items() if count > 1]:
             raise ValueError(f"{path} names the class {twice[0]!r} twice")
-        return {label: name.strip() if tab else readable(label) for label, tab, name in cells}
+        return {label: name.strip() if tab else as_words(label) for label, tab, name in cells}
     tree = read_json(path, unique_keys=True)
     names = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else [0]
     if not all(isinstance(name, str) for name in names):
@@ -109,13 +110,14 @@ def read_names(classes: str, root: Path) -> dict[str, str] | list[str]:
 
 
 def _lines(path: Path) -> list[str]:
-    """The lines of a text file that are not blank, stripped."""
+    """The lines of a text file without blank ones, stripped."""
     lines = path.read_text(encoding="utf-8-sig").splitlines()
     return [line.strip() for line in lines if line.strip()]
 
 
 def _match_names(labels: Sequence[str], names: Sequence[str], source: str) -> dict[str, str]:
-    """Label -> name, for the labels that have one in the list ``names`` (see ``find_names``)."""
+    """Maps labels to names of a list, as ``find_names`` says; labels without a name are left
+    out."""
     if all(map(_WORDNET_ID.fullmatch, labels)):
         ids = _imagenet_ids()
         if len(names) != len(ids):
@@ -148,7 +150,7 @@ def _words(text: str) -> str:
 
 @cache
 def _imagenet_ids() -> tuple[str, ...]:
-    """The WordNet ids of ImageNet-1k's classes, sorted, which is the order of its class numbers."""
+    """The WordNet ids of ImageNet-1k's classes, sorted, so in the order of its class numbers."""
     import mclclip.util.torchvision_fix  # noqa: F401
 
     # isort: split
@@ -161,19 +163,20 @@ def _imagenet_ids() -> tuple[str, ...]:
 
 
 def find_templates(templates: str | Sequence[str], root: Path) -> list[str]:
-    """Prompt templates with ``{}`` where the class name goes.
+    """Returns prompt templates, which have ``{}`` for the class name.
 
-    ``templates``: the templates themselves; a name of ``TEMPLATES``; ``clip_benchmark:DATASET``,
-    those that clip-benchmark ships for a data set (needs the extra ``eval``); or a file below
-    ``root``, text with one per line or JSON (``.json``) with a list. ValueError for anything else.
+    ``templates`` is a list of them; a name of ``TEMPLATES``; ``clip_benchmark:DATASET``, for those
+    of clip-benchmark for a data set (needs the extra ``eval``); or a file below ``root``, text with
+    a template per line or a ``.json`` with a list. Raises ValueError for anything else.
     """
     prompts = _find_templates(templates, root) if isinstance(templates, str) else [*templates]
-    if wrong := [template for template in prompts if str(template).count("{}") != 1]:
+    wrong = [template for template in prompts if str(template).count("{}") != 1]
+    if wrong or not prompts:
+        problem = f"the template {wrong[0]!r}" if wrong else "no template"
         raise ValueError(
-            f"template {wrong[0]!r} must have one {{}} for the class name, as 'a photo of a {{}}.'"
+            f"templates={templates!r} has {problem}: wanted some with one {{}} for the class name, "
+            "such as 'a photo of a {}.'"
         )
-    if not prompts:
-        raise ValueError(f"there are no templates in {templates!r}: give some, such as simple")
     return [str(template) for template in prompts]
 
 
@@ -210,7 +213,7 @@ def check(
     templates: str | Sequence[str] = "simple",
     **_: Any,
 ) -> None:
-    """Raises the errors of ``zeroshot.evaluate`` about names and templates; reads no image."""
+    """Raises those errors of ``zeroshot.evaluate`` that are about class names and templates."""
     find_names(labels_of(root, labels), classes, root)
     find_templates(templates, root)
 
@@ -218,7 +221,8 @@ def check(
 def check_suite(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
     """Calls ``check`` for all zero-shot benchmarks whose folders exist.
 
-    Unknown options and wrong types are left to ``verbs.eval.check``, which imports torch.
+    Unknown options and wrong types are ignored: ``verbs.eval.check``, which imports torch, refuses
+    them.
     """
     types: dict[str, Any] = {"labels": str, "classes": str | dict, "templates": str | list}
     for name, benchmark in benchmarks.items():
@@ -230,6 +234,10 @@ def check_suite(benchmarks: Mapping[str, BenchmarkConfig]) -> None:
 
 
 def _of_clip_benchmark(choice: str, file: str, what: str) -> list[str]:
+    """Reads from a file of clip-benchmark the entry for ``choice``, 'clip_benchmark:DATASET'.
+
+    ``what`` is 'class names' or 'templates', for the message of the ValueError.
+    """
     dataset = choice.removeprefix(CLIP_BENCHMARK)
     package = importlib.resources.files(
         needed("clip_benchmark", choice, "pip install 'mclclip[eval]'")

@@ -1,4 +1,4 @@
-"""Reads and writes results.jsonl (one row per figure, with count and interval); prints a table."""
+"""Reads and writes results.jsonl, with a row per figure, and formats it as a table."""
 
 from __future__ import annotations
 
@@ -20,25 +20,27 @@ from mclclip.eval.units import PERCENT, UNITS, Unit
 from mclclip.util.files import parse_json, printable, write_bytes
 
 WIDTH = 80
-"""Columns of a terminal that a table fits into."""
+"""A table is at most so many characters wide."""
 
 CHOOSE, REPORT = "choose", "report"
-"""The benchmarks of a fine-tuning: by the one the best encoder is chosen, and the other says how
-good it is."""
+"""The two benchmarks of a fine-tuning: the best encoder is chosen by the first, and the second says
+how good it is."""
 
 Column = tuple[str, Unit]
-"""Figures that can be compared: a metric, and its unit."""
+"""A column of a table: a metric and its unit."""
 
 Level = Literal["headline", "table", "detail"]
-"""How much a metric matters: encoders are compared by headlines; tables show details on request."""
+"""How important a metric is. Encoders are compared by headlines; tables show details on request."""
 
 
 @dataclass(frozen=True)
 class Measurement:
     """One figure of one benchmark, without the model's name.
 
-    value, ci_low, ci_high: in the unit of the outcomes; count: number of trials; protocol: how it
-    was measured, and its ``level``; outcomes: of every item.
+    value, ci_low, ci_high  the value and its 95 % interval, in the unit of the outcomes
+    count                   the number of trials
+    protocol                how it was measured, and its ``level``
+    outcomes                the outcome of every item
     """
 
     metric: str
@@ -52,7 +54,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Result:
-    """One row of results.jsonl; value, ci_low and ci_high (95 % interval) in its ``unit``."""
+    """One row of results.jsonl: a ``Measurement`` of a model on a benchmark."""
 
     model: str
     benchmark: str
@@ -65,19 +67,19 @@ class Result:
 
     @property
     def unit(self) -> Unit:
-        """The unit of value and interval; larger values of an unknown unit are better."""
+        """The unit of the value and its interval. Of an unknown unit, larger values are better."""
         name = str(self.protocol.get("unit", PERCENT.name))
         return PERCENT if name == "percent" else UNITS.get(name) or Unit(name, name)
 
     @property
     def column(self) -> Column:
-        """Its column of the table of its benchmark."""
+        """The column of the benchmark's table in which this row stands."""
         return self.metric, self.unit
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A published figure in percent, printed beside our own, and its source."""
+    """A published figure in percent, which tables show beside measured ones."""
 
     model: str
     benchmark: str
@@ -87,7 +89,7 @@ class Reference:
 
 
 def published(suite: Mapping[str, Any]) -> list[Reference]:
-    """The published figures that a suite's file names under ``references``."""
+    """Reads the published figures under ``references`` of a suite's file."""
     return [
         Reference(item["model"], item["benchmark"], metric, float(value), item["source"])
         for item in suite.get("references", [])
@@ -102,10 +104,10 @@ def figure(
     *,
     level: Level = "table",
 ) -> Measurement:
-    """The figure of a metric, from the outcomes of its items, in their unit.
+    """Computes the figure of a metric, in the unit of its outcomes.
 
-    The interval is Wilson's for the mean over strata, with items of a unit taken together; for
-    rankings it is a bootstrap, and for other means that of a mean.
+    The interval of shares is Wilson's for the mean over strata, corrected for items of the same
+    unit (``design_effect``). That of rankings is a bootstrap, and that of other means is of a mean.
     """
     settings = dict(protocol) | ({} if level == "table" else {"level": level})
     unit, values = measured.rule.unit, measured.values.astype(np.float64)
@@ -129,8 +131,11 @@ def figure(
 
 
 def record(path: Path, figures: Sequence[Measurement], model: str, benchmark: str) -> list[Result]:
-    """Writes the figures of one model on one benchmark into results.jsonl, and the outcomes of
-    their items beside it; returns the rows. Outcomes that no row names any more are removed."""
+    """Writes the figures of one model on one benchmark into the results.jsonl at ``path``, and the
+    outcomes of their items beside it; returns the rows.
+
+    Files of outcomes that no row names any more are removed.
+    """
     of_items = {f.metric: f.outcomes for f in figures if f.outcomes is not None}
     names = [field.name for field in fields(Measurement) if field.name != "outcomes"]
     rows = [Result(model, benchmark, **{n: getattr(f, n) for n in names}) for f in figures]
@@ -147,8 +152,8 @@ def record(path: Path, figures: Sequence[Measurement], model: str, benchmark: st
 
 
 def copy(rows: Sequence[Result], source: Path, target: Path) -> None:
-    """Adds ``rows`` of the results.jsonl ``source``, with the outcomes of their items, to another;
-    nothing is written where it has them."""
+    """Copies ``rows`` of the results.jsonl ``source``, with the outcomes of their items, to the one
+    at ``target``. Nothing is written if it has all of them already."""
     target_rows = read(target)
     if all(row in target_rows for row in rows):
         return
@@ -159,15 +164,15 @@ def copy(rows: Sequence[Result], source: Path, target: Path) -> None:
 
 
 def read(path: Path) -> list[Result]:
-    """The rows of a results.jsonl in order; an absent file has none.
+    """Reads the rows of a results.jsonl in order; a missing file has none.
 
-    Raises ValueError, naming the line, where a line is not a row.
+    Raises ValueError, which names the line, if a line is not a row.
     """
     if not Path(path).exists():
         return []
     names = {f.name for f in fields(Result)}
     rows = []
-    # Not splitlines: a metric's name may hold other characters that end a line.
+    # splitlines would also split at other characters, which a metric's name may hold.
     for number, line in enumerate(Path(path).read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
@@ -193,7 +198,7 @@ def _is_row(row: Mapping[str, Any]) -> bool:
         and isinstance(unit := row["protocol"].get("unit", ""), str)
         and unit.isprintable()
         and len(unit) <= 20
-        and all(  # a number can be shown as a float: JSON may have thousands of digits
+        and all(  # larger numbers, of which JSON may have thousands of digits, fit no float
             type(value) not in (int, float) or abs(value) < 1e300
             for value in (*row.values(), *row["protocol"].values())
         )
@@ -201,15 +206,11 @@ def _is_row(row: Mapping[str, Any]) -> bool:
 
 
 def write(path: Path, rows: Sequence[Result]) -> None:
-    """Adds rows to a results.jsonl, atomically.
+    """Adds rows to a results.jsonl, atomically; they replace rows of the same model and benchmark.
 
-    Earlier rows of the same (model, benchmark) are replaced, so a benchmark that runs again does
-    not appear twice. Only one process may call it at a time, which the run directory's lock
-    ensures. Raises ValueError where a value is not finite (JSON cannot hold it).
+    Only one process may call it at a time, which the run directory's lock ensures. Raises json's
+    ValueError if a value is not finite.
     """
-    for row in rows:
-        if not all(map(math.isfinite, (row.value, row.ci_low, row.ci_high))):
-            raise ValueError(f"{row.model} {row.benchmark} {row.metric} is {row.value}: not finite")
     renewed = {(row.model, row.benchmark) for row in rows}
     left = [row for row in read(path) if (row.model, row.benchmark) not in renewed]
     lines = [json.dumps(asdict(row), ensure_ascii=False, allow_nan=False) for row in left + [*rows]]
@@ -217,12 +218,15 @@ def write(path: Path, rows: Sequence[Result]) -> None:
 
 
 def trained_on(trained: int, judged: int) -> str:
-    """Says how many of a benchmark's images the run is trained on."""
+    """Says, for messages, how many of a benchmark's ``judged`` images the run is trained on."""
     return f"the run is trained on {trained:,} of its {judged:,} images"
 
 
-def unfit(benchmark: str, trained: int, judged: int, choice: str, again: str = "") -> ValueError:
-    """The error of a benchmark that decides ``choice`` while the run is trained on its images."""
+def unfit_benchmark(
+    benchmark: str, trained: int, judged: int, choice: str, again: str = ""
+) -> ValueError:
+    """The error for a benchmark by which ``choice``, for example 'the best encoder', is chosen
+    although the run is trained on its images."""
     return ValueError(
         f"benchmark {benchmark!r}: {trained_on(trained, judged)}, and {choice} is chosen by it: "
         f"give data that no training has read{again}"
@@ -230,17 +234,18 @@ def unfit(benchmark: str, trained: int, judged: int, choice: str, again: str = "
 
 
 def check_unseen(rows: Sequence[Result], benchmarks: Sequence[str], choice: str) -> None:
-    """Raises ValueError if rows of ``benchmarks``, which decide ``choice``, say that the run is
-    trained on their images."""
+    """Raises ValueError if, by their rows, the run is trained on images of ``benchmarks``, by which
+    ``choice`` is chosen."""
     for row in rows:
         if row.benchmark in benchmarks:
             if counts := _counts([row], "training_images", "judged_images"):
                 again = ", and evaluate with 'mclclip eval --force'"
-                raise unfit(row.benchmark, *counts[0], choice, again)
+                raise unfit_benchmark(row.benchmark, *counts[0], choice, again)
 
 
 def notes(rows: Sequence[Result]) -> list[str]:
-    """Notes below the table of one benchmark: items that were left out, images trained on."""
+    """The notes below a benchmark's table: how many items were left out, and on how many of its
+    images the run is trained."""
     left_out = [
         f"{out} of {out + measured} items are left out: not comparable with published figures"
         for out, measured in _counts(rows, "left_out_items", "num_items")
@@ -250,8 +255,8 @@ def notes(rows: Sequence[Result]) -> list[str]:
 
 
 def _counts(rows: Sequence[Result], part: str, other: str) -> list[tuple[int, int]]:
-    """The distinct pairs (protocol[part], protocol[other]) of rows, sorted, without those whose
-    first number is 0 and those that are no whole numbers."""
+    """The distinct pairs (protocol[part], protocol[other]) of rows, sorted, without pairs whose
+    first number is 0, or that are not whole numbers."""
     pairs = {(row.protocol.get(part), row.protocol.get(other)) for row in rows}
     return sorted((a, b) for a, b in pairs if a and type(a) is type(b) is int)
 
@@ -262,13 +267,13 @@ def table(
     *,
     details: bool = False,
 ) -> str:
-    """The results as text: a block per benchmark, rows are models, columns are metrics.
+    """Formats results as text: a table per benchmark, with a row per model and a column per metric.
 
-    Models and metrics are in the order of their first appearance, below the number of trials and
-    the chance (if the protocol gives it); published references come last, marked. A cell has its
-    95 % interval below it; the head of a column names its unit unless it is percent. Metrics of the
-    level ``detail`` are counted, and shown with ``details``. Columns beyond ``WIDTH`` continue in a
-    further block. The ``notes`` of a benchmark come below it.
+    Models and metrics are in the order in which they first appear. Above the models are the number
+    of trials and, if the protocol has it, the chance; published figures come last. Below a value
+    stands its 95 % interval, and below the head of a column its unit unless it is percent. Metrics
+    of the level ``detail`` are counted only, or shown with ``details``. Columns beyond ``WIDTH``
+    continue in another table. The ``notes`` of a benchmark follow.
     """
     blocks = []
     for benchmark in dict.fromkeys(row.benchmark for row in results):
@@ -295,12 +300,12 @@ def _block(benchmark: str, rows: Sequence[Result], published: Sequence[Reference
         name = f"{reference.model} [{reference.source}]"
         models.setdefault(name, {})[reference.metric, PERCENT] = reference
     above = ["trials", *(["chance"] if chances else [])]
-    names = [wrapped(printable(name), 40) for name in (benchmark, *above, *models)]
+    names = [wrap_name(printable(name), 40) for name in (benchmark, *above, *models)]
     columns = []
     for (metric, unit), counts in trials.items():
         cells = [row_of.get((metric, unit)) for row_of in models.values()]
         digits = unit.decimals(cell.value for cell in cells if cell)
-        head = wrapped(printable(short_name(metric)), 11) + unit.note
+        head = wrap_name(printable(short_name(metric)), 11) + unit.note
         texts = [head, "/".join(map(str, sorted(counts)))]
         if chances:
             own_chances = sorted(chances.get((metric, unit), ()))
@@ -316,7 +321,7 @@ def _block(benchmark: str, rows: Sequence[Result], published: Sequence[Reference
         lines = [*zip(names[1:], *(column[1:] for column in part), strict=True)]
         blocks.append(
             tabulate(
-                [line for line in lines if set(line[1:]) != {"-"}],  # no model without any of these
+                [line for line in lines if set(line[1:]) != {"-"}],  # without models that lack all
                 headers=[names[0], *(column[0] for column in part)],
                 disable_numparse=True,
                 colalign=("left", *["right"] * len(part)),
@@ -326,7 +331,8 @@ def _block(benchmark: str, rows: Sequence[Result], published: Sequence[Reference
 
 
 def _fitting(columns: Sequence[list[str]], width: int) -> Iterator[list[list[str]]]:
-    """Columns in parts that fit into ``width`` characters, two between columns."""
+    """Divides columns into parts that are at most ``width`` characters wide, with two between
+    columns."""
     part: list[list[str]] = []
     taken = 0
     for column in columns:
@@ -341,21 +347,21 @@ def _fitting(columns: Sequence[list[str]], width: int) -> Iterator[list[list[str
 
 
 def _width(cells: Sequence[str]) -> int:
-    """Characters that tabulate gives a column of a header and cells; a header has two to spare."""
+    """The width in characters that tabulate gives to a column, whose first cell is its header."""
     head, *rest = (max(map(len, cell.split("\n"))) for cell in cells)
     return max(head + 2, *rest)
 
 
 def short_name(metric: str) -> str:
-    """A metric as tables show it: ``image_to_text/R@1`` is ``i2t R@1``."""
+    """The short name of a metric for tables: 'i2t R@1' for 'image_to_text/R@1'."""
     for direction, short in (("image_to_text", "i2t"), ("text_to_image", "t2i")):
         metric = metric.replace(f"{direction}/", f"{short} ").replace(direction, short)
     return metric
 
 
-def wrapped(name: str, width: int) -> str:
-    """A name in lines of at most ``width`` characters, broken behind ``/``, ``_`` and spaces; a
-    longer word stays whole."""
+def wrap_name(name: str, width: int) -> str:
+    """Breaks a name behind '/', '_' and spaces into lines of at most ``width`` characters. A longer
+    word stays whole."""
     lines = [""]
     for word in re.findall(r"[^/_ ]*[/_ ]?", name):
         if lines[-1] and len(lines[-1]) + len(word.rstrip()) > width:

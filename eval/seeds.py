@@ -1,12 +1,11 @@
 """Compares two methods that were each trained with several seeds, on the same items.
 
-Both sides of a pair have the same seed, so effects of the seed on both (the order of the samples,
-a trained base) cancel. Items are the same for every seed, and training again adds no items, so
-items and seeds are crossed.
+Both methods of a pair have the same seed, so effects of the seed on both (the order of the samples,
+a trained base) cancel. Every seed is measured on the same items, so items and seeds are crossed.
 
 The variance of a mean difference has three parts (``Spread``), each with its degrees of freedom. An
-interval gives each part its own quantile (Howe, JASA 1974), so that having only two seeds does not
-widen the part that many items determine well.
+interval gives each part its own quantile (Howe, JASA 1974). So having only two seeds does not widen
+the part that many items determine well.
 """
 
 from __future__ import annotations
@@ -22,22 +21,23 @@ from mclclip.eval.metrics import FloatArray, IntArray
 from mclclip.eval.outcomes import Difference, Outcomes
 
 _FACTOR = 1 / float(chdtri(1, 0.85))
-"""How much larger the spread of two seeds may be than it looks: the observed square exceeds this
-part of the true one in 85 % of cases."""
+"""The factor by which the variance that two seeds show is increased: in 85 % of cases the true
+variance is smaller than the increased one."""
 
-_STEPS = 60  # of the bisection for a p-value
-_GROUPS = 500  # of units, of which a ranking is computed without each
+_STEPS = 60  # steps of the bisection for a p-value
+_GROUPS = 500  # the jackknife leaves out one of at most so many groups of units at a time
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The parts of the variance of a mean difference over ``num_seeds`` seeds and all units, as
-    numbers or as arrays of one shape.
+    """The parts of the variance of the mean difference over S seeds and U units, as numbers or as
+    arrays of one shape (two-way analysis of variance).
 
-    units         of the units' means over seeds, MS_a / (U S)
-    seeds         of the seeds' differences, MS_b / (U S)
-    rest          of what is left, MS_e / (U S), which is a part of both
-    unit_degrees  degrees of freedom of ``units``; ``seeds`` has S - 1
+    units         the part from how units differ in their mean over seeds, MS_a / (U S)
+    seeds         the part from how seeds differ, MS_b / (U S)
+    rest          the residual, MS_e / (U S), which both other parts contain
+    unit_degrees  the degrees of freedom of ``units``; ``seeds`` has S - 1
+    num_seeds     S
     """
 
     units: FloatArray | float
@@ -47,11 +47,12 @@ class Spread:
     num_seeds: int
 
     def half_width(self, alpha: FloatArray | float) -> FloatArray:
-        """Half the width of an interval of the level 1 - alpha.
+        """Half the width of an interval of level 1 - alpha.
 
-        From three seeds on it is sqrt(t_a^2 units + t_b^2 max(seeds - rest, 0)). Two seeds, a
-        single degree of freedom, cannot show that a spread is small: there the seeds' part is taken
-        ``_FACTOR`` times as large, and both with the quantile of a normal distribution.
+        From three seeds on it is sqrt(t_a^2 units + t_b^2 max(seeds - rest, 0)), with quantiles t_a
+        and t_b of Student's distribution. Two seeds, with a single degree of freedom, cannot show
+        that seeds differ little. So their part is taken ``_FACTOR`` times as large, and the
+        quantile is that of the normal distribution.
         """
         tail = np.asarray(alpha) / 2
         if self.num_seeds == 2:
@@ -62,7 +63,8 @@ class Spread:
         return np.asarray(np.sqrt(of_units + stdtrit(self.num_seeds - 1, tail) ** 2 * of_seeds))
 
     def p_values(self, values: FloatArray | float) -> FloatArray:
-        """The levels at which the half width is as large as the difference, by bisection."""
+        """The p-values of differences: the alpha at which ``half_width`` equals the difference. It
+        is found by bisection."""
         low, high = np.zeros(np.shape(values)), np.ones(np.shape(values))
         for _ in range(_STEPS):
             middle = (low + high) / 2
@@ -72,15 +74,16 @@ class Spread:
 
 
 def difference(pairs: Sequence[tuple[Outcomes, Outcomes]]) -> Difference:
-    """The difference of two methods, whose outcomes of every seed are a pair: the mean over seeds.
+    """The mean difference, over seeds, of two methods; ``pairs`` are their outcomes for each seed.
 
-    With one seed it is ``outcomes.difference``, which draws items alone. With more, ``Spread``
-    gives the interval and the p-value; the units' part has the invented units of
-    ``outcomes.bootstrap_strata``. Rankings are no sums over units, so jackknife pseudo-values take
-    the place of units' parts; if all of these are equal, as for a perfect and a collapsed ranking,
-    a sign test is used. ``wins``, ``losses`` and ``items`` are of the mean over seeds.
+    With one seed it is ``outcomes.difference``, which knows the variance over items only. With
+    more, ``Spread`` gives the interval and the p-value; its part ``units`` includes the invented
+    units of ``outcomes.bootstrap_strata``. Statistics of rankings are not sums over units, so each
+    unit gets a jackknife pseudo-value instead. If these are all equal, as for a perfect and a
+    collapsed ranking, a sign test is used. ``wins``, ``losses`` and ``items`` are those of the mean
+    over seeds.
 
-    Raises NotTheSame if items are not the same.
+    Raises NotTheSame if the items of two outcomes differ.
     """
     if len(pairs) == 1:
         return outcomes.difference(*pairs[0])
@@ -107,8 +110,8 @@ def difference(pairs: Sequence[tuple[Outcomes, Outcomes]]) -> Difference:
 
 
 Parts = tuple[FloatArray, FloatArray, IntArray]
-"""Each unit's part of the difference of every seed [U, S], the largest that it could have [U], and
-its stratum [U]."""
+"""Each unit's part of the difference for every seed [U, S], the largest part that it could have
+[U], and the number of its stratum [U]."""
 
 
 def _parts(pairs: Sequence[tuple[Outcomes, Outcomes]]) -> Parts:
@@ -122,8 +125,8 @@ def _parts(pairs: Sequence[tuple[Outcomes, Outcomes]]) -> Parts:
 
 
 def _pseudo_values(a: Outcomes, b: Outcomes) -> FloatArray:
-    """Jackknife pseudo-values of a difference of rankings over units, or over ``_GROUPS`` groups of
-    them, each divided by their number, so that they sum up to the difference."""
+    """Jackknife pseudo-values of a difference of rankings, one for each unit (or for each of
+    ``_GROUPS`` groups of units), divided by their number so that their sum is the difference."""
     units = int(a.resampling_group.max()) + 1
     number = min(units, _GROUPS)
     of_unit = np.random.default_rng(outcomes.SEED).permutation(units) % number
@@ -132,13 +135,13 @@ def _pseudo_values(a: Outcomes, b: Outcomes) -> FloatArray:
     for left_out_group in range(number):
         weights = (group != left_out_group).astype(np.float64)
         left_out[left_out_group] = a.value(weights) - b.value(weights)
-    left_out[np.isnan(left_out)] = whole  # a ranking without its only positive is not defined
+    left_out[np.isnan(left_out)] = whole  # NaN: the group that was left out has all positives
     return whole - (number - 1) / number * left_out
 
 
 def _spread(parts: Parts, *, invented: bool) -> Spread:
-    """The parts of the variance of the sum over units of the mean over seeds; units are drawn
-    within strata, which have ``invented`` units too or not."""
+    """The variance of the sum over units of the mean over seeds. Units are drawn within strata.
+    With ``invented``, strata get the invented units of ``outcomes.bootstrap_strata``."""
     values, _, stratum = parts
     num_seeds, strata = values.shape[1], np.unique(stratum)
     units = rest = 0.0
@@ -147,10 +150,15 @@ def _spread(parts: Parts, *, invented: bool) -> Spread:
     for count, rows, counts in outcomes.bootstrap_strata(*parts) if invented else ():
         means, chances = rows.mean(axis=1), counts / counts.sum()
         spread = float(chances @ (means - chances @ means) ** 2)
-        units += count * spread * outcomes.widened(count)
+        units += count * spread * outcomes.variance_factor(count)
     for part in (values[stratum == name] for name in strata):
         left = part - part.mean(axis=1, keepdims=True) - part.mean(axis=0) + part.mean()
-        rest += outcomes.widened(len(part)) * float((left**2).sum()) / (num_seeds - 1) / num_seeds
+        rest += (
+            outcomes.variance_factor(len(part))
+            * float((left**2).sum())
+            / (num_seeds - 1)
+            / num_seeds
+        )
     seeds = float(values.sum(axis=0).var(ddof=1)) / num_seeds
     degrees = max(len(values) - len(strata), 1)
     return Spread(units, seeds, rest, degrees, num_seeds)

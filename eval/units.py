@@ -1,4 +1,4 @@
-"""Units of figures, and the statistics by which outcomes of items become figures."""
+"""The units of figures, and the statistics that make a figure of the outcomes of items."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-_SIGNIFICANT, _MOST = 3, 8  # digits of the largest value; decimals at most
+_SIGNIFICANT, _MOST = 3, 8  # significant digits of the largest value; the most decimals
 
 
 @dataclass(frozen=True)
 class Unit:
     """The unit of a figure.
 
-    name              stands behind a value
-    difference        stands behind a difference of two
-    scale             by which the mean of outcomes (see ``Outcomes``) is multiplied
-    best              the figure of an encoder without a fault, in this unit
-    smaller_is_better whether it is a loss
+    name               is written behind a value, for example '%'
+    difference         is written behind a difference of two values, for example 'points'
+    scale              the factor from ``Outcomes.value()`` to a value in this unit, for example 100
+    best               the value of a perfect encoder, in this unit
+    smaller_is_better  True for losses
     """
 
     name: str
@@ -27,10 +27,10 @@ class Unit:
     smaller_is_better: bool = False
 
     def decimals(self, values: Iterable[float]) -> int:
-        """The number of digits behind the point for all ``values`` of a column.
+        """The number of decimals with which all ``values`` of a column are shown.
 
-        Percent gets 1 or 2. Other units get 3 significant digits of the largest value, or more if
-        different values would look equal.
+        Percent gets 1, or 2 for small values. Other units get 3 significant digits of the largest
+        value, and more if different values would look equal.
         """
         distinct = set(values)
         largest = max(map(abs, distinct), default=0.0)
@@ -45,12 +45,12 @@ class Unit:
 
     @property
     def note(self) -> str:
-        """The unit for the head of a column, on a line of its own; empty for percent."""
+        """The unit in a line below the head of a column, such as '(nats)'; empty for percent."""
         return "" if self == PERCENT else f"\n({self.name})"
 
     @property
     def sign(self) -> int:
-        """1 where a larger value is better, -1 where a smaller one is."""
+        """1 if larger values are better, -1 if smaller ones are."""
         return -1 if self.smaller_is_better else 1
 
 

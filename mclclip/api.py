@@ -6,8 +6,8 @@
     run.encoder().encode_image(["a.jpg"])      # numpy, unit rows
     run.report()                               # path of a page to look at
 
-The front door calls the verbs in their order and writes nothing but what they write, and the
-settings that it chose.
+``finetune`` calls the verbs in their order. Beside their artifacts it writes only the settings that
+it chooses.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field, fields
+from functools import cached_property, partial
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -50,29 +50,26 @@ __all__ = ["Encoder", "Run", "finetune", "load_model"]
 
 log = logging.getLogger("mclclip")
 HELD_OUT = 0.1
-"""Share of the pictures that each of the two held-out shares has."""
+"""Default share of the pictures for each of the two held-out shares."""
 SETTINGS = "settings.yaml"
-_MANY = 1_000_000  # pictures for which options are checked before it is known how many there are
+_MANY = 1_000_000  # number of pictures for early checks, if only reading all would count them
 _OF_TABLES = ("path_column", "caption_column", "delimiter", "allow_roots")
 
 
 class Run(opened.Run):
-    """A run directory: what ``finetune`` or ``mclclip run`` left there, opened by name.
+    """The results of a run directory, which ``finetune`` or ``mclclip run`` has written.
 
-        run = mclclip.Run.open("runs/mine")
-
-    Beside what ``opened.Run`` has: ``encoder``, ``recommended``, ``tuned``, ``verdict`` and
-    ``report``.
+    run = mclclip.Run.open("runs/mine")
     """
 
     def encoder(self, name: str | None = None, device: str = "cpu") -> Encoder:
-        """An encoder of the run by its name in ``results``.
+        """Loads an encoder of the run by its name in ``results``, such as 'stage_1'.
 
-        Without a name it is the one that the verdict recommends: the tuned one where it is better
-        than the base beyond chance, else the base, ``stage_0``, and the log says so and why.
-        ``run.encoder(run.tuned())`` is the tuned one whatever the verdict. Raises FileNotFoundError
-        where it was not exported, or the outcomes are not there that a verdict needs, and
-        ValueError for an unknown name.
+        Without a name it loads the one that the verdict recommends: the tuned one if it is better
+        than the base beyond chance, else the base, 'stage_0'; then a warning says why.
+        ``run.encoder(run.tuned())`` is the tuned one in any case. Raises FileNotFoundError if the
+        encoder was not exported or the outcomes for a verdict are missing, and ValueError for an
+        unknown name.
         """
         if name is None:
             name, tuned = self._judged.recommended, self._judged.tuned
@@ -85,19 +82,19 @@ class Run(opened.Run):
         return load_model(paths[name], device=device)
 
     def recommended(self) -> str:
-        """The name of the encoder that the verdict recommends (``encoder``)."""
+        """Returns the name of the encoder that the verdict recommends."""
         return self._judged.recommended
 
     def tuned(self) -> str:
-        """The name of the trained encoder that stands for the run, whether it is proven or not:
-        that with the highest mean of the share ``choose``'s main metrics (where there is no such
-        share, of all benchmarks'); a single model before a concat that is not better beyond chance.
-        ``stage_0`` where nothing was measured but it and controls."""
+        """Returns the name of the trained encoder that represents the run, better than the base or
+        not: the one with the highest mean of the main metrics of the share ``choose``, or of all
+        benchmarks without that share. A single model is preferred to a concat that is not better
+        beyond chance. It is 'stage_0' if only stage 0 and controls were measured."""
         return compare.tuned(self._rows()) or compare.BASE
 
     def verdict(self) -> list[str]:
-        """The verdict in sentences: what to use, what changed against the base and against the
-        ungrouped control, and how far to trust it."""
+        """Returns the verdict in sentences: which encoder to use, how it differs from the base and
+        from the ungrouped control, and how far to trust this."""
         return self._judged.sentences()
 
     @cached_property
@@ -108,13 +105,13 @@ class Run(opened.Run):
         return compare.read_runs([self.directory])
 
     def report(self) -> Page:
-        """Writes ``report.html``, one page of all that the run left; returns its path, which a
+        """Writes ``report.html``, a page with all results of the run; returns its path, which a
         notebook shows as the page."""
         return Page(report.run(str(self.directory)))
 
 
 class Page(PosixPath):
-    """The path of a page of HTML; as the result of a notebook's cell it is shown as the page."""
+    """The path of a page of HTML; a notebook shows the page if it is the result of a cell."""
 
     def _repr_html_(self) -> str:
         page = html.escape(self.read_text())
@@ -140,120 +137,175 @@ def finetune(
 
         run = mclclip.finetune("photos", captions="captions.csv", base="ViT-B-32@openai", out="run")
 
-    Packs ``images`` with their captions (see ``mclclip pack``, whose arguments such as
-    ``caption_column`` can be given too), holds out two shares of the pictures by a hash of their
-    bytes, chooses all settings (``out/finetune/settings.yaml``), trains, evaluates, and returns the
-    run. The same call goes on where it was stopped.
+    Packs ``images`` with their captions, holds out two shares of the pictures by a hash of their
+    bytes (one to choose the best encoder by, one to report on), chooses all settings
+    (``out/finetune/settings.yaml``), trains, evaluates, and returns the run. If it was stopped, the
+    same call goes on.
 
-    ``base``: NAME@TAG of open_clip, NAME@FILE of weights, NAME@random, a folder, or hf:FOLDER of a
-    CLIP or SigLIP of transformers. ``options``: settings in the place of chosen ones,
-    ``{"train.lr": 1e-5}`` or ``["train.lr=1e-5"]``. ``held_out``: the share of the pictures that
-    each of both shares gets. Raises ValueError and FileNotFoundError, one line, for
-    what is wrong, such as an ``out`` that was begun with other arguments; ``force`` moves aside
-    what does not fit and makes it again. Ctrl-C raises KeyboardInterrupt, as everywhere in Python,
-    once the training under way has saved; the same call then goes on.
+    ``captions``: a table; None if ``images`` has the captions too. ``base``: NAME@TAG of open_clip,
+    NAME@FILE of weights, NAME@random, a folder, or hf:FOLDER of a CLIP or SigLIP of transformers.
+    ``options``: settings that replace chosen ones, ``{"train.lr": 1e-5}`` or ``["train.lr=1e-5"]``.
+    ``held_out``: the size of each held-out share. ``packing``: arguments of ``mclclip pack``, such
+    as ``caption_column``.
+
+    Raises ValueError or FileNotFoundError for wrong arguments, such as an ``out`` that was begun
+    with others; ``force`` moves aside the artifacts that differ and makes them again. Ctrl-C raises
+    KeyboardInterrupt after a training has saved its state; the same call then goes on.
     """
     overrides = [*options]
     if isinstance(options, Mapping):
         overrides = [f"{name}={json.dumps(value)}" for name, value in options.items()]
     in_notebook = "ipykernel" in sys.modules and not log.handlers
-    if in_notebook or not log.hasHandlers():  # nobody else shows how far it is
+    if in_notebook or not log.hasHandlers():  # nothing else would show the progress
         runlog.setup(failures.number_of("RANK", 0))
-
-    def work(context: Context) -> None:
-        run(
-            context, Path(images), captions=captions, base=base, out=Path(out),
-            overrides=overrides, held_out=held_out, seed=seed, force=force, **packing,
-        )  # fmt: skip
-
+    table = None if captions is None else Path(captions)
+    tuning = FineTuning(
+        Path(images), base, Path(out), table, tuple(overrides), held_out, seed, force, packing
+    )
     with signals.save_on_interrupt():
-        process.run(_first(out, overrides), "finetune", work)
+        process.run(tuning.process_options(), "finetune", tuning.run)
     return Run.open(out)
 
 
-def run(
-    context: Context,
-    images: Path,
-    *,
-    captions: str | Path | None,
-    base: str,
-    out: Path,
-    overrides: Sequence[str],
-    held_out: float,
-    seed: int,
-    force: bool,
-    **packing: Any,
-) -> Run:
-    """``finetune`` in a process that has its place among the ranks and the lock of ``out``."""
-    folder = out / "finetune"
-    command = advice.words_of(
-        "finetune", images, *overrides, captions=captions, base=base, out=out, seed=seed,
-        held_out=held_out, **packing,
-    )  # fmt: skip
-    given = {name: value for name, _, value in (each.partition("=") for each in overrides)}
+@dataclass(frozen=True)
+class FineTuning:
+    """The arguments of ``finetune``; ``packing`` has those of ``pack`` by name."""
 
-    def settle() -> tuple[str, Remake]:
-        _check_held_out(held_out)
-        # As long as nothing was trained, what a mistaken call left is made again where it differs.
-        anew = Remake.UNFIT if force or not _has_trained(out) else Remake.NOTHING
-        columns = {n: packing[n] for n in _OF_TABLES if n in packing}
-        table = None if captions is None else Path(captions)
-        pictures = _table(images, table, command=command, **columns)
-        if anew is Remake.UNFIT:
-            count = _count(pictures) or _MANY
-            likely, _ = choices.choose(situation(round(count * (1 - 2 * held_out))), overrides)
-            method.check(likely, context, reads_benchmarks=False)
-            choices.check_base(base, fetch=True)
-        packed = pack.pack(
-            images, out / "data", captions=table, command=command, force=anew,
-            held_out={"choose": held_out, "report": held_out}, **packing,
+    images: Path
+    base: str
+    out: Path
+    captions: Path | None
+    overrides: Sequence[str]
+    held_out: float
+    seed: int
+    force: bool = False
+    packing: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, **flags: Any) -> FineTuning:
+        """Takes the flags of the verb; those that are no fields are arguments of ``pack``."""
+        names = {each.name for each in fields(cls)}
+        packing = {name: value for name, value in flags.items() if name not in names}
+        return cls(**{n: value for n, value in flags.items() if n in names}, packing=packing)
+
+    def process_options(self) -> Config:
+        """Returns the options of the process, which are needed before settings are chosen."""
+        top = [each for each in self.overrides if "." not in each.partition("=")[0]]
+        if run_dirs := [each for each in top if each.startswith("run_dir=")]:
+            raise ValueError(
+                f"got {run_dirs[0]}: the folder of the run is given as out, {self.out} here"
+            )
+        return configuration.from_tree({"run_dir": str(self.out)}, top)
+
+    def run(self, context: Context) -> None:
+        """Packs, chooses the settings and runs the method; the process has the lock of ``out``."""
+        settings, remake = collectives.on_main(partial(self._settle, context))
+        config = configuration.load(settings)
+        with process_group.num_threads(config.num_threads):
+            method.run(config, context, force=remake)
+
+    def dry_run(self, gpu_gib: float | None, samples: int | None) -> str:
+        """Returns the settings for a GPU of ``gpu_gib`` GiB, or None for this machine's CPUs.
+
+        ``samples``: the number of pictures; None counts them. Writes and downloads nothing.
+        """
+        self._check_held_out()
+        if samples is None:
+            names = {"captions": self.captions, "base": self.base, "out": self.out}
+            table = self._open_table(advice.words_of("finetune", self.images, **names))
+            samples = _count(table) or sum(1 for _ in table.rows(Findings()))
+        machine = Machine(memory_gib=gpu_gib, elsewhere=True)
+        situation = Situation(
+            self.base, self._count_training(samples), self.out / "data", self.out, machine,
+            len(os.sched_getaffinity(0)), seed=self.seed, pairs=self.out / choices.PAIRS,
         )  # fmt: skip
+        _, text = choices.choose(situation, self.overrides)
+        choices.check_base(self.base, fetch=False)
+        return text
 
-        def choose() -> tuple[int, str]:
-            _check_captioned(packed, images)
-            count = packed.counts["shares"]["train"]["samples"]
-            pairs = _make_pairs(out, force=anew)
-            return count, choices.choose(situation(count, pairs), overrides)[1]
+    def _settle(self, context: Context) -> tuple[str, Remake]:
+        """Packs the pictures and chooses the settings. Returns the settings' file, and how the
+        method treats what an earlier call left."""
+        self._check_held_out()
+        # Until something was trained, the results of a mistaken call are replaced.
+        replaces = self.force or not _has_trained(self.out)
+        remake = Remake.UNFIT if replaces else Remake.NOTHING
+        command = advice.words_of(
+            "finetune", self.images, *self.overrides, captions=self.captions, base=self.base,
+            out=self.out, seed=self.seed, held_out=self.held_out, **self.packing,
+        )  # fmt: skip
+        table = self._open_table(command)
+        if replaces:
+            count = self._count_training(_count(table) or _MANY)
+            likely, _ = choices.choose(self._situation(context, count), self.overrides)
+            method.check(likely, context, reads_benchmarks=False)
+            choices.check_base(self.base, fetch=True)
+        packed = pack.pack(
+            self.images, self.out / "data", captions=self.captions, command=command, force=remake,
+            held_out={"choose": self.held_out, "report": self.held_out}, **self.packing,
+        )  # fmt: skip
+        options = {name: value for name, _, value in (o.partition("=") for o in self.overrides)}
+        folder = self.out / "finetune"
+        choose = partial(self._choose, context, packed, remake)
+        make(Settings(self.base, self.seed, options), folder, (packed, choose), remake)
+        return str(folder / SETTINGS), remake
 
-        make(Settings(base, seed, given), folder, (packed, choose), anew)
-        return str(folder / SETTINGS), anew
+    def _choose(self, context: Context, packed: Manifest, remake: Remake) -> tuple[int, str]:
+        """Makes minimal pairs and chooses the settings; returns the number of training samples,
+        and the text of the settings. Raises ValueError if a share has no caption."""
+        shares = packed.counts["shares"]
+        if lacking := [name for name, share in shares.items() if not share["captions"]]:
+            raise ValueError(_describe_lack(f"{', '.join(lacking)} of {self.images}"))
+        pairs: Path | None = self.out / choices.PAIRS
+        try:
+            shards = self.out / "data" / "report"
+            make_pairs.run(shards, self.out / choices.PAIRS, captions="json:captions", force=remake)
+        except make_pairs.NoItems as error:
+            log.info("there will be no minimal pairs: %s", error)
+            pairs = None
+        count = shares["train"]["samples"]
+        return count, choices.choose(self._situation(context, count, pairs), self.overrides)[1]
 
-    def situation(count: int, pairs: Path | None = None) -> Situation:
+    def _situation(self, context: Context, count: int, pairs: Path | None = None) -> Situation:
         machine, half = choose_machine(context)
-        cores = process_group.count_cores()
-        return Situation(base, count, out / "data", out, machine, cores, half, seed, pairs)
+        data, cores = self.out / "data", process_group.count_cores()
+        return Situation(self.base, count, data, self.out, machine, cores, half, self.seed, pairs)
 
-    settings, anew = collectives.on_main(settle)
-    settled = configuration.load(settings)
-    with process_group.num_threads(settled.num_threads):
-        method.run(settled, context, force=anew)
-    return Run.open(out)
+    def _check_held_out(self) -> None:
+        if not 0 < self.held_out < 0.5:
+            raise ValueError(
+                f"held_out is {self.held_out:g}: wanted the share of the pictures that each of two "
+                "shares gets, above 0 and below 0.5"
+            )
+
+    def _count_training(self, num_pictures: int) -> int:
+        return round(num_pictures * (1 - 2 * self.held_out))
+
+    def _open_table(self, command: Sequence[str]) -> Table:
+        """Opens the pictures with their captions; ValueError if there is no column of captions."""
+        columns = {name: self.packing[name] for name in _OF_TABLES if name in self.packing}
+        columns["image_column"] = columns.pop("path_column", None)
+        table = open_table(self.images, self.captions, command=command, **columns)
+        if not table.caption_columns:
+            raise ValueError(
+                f"{table.path} has no column of captions, it has {', '.join(table.columns)}: a "
+                "CLIP is fine-tuned on pictures with captions; name the column with "
+                "--caption-column"
+            )
+        return table
 
 
-def _check_captioned(packed: Manifest, images: Path) -> None:
-    """Raises ValueError where a share of what was packed of ``images`` has no caption."""
-    shares = packed.counts["shares"]
-    if lacking := [name for name, share in shares.items() if not share["captions"]]:
-        raise ValueError(
-            f"{', '.join(lacking)} of {images} has no picture with a caption: give a table "
-            "by --captions, or a text beside each picture (a.jpg, a.txt)"
-        )
-
-
-def _make_pairs(out: Path, force: Remake) -> Path | None:
-    """Makes minimal pairs of the share ``report``; None where its captions fit no rule."""
-    shards, folder = out / "data" / "report", out / choices.PAIRS
-    try:
-        make_pairs.run(shards, folder, captions="json:captions", force=force)
-    except make_pairs.NoItems as error:
-        log.info("there will be no minimal pairs: %s", error)
-        return None
-    return folder
+def _describe_lack(what: str) -> str:
+    """Returns the message for pictures without captions."""
+    return (
+        f"{what} has no picture with a caption: give a table by --captions, or a text beside each "
+        "picture (a.jpg, a.txt)"
+    )
 
 
 @dataclass(frozen=True)
 class Settings(Step[tuple[Manifest, Callable[[], tuple[int, str]]]]):
-    """The settings that are chosen for what was packed; ``options`` are those that were given."""
+    """The settings that are chosen for the packed pictures; the user has set ``options``."""
 
     kind = "finetune"
     base: str
@@ -261,11 +313,12 @@ class Settings(Step[tuple[Manifest, Callable[[], tuple[int, str]]]]):
     options: Mapping[str, str]
 
     def reads(self, how: tuple[Manifest, Any]) -> dict[str, str]:
-        """Returns what was packed."""
+        """Returns the digest of the packed shards."""
         return {"shards": how[0].digest}
 
     def make(self, out: Artifact, how: tuple[Any, Callable[[], tuple[int, str]]]) -> Made:
-        """Chooses them, by a function that returns for how many samples, and their text."""
+        """Writes the settings. ``how`` ends with a function that returns the number of training
+        samples and the text of the settings."""
         count, text = how[1]()
         path = out.begin() / SETTINGS
         files.write_bytes(path, text.encode())
@@ -277,16 +330,16 @@ class Settings(Step[tuple[Manifest, Callable[[], tuple[int, str]]]]):
 
 
 def _has_trained(out: Path) -> bool:
-    """Returns whether a training of the run has finished, or has a checkpoint to go on from."""
+    """Returns True if a training of the run has finished or has saved a checkpoint."""
     folders = ("", "controls/*/")
     left = ("checkpoints/step_*", MANIFEST)
     return any(any(out.glob(f"{at}stage_*/train/{name}")) for at in folders for name in left)
 
 
 def _count(table: Table) -> int | None:
-    """How many pictures a table names; None where only reading them all would say it.
+    """Returns the number of pictures that a table names; None if only reading all would tell.
 
-    Raises ValueError where it names pictures and none has a caption.
+    Raises ValueError if it names pictures and none has a caption.
     """
     if table.holds_images:
         return table.count
@@ -294,76 +347,12 @@ def _count(table: Table) -> int | None:
     for row in table.rows(Findings()):
         captions[row.path] = captions.get(row.path, False) or any(map(str.strip, row.captions))
     if captions and not any(captions.values()):
-        raise ValueError(
-            f"{table.path} has no picture with a caption: give a table by --captions, or a text "
-            "beside each picture (a.jpg, a.txt)"
-        )
+        raise ValueError(_describe_lack(str(table.path)))
     return len(captions)
 
 
-def _check_held_out(share: float) -> None:
-    if not 0 < share < 0.5:
-        raise ValueError(
-            f"held_out is {share:g}: wanted the share of the pictures that each of two shares "
-            "gets, above 0 and below 0.5"
-        )
-
-
-def _table(
-    images: Path,
-    captions: Path | None,
-    *,
-    path_column: str | None = None,
-    caption_column: str | Sequence[str] | None = None,
-    delimiter: str | None = None,
-    allow_roots: Sequence[Path] = (),
-    command: Sequence[str] = (),
-) -> Table:
-    """The pictures with their captions. Raises ValueError where there are no captions."""
-    table = open_table(
-        images, captions, image_column=path_column, caption_column=caption_column,
-        delimiter=delimiter, allow_roots=allow_roots, command=command,
-    )  # fmt: skip
-    if not table.caption_columns:
-        raise ValueError(
-            f"{table.path} has no column of captions, it has {', '.join(table.columns)}: a CLIP is "
-            "fine-tuned on pictures with captions; name the column with --caption-column"
-        )
-    return table
-
-
-def dry_run(
-    images: Path,
-    *,
-    base: str,
-    gpu_gib: float | None,
-    samples: int | None,
-    captions: Path | None,
-    out: Path,
-    overrides: Sequence[str],
-    held_out: float,
-    seed: int,
-    **columns: Any,
-) -> str:
-    """The settings that ``run`` would choose on a GPU of so many GiB, or on this machine's
-    processors; writes and fetches nothing. ``samples`` None: they are counted."""
-    _check_held_out(held_out)
-    if samples is None:
-        command = advice.words_of("finetune", images, captions=captions, base=base, out=out)
-        table = _table(images, captions, command=command, **columns)
-        samples = _count(table) or sum(1 for _ in table.rows(Findings()))
-    machine = Machine(memory_gib=gpu_gib, elsewhere=True)
-    train, cores = round(samples * (1 - 2 * held_out)), len(os.sched_getaffinity(0))
-    at = Situation(
-        base, train, out / "data", out, machine, cores, seed=seed, pairs=out / choices.PAIRS
-    )
-    _, text = choices.choose(at, overrides)
-    choices.check_base(base, fetch=False)
-    return text
-
-
 def choose_machine(context: Context) -> tuple[Machine, str]:
-    """The ranks with the memory of a GPU of theirs, and the 16-bit format that it computes in."""
+    """Returns the machine of these ranks, and the 16-bit format that its GPUs compute in."""
     device, ranks = context.device, context.world_size
     if device.type == "cpu":
         return Machine(gpus_per_node=ranks), "bf16"
@@ -372,38 +361,37 @@ def choose_machine(context: Context) -> tuple[Machine, str]:
     return Machine(gpus_per_node=ranks, memory_gib=memory_gib), half
 
 
-def run_verb(args: Mapping[str, Any]) -> None:
-    """The verb ``finetune`` of the command line."""
-    given = dict(args)
-    ahead = {name: given.pop(name) for name in ("gpu_gib", "samples")}
-    for name, value in ahead.items():
+def run_verb(flags: Mapping[str, Any]) -> None:
+    """Runs the verb ``finetune`` of the command line by its flags."""
+    flags = dict(flags)
+    is_dry = flags.pop("dry_run")
+    limits = {name: flags.pop(name) for name in ("gpu_gib", "samples")}
+    for name, value in limits.items():
+        flag = f"--{name.replace('_', '-')}"
         if value is not None and not 0 < value < float("inf"):
-            raise ValueError(f"--{name.replace('_', '-')} is {value:g}: wanted more than 0")
-    if given.pop("dry_run"):
-        asked = {name: value for name, value in given.items() if name != "force"}
-        print(dry_run(**asked, **ahead), end="")
+            raise ValueError(f"{flag} is {value:g}: wanted more than 0")
+        if value is not None and not is_dry:
+            raise ValueError(f"{flag} is for --dry-run: add that, or leave it out")
+    tuning = FineTuning.of(**flags)
+    if is_dry:
+        print(tuning.dry_run(**limits), end="")
         return
-    if named := [f"--{n.replace('_', '-')}" for n, value in ahead.items() if value is not None]:
-        raise ValueError(f"{named[0]} is for --dry-run: add that, or leave it out")
 
     def work(context: Context) -> None:
-        done = run(context, **given)
+        tuning.run(context)
         if context.is_main:
-            page = done.report()  # before the table: standard output may end at any line
-            print(results.table(done.result_rows))
-            print("", *done.verdict(), sep="\n")
-            exports, chosen = done.exports(), done.recommended()
-            print(f"Recommended: {exports[chosen]}")
-            if (tuned := done.tuned()) != chosen:
-                print(f"Tuned, not recommended: {exports[tuned]}")
-            print(f"Report, to open in a browser: {page}")
+            _print_results(Run.open(tuning.out))
 
-    process.run(_first(given["out"], given["overrides"]), "finetune", work)
+    process.run(tuning.process_options(), "finetune", work)
 
 
-def _first(out: str | Path, overrides: Sequence[str]) -> Config:
-    """The options of the process that are known before the settings are chosen."""
-    top = [each for each in overrides if "." not in each.partition("=")[0]]
-    if moved := [each for each in top if each.startswith("run_dir=")]:
-        raise ValueError(f"got {moved[0]}: the folder of the run is given as out, {out} here")
-    return configuration.from_tree({"run_dir": str(out)}, top)
+def _print_results(run: Run) -> None:
+    """Writes the report, and prints the table, the verdict and the paths of encoders and report."""
+    page = run.report()  # first, since whoever reads the output may close it after any line
+    print(results.table(run.result_rows))
+    print("", *run.verdict(), sep="\n")
+    exports, recommended = run.exports(), run.recommended()
+    print(f"Recommended: {exports[recommended]}")
+    if (tuned := run.tuned()) != recommended:
+        print(f"Tuned, not recommended: {exports[tuned]}")
+    print(f"Report, to open in a browser: {page}")

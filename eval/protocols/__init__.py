@@ -1,7 +1,7 @@
-"""Protocols by which encoders are measured: the name of a module is the ``kind`` of a benchmark.
+"""The protocols by which encoders are measured, and the options of a run's benchmarks.
 
-A module declares ``EVALUATOR``, which is all that a protocol needs. The options of a run's
-benchmarks are here too. This module imports no torch.
+A benchmark's ``kind`` is the name of a module here. To add a protocol, add a module that declares
+``EVALUATOR``. This file imports no torch.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ if TYPE_CHECKING:
     from mclclip.eval.results import Measurement
 
 KINDS = shipped.plugins("eval/protocols")
-"""Kinds of benchmarks: the names of the modules beside this one."""
+"""The kinds of benchmarks: the names of the modules in this folder."""
 
 
 @dataclass(frozen=True)
 class Evaluator:
     """How one kind of benchmark is measured.
 
-    evaluate     ``evaluate(extractor, root, *, options...)`` -> figures. Its keyword options, with
-                 their types and defaults, are the options of a benchmark, and are checked by them
-    needs        what a folder must hold, for messages; perhaps as a function of the options
-    reads_text   whether images are compared with texts, which an image encoder alone cannot do
-    is_loss      whether smaller figures are better
-    files        options of ``evaluate`` whose values are paths inside of the benchmark's folder
-    check        ``check(root, **options)`` raises, before a run, the errors that can be found
-                 without reading every sample
-    judged       the folder of the images that are measured, if others are there to learn from
+    evaluate     ``evaluate(extractor, root, *, options...)`` returns figures. Its keyword
+                 parameters, with their types and defaults, are the options of a benchmark
+    needs        what the benchmark's folder must hold, for messages; or a function that returns
+                 this for the options
+    reads_text   True if images are compared with texts, so that it needs a text tower
+    is_loss      True if smaller figures are better
+    files        the options whose values are paths in the benchmark's folder
+    check        ``check(root, **options)`` raises, before a run, those errors that show without
+                 reading every sample
+    judged       the sub-folder of the images that are measured; empty: all images are
     """
 
     evaluate: Callable[..., list[Measurement]]
@@ -53,7 +54,7 @@ class Evaluator:
 
     @cached_property
     def options(self) -> type[BaseModel]:
-        """The options with their types, as a model that checks them."""
+        """A pydantic model that checks the options of ``evaluate`` by their types."""
         hints = typing.get_type_hints(self.evaluate, include_extras=True)
         fields: dict[str, Any] = {
             name: (hints[name], ... if parameter.default is parameter.empty else parameter.default)
@@ -94,13 +95,14 @@ class BenchmarkConfig:
 
 @checked_dataclass(frozen=True, config=STRICT)
 class EvalConfig:
-    """Benchmarks that the encoders are measured on."""
+    """The benchmarks on which the encoders are measured."""
 
     suite: dict[str, BenchmarkConfig] = field(default_factory=dict)
     """Benchmarks by name."""
     encoders: list[str] | None = None
-    """Encoders that a run measures beside stage_0, such as concat_raw, and those of the same names
-    of its controls (null: all that it makes). ``mclclip eval`` measures others later."""
+    """Encoders that a run measures in addition to stage_0, such as concat_raw (null: all that it
+    makes). Those of its controls with these names are measured too. ``mclclip eval`` can measure
+    others later."""
     batch_size: PositiveInt = 256
     """Images or texts per forward."""
     precision: Literal["fp32", "bf16"] = "fp32"

@@ -1,4 +1,4 @@
-"""Predicts every attribute of a data set in shards from frozen features, by a linear classifier or
+"""Predicts every attribute of the images in shards from frozen features, by a linear classifier or
 by the nearest neighbours.
 
 Source: MCL, section 5.3, and IFM, section 4: a classifier per attribute on the frozen encoder,
@@ -34,20 +34,20 @@ Names = Annotated[list[str], Field(min_length=1), AfterValidator(fields.check_na
 def read_split(
     directory: Path, names: Sequence[str]
 ) -> tuple[list[StoredImage], dict[str, list[str]]]:
-    """The images of ``directory/*.tar``, and each attribute's values [N] as text.
+    """Reads the images of ``directory/*.tar``, and the values [N] of each attribute as text.
 
-    FileNotFoundError where there is none; ValueError for samples without a value of one of the
-    attributes, or for shards with damage.
+    Raises FileNotFoundError if there is no shard, and ValueError for a damaged shard or a sample
+    without one of the attributes.
     """
     images, table = read_shards(directory, attributes=names)
     return images, {name: table[fields.ATTRIBUTE + name].to_pylist() for name in names}
 
 
 def encode(train: Sequence[str], test: Sequence[str], name: str) -> tuple[IntArray, IntArray, int]:
-    """Labels [N] of train and [Q] of test (places among train's sorted values), and their number.
+    """Numbers the values of the attribute ``name``: returns labels [N] of train and [Q] of test,
+    and the number of different values in train.
 
-    ValueError for a value that only test has, which no classifier could answer, and where train
-    has one value only.
+    Raises ValueError if train has a single value, or if test has a value that train lacks.
     """
     codes = {value: code for code, value in enumerate(sorted(set(train)))}
     if len(codes) < 2:
@@ -65,8 +65,8 @@ def encode(train: Sequence[str], test: Sequence[str], name: str) -> tuple[IntArr
 
 
 def check(root: Path, *, attributes: Names, probe: Probe = "linear", **_: Any) -> None:
-    """Raises the errors of ``read_split`` that the first shard of each part shows, and ValueError
-    where faiss is wanted and not installed."""
+    """Raises those errors of ``read_split`` that show in the first shard of each part, and
+    ValueError if faiss is needed but missing."""
     if probe == "knn":
         knn.check(root)
     for part in ("train", "test"):
@@ -86,15 +86,19 @@ def evaluate(
     k: PositiveInt = 10,
     max_train: PositiveInt | None = None,
 ) -> list[Measurement]:
-    """Accuracy in percent of every attribute, as a metric of its name, on the shards ``root/test``
-    with a classifier trained on ``root/train``; ``mean`` is over attributes.
+    """Accuracy in percent of every attribute, as a metric of its name, and their ``mean``.
 
-    ``attributes``: their names in the shards' ``.json``. ``probe``: ``linear``, with the L2
-    ``strength`` (None: chosen on ``validation_share`` of train), or ``knn``, the majority of the
-    ``k`` nearest. ``seed`` draws the part to validate on; ``max_iterations`` limits the solver.
-    ``max_train``: only the first so many train images are used. Features are extracted once for all
-    attributes. Figures do not depend on the number of ranks. Raises the errors of ``read_split``
-    and ``encode``.
+    Classifiers are trained on the shards ``root/train`` and measured on ``root/test``.
+
+    attributes        the names of the attributes, fields of the samples' .json
+    probe             'linear', or 'knn', the majority of the ``k`` nearest train images
+    strength          the L2 strength of 'linear'; None: chosen on ``validation_share`` of train
+    seed              draws the images to validate on
+    max_iterations    limits the solver of 'linear'
+    max_train         only the first so many train images are used; None: all
+
+    Figures do not depend on the number of ranks. Raises the errors of ``read_split`` and
+    ``encode``.
     """
     (train_images, train_values), (test_images, test_values) = raise_on_every_rank(
         lambda: [read_split(Path(root) / part, attributes) for part in ("train", "test")]
@@ -123,7 +127,7 @@ def evaluate(
             protocol |= {"name": "attributes_linear", **settings}
         right = Outcomes(items, predicted == truth)
         figures.append(figure(name, right, protocol, level="headline"))
-    if len(figures) > 1:  # the mean over attributes; all answers to an image are one unit
+    if len(figures) > 1:  # add the mean over attributes; all answers for an image are one unit
         protocol = figures[0].protocol | {"of": [*attributes], "trials": "answers"}
         protocol.pop("num_classes")
         parts = {f.metric: f.outcomes for f in figures if f.outcomes is not None}

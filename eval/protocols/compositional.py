@@ -1,30 +1,31 @@
-"""Compositional benchmarks: which of several near texts are true of which of several near images.
+"""Compositional benchmarks: which of several similar texts are true of which of several similar
+images.
 
-Sources, with the rule of the published code:
+Sources, with the rule of the published code. "Strict" means that a tie counts as wrong:
 
 - SugarCrepe (Hsieh et al., NeurIPS 2023): the image prefers its caption to a false one. Strict.
-- Pairs that ``mclclip make-pairs`` has written: the same, a part per rule; the main figure is that
-  of all items together.
-- SugarCrepe++ (Dumpala et al., NeurIPS 2024): the image prefers both of two captions to a false
-  one (ITT); among the three texts alone, the two captions are nearer to each other than each is to
-  the false one (TOT). Strict.
+- Pairs that ``mclclip make-pairs`` has written: the same, with a part per rule; the main figure is
+  that of all items together.
+- SugarCrepe++ (Dumpala et al., NeurIPS 2024): the image prefers each of two true captions to a
+  false one (ITT); and, without the image, the two true captions are more similar to each other than
+  each is to the false one (TOT). Strict.
 - Winoground (Thrush et al., CVPR 2022) and NaturalBench-Retrieval (Li et al., NeurIPS 2024): of two
   images and two captions, each image picks its caption (text), each caption picks its image
   (image), or both (group). Strict.
-- ARO (Yuksekgonul et al., ICLR 2023): of the crop around two things, a caption against the same
-  with relation or attributes exchanged, as the mean over relations that are not symmetric, or over
-  pairs of attributes with at least 25 items. An argmax with the false caption first, so strict.
-  COCO-Order and Flickr30k-Order: a caption against four of its words in other orders. An argmax
-  with the true caption first, so that ties are right.
-- What'sUp (Kamath et al., EMNLP 2023): a caption against those with other prepositions; photographs
-  of two things also as pairs (left and right) and sets (all four), which are right where every
-  photograph is. An argmax with the true caption first, so that ties are right. Two of its
-  photographs are exchanged (pillow and chair, left and right).
+- ARO (Yuksekgonul et al., ICLR 2023): the part of an image around two things prefers its caption to
+  one with the relation or the attributes exchanged. The figure is the mean over relations that are
+  not symmetric, or over pairs of attributes with at least 25 items. The code takes the argmax with
+  the false caption first, so it is strict. COCO-Order and Flickr30k-Order: a caption against four
+  with its words in another order. The argmax has the true caption first, so ties are right.
+- What'sUp (Kamath et al., EMNLP 2023): a caption against those with other prepositions. Photographs
+  of two things also form pairs (left and right) and sets (all four), which are right if every
+  photograph is. The argmax has the true caption first, so ties are right. In the published data
+  two photographs are exchanged (pillow and chair, left and right).
 
-Here a tie between a right and a wrong answer counts as wrong everywhere, so that an encoder which
-returns a constant scores 0. Where the published rule gives ties to the model, that figure stands
-beside it as ``NAME_official``. clip-benchmark takes an argmax with the true caption first for
-SugarCrepe, so that its figures count ties as right too.
+Here a tie between a right and a wrong answer always counts as wrong, so an encoder that returns a
+constant scores 0. If ties are right by the published rule, a second figure, ``NAME_official``,
+follows it. clip-benchmark takes the argmax with the true caption first for SugarCrepe, so ties are
+right in its figures.
 """
 
 from __future__ import annotations
@@ -51,17 +52,17 @@ from mclclip.ranks.collectives import raise_on_every_rank
 log = logging.getLogger("mclclip")
 
 Side = Literal["text", "image", "group", "texts"]
-"""The decisions of an item that count: images pick texts, texts pick images, both, or texts pick
-texts."""
+"""Which decisions of an item count: images pick texts ('text'), texts pick images ('image'), both
+('group'), or texts pick texts ('texts')."""
 
 CHUNK_NUMBERS = 1 << 23
-"""Numbers of features that are compared at a time."""
+"""Items are compared in chunks whose features have at most so many numbers."""
 
 SMALLEST_KIND = 25
-"""Items that a pair of attributes must have to be a part of ARO's mean."""
+"""ARO's mean is over pairs of attributes with at least so many items."""
 
 PAIRS = (("left", "right"), ("on", "under"), ("in-front", "behind"))
-"""Relations of What'sUp's photographs that are a pair."""
+"""Relations of What'sUp's photographs that form a pair."""
 
 SYMMETRIC = """
 adjusting; attached to; between; bigger than; biting; boarding; brushing; chewing; cleaning;
@@ -96,11 +97,11 @@ symmetric, or have few items."""
 def item_margins(
     extractor: Extractor, items: Sequence[Item], sides: Sequence[Side], prompt: str = ""
 ) -> dict[Side, list[FloatArray]]:
-    """Margins of the decisions of every item [decisions] on each side (``match_margins``): a
-    decision is right above 0, and tied at 0.
+    """Computes, for each side, the margins [decisions] of every item (``match_margins``): a
+    decision is right if its margin is above 0, and tied if it is 0.
 
-    ``prompt`` is put before every text. Images and texts that occur several times are encoded once,
-    over all ranks; the margins do not depend on the number of ranks.
+    ``prompt`` is put before every text. Images and texts that occur several times are encoded once.
+    The margins do not depend on the number of ranks.
     """
     images = list(dict.fromkeys(image for item in items for image in item.images))
     texts = list(dict.fromkeys(text for item in items for text in item.texts))
@@ -129,8 +130,8 @@ def item_margins(
 
 
 def _margins(side: Side, truth: BoolArray, images: Features, texts: Features) -> FloatArray:
-    """Margins [N, decisions] of items of the same ``truth`` [I, T], from features [N, I, E] of
-    their images and [N, T, E] of their texts."""
+    """Margins [N, decisions] of N items with the same ``truth`` [I, T], from features [N, I, E] of
+    their I images and [N, T, E] of their T texts."""
     if side == "texts":
         (right,) = truth
         others = ~np.eye(len(right), dtype=bool)[right]
@@ -144,11 +145,11 @@ def _margins(side: Side, truth: BoolArray, images: Features, texts: Features) ->
 
 @cache
 def chance_of(side: Side, truth: tuple[tuple[bool, ...], ...]) -> float:
-    """The probability that all decisions are right if similarities have a random order.
+    """The probability that all decisions of an item are right if similarities are in random order.
 
-    A query with c candidates, of which r are true, is right in one of comb(c, r) cases, and queries
-    of one side are independent. Of three texts, one of three similarities must be the highest; in a
-    group of two images and two texts, two of four.
+    A query with c candidates, r of them true, is right in one of comb(c, r) cases; the queries of a
+    side are independent. 'texts': one of the three similarities between three texts must be the
+    highest. 'group': two of the four similarities must be the highest two.
     """
     true = np.array(truth)
     if side == "texts":
@@ -166,8 +167,8 @@ def chance_of(side: Side, truth: tuple[tuple[bool, ...], ...]) -> float:
 class _Figures:
     """Makes the figures of a benchmark from the margins of its items (``item_margins``).
 
-    official: the published rule gives ties to the model, so each figure has a second one by that
-    rule.
+    With ``official``, ties are right by the published rule, and each figure is followed by a second
+    one by that rule.
     """
 
     items: Sequence[Item]
@@ -184,8 +185,11 @@ class _Figures:
         strata: Callable[[Item], str] | None = None,
         trials: str = "items",
     ) -> list[Measurement]:
-        """The share of ``groups`` of rows in which each item is right, or the mean of the shares of
-        ``strata``."""
+        """The figure of a metric: the share of ``groups`` in which every item is right, or the mean
+        of this share over ``strata``.
+
+        A group is a list of numbers of items; ``strata`` gives the stratum of a group's first item.
+        """
         margins = [np.concatenate([self.margins[side][row] for row in group]) for group in groups]
         items = [[self.items[row] for row in group] for group in groups]
         chance = np.array([prod(chance_of(side, item.truth) for item in group) for group in items])
@@ -211,13 +215,14 @@ class _Figures:
         return figures
 
     def rows(self, keep: Callable[[Item], bool] = lambda item: True) -> list[list[int]]:
-        """Rows of the items to ``keep``, each a group of its own."""
+        """The numbers of the items for which ``keep`` is True, each as a group of one."""
         return [[row] for row, item in enumerate(self.items) if keep(item)]
 
     def by_part(
         self, prefix: str, side: Side, of_part: Level = "table", average: Level = "headline"
     ) -> list[Measurement]:
-        """A figure per part, and their mean."""
+        """A figure for each part, with the level ``of_part``, and their mean, with the level
+        ``average``."""
         figures = []
         for part in dict.fromkeys(item.part for item in self.items):
             rows = self.rows(lambda item, part=part: item.part == part)  # type: ignore[misc]
@@ -226,7 +231,7 @@ class _Figures:
         return figures + self.of(f"{prefix}average", side, every, average, lambda item: item.part)
 
     def by_kind(self, keep: Callable[[Item], bool]) -> list[Measurement]:
-        """The mean over the kinds to ``keep``, and the share of all items."""
+        """The mean over kinds of the items for which ``keep`` is True, and the share of all."""
         if not (rows := self.rows(keep)):
             raise ValueError(
                 f"{self.protocol['name']} has no item whose kind counts in its mean: no relation "
@@ -237,8 +242,7 @@ class _Figures:
 
 
 def _has_equal_texts(item: Item) -> bool:
-    """Returns True if a text that is true of an image equals one that is false of it: no encoder
-    can tell these apart."""
+    """Returns True if a true text of an image equals a false one: no encoder can be right."""
     return any(
         {t for t, right in zip(item.texts, row, strict=True) if right}
         & {t for t, right in zip(item.texts, row, strict=True) if not right}
@@ -269,7 +273,7 @@ def _of_whatsup(figures: _Figures) -> list[Measurement]:
 
 
 def _figures(layout: LayoutName, figures: _Figures) -> list[Measurement]:
-    """The figures of a layout; see ``evaluate``."""
+    """The figures of a layout, which ``evaluate`` lists."""
     every = figures.rows()
     if layout == "pairs":
         pooled = figures.of("pooled", "text", every, "headline")
@@ -298,9 +302,9 @@ _SIDES: Mapping[str, Sequence[Side]] = {
     "winoground": ("text", "image", "group"),
     "naturalbench": ("text", "image", "group"),
 }
-"""Sides that figures are of; of other layouts ``text`` alone."""
+"""The sides of which a layout has figures; other layouts have 'text' only."""
 _TIES_FOR_THE_MODEL = ("aro_order", "whatsup")
-"""Layouts whose published rule gives ties to the model."""
+"""Layouts whose published rule counts ties as right."""
 
 
 def evaluate(
@@ -314,18 +318,22 @@ def evaluate(
     prompt: str = "",
     missing: Literal["refuse", "leave_out"] = "refuse",
 ) -> list[Measurement]:
-    """The figures of a compositional benchmark in a published ``layout``, in percent.
+    """The figures, in percent, of a compositional benchmark in a published ``layout``.
 
-    sugarcrepe: a metric per part and their mean ``average`` (chance 50). pairs: the same, with the
-    headline ``pooled``, the share of all items, since rules differ in size. sugarcrepe_pp: a
-    metric per part and ``average`` as ``ITT/`` and ``TOT/`` (33.3 each). winoground, naturalbench:
-    ``text``, ``image`` (25 each) and ``group`` (16.7). aro_relation, aro_attribute: ``average``
-    over kinds and ``pooled`` over items (50). aro_order: ``accuracy`` (20). whatsup: a metric per
-    part and ``average`` (photographs 25, others 50), ``PART/pair`` (6.25) and ``PART/set`` (0.4) of
-    photographs.
-    ``captions``, ``images``, ``parts``: see ``read_items``, whose errors are raised. ``missing``:
-    whether items without their images are refused, or left out and counted in the protocol.
-    ``prompt`` is put before every caption.
+    They are, with chance in parentheses:
+      - sugarcrepe: a metric per part and their mean ``average`` (50).
+      - pairs: the same (50); the headline is ``pooled``, the share of all items, since rules have
+        unequal numbers of items.
+      - sugarcrepe_pp: a metric per part and ``average``, each for ``ITT/`` and ``TOT/`` (33.3).
+      - winoground, naturalbench: ``text``, ``image`` (25) and ``group`` (16.7).
+      - aro_relation, aro_attribute: ``average`` over kinds and ``pooled`` over items (50).
+      - aro_order: ``accuracy`` (20).
+      - whatsup: a metric per part and ``average`` (25 for photographs, otherwise 50); for
+        photographs ``PART/pair`` (6.25) and ``PART/set`` (0.4).
+
+    ``read_items`` explains ``captions``, ``images`` and ``parts``, and raises its errors.
+    ``missing`` says whether items without their images are refused, or left out and counted in the
+    protocol. ``prompt`` is put before every caption.
     """
     folders = {"captions": captions, "images": images}
     leave_out = missing == "leave_out"

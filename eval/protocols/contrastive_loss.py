@@ -1,10 +1,10 @@
 """CLIP's loss on held-out samples: how well images pick their captions, and captions their images.
 
-Source: Radford et al., Learning Transferable Visual Models (2021), Figure 3, with all samples as
-one batch and the model's own logit scale, whatever objective it was trained with. Rows are computed
-in chunks, so that the matrix of similarities is never held whole. The loss depends on the number of
-samples: compare encoders on the same shards. Equal captions count as wrong answers of each other,
-as in training.
+Source: Radford et al., Learning Transferable Visual Models (2021), Figure 3. All samples are one
+batch, and the logit scale is the model's, whatever its objective was. The matrix of similarities is
+computed in chunks, so it is never in memory all at once. The loss depends on the number of samples:
+compare encoders on the same data. Equal captions of different images count as wrong, as in
+training.
 """
 
 from __future__ import annotations
@@ -35,15 +35,18 @@ def evaluate(
     max_samples: PositiveInt | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> list[Measurement]:
-    """The loss in nats, and its two directions, over all samples as one batch; smaller is better,
-    and log(samples) is chance. The interval is that of a mean over samples.
+    """The loss in nats and its two directions, over all samples as one batch. Smaller is better;
+    chance is log(number of samples). The interval is that of a mean over samples.
 
-    ``captions``: ``txt`` or ``json:FIELD`` of the samples in ``root/*.tar``; or, as in
-    ``retrieval``, a file or folder below ``root`` (see ``read_captions``) whose names start from
-    the folder ``images``. The first caption of an image counts; ``max_samples``: only the first so
-    many images. ``chunk_bytes``: memory of the cosines that are there at once. Figures do not
-    depend on the number of ranks. Raises FileNotFoundError where there is no shard and ValueError
-    for damaged ones and samples without a caption, and the errors of ``read_captions``.
+    captions     'txt' or 'json:FIELD' of the samples in ``root/*.tar``; or a file or folder below
+                 ``root`` (``read_captions``). Only the first caption of an image is used
+    images       the folder, below ``root``, to which names of files are relative
+    max_samples  only the first so many images are used; None: all
+    chunk_bytes  memory for cosines
+
+    Figures do not depend on the number of ranks. Raises FileNotFoundError if there is no shard,
+    ValueError for a damaged shard or a sample without a caption, and the errors of
+    ``read_captions``.
     """
     root = Path(root)
     pictures, texts = raise_on_every_rank(
@@ -87,10 +90,10 @@ def row_losses(
     context: Context = SINGLE,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> FloatArray:
-    """The cross-entropy float64 [N] of each query's candidate of the same row among all.
+    """The cross-entropy float64 [N] of each query, whose right candidate has the same row number.
 
-    The ranks of ``context`` divide the queries; each holds at most about ``chunk_bytes`` of
-    similarities.
+    Logits are cosines times ``scale``. The ranks of ``context`` share the queries; each holds about
+    ``chunk_bytes`` of similarities.
     """
     step = max(1, chunk_bytes // (8 * len(candidates)))
 
@@ -113,6 +116,6 @@ EVALUATOR = Evaluator(
     needs="shards *.tar of images with captions, or images and a table, JSON or files of captions",
     reads_text=True,
     is_loss=True,
-    files=("images",),  # captions may be a field of the samples: `check_captioned` reads them
+    files=("images",),  # not captions, which may be a field of samples
     check=check_captioned,
 )

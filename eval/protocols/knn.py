@@ -1,8 +1,8 @@
-"""k nearest neighbours on frozen image features.
+"""Classifies images by their k nearest neighbours, on frozen image features.
 
-Source: SimLAP uses cosines, k = 10, and the majority. Votes weighted by exp(similarity / 0.07) are
-those of Wu et al., Unsupervised Feature Learning via Non-Parametric Instance Discrimination (CVPR
-2018).
+Sources: SimLAP (Wu et al., 2024) takes the majority of the k = 10 nearest by cosine. Wu et al.,
+Unsupervised Feature Learning via Non-Parametric Instance Discrimination (CVPR 2018), weight votes
+by exp(similarity / 0.07).
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ def vote(
     weights: Weights = "majority",
     temperature: float = TEMPERATURE,
 ) -> IntArray:
-    """Class [Q] with most votes among neighbours of ``similarity`` and ``labels`` [Q, k].
+    """Returns the class [Q] with most votes among the k neighbours of each query, which have these
+    ``labels`` [Q, k] and ``similarity`` [Q, k].
 
-    A neighbour's vote counts 1, or exp(similarity / temperature). Of classes with equally many
-    votes the one with the larger sum of similarities wins, then the smaller label.
+    A vote counts 1 ('majority') or exp(similarity / temperature) ('similarity'). If classes have
+    equally many votes, the larger sum of similarities wins, then the smaller label.
     """
     cells = (np.arange(len(labels))[:, None] * num_classes + labels).ravel()
 
     def sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
-        # Neighbours come nearest first, so equal neighbours give sums that are equal bit for bit.
+        # Neighbours are in order, nearest first, so equal ones give sums of equal bits.
         total = np.bincount(cells, values.ravel(), len(labels) * num_classes)
         return total.reshape(len(labels), num_classes).astype(np.float64, copy=False)
 
@@ -61,8 +62,8 @@ def predict(
     weights: Weights = "majority",
     temperature: float = TEMPERATURE,
 ) -> IntArray:
-    """Labels [Q] of ``data.test`` by the vote of the k nearest of ``data.train``; ranks divide the
-    queries, and all get all answers."""
+    """Predicts the labels [Q] of ``data.test`` by the k nearest rows of ``data.train``. The ranks
+    share the queries; every rank gets all labels."""
     num_classes = int(data.train_labels.max()) + 1
 
     def answer(share: slice) -> IntArray:
@@ -73,7 +74,7 @@ def predict(
 
 
 def check(_: Path, **__: Any) -> None:
-    """Raises ValueError where faiss is not installed."""
+    """Raises ValueError if faiss is missing."""
     search.library("the search for neighbours")
 
 
@@ -86,15 +87,15 @@ def evaluate(
     temperature: PositiveFloat = TEMPERATURE,
     feature: Feature = "projected",
 ) -> list[Measurement]:
-    """Accuracy and ``mean_per_class`` in percent of the images in ``root/test``, each classified by
-    its ``k`` nearest images of ``root/train``; both hold a folder per class.
+    """``accuracy`` and ``mean_per_class`` in percent of the images in ``root/test``, which are
+    classified by their ``k`` nearest images in ``root/train``; both hold a folder per class.
 
-    ``weights``: majority, or similarity with ``temperature``. ``feature``: ``projected``,
-    which is compared with texts, or ``pooled``, before that projection. Ranks divide the test
-    images; figures do not depend on their number.
+    ``weights`` and ``temperature`` are those of ``vote``. ``feature`` is 'projected', the feature
+    that is compared with texts, or 'pooled', the one before that projection. Figures do not depend
+    on the number of ranks.
     """
     parts = raise_on_every_rank(lambda: read_parts(Path(root)))
-    parts.pop("valid", None)  # the neighbours are those of train alone
+    parts.pop("valid", None)  # ``extract`` would add it to train
     data = extract(extractor, root, feature, parts)
     predicted = predict(extractor.context, data, k, weights, temperature)
     protocol = {

@@ -1,10 +1,10 @@
 """Linear probe: multinomial logistic regression on frozen image features.
 
 Source: Radford et al., CLIP (2021), appendix A.3: L-BFGS with at most 1,000 iterations, on features
-before the projection (``feature="pooled"``). The L2 strength is chosen on a validation set, the
-data set's own or else a part of train, from 1e-6 to 1e6 with 8 steps per decade (96 steps): first 7
-values, then ever closer ones around the best. The final classifier is trained on train and
-validation together. That rows are brought to equal length first is ours: CLIP names no such step.
+before the projection (``feature="pooled"``). The L2 strength is chosen on a validation set: that of
+the data set, or else a part of train. It is searched from 1e-6 to 1e6 with 8 steps per decade (96
+steps): first 7 values, then ever closer ones around the best. The final classifier is trained on
+train and validation together. Scaling features to equal length is our addition.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ log = logging.getLogger("mclclip")
 
 OpenShare = Annotated[float, Field(gt=0.0, lt=1.0)]
 STEPS_PER_DECADE = 8
-LAST_POSITION = 6 * STEPS_PER_DECADE  # positions -48 to 48 of the grid are 1e-6 to 1e6
+LAST_POSITION = 6 * STEPS_PER_DECADE  # the grid's positions -48 to 48 stand for 1e-6 to 1e6
 
 
 def strength_at(position: int) -> float:
@@ -56,9 +56,10 @@ def strength_at(position: int) -> float:
 
 
 def held_out(labels: IntArray, share: float, seed: int) -> BoolArray:
-    """[N]: True for a seeded ``share`` of every class, rounded, at least one image and never all.
+    """Draws a ``share`` of the images of every class to validate on; returns bool [N].
 
-    Raises ValueError where every class has only one image.
+    The share is rounded to at least one image, but never all images of a class. Raises ValueError
+    if every class has a single image.
     """
     rng = np.random.default_rng(seed)
     held = np.zeros(len(labels), dtype=np.bool_)
@@ -74,10 +75,10 @@ def held_out(labels: IntArray, share: float, seed: int) -> BoolArray:
 
 
 def search(score: Callable[[Sequence[int]], Mapping[int, float]]) -> int:
-    """The grid position with the best score, searched from coarse to fine; ties by the higher one.
+    """Searches the grid position with the best score, from coarse to fine; of equals, the higher.
 
-    ``score`` returns the scores of some positions: first of 7, two decades apart, then of the best
-    one's neighbours at half the distance, and so on down to the distance of the grid.
+    ``score`` returns the scores of some positions. It is called first for 7 positions, two decades
+    apart, then for the best one's neighbours at half this distance, and so on down to 1.
     """
     step = 2 * STEPS_PER_DECADE
     scores = dict(score(range(-LAST_POSITION, LAST_POSITION + 1, step)))
@@ -100,17 +101,16 @@ def train(
     max_iterations: int,
     metric: Metric = "accuracy",
 ) -> tuple[list[Classifier | None], dict[str, Any]]:
-    """Trains the classifier of ``data.train``; returns it and its settings for a row's protocol.
+    """Trains a classifier on ``data.train``; returns it, in a list, and settings for the protocol.
 
-    Images with several labels get one classifier per class, which tells images with the class from
-    those without. If ``strength`` is None, the strength with the best ``metric`` is taken, on
-    ``data.valid`` or else on ``validation_share`` of every class of train; classifiers are then
-    trained on all of it. All ranks must call it, and get the same. Raises ValueError for classes
-    that cannot be learnt.
+    If images have several labels, the list has one classifier per class, which separates images
+    with the class from those without. If ``strength`` is None, the one with the best ``metric`` is
+    taken, on ``data.valid`` or else on ``validation_share`` of every class of train; the final
+    classifiers are trained on all of train. All ranks must call it, and get the same. Raises
+    ValueError for a class that all train images have, or none.
     """
     labels = data.train_labels
-    if labels.ndim == 1 and len(np.unique(labels)) < 2:
-        raise ValueError("all train images are of one class: a classifier needs two at least")
+    assert labels.ndim == 2 or len(np.unique(labels)) > 1
     if labels.ndim == 2:
         learnable = (labels == 1).any(axis=0) & (labels == -1).any(axis=0)
         if (lacking := np.flatnonzero(~learnable)).size:
@@ -118,7 +118,7 @@ def train(
                 f"{len(lacking)} classes have no train image with them, or none without, such as "
                 f"{data.class_names[lacking[0]]!r}: a classifier needs both"
             )
-    # The solver is chosen once, so that search and final fit are solved alike.
+    # The solver is chosen once, so that search and final training use the same.
     fitting: dict[str, Any] = {
         "solver": choose_solver(len(labels)), "max_iterations": max_iterations
     }  # fmt: skip
@@ -129,7 +129,7 @@ def train(
         best_strength = _search(context, data.held_out(data.valid), metric, fitting)
     else:
         strength_from = f"validation on {validation_share:g} of train"
-        # Of images with several labels the part is drawn without regard to the classes.
+        # If images have several labels, the part is drawn from all images at once.
         classes = labels if labels.ndim == 1 else np.zeros(len(labels), np.int64)
         held = held_out(classes, validation_share, seed)
         best_strength = _search(context, data.held_out(held), metric, fitting)
@@ -148,8 +148,8 @@ def train(
 def predict(
     context: Context, data: LabelledFeatures, **options: Any
 ) -> tuple[IntArray, dict[str, Any]]:
-    """Trains the classifier of images with one label each; returns its labels [Q] of ``data.test``,
-    equal on all ranks, and the protocol of the row of results."""
+    """Trains a classifier of images with one label each (``train``), and predicts the labels [Q] of
+    ``data.test``; returns these, equal on all ranks, and settings for the protocol."""
     [classifier], protocol = train(context, data, **options)
     assert classifier is not None
     return on_main(lambda: classifier.predict(data.test)), protocol
@@ -162,10 +162,11 @@ def _fit_all(
     strengths: Sequence[float],
     fitting: dict[str, Any],
 ) -> list[list[Classifier | None]]:
-    """Trains a classifier for every strength, or for labels [N, K] one per strength and class.
+    """Trains classifiers: for labels [N] one for every strength, for labels [N, K] one for every
+    strength and class. Returns a list for every strength.
 
-    A class with nothing to learn gets None. Rows that are not judged for a class are left out of
-    its fit. The ranks divide the fits, and all ranks get all classifiers.
+    Images that are not judged for a class are left out for it. A class that all other images have,
+    or none, gets None. The ranks share the work; all ranks get all classifiers.
     """
     columns = [labels] if labels.ndim == 1 else [*labels.T]
     fits = [(strength, truth) for strength in strengths for truth in columns]
@@ -187,8 +188,8 @@ def _fit_all(
 def outcomes_of(
     metric: Metric, fitted: Sequence[Classifier | None], data: LabelledFeatures
 ) -> Outcomes:
-    """The outcomes of ``data.test`` under the classifiers of ``train``, by the metric. Raises
-    ValueError if the metric is not defined for these images."""
+    """The outcomes of a metric for ``data.test``, answered by the classifiers that ``train``
+    returned. Raises ValueError if the metric is not defined for these images."""
     rows, truth, items = data.test, data.test_labels, data.test_items
     if metric == "map_11_point":
         scores = np.zeros(truth.shape)
@@ -210,12 +211,13 @@ def outcomes_of(
 def _search(
     context: Context, data: LabelledFeatures, metric: Metric, fitting: dict[str, Any]
 ) -> float:
-    """The strength that has the highest ``metric`` on ``data.test`` after learning from train."""
+    """The strength whose classifiers, trained on ``data.train``, have the best ``metric`` on
+    ``data.test``."""
 
     def score(positions: Sequence[int]) -> dict[int, float]:
         strengths = [strength_at(position) for position in positions]
         tried = _fit_all(context, data.train, data.train_labels, strengths, fitting)
-        # The first rank's, since products of other machines may differ in their last bits.
+        # All ranks take the values of rank 0, since unlike machines may compute other last bits.
         values = on_main(lambda: [outcomes_of(metric, fitted, data).value() for fitted in tried])
         for strength, fitted, value in zip(strengths, tried, values, strict=True):
             _log(strength, fitted, f"validation {metric} {100 * value:.2f} %")
@@ -225,7 +227,8 @@ def _search(
 
 
 def _log(strength: float, fitted: Sequence[Classifier | None], what: str) -> bool:
-    """Logs a strength and how its classifiers do; returns whether all of them converged."""
+    """Logs a strength with ``what``, and warns if its classifiers did not converge; returns True if
+    all did."""
     log.info("linear probe: L2 strength %.3g: %s", strength, what)
     gradients = [fit.gradient for fit in fitted if fit is not None and not fit.converged]
     if gradients:
@@ -249,21 +252,23 @@ def evaluate(
     seed: NonNegativeInt = 0,
     max_iterations: PositiveInt = MAX_ITERATIONS,
 ) -> list[Measurement]:
-    """Figures in percent of the test images under a classifier that was trained on the others;
-    ``read_parts`` says where they lie, without ``labels`` and with it.
+    """Figures, in percent, of test images under a classifier that is trained on the train images.
 
-    They are ``accuracy`` and ``mean_per_class``, and by ``metric``, which names the headline:
-      - ``mean_of_top1_and_top5``: the mean of both (Kinetics700).
-      - ``roc_auc``: the area under the ROC curve too, of two classes (Hateful Memes).
-      - ``map_11_point``: instead of them the mean over classes of the 11-point average precision,
-        for images with several labels (PASCAL VOC 2007), with a classifier per class.
+    There are ``accuracy`` and ``mean_per_class``. ``metric`` is the headline, and may add a figure:
+      - ``mean_of_top1_and_top5``: the mean of top-1 and top-5 accuracy (Kinetics700).
+      - ``roc_auc``: the area under the ROC curve, for two classes (Hateful Memes).
+      - ``map_11_point``: the mean over classes of the 11-point average precision, for images with
+        several labels (PASCAL VOC 2007). It has a classifier per class, and is the only figure.
 
-    ``strength``: the L2 strength (see ``logistic``), one for all classes; None chooses it by
-    ``metric`` on the data set's part ``valid``, or if there is none on ``validation_share`` of
-    every class of train; the classifier is then trained on all of it. ``seed`` draws the part to
-    validate on; ``max_iterations`` limits the solver. ``feature``: ``projected`` is compared with
-    texts, ``pooled`` comes before that projection and is what CLIP takes; features of equal length
-    are our choice. Figures do not depend on the number of ranks.
+    feature           'projected', the feature that is compared with texts; or 'pooled', the one
+                      before that projection, which CLIP takes
+    labels            a table of labels below ``root`` (``read_parts``); None: a folder per class
+    strength          the L2 strength for all classes (see ``logistic``); None: chosen by ``metric``
+                      on the part ``valid`` or, without one, on ``validation_share`` of every class
+    seed              draws the images to validate on
+    max_iterations    limits the solver
+
+    Figures do not depend on the number of ranks.
     """
     several = metric == "map_11_point"
     if several:
@@ -287,7 +292,7 @@ def evaluate(
     if metric == "roc_auc":
         return [*area_figures(outcomes, protocol), *figures]
     if metric == "mean_of_top1_and_top5":
-        # Of the most frequent classes of train as every answer.
+        # Chance is the figure if the answers are always the most frequent classes of train.
         order = np.argsort(-np.bincount(data.train_labels), kind="stable")
         shares = [np.isin(data.test_labels, order[:k]).mean() for k in (1, 5)]
         chance = 100 * float(np.mean(shares))

@@ -1,9 +1,9 @@
-"""MMVP-VLM: minimal pairs of images and statements, from a folder in its published layout.
+"""MMVP-VLM: minimal pairs of images and statements, in their published layout.
 
-Source: Tong et al., Eyes Wide Shut (CVPR 2024), and its public evaluation script. Departures from
-the script: the category comes from the Type column, not from the row number; a tie counts against
-the model (the script lets a tied statement pick image 2; a pair is wrong either way if both
-statements tie).
+Source: Tong et al., Eyes Wide Shut (CVPR 2024), and its public evaluation script. There are two
+differences to the script. The category comes from the column Type, not from the row number. A tie
+counts against the model, while the script lets a tied statement pick image 2 (if both statements
+tie, the pair is wrong in both).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -27,14 +28,19 @@ from mclclip.util.files import below
 
 MMVP_COLUMNS = ("Question ID", "Type", "Statement")
 MMVP_FOLDERS = ("MLLM_VLM Images", "MLLM_VLM_Images")
-SIDES: dict[str, Side] = {"statement_to_image": "image", "image_to_text": "text", "group": "group"}
-"""Direction -> the decisions of a pair that count: statements pick images, images pick statements,
-or both."""
-DIRECTIONS = tuple(SIDES)
+Direction = Literal["statement_to_image", "image_to_text", "group"]
+SIDES: dict[Direction, Side] = {
+    "statement_to_image": "image",
+    "image_to_text": "text",
+    "group": "group",
+}
+"""Which decisions of a pair count in each direction: statements pick images, images pick
+statements, or both."""
+DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 PROMPT = "a photo of "
 
 NEAR_TIE = 5e-4
-"""Difference of cosines below which half precision may change a decision."""
+"""If the cosines of a decision differ by less, half precision may change it."""
 
 
 def evaluate(
@@ -42,18 +48,16 @@ def evaluate(
     root: Path,
     *,
     prompt: str = PROMPT,
-    directions: Sequence[str] = DIRECTIONS[:1],
+    directions: Sequence[Direction] = DIRECTIONS[:1],
     near_tie: float = NEAR_TIE,
 ) -> list[Measurement]:
-    """MMVP-VLM's figures: per Type, ``average`` over Types, ``pooled`` over pairs; in percent.
+    """MMVP-VLM's figures in percent: one per Type, ``average`` over Types, ``pooled`` over pairs.
 
-    A pair is right where both its decisions are (chance 25). ``directions``: statement_to_image is
-    the official one, of which the metrics carry plain names; image_to_text (each image picks its
-    statement) and group (both) are prefixed. ``near_tie``: cosine difference below which a decision
-    is counted in the protocol's ``near_ties``. ``prompt`` is put before every statement.
+    A pair is right if both its decisions are (chance 25). ``directions`` are some of
+    statement_to_image, the official one, whose metrics have no prefix; image_to_text, in which each
+    image picks its statement; and group, both together. Decisions whose cosines differ by less than
+    ``near_tie`` are counted in the protocol. ``prompt`` is put before every statement.
     """
-    if unknown := [name for name in directions if name not in DIRECTIONS]:
-        raise ValueError(f"unknown directions {unknown}: use some of {', '.join(DIRECTIONS)}")
     pairs = raise_on_every_rank(lambda: read_pairs(root))
     by_side = item_margins(extractor, pairs, [SIDES[name] for name in directions], prompt)
     names, types = [pair.name for pair in pairs], np.array([pair.kind for pair in pairs])
@@ -94,13 +98,15 @@ def evaluate(
 
 
 def read_pairs(root: Path) -> list[Item]:
-    """The pairs of a folder in MMVP-VLM's layout, in file order: two images and two statements, of
-    which statement i is true of image i. ``kind`` is their Type, ``name`` the ids, as in 1-2.
+    """Reads the pairs of a folder in MMVP-VLM's layout, in the order of the file.
 
-    ``Questions.csv`` has the columns Question ID, Type, Statement; two consecutive rows are a pair,
-    an odd id and then an even one, of one Type. Images lie at ``MLLM_VLM Images/<Type>/<Question
-    ID>.jpg`` (or ``MLLM_VLM_Images``; other pictures too). Raises ValueError for a Type or a
-    link that leads out of ``root``; the links of the Hub's cache lead to its own files.
+    An item has two images and two statements; statement i is true of image i. Its ``kind`` is the
+    Type, and its ``name`` the ids, such as '1-2'.
+
+    ``Questions.csv`` has the columns Question ID, Type and Statement. Two consecutive rows form a
+    pair of one Type: first an odd id, then an even one. Images lie at ``MLLM_VLM Images/<Type>/
+    <Question ID>.jpg`` (or in ``MLLM_VLM_Images``, or with another suffix). Raises ValueError and
+    FileNotFoundError for another layout, and for a Type or a link that leads out of ``root``.
     """
     root = Path(root)
     questions = _read_questions(root / "Questions.csv")
@@ -112,13 +118,11 @@ def read_pairs(root: Path) -> list[Item]:
     for (line, a, kind, first), (_, b, other_kind, second) in zip(
         questions[::2], questions[1::2], strict=True
     ):
-        pair = f"{line} and the next row form a pair, but their"
-        if kind != other_kind:
-            raise ValueError(f"{pair} Types are {kind!r} and {other_kind!r}")
-        if a % 2 != 1 or b % 2 != 0:
+        if kind != other_kind or a % 2 != 1 or b % 2 != 0:
             raise ValueError(
-                f"{pair} Question IDs are {a} and {b}: expected an odd one (image 1) and "
-                f"then an even one (image 2), such as {a | 1} and {(a | 1) + 1}"
+                f"{line} and the next row form a pair, but their Types are {kind!r} and "
+                f"{other_kind!r}, and their Question IDs {a} and {b}: expected one Type, an odd ID "
+                f"(image 1) and then an even one (image 2), such as {a | 1} and {(a | 1) + 1}"
             )
         if lacking := [number for number in (a, b) if str(number) not in files[kind]]:
             raise FileNotFoundError(
@@ -126,22 +130,13 @@ def read_pairs(root: Path) -> list[Item]:
                 f"question {lacking[0]}"
             )
         images, name = (files[kind][str(a)], files[kind][str(b)]), f"{a}-{b}"
-        items.append(
-            Item(
-                name,
-                images,
-                (first, second),
-                PAIR,
-                part="",
-                kind=kind,
-                unit=name,
-            )
-        )
+        items.append(Item(name, images, (first, second), PAIR, part="", kind=kind, unit=name))
     return items
 
 
 def _read_questions(path: Path) -> list[tuple[str, int, str, str]]:
-    """Line, id, Type and Statement of every question, of which there is an even number."""
+    """Reads an even number of questions: of each the line, such as 'Questions.csv line 2', its id,
+    Type and Statement."""
     questions, rows = [], read_rows(path, MMVP_COLUMNS, "questions of MMVP-VLM")
     if unfilled := [line for line, cells in rows if cells[0].strip() and not cells[2].strip()]:
         raise ValueError(
@@ -157,19 +152,19 @@ def _read_questions(path: Path) -> list[tuple[str, int, str, str]]:
                 f"{statement!r}; expected a whole number and two texts"
             )
         questions.append((line, int(number), kind, statement))
-    if not questions or len(questions) % 2:
+    twice = [n for n, times in Counter(number for _, number, *_ in questions).items() if times > 1]
+    if not questions or len(questions) % 2 or twice:
+        again = f", and the Question ID {twice[0]} more than once" if twice else ""
         raise ValueError(
-            f"{path} has {len(questions)} questions, expected an even number above zero: "
-            f"two consecutive rows form a pair"
+            f"{path} has {len(questions)} questions{again}: expected an even number above zero, "
+            "each with an ID of its own, since two consecutive rows form a pair"
         )
-    first, times = Counter(number for _, number, _, _ in questions).most_common(1)[0]
-    if times > 1:
-        raise ValueError(f"{path} has the Question ID {first} more than once")
     return questions
 
 
 def _images_of_type(folder: Path, kind: str) -> dict[str, Path]:
-    """Question ID -> image; where one has several files, the first of the suffixes wins."""
+    """Maps Question IDs to images of a Type. If an ID has several files, the suffix that comes
+    first in ``SUFFIXES`` wins."""
     folders = [below(folder, name, "Questions.csv") for name in (kind, kind.replace(" ", "_"))]
     type_folder = next((path for path in folders if path.is_dir()), None)
     if type_folder is None:

@@ -1,9 +1,9 @@
-"""Image-text retrieval, R@k in both directions, under named protocols.
+"""Image-text retrieval: R@k in both directions, under named protocols.
 
 Source of the protocols: Karpathy and Fei-Fei (CVPR 2015) for the test splits; Long-CLIP (ECCV 2024)
 for COCO val2017 with the first five captions and for the whole of Flickr30k, which MCL reports;
 Thapliyal et al. (EMNLP 2022) for Crossmodal-3600.
-Ties count against the model; where there are any, the optimistic figure is reported too.
+Ties count against the model; if there are any, the figure with ties for the model is reported too.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from pydantic.types import PositiveInt
 
 from mclclip.data.samples import tokenize
 from mclclip.eval.captions import (
     CAPTION_RULES,
     ImageTexts,
+    ProtocolName,
     read_captions,
     read_captions_of_shards,
     read_languages,
@@ -44,13 +46,13 @@ def check(
     *,
     captions: str,
     images: str = ".",
-    protocol: str = "table",
+    protocol: ProtocolName = "table",
     split: str | None = None,
     languages: Languages = None,
     shard_captions: str = "txt",
     **_: Any,
 ) -> None:
-    """Raises the errors of ``evaluate`` that can be known without a look at every sample."""
+    """Raises those errors of ``evaluate`` that show without reading every sample."""
     path = root / captions
     if _holds_shards(path):
         read_shards(path, shard_captions, first_only=True)
@@ -68,30 +70,33 @@ def evaluate(
     *,
     captions: str,
     images: str = ".",
-    protocol: str = "table",
+    protocol: ProtocolName = "table",
     split: str | None = None,
     languages: Languages = None,
     prompt: str = "",
     shard_captions: str = "txt",
-    ks: Sequence[int] = KS,
+    ks: Sequence[PositiveInt] = KS,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> list[Measurement]:
-    """R@k of image_to_text and text_to_image, in percent, each over its own queries.
+    """R@k in percent of the directions image_to_text and text_to_image.
 
-    ``captions``: the file or folder of captions (see ``read_captions``); ``images``: the folder
-    that its file names start from; both below ``root``. ``captions`` may also be a folder of
-    ``.tar`` shards, with ``shard_captions`` (``txt`` or ``json:FIELD``) in each sample. ``prompt``
-    is put before every caption. Captions that the tokenizer cuts are counted, with a warning.
-    ``languages``: some or ``all`` of those of the captions' file (see ``read_languages``); each is
-    a retrieval of its own, ``fr/image_to_text/R@1``, and the figures without a language are means
-    over languages. ``protocol``: the name of a published test set, whose split and numbers are
-    demanded, or ``table`` for other data; ``split`` overrides its split. ``ks``: the k of R@k.
-    ``chunk_bytes``: memory of the cosines that are there at once.
+    An image is right at k if one of its captions is among the k nearest, a caption if its image is.
+    Images without a caption are candidates only. Ties add ``R@k_optimistic``, for the model.
 
-    An image is right at k where any of its captions is among the first k, a caption where its
-    image is. Images without a caption are candidates but no queries. ``R@k_optimistic`` (ties for
-    the model) appears in a direction that has ties. Ranks divide the queries; figures do not depend
-    on their number. Raises the errors of ``read_captions``.
+    captions        the file or folder of captions (``read_captions``), or a folder of .tar shards;
+                    below ``root``
+    images          the folder, below ``root``, to which names of files are relative
+    protocol        a published test set, whose split and numbers are demanded; 'table': any data
+    split           replaces the split of the protocol
+    languages       some or 'all' languages of the file (``read_languages``). Each is a retrieval of
+                    its own, ``fr/image_to_text/R@1``; figures without a language are means
+    prompt          is put before every caption
+    shard_captions  where the captions of shards are: 'txt' or 'json:FIELD'
+    ks              the k of R@k
+    chunk_bytes     memory for cosines
+
+    Captions that the tokenizer cuts are counted, with a warning. Figures do not depend on the
+    number of ranks. Raises the errors of ``read_captions``.
     """
     root = Path(root)
     path, folder = root / captions, root / images
@@ -130,9 +135,9 @@ def _recalls(
     chunk_bytes: int,
     settings: dict[str, Any],
 ) -> list[Measurement]:
-    """The recalls of both directions, from features of images, which have ``names``, and captions.
+    """The figures of both directions, from the ``features`` of images and captions.
 
-    The captions of an image are one unit of the outcomes.
+    ``names`` are those of the images. The captions of an image are one unit of the outcomes.
     """
     image_features, text_features = features
     owners = data.caption_image
@@ -171,14 +176,14 @@ def _recalls(
 def _of_languages(
     languages: Sequence[str], by_language: Sequence[list[Measurement]]
 ) -> list[Measurement]:
-    """The means over languages, and each language's figures as details.
+    """The means over languages, and as details the figures of each language.
 
-    An image is one resampling group, whatever the number of its languages.
+    An image is one unit of the outcomes in all languages.
     """
     figures = []
     by_metric = [{figure.metric: figure for figure in of_language} for of_language in by_language]
     for metric in dict.fromkeys(name for of_language in by_metric for name in of_language):
-        # Optimistic figures are there only for ties; without them they are the others.
+        # A language without ties has no optimistic figure, which would equal the other one.
         alike = [of.get(metric) or of[metric.removesuffix("_optimistic")] for of in by_metric]
         protocol = {k: v for k, v in alike[0].protocol.items() if k not in ("language", "level")}
         for count in ("num_captions", "num_candidates", "tied_queries", "captions_cut"):
@@ -203,18 +208,18 @@ def _of_languages(
 def _read(
     captions: Path,
     images: Path,
-    protocol: str,
+    protocol: ProtocolName,
     split: str | None,
     languages: Languages,
     shard_captions: str,
 ) -> dict[str, ImageTexts]:
-    """The images and captions, in shards or outside, by language ("" where none is asked for)."""
+    """Reads images and captions by language; the only language is "" if ``languages`` is None."""
     in_shards = _holds_shards(captions)
     if languages is not None:
-        if split:
-            raise ValueError(f"languages of {captions} have no split: leave out split")
-        if in_shards:
-            raise ValueError(f"{captions} holds shards: languages are read from a table or .jsonl")
+        if split or in_shards:
+            raise ValueError(
+                f"{captions}: languages are read from a table or .jsonl, without split or shards"
+            )
         requested = None if languages == "all" else languages
         return read_languages(captions, images, protocol, requested)
     if not in_shards:
@@ -225,7 +230,7 @@ def _read(
 
 
 def _check_images(images: Sequence[Any], captions: Path, folder: Path) -> None:
-    """Raises FileNotFoundError if files are missing, before any is encoded."""
+    """Raises FileNotFoundError if image files are missing, before any of them is encoded."""
     absent = [path for path in images if isinstance(path, Path) and not path.exists()]
     if absent:
         some = ", ".join(path.name for path in absent[:3])
@@ -238,10 +243,11 @@ def _check_images(images: Sequence[Any], captions: Path, folder: Path) -> None:
 def count_cut_captions(
     extractor: Extractor, texts: Sequence[str], language: str = ""
 ) -> dict[str, Any]:
-    """The context length of the tokenizer, where it has one, and how many texts it cuts.
+    """Counts the texts that the tokenizer cuts; returns this number and the context length for the
+    protocol, or nothing if the tokenizer has no such length.
 
-    A text is cut where it fills the context even without its last word. This misses one that only
-    loses a part of its last word.
+    A text counts as cut if it fills the context even without its last word. This misses texts that
+    lose only a part of their last word.
     """
     tokenizer = extractor.encoder.tokenizer
     length = getattr(tokenizer, "context_length", None)

@@ -1,10 +1,10 @@
 """Zero-shot classification by class names, with prompt ensembling.
 
-Source: Radford et al., CLIP (2021), section 3.1: a class is the mean of the unit text vectors of
-its prompts, normalised again. The metric of each data set is that of CLIP's table 9. Ties count
-against the model: CLIP's names of ImageNet hold "missile" and "sunglasses" twice each, so that the
-images of those four classes tie and top1 is at most 99.6; published code gives the model half of
-them.
+Source: Radford et al., CLIP (2021), section 3.1: the vector of a class is the mean of the unit text
+features of its prompts, scaled to unit length. The metric of each data set is that of CLIP's table
+9. Ties count against the model. CLIP's names for ImageNet hold "missile" and "sunglasses" twice
+each, so the images of these four classes tie, and top1 is at most 99.6; published code counts half
+of them as right.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ log = logging.getLogger("mclclip")
 
 
 def _warn(names: Mapping[str, str], classes: Classes) -> None:
-    """Warns of class names that can be used but make the figures worse."""
+    """Warns of class names that lower the figures: names of several classes, and numbers."""
     if shared := [name for name, count in Counter(names.values()).items() if count > 1]:
         log.warning(
             "%d names stand for several classes, such as %r: their images tie and count as wrong",
@@ -61,7 +61,7 @@ def _warn(names: Mapping[str, str], classes: Classes) -> None:
 def classifier(
     extractor: Extractor, class_names: Sequence[str], templates: Sequence[str]
 ) -> Features:
-    """Unit class vectors [K, E]: the normalised mean of each class's unit prompt vectors."""
+    """Returns unit vectors [K, E] of the classes: the means of the features of their prompts."""
     texts = [t.replace("{}", name) for name in class_names for t in templates]
     vectors = extractor.texts(texts).astype(np.float64)
     means = vectors.reshape(len(class_names), len(templates), -1).mean(axis=1)
@@ -79,24 +79,23 @@ def evaluate(
     templates: str | Sequence[str] = "simple",
     metric: Metric = "accuracy",
 ) -> list[Measurement]:
-    """Zero-shot classification in percent, with the headline that ``metric`` names.
+    """Figures of zero-shot classification in percent.
 
-    Figures are ``top1``, ``top5`` (where there are more than 5 classes) and ``mean_per_class`` (of
-    top1, over the classes that have images), and by ``metric``:
-      - ``accuracy``: the headline is top1; ``mean_per_class``: the headline is that.
-      - ``mean_of_top1_and_top5``: the mean of both (Kinetics700).
-      - ``map_11_point``: instead of them the mean over classes of the 11-point average precision,
-        for images with several labels (PASCAL VOC 2007); see ``read_labelled``.
-      - ``roc_auc``: the area under the ROC curve too, of two classes (Hateful Memes).
+    There are ``top1``, ``top5`` if there are more than 5 classes, and ``mean_per_class``, the mean
+    of top1 over classes with images. ``metric`` is the headline, and may add a figure:
+      - ``accuracy``: the headline is top1.
+      - ``mean_of_top1_and_top5``: the mean of top1 and top5 (Kinetics700).
+      - ``roc_auc``: the area under the ROC curve, for two classes (Hateful Memes).
+      - ``map_11_point``: the mean over classes of the 11-point average precision, for images with
+        several labels (PASCAL VOC 2007; ``read_labelled``). It is the only figure.
 
-    Images: a folder per class under ``root``, or ``labels``, a CSV filepath,label below it.
-    ``classes`` names the classes (``prompts.find_names``: ``imagenet1k`` for folders called by
-    WordNet ids, ``clip_benchmark:DATASET``, a file, names by label, or nothing where the labels are
-    names), and ``templates`` the prompts (``prompts.find_templates``: ``clip_80`` are CLIP's for
-    ImageNet).
+    labels     a table of labels below ``root``; None: a folder per class, or shards
+    classes    the names of the classes (``prompts.find_names``), such as 'imagenet1k' for folders
+               named by WordNet ids; None: labels are names
+    templates  the prompts (``prompts.find_templates``), such as 'clip_80', CLIP's for ImageNet
 
-    Raises ValueError and FileNotFoundError for names, templates, tables and metrics that do not fit
-    (see ``prompts.check``), and for images that cannot be read.
+    Raises ValueError and FileNotFoundError for names, templates, tables and metrics that do not
+    fit, and for images that cannot be read.
     """
     root = Path(root)
     names = raise_on_every_rank(lambda: find_names(labels_of(root, labels), classes, root))
@@ -140,7 +139,10 @@ def _of_ranks(
     metric: Metric,
     protocol: Mapping[str, Any],
 ) -> list[Measurement]:
-    """The figures of images with one label [N], a row of ``classes``, from the ranks [N] of it."""
+    """The figures of images with one label each, from the rank [N] of each image's class.
+
+    ``labels`` [N] are numbers of ``classes``.
+    """
     first, chance = hits_at(ranks, 1), 100 / len(classes)
     outcomes = {"top1": (Outcomes(items, first), chance)}
     if len(classes) > 5:

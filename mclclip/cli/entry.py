@@ -1,6 +1,6 @@
-"""The command line: one sub-command per verb, lazy imports, no logic.
+"""The command line: parses the words and calls the function of a verb, which it imports only then.
 
-``flags`` has their words. Exit codes: see ``process``.
+``flags`` defines the flags of every verb; ``process`` explains the exit codes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mclclip.config import Config
     from mclclip.ranks.process_group import Context
 
-# Parsed names that are not arguments of the function that a verb calls.
+# Parsed names that are no arguments of the function of a verb.
 _COMMON = {
     "verb",
     "debug",
@@ -34,25 +34,25 @@ _COMMON = {
     "image_rows",
     "parser",
 }
-# Verbs that answer without torch.
+# Verbs that do not import torch.
 _QUICK = {"recipes", "completion", "compare"}
-# Flags of export to another library's layout.
+# Flags of an export to another library's layout.
 _CONVERSION = ("to", "model", "out", "images", "texts", "precision")
-# Flags of soup that say what soups are measured on.
+# Flags of soup that say on which benchmarks soups are measured.
 _JUDGED = ("held_out", "captions", "suite", "variables", "only", "device")
 
 
 def flags_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags of a verb by name, which are the arguments of its function."""
+    """Returns the flags of a verb by name: the arguments of its function."""
     others = _COMMON | ({*_CONVERSION} if args.verb == "export" else set())
     return {name: value for name, value in vars(args).items() if name not in others}
 
 
-# --- functions of verbs: of (args), or of (config, context, args) where a configuration is read --
+# --- what a verb calls: function(args), or function(config, context, args) with a configuration --
 
 
 def _function(path: str) -> Callable[..., object]:
-    """Returns a function that imports and calls ``mclclip.PATH``, with the flags by name."""
+    """Returns a function that imports and calls ``mclclip.PATH`` with the flags as arguments."""
     module, _, name = path.rpartition(".")
 
     def call(*arguments: Any) -> object:
@@ -128,7 +128,8 @@ def _race(args: argparse.Namespace) -> object:
 def _report(args: argparse.Namespace) -> object:
     from mclclip.verbs import report
 
-    folder = args.run_dir and str(args.run_dir).removeprefix("run_dir=")  # as other verbs name it
+    # Other verbs take the folder as run_dir=FOLDER, so this one accepts that too.
+    folder = args.run_dir and str(args.run_dir).removeprefix("run_dir=")
     return report.run(folder, config=args.config, out=args.out)
 
 
@@ -216,8 +217,10 @@ _FUNCTIONS: dict[str, Callable[..., object]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parses, runs one verb, and returns its exit code (see ``process``), for a program that goes
-    on: its signals are handled as before, and later messages do not offer this command."""
+    """Runs one verb inside a program that goes on, and returns the exit code (see ``process``).
+
+    Afterwards signals are handled as before, and messages no longer offer this command.
+    """
     words = sys.argv[1:] if argv is None else argv
     try:
         with signals.restore_handlers():
@@ -227,13 +230,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def command() -> NoReturn:
-    """``main`` as the command ``mclclip``, which ends the process with the exit code."""
+    """Runs the command ``mclclip`` and ends the process with the exit code."""
     words = sys.argv[1:]
     process.end(lambda: run_verb(parse_words(words)), "--debug" in words)
 
 
 def parse_words(argv: Sequence[str]) -> argparse.Namespace:
-    """The parsed arguments. Overrides may stand anywhere; argparse alone allows only one place."""
+    """Parses the words. Overrides may be anywhere, while argparse allows them in one place only."""
     parser = build_parser()
     args, more = parser.parse_known_args(argv)
     args.function = _FUNCTIONS[args.verb]
@@ -250,14 +253,16 @@ def parse_words(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {wrong} ({see}{how})")
     if more:
         args.overrides += more
-    for name in ("remedies", "seeds"):  # flags that take every word that follows them
+    for name in ("remedies", "seeds"):  # these flags have taken the overrides after them too
         if not (words := getattr(args, name, None)):
             continue
         args.overrides += [word for word in words if "=" in word]
         setattr(args, name, [word for word in words if "=" not in word])
     if seeds := getattr(args, "seeds", []):
-        if not all(seed.isdecimal() for seed in seeds):
-            raise ValueError(f"--seeds got {' '.join(seeds)}: wanted numbers from 0 on")
+        if not all(seed.isdecimal() for seed in seeds) or len({*map(int, seeds)}) < len(seeds):
+            raise ValueError(
+                f"--seeds got {' '.join(seeds)}: wanted numbers from 0 on, each of them once"
+            )
         args.seeds = [*map(int, seeds)]
     if args.verb == "export":
         conversion = [name for name in _CONVERSION if getattr(args, name) is not None]
@@ -279,20 +284,22 @@ def parse_words(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _words_of_run(args: argparse.Namespace) -> list[str]:
-    """The words by which a verb that reads a configuration finds the run of this command."""
+    """Returns the words by which another verb finds the run of this command, such as
+    ['--config', 'runs/mine/config.yaml'], for messages that offer a command."""
     folder = {"finetune": "out", "report": "run_dir"}.get(args.verb)
     if folder is not None and (run := getattr(args, folder)):
         return ["--config", f"{run}/config.yaml"]
     if args.verb == "doctor" and len(args.overrides) == 1 and args.data is None:
         recorded = Path(args.overrides[0]) / "config.yaml"
         return ["--config", str(recorded)] * recorded.is_file()
-    if args.verb == "race":  # its runs lie below the folder that it names
+    if args.verb == "race":  # run_dir is the folder of several runs
         return []
     config = getattr(args, "config", None) or getattr(args, "data", None)
     return ["--config", str(config)] * bool(config) + getattr(args, "overrides", [])
 
 
 def run_verb(args: argparse.Namespace) -> int:
+    """Checks paths and names, sets up the log, and runs the verb; returns its exit code."""
     check_paths(args)
     recipe = getattr(args, "config", None) or getattr(args, "data", None)
     if recipe is not None:

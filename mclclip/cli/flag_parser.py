@@ -1,6 +1,6 @@
-"""How the command line is read: its help, its errors, flags that are paths, and completion.
+"""The parser of the command line: help, errors, checks of paths, and completion.
 
-Imports nothing heavy, since ``--help`` answers at once.
+It imports nothing heavy, so ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mclclip.cli import process
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Help of 80 columns in which every flag that takes a value says its default."""
+    """Formats help in 80 columns, and adds the default to every flag that takes a value."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=80, max_help_position=26)
@@ -30,10 +30,10 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that also records its errors for the launcher; sub-parsers have this class too."""
+    """A parser that records its errors for the launcher; every verb has such a parser too."""
 
     def __init__(self, **options: Any) -> None:
-        # A flag is written out: a shortened one may be another flag's name to its user.
+        # No abbreviations: a shortened flag may be mistaken for another one.
         super().__init__(formatter_class=_Help, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         super().error(message)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Names the nearest choices too; Python 3.14 does so itself."""
+        """Adds the nearest choices to the error, as Python 3.14 does itself."""
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def verbs_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The parser of each verb, by its name."""
+    """Returns the parsers of the verbs by name."""
     (verbs,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     return dict(verbs.choices)
 
@@ -62,30 +62,40 @@ def verbs_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPars
 
 
 def character(text: str) -> str:
-    """Type of flags that are one character."""
+    """Type of a flag that is one character."""
     if len(text) != 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, wanted one character")
     return text
 
 
+def whole_number(minimum: int, text: str) -> int:
+    """Type of a flag that is a whole number of at least ``minimum``."""
+    if not text.isdecimal() or int(text) < minimum:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, wanted a whole number of {minimum} or more"
+        )
+    return int(text)
+
+
 def parse_path(text: str) -> Path:
-    """Type of flags whose path, or pattern of paths, must exist; see ``check_paths``."""
+    """Type of a flag whose path, or pattern of paths, must exist (``check_paths``)."""
     return Path(text)
 
 
 def parse_named_path(text: str) -> str:
-    """The same, of ``[NAME=]PATH``; what has no "/" may also be a name, such as ViT-B-32@openai."""
+    """Type of a flag ``[NAME=]PATH`` whose path must exist. A text without "/" may also be the name
+    of a model, such as ViT-B-32@openai."""
     return text
 
 
 _PATHS = (Path, parse_path, parse_named_path)
-_SOURCES = ("source", "images")  # flags that take patterns too
+_SOURCES = ("source", "images")  # arguments that may be patterns
 
 
 def check_paths(args: argparse.Namespace) -> None:
-    """Raises ValueError for a flag's path that is a url, and FileNotFoundError for one that must
-    exist and does not; takes no time."""
-    from mclclip.util.options import refuse_url  # imports pydantic  # imports pydantic
+    """Raises ValueError for a flag whose path is a url, and FileNotFoundError if a path must exist
+    and does not."""
+    from mclclip.util.options import refuse_url  # imports pydantic
 
     for action in args.parser._actions:
         if action.type not in _PATHS or not (value := getattr(args, action.dest)):
@@ -95,17 +105,17 @@ def check_paths(args: argparse.Namespace) -> None:
             if action.type is not parse_named_path:
                 refuse_url(text, flag)
             path = Path(text) if Path(text).exists() else Path(text.rpartition("=")[2])
-            may_be_missing = action.type is parse_named_path and (
-                "/" not in text or re.search("[@:]", text)
-            )
-            # Patterns are expanded later; a dry run of so many samples reads none of them.
             may_be_missing = (
-                may_be_missing or action.dest in _SOURCES and re.search(r"[*?{\[]", text)
+                action.type is Path
+                or action.type is parse_named_path
+                and ("/" not in text or re.search("[@:]", text))
+                # Patterns are expanded later; 'finetune --dry-run --samples N' reads no pictures.
+                or action.dest in _SOURCES
+                and re.search(r"[*?{\[]", text)
+                or action.dest == "images"
+                and getattr(args, "samples", None)
             )
-            may_be_missing = (
-                may_be_missing or action.dest == "images" and getattr(args, "samples", None)
-            )
-            if action.type is not Path and not may_be_missing and not path.exists():
+            if not may_be_missing and not path.exists():
                 raise FileNotFoundError(f"{flag} {text}: there is no such file or folder")
 
 
@@ -113,14 +123,14 @@ def check_paths(args: argparse.Namespace) -> None:
 
 
 def print_completion(parser: argparse.ArgumentParser, shell: str) -> None:
-    """Prints the script by which a shell completes verbs, flags, files and names of recipes."""
+    """Prints the script that makes a shell complete verbs, flags, files and recipes."""
     import shtab
 
     from mclclip.util import shipped
 
     for action in parser._actions:
         if action.dest == "verb":
-            action.help = None  # shtab leaves out what help leaves out
+            action.help = None  # otherwise shtab omits the verbs, as help does
     recipes = dict.fromkeys(["bash", "zsh"], "_mclclip_recipes")
     for verb in verbs_of(parser).values():
         flag: Any  # shtab reads an attribute that argparse's actions lack

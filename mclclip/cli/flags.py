@@ -1,6 +1,6 @@
 """The words of the command line: every verb with its flags, their units and defaults.
 
-Imports nothing heavy, since ``--help`` answers at once; ``cli`` says which function a verb calls.
+It imports nothing heavy, so ``--help`` answers at once. ``entry`` says which function a verb calls.
 """
 
 from __future__ import annotations
@@ -8,15 +8,23 @@ from __future__ import annotations
 import argparse
 import re
 import textwrap
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mclclip import __version__
-from mclclip.cli.flag_parser import Parser, character, parse_named_path, parse_path
+from mclclip.cli.flag_parser import (
+    Parser,
+    character,
+    parse_named_path,
+    parse_path,
+    whole_number,
+)
 from mclclip.data import datasets
 from mclclip.util import shipped
 from mclclip.util.remake import Remake
 
+_COUNT, _POSITIVE = partial(whole_number, 0), partial(whole_number, 1)
 _VARIANTS = ["mcl", "ungrouped", "random_groups"]
 _VARIANT = f"the method itself, or a control of it: {', '.join(_VARIANTS)}"
 _STAGE = "number of the stage; 0 is the base model"
@@ -27,7 +35,7 @@ _REMAKE = "make it again, and move aside what is there; what was begun is resume
 _VARIABLE = "variable of the suite, such as data=FOLDER"
 
 
-# The help: groups of verbs, and of each what it does and an example.
+# The text of --help: groups of verbs, and for each verb what it does and an example.
 _VERBS = """\
 begin:
   finetune      captioned pictures -> a better encoder: settings, training,
@@ -93,7 +101,7 @@ what a run shows:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of ``mclclip``; needs neither torch nor a configuration."""
+    """Returns the parser of ``mclclip``; needs neither torch nor a configuration."""
     parser = Parser(
         prog="mclclip",
         usage="mclclip VERB [FLAGS]    (mclclip VERB --help: its flags)",
@@ -114,14 +122,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _remaking(artifacts: Remake) -> dict[str, Any]:
+    """Returns the arguments of a flag --force that makes ``artifacts`` again."""
     return {"action": "store_const", "const": artifacts, "default": Remake.NOTHING}
 
 
 def _add(verbs: Any, name: str, force: str | None = None) -> argparse.ArgumentParser:
-    """The parser of a verb. With ``force``, what --force does (empty: the verb has none), the verb
-    reads a configuration.
+    """Returns the parser of a verb, whose flags are the arguments of its function.
 
-    Its flags are the arguments of the function that ``cli`` calls, where their units stand.
+    A verb with ``force`` reads a configuration; ``force`` is the help of its flag --force, or empty
+    if it has no such flag.
     """
     entry = re.search(rf"^  {name} +(.*?)\n +\$ (.*?)$", _VERBS, re.M | re.S)
     assert entry, f"the verb {name} has no entry with an example in _VERBS"
@@ -172,7 +181,7 @@ def _add_finetune(verbs: Any) -> None:
         "--allow-root", dest="allow_roots", metavar="FOLDER", type=parse_path, help=root, **_SEVERAL
     )
     add("--held-out", type=float, default=0.1, metavar="SHARE", help=share)
-    add("--seed", type=int, default=0, help="of weights, data order and clusters")
+    add("--seed", type=_COUNT, default=0, help="of weights, data order and clusters")
     add("--force", action="store_true", help="choose settings anew, and move the old aside")
     setting = "a setting in the place of the chosen one, such as train.lr=1e-5"
     add("overrides", nargs="*", default=[], metavar="key.path=value", help=setting)
@@ -181,7 +190,7 @@ def _add_finetune(verbs: Any) -> None:
     gpu = "of --dry-run: choose for a GPU of this memory, which need not be here"
     add("--gpu-gib", type=float, metavar="M", help=gpu)
     samples = "of --dry-run: how many pictures there will be (default: counted)"
-    add("--samples", type=int, metavar="N", help=samples)
+    add("--samples", type=_POSITIVE, metavar="N", help=samples)
 
 
 def _add_pack(verbs: Any) -> None:
@@ -198,7 +207,7 @@ def _add_pack(verbs: Any) -> None:
     add("--path-column", help="column of image paths or images; default: found by its name")
     text = "default: found by its name; none: no captions; several, or COLUMN.FIELD of a list"
     add("--caption-column", metavar="NAME", help=text, action="append")
-    add("--samples-per-shard", type=int, default=10_000, help="images of a tar")
+    add("--samples-per-shard", type=_POSITIVE, default=10_000, help="images of a tar")
     add("--delimiter", type=character, help="default: by suffix (.tsv: tab) and header")
     add("--key-prefix", default="", help="put before the running number of a key")
     add("--force", help=_FORCE, **_remaking(Remake.ALL))
@@ -210,7 +219,7 @@ def _add_make_dataset(verbs: Any) -> None:
     names = ["patterns", *datasets.NAMES]
     add("name", choices=names, metavar="NAME", help=f"one of {', '.join(names)}")
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder for the shards")
-    add("--seed", type=int, default=0, help="of what is drawn")
+    add("--seed", type=_COUNT, default=0, help="of what is drawn")
     add("--force", help=_FORCE, **_remaking(Remake.ALL))
     add = verb.add_argument_group("options of some data sets").add_argument
     add("--source", action="append", metavar="NAME=FOLDER", help="where files are")
@@ -239,8 +248,8 @@ def _add_make_pairs(verbs: Any) -> None:
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder of the benchmark")
     add("--rules", nargs="+", default=[], metavar="RULE", help="such as colour (default: all)")
     add("--confused", type=Path, metavar="FOLDER", help="blind spots of a run on these shards")
-    add("--per-rule", type=int, default=200, metavar="N", help="items of a rule at most")
-    add("--seed", type=int, default=0, help="of what is drawn")
+    add("--per-rule", type=_POSITIVE, default=200, metavar="N", help="items of a rule at most")
+    add("--seed", type=_COUNT, default=0, help="of what is drawn")
     add("--force", help=_FORCE, **_remaking(Remake.ALL))
 
 
@@ -312,7 +321,7 @@ def _add_demo(verbs: Any) -> None:
 
 
 def _add_checks(verbs: Any) -> None:
-    """Of the machine and of a configuration."""
+    """Adds the verbs that check the machine, a run or a configuration."""
     copy = "write launch/ and slurm/ with all recipes and scripts into this folder"
     _add(verbs, "recipes").add_argument("--copy", type=Path, metavar="FOLDER", help=copy)
     verb = _add(verbs, "completion")
@@ -334,11 +343,11 @@ def _add_checks(verbs: Any) -> None:
     plan = "what the run will do and need; uses no GPU"
     add = verb.add_argument_group("plan", plan).add_argument
     add("--plan", action="store_true", help="print steps, memory, hours and disk")
-    add("--nodes", type=int, metavar="N", help="default 1")
+    add("--nodes", type=_POSITIVE, metavar="N", help="default 1")
     gpus = "default 1; with this or --nodes a too small disk here is a warning"
-    add("--gpus-per-node", type=int, metavar="G", help=gpus)
+    add("--gpus-per-node", type=_POSITIVE, metavar="G", help=gpus)
     add("--gpu-memory-gib", type=float, metavar="M", help="refuse what needs more")
-    add("--samples", type=int, metavar="N", help="used where there is no index yet")
+    add("--samples", type=_POSITIVE, metavar="N", help="used where there is no index yet")
     add("--json", action="store_true", help="sizes in bytes")
     peak = "of a GPU in bf16, dense (default 312, an A100; fp32 is a sixteenth of it)"
     add("--peak-tflops", type=float, metavar="P", help=peak)
@@ -353,30 +362,26 @@ def _add_checks(verbs: Any) -> None:
 
 
 def _add_stages(verbs: Any) -> None:
-    """The verbs of a stage, from shards to exported models."""
-
-    def verb(name: str) -> argparse.ArgumentParser:
-        return _add(verbs, name, _REMAKE)
-
-    verb("index")
-    add = verb("embed").add_argument
-    add("--stage", type=int, required=True, help=_STAGE)
+    """Adds the verbs of a stage, from shards to exported models."""
+    _add(verbs, "index", _REMAKE)
+    add = _add(verbs, "embed", _REMAKE).add_argument
+    add("--stage", type=_COUNT, required=True, help=_STAGE)
     text = "captions too, also where the text tower is trained"
     add("--text", action="store_true", default=None, help=text)
     cache = "from what the frozen blocks make of every image, which stage 0 writes first (the same "
     cache += "as image_rows.enabled=true, which later verbs need too)"
     add("--image-rows", action="store_true", help=cache)
-    add = verb("cluster").add_argument
-    add("--stage", type=int, required=True, help=_STAGE)
-    add = verb("relocate").add_argument
-    add("--stage", type=int, required=True, help=_STAGE)
-    train = verb("train")
-    train.add_argument("--stage", type=int, required=True, help=_STAGE)
+    add = _add(verbs, "cluster", _REMAKE).add_argument
+    add("--stage", type=_COUNT, required=True, help=_STAGE)
+    add = _add(verbs, "relocate", _REMAKE).add_argument
+    add("--stage", type=_COUNT, required=True, help=_STAGE)
+    train = _add(verbs, "train", _REMAKE)
+    train.add_argument("--stage", type=_COUNT, required=True, help=_STAGE)
     variant: dict[str, Any] = {"default": "mcl", "metavar": "NAME", "choices": _VARIANTS}
     variant["help"] = _VARIANT
     train.add_argument("--variant", **variant)
-    export = verb("export")
-    export.add_argument("--stage", type=int, help=f"{_STAGE} (default: join all)")
+    export = _add(verbs, "export", _REMAKE)
+    export.add_argument("--stage", type=_COUNT, help=f"{_STAGE} (default: join all)")
     export.add_argument("--variant", **variant)
     _add_conversion(export)
 
@@ -402,7 +407,7 @@ def _add_conversion(export: argparse.ArgumentParser) -> None:
 
 
 def _add_figures(verbs: Any) -> None:
-    """Of encoders on benchmarks, and of what a run left."""
+    """Adds the verbs that show figures of encoders and of a run."""
     add = _add(verbs, "eval", _REMAKE).add_argument
     model = "export, concat, open_clip NAME@PRETRAINED (or NAME@random), or hf:FOLDER (or "
     model += "hf:ORG/NAME) of transformers; default: the run's exports"
@@ -419,7 +424,12 @@ def _add_figures(verbs: Any) -> None:
 
 def _add_blindspots(verbs: Any) -> None:
     add = _add(verbs, "blindspots", _REMAKE).add_argument
-    add("--stage", type=int, default=0, help="the stage that confuses them (default: %(default)s)")
+    add(
+        "--stage",
+        type=_COUNT,
+        default=0,
+        help="the stage that confuses them (default: %(default)s)",
+    )
     other = "what tells them apart: a stage, or a folder of embeddings (default: the last stage)"
     add("--other", metavar="STAGE|[NAME=]FOLDER", type=parse_named_path, help=other)
     above = "the stage confuses a pair above this cosine (default: %(default)s)"
@@ -427,15 +437,15 @@ def _add_blindspots(verbs: Any) -> None:
     below = "the other encoder tells it apart below this one (default: %(default)s)"
     add("--below", type=float, metavar="COSINE", default=0.6, help=below)
     most = "pairs that are kept of one image (default: %(default)s)"
-    add("--per-image", type=int, metavar="N", default=5, help=most)
+    add("--per-image", type=_POSITIVE, metavar="N", default=5, help=most)
     most = "pairs that are kept of all (default: %(default)s)"
-    add("--max-pairs", type=int, metavar="N", default=1000, help=most)
+    add("--max-pairs", type=_POSITIVE, metavar="N", default=1000, help=most)
 
 
 def _add_filter(verbs: Any) -> None:
     verb = _add(verbs, "filter", _REMAKE)
     add = verb.add_argument
-    add("--stage", type=int, default=0, help="whose embeddings (default: %(default)s)")
+    add("--stage", type=_COUNT, default=0, help="whose embeddings (default: %(default)s)")
     add("--name", default="filter", help="folder below filters (default: %(default)s)")
     title = "filters; without any, scores and near pairs are shown"
     add = verb.add_argument_group(title).add_argument

@@ -1,10 +1,14 @@
 """One process of a run from start to end: signals, ranks, the lock, the recorded state, exit code.
 
-Exit codes: 0 done; 1 an error of mclclip itself (with a traceback), or a lost rank or worker (one
-line); 2 a mistake of the user, or files that do not fit together (one line); 85 asked to leave and
-saved, by Ctrl-C in a training too; 130 interrupted by Ctrl-C elsewhere, or by a second one. Under
-torchrun, which reports every code but 0 as a crash, a process that exits with 85 elsewhere ends
-with 0, and the recorded state says that it was pre-empted.
+Exit codes:
+    0    done
+    1    an error of mclclip itself (with a traceback), or a lost rank or worker (one line)
+    2    a mistake of the user, or files that do not fit together (one line)
+    85   asked to leave, and saved; in a training by Ctrl-C too
+    130  interrupted by Ctrl-C outside of a training, or by a second Ctrl-C
+
+torchrun reports every code but 0 as a crash. So under torchrun the code is 0 instead of 85, and the
+recorded state says that the run was pre-empted.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mclclip.ranks import failures, signals, streams
 from mclclip.ranks.signals import EXIT_PREEMPTED, Preempted
@@ -29,12 +33,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("mclclip")
 
 
-_RECORDED = "_mclclip_recorded"  # attribute of an error that is already in the recorded state
+_RECORDED = "_mclclip_recorded"  # attribute of errors that the recorded state already tells
 EXIT_OK, EXIT_INTERNAL, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, signals.EXIT_INTERRUPTED
 
 
 def start() -> None:
-    """Installs signal handlers, before torch is imported (which takes seconds)."""
+    """Installs signal handlers. It is called before the import of torch, which takes seconds."""
     signals.install_handlers()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         from mclclip.ranks.workers import die_with_parent
@@ -43,7 +47,7 @@ def start() -> None:
 
 
 def end(work: Callable[[], int], debug: bool) -> NoReturn:
-    """Calls ``work`` as ``answer`` does, and ends the process with its exit code."""
+    """Calls ``work``, prints its error if there is one, and ends the process with an exit code."""
     streams.outlive_readers()
     _leave(answer(work, debug))
 
@@ -54,7 +58,7 @@ def answer(work: Callable[[], int], debug: bool) -> int:
         start()
         code = work()
         signals.ignore()
-    except SystemExit as left:  # of argparse, which has printed, or of code that a verb has called
+    except SystemExit as left:  # by argparse, which has printed its error, or by a library
         if left.code is None or isinstance(left.code, int):
             return left.code or EXIT_OK
         print(left.code, file=sys.stderr)
@@ -62,7 +66,7 @@ def answer(work: Callable[[], int], debug: bool) -> int:
     except (Exception, KeyboardInterrupt, Preempted) as error:
         try:
             code = _failed(error, debug)
-        except (KeyboardInterrupt, Preempted):  # a request that came before it could be ignored
+        except (KeyboardInterrupt, Preempted):  # it came before _failed could ignore signals
             code = _failed(error, debug)
     return code
 
@@ -75,7 +79,7 @@ def _failed(error: BaseException, debug: bool) -> int:
         record_early(error, code)
     if isinstance(error, Exception):
         if failures.number_of("RANK", 0) > 0:
-            # The launcher may end this rank while it waits to print its error.
+            # This rank waits before it prints; let SIGTERM of the launcher end it meanwhile.
             signals.set_action(signal.SIG_DFL)
         bug = code == EXIT_INTERNAL and not isinstance(error, failures.Lost)
         failures.complain(error, debug or bug)
@@ -85,7 +89,7 @@ def _failed(error: BaseException, debug: bool) -> int:
 
 
 def exit_code(error: BaseException) -> int:
-    """The exit code that stands for an error."""
+    """Returns the exit code of an error."""
     if not isinstance(error, Exception):
         return signals.code_of(error)
     for_user = failures.is_for_the_user(error) and not isinstance(error, failures.Lost)
@@ -93,7 +97,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def record_early(error: BaseException, code: int) -> None:
-    """Records an error before a run began, such as a wrong configuration, for the launcher."""
+    """Records for the launcher an error that came before a run, such as a wrong configuration."""
     if os.environ.get("MCLCLIP_STATE_FILE"):
         from mclclip.run.lock import write_state
 
@@ -110,9 +114,9 @@ def run(
     work: Callable[[Context], object],
     check: Callable[[Context], None] | None = None,
 ) -> int:
-    """Runs a verb on a run directory: joins the ranks, takes the lock, records how it ends.
+    """Runs the verb ``work`` on a run directory: joins the ranks, takes the lock, records the end.
 
-    The first rank calls ``check`` before anything is written, and all ranks raise its error.
+    The first rank calls ``check`` before anything is written; all ranks raise its error.
     """
     from mclclip.ranks import collectives, process_group
     from mclclip.run.artifacts import RunPaths
@@ -122,9 +126,9 @@ def run(
     def take_lock() -> None:
         try:
             lock.__enter__()
-        except OSError as error:  # a full disk, not another writer: a former state would be wrong
+        except OSError as error:  # a full disk: the state that an earlier process left is wrong
             reason = failures.line_of(error)
-            with suppress(OSError):  # the first error is what the user is told
+            with suppress(OSError):  # the user is told the first error
                 write_state(
                     layout.run_dir, "failed", verb=verb, exit_code=EXIT_USER, requeue=False,
                     reason=reason,
@@ -141,43 +145,31 @@ def run(
     with process_group.num_threads(config.num_threads):
         collectives.raise_on_every_rank(take_lock)
         try:
-            if context.is_main:  # temporary files of killed writers; the lock excludes living ones
+            if context.is_main:  # with the lock, all temporary files are of killed processes
                 files.remove_leftovers(layout.run_dir)
                 files.remove_leftovers(layout.index)
-            _recorded(config, verb, context, work)
+            _call_and_record(config, verb, context, work)
         finally:
             lock.__exit__(None, None, None)
     return EXIT_OK
 
 
-def _recorded(
+def _call_and_record(
     config: Config, verb: str, context: Context, work: Callable[[Context], object]
 ) -> None:
+    """Calls ``work``; records that it runs, and how it ends."""
     from mclclip.run.lock import write_state
 
     def record(state: str, code: int, reason: str, **more: bool) -> None:
-        # Any rank may record a failure; the other states are recorded by the first rank.
+        # Any rank may record a failure; only the first rank records the other states.
         where = Path(config.run_dir) if context.is_main or state == "failed" else None
         write_state(
             where, state, verb=verb, exit_code=code, reason=reason, **{"requeue": False} | more
         )
 
-    def record_error(error: BaseException, code: int) -> None:
-        try:
-            if isinstance(error, KeyboardInterrupt):
-                record("interrupted", code, signals.line_of(error))
-            elif isinstance(error, Preempted):
-                record("preempted", code, error.reason, requeue=error.requeue)
-            else:
-                lost = isinstance(error, failures.Lost)
-                peer = lost and not isinstance(error, failures.LostWorker)
-                record("failed", code, failures.line_of(error), requeue=lost, follows=peer)
-        except OSError as full:  # the error itself is what the user is told
-            log.warning("%s", failures.line_of(full))
-
     try:
         record("running", EXIT_OK, f"process {os.getpid()}")
-        _naming_lost(work, context)
+        _call_or_lose(work, context)
         signals.ignore()
         record("finished", EXIT_OK, "")
     except BaseException as error:
@@ -185,17 +177,34 @@ def _recorded(
             signals.ignore()  # a request may still be raised here
         finally:
             signals.ignore()
-            record_error(error, exit_code(error))
+            try:
+                record(**_state_of(error))
+            except OSError as full:  # the user is told the error itself
+                log.warning("%s", failures.line_of(full))
             setattr(error, _RECORDED, True)
         raise
 
 
-def _naming_lost(work: Callable[[Context], object], context: Context) -> object:
-    """Calls ``work``; where another rank is gone raises Lost, or the request to leave that this
-    rank has received as well.
+def _state_of(error: BaseException) -> dict[str, Any]:
+    """Returns the fields of the recorded state for an error, as ``write_state`` takes them."""
+    code = exit_code(error)
+    if isinstance(error, KeyboardInterrupt):
+        return {"state": "interrupted", "code": code, "reason": signals.line_of(error)}
+    if isinstance(error, Preempted):
+        fields = {"state": "preempted", "code": code, "reason": error.reason}
+        return fields | {"requeue": error.requeue}
+    is_lost = isinstance(error, failures.Lost)
+    fields = {"state": "failed", "code": code, "reason": failures.line_of(error)}
+    follows = is_lost and not isinstance(error, failures.LostWorker)
+    return fields | {"requeue": is_lost, "follows": follows}
 
-    Lost of a training stays: its ranks agree on a request before any of them leaves, and torchrun
-    sends SIGTERM to those that are left when one is killed.
+
+def _call_or_lose(work: Callable[[Context], object], context: Context) -> object:
+    """Calls ``work``. If another rank is gone, raises Lost, or the request to leave if this rank
+    has received one too.
+
+    A Lost that a training raises stays: torchrun sends SIGTERM to the other ranks if one is killed,
+    and the ranks of a training agree on a request to leave before any of them does.
     """
     try:
         return work(context)
@@ -209,7 +218,7 @@ def _naming_lost(work: Callable[[Context], object], context: Context) -> object:
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends the process; without the interpreter's shutdown if torch was loaded."""
+    """Ends the process; if torch was loaded, without the interpreter's shutdown."""
     finished = code == EXIT_OK
     if code == EXIT_PREEMPTED and "TORCHELASTIC_RUN_ID" in os.environ:
         code = EXIT_OK

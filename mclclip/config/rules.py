@@ -30,7 +30,7 @@ _CONDITION = re.compile(r"([\w.]+)(?:(!=|=|<|>)(.*))?")
 
 @dataclass(frozen=True)
 class Subject:
-    """What a rule is checked on: a configuration, one of its trainings, the number of ranks."""
+    """The input of a rule: a configuration, one of its trainings, the number of ranks."""
 
     config: Config
     training: str = "train"

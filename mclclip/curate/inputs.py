@@ -1,10 +1,9 @@
 """Inputs of the filters: embeddings, captions, clusters, evaluation images, and CLIP scores.
 
-A CLIP score says how well captions fit an image. Source: Schuhmann et al., LAION-400M (2021) and
-LAION-5B (NeurIPS 2022), which left out pairs whose cosine is below 0.3 or 0.28; DataComp (Gadre et
-al., NeurIPS 2023), whose baseline keeps the 30 % of the samples with the highest scores. Both score
-the one caption of a sample. Here it may have several, of which training draws one: the score is
-that of the caption that fits best.
+A CLIP score says how well a caption fits an image: it is the cosine of their embeddings. LAION-400M
+(Schuhmann et al., 2021) and LAION-5B (NeurIPS 2022) left out pairs below 0.3 or 0.28; the baseline
+of DataComp (Gadre et al., NeurIPS 2023) keeps the 30 % of the samples with the highest scores.
+There a sample has one caption. Here it may have several, and its score is that of the best one.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from mclclip.run import runlog
 from mclclip.run.artifacts import Manifest, RunPaths, find_run_dir, is_finished, read_manifest
 from mclclip.run.opened import Run
 from mclclip.util import files
-from mclclip.util.options import split_named_path
+from mclclip.util.options import prefix_errors, split_named_path
 from mclclip.util.search import Floats, Rows, cosines
 
 
 @dataclass(frozen=True)
 class EvaluationImages:
-    """Images that must not be trained on: their embeddings [M, D], the digest of these, and the
-    index that has their keys, where it is known."""
+    """Images that must not be trained on: their embeddings ``rows`` [M, D], the digest of these,
+    and the index with their keys, if there is one."""
 
     name: str
     rows: Rows
@@ -44,16 +43,16 @@ class EvaluationImages:
 
 @dataclass(frozen=True)
 class CurateInputs:
-    """The embeddings of a stage and what they are compared with, opened and checked.
+    """The embeddings of a stage, and all that they are compared with; opened and checked.
 
-    index      of N samples
-    images     the samples' embeddings [N, D]
-    texts      [T, D], all captions of a sample after each other; None where there are no scores
-    no_scores  why there are none
-    labels     [N], the nearest cluster, -1 for none, within which samples are compared; None where
+    index      index of N samples
+    images     embeddings [N, D] of the samples
+    texts      embeddings [T, D] of the captions, sample after sample; None: no scores are computed
+    no_scores  the reason why no scores are computed, else ''
+    labels     [N], nearest clusters, -1 for none; only samples of one cluster are compared. None:
                all are compared with all
-    others     evaluation images, by name
-    digests    of what is read, by name
+    others     evaluation images, sorted by name
+    digests    digests of all inputs, by name
     """
 
     index: SampleIndex
@@ -66,15 +65,16 @@ class CurateInputs:
 
     @cached_property
     def usable(self) -> NDArray[np.bool_]:
-        """bool [N]: samples that have an embedding."""
+        """bool [N]: True for samples with an embedding."""
         usable = np.ones(len(self.index), bool)
         usable[self.images.left_out()] = False
         return usable
 
     @cached_property
     def scores(self) -> NDArray[np.float32] | None:
-        """The CLIP scores [N], NaN for none; None where there are none at all. Reads every
-        embedding once, also where there are no scores, and stops at one that is not finite."""
+        """The CLIP scores [N], NaN for samples without one; None if no scores are computed.
+
+        Reads every embedding in either case. Raises RuntimeError if one is not finite."""
         if self.texts is None:
             for cut in _blocks(len(self.images)):
                 finite(self.images, cut, f"embeddings at {self.images.directory}")
@@ -89,9 +89,9 @@ def open_inputs(
 ) -> CurateInputs:
     """Opens the inputs of the filters of a stage; the errors are those of ``filter.run``.
 
-    scores    whether samples are left out by their scores, so that captions must be there
-    clusters  whether samples are compared within clusters; None: where there are some
-    against   evaluation images, ``[NAME=]FOLDER`` or ``.npy``
+    scores    True: a filter reads scores, so it is an error if none can be computed
+    clusters  True: samples are compared within clusters; None: if the stage has clusters
+    against   evaluation images, each ``[NAME=]FOLDER`` or a ``.npy`` file
     """
     run = Run.of(config)
     index, images = run.index, run.stage(stage).embeddings
@@ -121,7 +121,7 @@ def open_inputs(
 
 
 def _why_no_scores(run: Run, config: Config, stage: int, images: RowStore) -> str:
-    """Why images cannot be compared with their captions; empty where they can be."""
+    """Says why images cannot be compared with their captions; '' if they can."""
     index, directory = run.index, run.layout.text_embeddings
     if not index.num_captions.any():
         return f"no sample of the index at {index.directory} has a caption"
@@ -151,14 +151,12 @@ def _why_no_scores(run: Run, config: Config, stage: int, images: RowStore) -> st
 
 
 def _evaluation_images(text: str, images: RowStore) -> EvaluationImages:
-    """Evaluation images that ``--against`` names, after a comparison of width and encoder."""
+    """Opens evaluation images that ``--against`` names; ValueError if width or encoder differ."""
     name, path = split_named_path(text, "--against", "evaluation images")
     name = name or str(path.resolve())
     if path.suffix == ".npy":
-        try:
+        with prefix_errors("--against"):
             rows: Any = open_given_npy(path, "rows")
-        except (FileNotFoundError, ValueError) as error:
-            raise type(error)(f"--against: {error}") from None
         if rows.ndim != 2 or rows.dtype.kind != "f" or not len(rows):
             raise ValueError(
                 f"--against: {path} holds {rows.dtype} {list(rows.shape)}, wanted floating-point "
@@ -168,7 +166,7 @@ def _evaluation_images(text: str, images: RowStore) -> EvaluationImages:
     else:
         manifest = read_manifest(path, "embeddings")
         _check_encoder(path, manifest, images)
-        # The index of the run that the embeddings lie in has their keys.
+        # If the folder lies in a run, the index of that run has the keys.
         above = find_run_dir(path)
         beside = None if above is None else RunPaths(above).index
         index = SampleIndex.open(beside) if beside and is_finished(beside) else None
@@ -188,8 +186,8 @@ def _evaluation_images(text: str, images: RowStore) -> EvaluationImages:
 
 
 def _check_encoder(path: Path, manifest: Manifest, images: RowStore) -> None:
-    """Raises ValueError where a manifest tells that another model, or another feature of it, made
-    these embeddings. Equal weights make one model, in whichever run they were exported."""
+    """Raises ValueError if the embeddings of a manifest are of another feature or another encoder
+    than ``images``. Encoders are the same if their weights are equal, even in different runs."""
     ours = images.manifest
     if manifest.config.get("feature") != ours.config.get("feature"):
         raise ValueError(
@@ -199,7 +197,7 @@ def _check_encoder(path: Path, manifest: Manifest, images: RowStore) -> None:
     if manifest.inputs.get("encoder") == ours.inputs.get("encoder"):
         return
     weights = []
-    for directory in (path, images.directory):  # of the export beside the embeddings
+    for directory in (path, images.directory):  # the export lies beside the embeddings
         export = directory.resolve().parent / "export"
         records = read_manifest(export, "export").records if is_finished(export) else {}
         weights.append({n: record for n, record in records.items() if n.endswith(".safetensors")})
@@ -218,14 +216,15 @@ def _check_encoder(path: Path, manifest: Manifest, images: RowStore) -> None:
 def clip_scores(
     images: Rows, texts: Rows, num_captions: NDArray[np.integer]
 ) -> NDArray[np.float32]:
-    """float32 [N]: the largest cosine of a sample's image with its captions; NaN without a caption.
+    """Returns float32 [N], for each sample the largest cosine of its image with its captions; NaN
+    without a caption.
 
-    images        rows [N, D], which need not have unit length
-    texts         rows [T, D], all captions of a sample after each other
-    num_captions  [N], which add up to T
+    images        [N, D], rows of any length
+    texts         [T, D], rows of captions, sample after sample
+    num_captions  [N], the number of captions of each sample; they add up to T
 
-    Computed in float64, each from its two rows alone, so that blocks change no bit. Raises
-    RuntimeError, one line, for a row that is not finite, and for widths that differ.
+    Each cosine is computed in float64 from its two rows alone, so the size of blocks changes no
+    bit. Raises RuntimeError for a row that is not finite, and if the widths D differ.
     """
     scores = np.full(len(num_captions), -np.inf, np.float32)
     first = 0
@@ -248,15 +247,16 @@ def clip_scores(
 
 
 def _blocks(num_samples: int) -> Iterator[slice]:
-    """Blocks of samples, in order, whose embeddings are read; shows how many are done."""
+    """Yields slices of samples, in order, and shows the progress."""
     blocks = cuts(num_samples)
     return runlog.progress(blocks, total=len(blocks), description="filter, embeddings")
 
 
 def finite(rows: Rows, cut: slice, what: str) -> Floats:
-    """The rows of a cut. Raises RuntimeError, one line, for the first row that is not finite."""
+    """Reads the rows of a slice; RuntimeError for the first row that is not finite. ``what`` names
+    the rows in the message, such as 'captions'."""
     block = np.asarray(rows[cut])
-    # A sum is finite only where all its numbers are; float64 sums of float32 do not overflow.
+    # The sum of a row is finite if all its numbers are: float64 sums of float32 do not overflow.
     bad = np.flatnonzero(~np.isfinite(block.sum(axis=1, dtype=np.float64)))
     if len(bad):
         raise RuntimeError(

@@ -1,18 +1,18 @@
-"""Pairs of samples whose embeddings point almost the same way, and which samples of them to keep.
+"""Finds pairs of samples whose embeddings have a high cosine, and chooses which samples to keep.
 
-Both verbs of this room search here: ``filter`` leaves out what is near a sample that is kept, and
-``blindspots`` asks which of the near pairs another encoder tells apart.
+``filter`` leaves out samples that are near a kept sample. ``blindspots`` asks which of the near
+pairs another encoder tells apart.
 
-Source: SemDeDup (Abbas et al., 2023, arXiv:2303.09540), which compares samples within clusters of
-k-means only: K clusters make it about K times cheaper, and copies that fell into different
-clusters are not found. SemDeDup keeps, of samples that are near each other, the one farthest from
-the centroid. Here the sample with the highest score is kept, or the lowest one where there are no
-scores, and what is near it is left out; so in turn, until every sample is kept or left out.
+Source: SemDeDup (Abbas et al., 2023, arXiv:2303.09540). It compares samples only within clusters of
+k-means: with K clusters that is about K times cheaper, and copies in different clusters are missed.
+Of samples that are near each other it keeps the one farthest from the centroid. Here the sample
+with the highest score is kept (without scores the one of the lowest number), and samples near it
+are left out; then the next one, until every sample is kept or left out.
 
-That is computed without holding the pairs: those above the threshold make connected components
-(single linkage), of each the best sample is kept, and what is near it is left out. In a chain, a
-near b and b near c, the ends may be far from each other. What is in a component and not near the
-sample that is kept is therefore searched again, among itself, in the next round.
+Pairs are not held in memory. They join samples to connected components; of each component the best
+sample is kept, and samples near it are left out. If a is near b and b near c, then a and c may be
+far from each other. So the samples of a component that are not near the kept one are searched
+again, among themselves, in the next round.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from mclclip.util import search
 from mclclip.util.search import Floats, Integers, NearPairs
 
 Embeddings = RowStore | Floats
-"""Rows [N, D], on disk or in memory, which are read by slices and by sorted numbers."""
+"""Rows [N, D], on disk or in memory, that can be indexed by a slice or by sorted numbers."""
 
 HELD_BYTES = 128 * 2**20
-"""Bytes of rows, as they are stored, of the clusters that are read together; they are there twice
-for a moment."""
+"""Small clusters are read together, up to these bytes of stored rows. For a moment memory holds
+twice as many."""
 
 ROWS_AT_ONCE = 4096
-"""Rows that are read at once: 50 MB for 512 dimensions in float64, with as many captions."""
+"""Rows that are read at once; with D = 512, float64 and one caption each they take 50 MB."""
 
 ROUNDS = 10
-"""Rounds in which what a chain linked is searched again."""
+"""Most rounds in which the ends of chains are searched again."""
 
 
 def cuts(count: int) -> list[slice]:
-    """Slices of at most ``ROWS_AT_ONCE`` rows, in order."""
+    """Cuts ``count`` rows into slices of at most ``ROWS_AT_ONCE``."""
     return search.cuts(count, ROWS_AT_ONCE)
 
 
 @dataclass(frozen=True)
 class Subset:
-    """The rows [n, D] with the sorted ``ids`` [n] among many; a slice counts these rows alone."""
+    """The rows [n, D] with the sorted numbers ``ids`` [n]; a slice counts only these rows."""
 
     rows: Embeddings
     ids: Integers
@@ -60,13 +60,13 @@ class Subset:
 
     def __getitem__(self, cut: slice, /) -> Floats:
         ids = self.ids[cut]
-        if len(ids) and ids[-1] - ids[0] == len(ids) - 1:  # without a gap: mapped, not copied
+        if len(ids) and ids[-1] - ids[0] == len(ids) - 1:  # no gap: a view needs no copy
             return self.rows[int(ids[0]) : int(ids[-1]) + 1]
         return self.rows[ids]
 
 
 def cosines_of(rows: Embeddings, left: Integers, right: Integers) -> NDArray[np.float64]:
-    """Cosines [n] of samples by their numbers, which need not be sorted."""
+    """Returns the cosines [n] of samples ``left`` [n] with samples ``right`` [n], in any order."""
     cosines = np.empty(len(left))
     for cut in cuts(len(left)):
         ids, inverse = np.unique(np.stack([left[cut], right[cut]]), return_inverse=True)
@@ -86,15 +86,15 @@ def near_pairs(
     *,
     what: str,
 ) -> Iterator[NearPairs]:
-    """Yields all pairs of usable samples whose cosine is above ``above``, some at a time.
+    """Yields all pairs of usable samples whose cosine is above ``above``, piece by piece.
 
-    rows    [N, D], which need not have unit length; a row of zeros is near nothing
+    rows    [N, D], of any length; a row of zeros is near nothing
     usable  bool [N]
     labels  [N]: only samples of one label are compared, those of -1 with none. None: all with all
-    what    the verb, for the progress and for the error of a missing faiss
+    what    the verb, such as 'filter', for the progress and for the error if faiss is missing
 
-    The lower sample of a pair stands first; the order of the pairs says nothing. Raises ValueError
-    where faiss is not installed.
+    The lower sample of a pair comes first; pairs come in any order. Raises ValueError if faiss is
+    not installed.
     """
     if labels is None:
         ids = np.flatnonzero(usable)
@@ -106,8 +106,8 @@ def near_pairs(
         for piece in search.near_pairs(Subset(rows, ids), above, blocks, what=what):
             yield NearPairs(ids[piece.rows], piece.cosines)
         return
-    # Rows of a cluster are scattered over all files, so those of several small clusters are read
-    # together; a larger one is read block by block.
+    # The rows of a cluster are scattered over all files. So several small clusters are read in one
+    # pass; a large one is read block by block.
     groups = Groups(labels, usable)
     held_rows = int(HELD_BYTES // max(rows[:1].nbytes, 1))
     batches = groups.batches(held_rows)
@@ -128,11 +128,10 @@ def near_pairs(
 
 
 class Groups:
-    """Samples by group: ids [n], those of a group after each other and sorted; group g has those
-    of [starts[g], starts[g + 1]).
+    """Groups of two or more usable samples with the same label; the label -1 makes no group.
 
-    They are groups of two samples or more that have one label [N]; those of the label -1, and what
-    is not usable, are in none.
+    ids [n] has the samples of group after group, sorted within each. Group g has
+    ids[starts[g] : starts[g + 1]].
     """
 
     def __init__(self, labels: NDArray[np.integer], usable: NDArray[np.bool_]) -> None:
@@ -144,7 +143,8 @@ class Groups:
         self.starts = np.concatenate([[0], np.cumsum(sizes[several])]).astype(np.int64)
 
     def batches(self, most: int) -> list[tuple[int, int]]:
-        """Groups [first, stop) of at most ``most`` samples together; a larger one is alone."""
+        """Returns ranges [first, stop) of groups with at most ``most`` samples together; a larger
+        group has its own range."""
         batches, first = [], 0
         while first < len(self.starts) - 1:
             stop = int(np.searchsorted(self.starts, self.starts[first] + most, side="right")) - 1
@@ -153,7 +153,8 @@ class Groups:
         return batches
 
     def drawn(self, random: np.random.Generator, most: int) -> Integers:
-        """The samples of groups that are drawn until they have ``most`` pairs; of one at least."""
+        """Draws groups, at least one, until they have about ``most`` pairs; returns their
+        samples."""
         sizes = np.diff(self.starts)
         order = random.permutation(len(sizes))
         pairs = np.cumsum((sizes * (sizes - 1) // 2)[order])
@@ -166,13 +167,13 @@ class Groups:
 def equal_pairs(
     rows: Embeddings, usable: NDArray[np.bool_], above: float, *, what: str
 ) -> Iterator[NearPairs]:
-    """Yields (first, copy) for every usable row of which an earlier usable one has the same bits.
+    """Yields a pair (first, copy) for every usable row with the same bits as an earlier usable one.
 
-    A picture that is in a data set n times has n (n - 1) / 2 near pairs, of which these n - 1 are
-    enough; the copies need no further search. Rows are found by a hash of 64 bits, and compared.
-    Rows of zeros are equal to nothing.
+    A picture that is in a data set n times has n (n - 1) / 2 near pairs. These n - 1 are enough, so
+    the copies need no search. Rows with equal hashes of 64 bits are compared. Rows of zeros are
+    equal to nothing.
     """
-    width = rows[:1].nbytes // 2  # words of 16 bits in a row
+    width = rows[:1].nbytes // 2  # a row is hashed as words of 16 bits
     keys = 2 * np.random.default_rng(0).integers(2**63, size=width, dtype=np.uint64) + 1
     hashes, blocks = np.zeros(len(rows), np.uint64), cuts(len(rows))
     for cut in runlog.progress(blocks, total=len(blocks), description=f"{what}, equal embeddings"):
@@ -194,11 +195,11 @@ def equal_pairs(
 def nearest_other(
     rows: search.Rows, others: search.Rows, above: float, *, what: str
 ) -> tuple[Integers, NDArray[np.float64], NDArray[np.bool_]]:
-    """The nearest of ``others`` [M, D] to each of ``rows`` [N, D], where their cosine is above
-    ``above``; ties by the lower one of them.
+    """Finds for each of ``rows`` [N, D] the nearest of ``others`` [M, D], if their cosine is above
+    ``above``; of equally near ones the lower.
 
-    Returns the numbers [N] of these others, -1 for none; the cosines [N] with them, -inf for none;
-    and bool [M], which of the others have a near row.
+    Returns its number [N], -1 for none; the cosine [N], -inf for none; and bool [M], True for
+    others that have a near row.
     """
     nearest = np.full(len(rows), -1, np.int64)
     best = np.full(len(rows), -np.inf)
@@ -218,13 +219,10 @@ def nearest_other(
 
 
 class Components:
-    """Connected components of N samples, whose pairs come some at a time.
-
-    An array of N numbers is held, and of the pairs those that are added at once.
-    """
+    """Connected components of ``count`` samples; pairs are added piece by piece and not kept."""
 
     def __init__(self, count: int) -> None:
-        self._above = np.arange(count)  # a lower sample of the same component, or the sample itself
+        self._above = np.arange(count)  # of each sample a lower one of its component, or itself
 
     def add(self, pairs: Integers) -> None:
         """Joins the samples of each of the pairs [P, 2]."""
@@ -243,7 +241,7 @@ class Components:
         self._above[nodes] = nodes[first][parts]
 
     def add_all(self, pieces: Iterable[NearPairs]) -> int:
-        """Joins the samples of pairs that come some at a time; returns the number of pairs."""
+        """Joins the samples of all pieces of pairs; returns the number of pairs."""
         number = 0
         for piece in pieces:
             self.add(piece.rows)
@@ -258,12 +256,14 @@ class Components:
         return lowest
 
     def lowest(self) -> Integers:
-        """[N]: the lowest sample of the component of each sample."""
+        """Returns [N], for each sample the lowest one of its component."""
         return self._lowest(np.arange(len(self._above)))
 
     def best(self, scores: NDArray[np.floating] | None) -> Integers:
-        """[N]: for each sample the best-scored one of its component, itself if it is alone; NaN is
-        no score, ties go to the lower sample, and without scores it is the lowest."""
+        """Returns [N], for each sample the one with the highest score in its component.
+
+        NaN counts as the lowest score; of equal scores the lower sample wins. Without ``scores`` it
+        is the lowest sample."""
         lowest = self.lowest()
         if scores is None:
             return lowest
@@ -285,25 +285,25 @@ def copies_among(
     *,
     what: str,
 ) -> tuple[Integers, dict[str, int]]:
-    """Decides which of the usable samples [N] are copies, and of what.
+    """Decides which of the usable samples [N] are copies, and of which sample.
 
-    scores  [N], NaN for none; the highest is kept, ties by the lower sample. None: the lowest
-    labels  [N], within which samples are compared (``near_pairs``)
+    scores  [N], NaN for none; of near samples the one with the highest score is kept, of equal
+            scores the lower one. None: the lowest sample is kept
+    labels  [N]: only samples of one label are compared (``near_pairs``)
 
-    Samples that only a chain links to one that is kept are left out after `ROUNDS` rounds.
+    Returns [N], for a copy the kept sample that it is near, and for others their own number. After
+    ``ROUNDS`` rounds samples that only a chain of pairs links to a kept one are copies of that one
+    too. Also returns counts:
 
-    Returns the sample [N] that is kept instead of each, the best of the kept ones that are near it,
-    or its own number where it is kept; and counts:
-
-    pairs          near pairs of the first round, of equal rows each copy with the first alone
-    groups         connected components of these of more than one sample
-    largest_group  samples of the largest of them
-    by_chain       samples that are left out after the last round and not near the sample kept
+    pairs          near pairs of the first round; of equal rows only pairs with the first one
+    groups         connected components of these pairs
+    largest_group  number of samples in the largest component
+    by_chain       number of copies that are not near the sample that is kept instead
     """
     every = np.arange(len(usable))
     components = Components(len(usable))
     pairs = components.add_all(equal_pairs(rows, usable, above, what=what))
-    first = components.best(scores)  # of equal rows the best is searched alone
+    first = components.best(scores)  # of equal rows only the best one is searched
     of, active = first.copy(), usable & (first == every)
     for number in range(ROUNDS):
         linked = Components(len(usable))

@@ -411,12 +411,12 @@ def _read_weights(file: str, index: SampleIndex, option: str) -> npt.NDArray[np.
         values = open_given_npy(path, "numbers")
     except (FileNotFoundError, ValueError) as error:
         raise type(error)(f"{option}: {error}") from None
-    if values.dtype.kind not in "fiub":
-        raise ValueError(f"{option}: {path} is no .npy file of numbers: it holds {values.dtype}")
     digest = artifacts.read_identity(path.parent).get("inputs", {}).get("index", index.digest)
-    if values.shape != (len(index),) or digest != index.digest:
+    fits = values.dtype.kind in "fiub" and values.shape == (len(index),)
+    if not fits or digest != index.digest:
         raise ValueError(
-            f"{option}: {path} has shape {values.shape}, the index has {len(index):,} samples"
+            f"{option}: {path} holds {values.dtype} of shape {values.shape}, the index has "
+            f"{len(index):,} samples"
             f"{'' if digest == index.digest else ' and other sample keys'}: give one weight for "
             f"each sample of the index at {index.directory}, in its order"
         )

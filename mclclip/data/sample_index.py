@@ -23,7 +23,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from mclclip.data.index_tables import (
-    ATTRIBUTES,
     INDEX_AGAIN,
     SAMPLES,
     SCHEMA,
@@ -116,14 +115,7 @@ class SampleIndex:
         """
         manifest = read_manifest(Path(directory), KIND)
         manifest.check(Path(directory))
-        index = cls(Path(directory), manifest.digest)
-        with damaged_if_unreadable(index.directory / SAMPLES, INDEX_AGAIN):
-            # Not when a process unpickles it: this reads a page of the table for every shard.
-            for number, shard in enumerate(index.shards):
-                ends = [shard.start, shard.stop - 1] if shard.start < shard.stop else []
-                if any(index.shard_of[ends] != number):
-                    raise ValueError(f"shard {number} begins or ends at another row")
-        return index
+        return cls(Path(directory), manifest.digest)
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -258,7 +250,7 @@ class SampleIndex:
         """Returns the codes int32 [N] of an attribute, memory-mapped, and the value of each code.
 
         Code -1 means no value. The values are sorted, whole numbers first and by their size. Raises
-        ValueError if no source has such an attribute, RuntimeError if the files do not fit.
+        ValueError if no source has such an attribute.
         """
         if name not in self._codes:
             raise ValueError(
@@ -266,13 +258,7 @@ class SampleIndex:
                 f"{sorted({*self._codes} - {PER_FIELD}) or 'none'}: name it in "
                 "data.sources.NAME.attributes, and run 'mclclip index --force'"
             )
-        codes, values = self._codes[name], self._values.get(name, [])
-        if len(codes) and codes.max() >= len(values):
-            raise RuntimeError(
-                f"{self.directory / ATTRIBUTES} has {len(values)} values of {name!r}, "
-                f"the samples {codes.max() + 1}: run 'mclclip index --force'"
-            )
-        return codes, values
+        return self._codes[name], self._values[name]
 
     @cached_property
     def _values(self) -> dict[str, list[str]]:
@@ -285,17 +271,12 @@ class SampleIndex:
         ValueError if there is no such attribute, or it has fewer than two values.
         """
         codes, values = self.attribute(name)
-        if not values:
+        if len(values) < 2:
+            there = f"the same value {values[0]!r}" if values else "no value"
             raise ValueError(
-                f"{reader} reads the attribute {name!r}, and none of the {len(self)} samples of "
-                f"the index at {self.directory} has a value of it: a value is a string or an "
-                "integer in the sample's .json"
-            )
-        if len(values) == 1:
-            raise ValueError(
-                f"{reader} reads the attribute {name!r}, and all samples of the index at "
-                f"{self.directory} that have a value of it have the same one, {values[0]!r}: name "
-                "an attribute that tells samples apart"
+                f"{reader} reads the attribute {name!r}, and all {len(self)} samples of the index "
+                f"at {self.directory} have {there} or lack it: name an attribute with several "
+                "values, which are strings or integers in the samples' .json"
             )
         return np.flatnonzero(codes < 0).astype(np.int64)
 

@@ -81,8 +81,8 @@ def caption_fields(captions: str) -> dict[str, float]:
         return {}
     for key in shares or [captions]:
         if not key.startswith("json:") or key == "json:":
-            one = "'txt', 'lines' or 'json:FIELD'"
-            expected = one if len(shares) == 1 else "'json:FIELD' for every field"
+            single = "'txt', 'lines' or 'json:FIELD'"
+            expected = single if len(shares) == 1 else "'json:FIELD' for every field"
             raise ValueError(f"captions is {key!r}, expected {expected}")
     return {key.removeprefix("json:"): share for key, share in shares.items()}
 
@@ -188,10 +188,11 @@ def check_names(names: Sequence[str]) -> tuple[str, ...]:
 
     Raises ValueError for a blank name, one that occurs twice, and the index's own `PER_FIELD`.
     """
-    if PER_FIELD in names:
-        raise ValueError(f"{PER_FIELD!r} is an attribute that the index makes: rename the field")
-    if any(not name.strip() for name in names) or len(set(names)) < len(names):
-        raise ValueError(f"got {list(names)}: wanted names of JSON fields, each once")
+    if {"", PER_FIELD} & {name.strip() for name in names} or len(set(names)) < len(names):
+        raise ValueError(
+            f"got {list(names)}: wanted names of JSON fields, each once, and not {PER_FIELD!r}, "
+            "which is an attribute that the index makes: rename such a field"
+        )
     return tuple(names)
 
 
@@ -287,10 +288,9 @@ def scan_shard(
     remote    how a url is read; its shard is fetched once, as a whole
     subset    chooses samples; the others have no row and are counted in the findings
 
-    Members are grouped by webdataset's key rule, in any order within the shard. A sample needs an
-    image; an array (``.npy``) counts if there is no picture. Findings also count samples without
-    a caption, and missing fields and attributes. Raises ValueError for compressed tars (they have
-    no random access), OSError if the file cannot be read, and the errors of the filter.
+    Members of a key may lie anywhere in the shard. A sample needs an image; an array (``.npy``)
+    counts if there is no picture. Findings also count samples without a caption, and missing fields
+    and attributes. Raises ValueError for a compressed tar, OSError, and the errors of the filter.
     """
     path, findings, unseen = stored.path, Findings(), Findings()
     text_extension = "json" if (fields := caption_fields(captions)) else "txt"
@@ -341,10 +341,7 @@ def _fill_row(
     attributes: Sequence[str],
     findings: Findings,
 ) -> bool:
-    """Adds the columns of a sample to its ``row``, which has its key; not the image's checksum.
-
-    Returns False if the sample has no image that can be used.
-    """
+    """Adds columns to the ``row`` of a sample, which has its key; False without a usable image."""
     full = row["key"]
     if group.num_images > 1:
         findings.add("several_images", full)

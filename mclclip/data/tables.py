@@ -137,19 +137,16 @@ def open_table(
 
     File names start from the folder, or, if no picture is there, from its first sub-folder that has
     one. Texts beside pictures, and linked folders, must lie below the folder or ``allow_roots``.
-
-    Raises FileNotFoundError if nothing is there, and ValueError if columns or files are missing or
-    ambiguous. ``command`` is the command line of the user, which the message then completes. An
-    empty command takes the first of several columns, in the order of their usual names.
+    Raises FileNotFoundError, and ValueError if columns or files are missing or ambiguous. The
+    message completes the user's ``command``; an empty one takes the first of several columns.
     """
-    refuse_url(source, "pictures:")
     path = source if captions is None else captions
-    if captions is not None:
-        refuse_url(captions, "captions:")
-        if not source.is_dir():
-            raise FileNotFoundError(f"no folder of images at {source}")
-        if not captions.is_file():
-            raise FileNotFoundError(f"no table of captions at {captions}")
+    refuse_url(source, "pictures:")
+    refuse_url(path, "captions:")
+    if captions is not None and not source.is_dir():
+        raise FileNotFoundError(f"no folder of images at {source}")
+    if captions is not None and not captions.is_file():
+        raise FileNotFoundError(f"no table of captions at {captions}")
     ask = partial(_complete, command, path)
     roots = Roots(source if source.is_dir() else source.parent, *allow_roots)
     files = _files(path, roots, ask)
@@ -166,9 +163,8 @@ def open_table(
     if not table.columns:
         raise ValueError(f"{path} is empty: wanted a line with the names of columns")
     root = source if source.is_dir() else files[0].parent
-    first = not command
-    images = _image_column(path, root, table, image_column, first, ask)
-    texts = _caption_columns(path, table, caption_column, images, first, ask)
+    images = _image_column(path, root, table, image_column, not command, ask)
+    texts = _caption_columns(path, table, caption_column, images, not command, ask)
     if files and isinstance(table.columns[images], str):
         root = _root_of(root, itertools.islice(table.rows(Findings()), _TRIED), images)
     return Table(

@@ -1,4 +1,4 @@
-"""The figures of a run; a module with a ``FIGURE`` is one of its name."""
+"""The figures of a run. To add one, add a module that declares ``FIGURE``; it has its name."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from mclclip.figures.inputs import Figure, Inputs
 
 
 def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
-    """Bars of all rows of results.jsonl but losses, which are no accuracies."""
+    """Draws bars of all rows of results.jsonl that are in percent."""
     groups: dict[str, dict[str, float]] = {}
     for row in inputs.run.result_rows:
         if row.unit == PERCENT:

@@ -13,8 +13,8 @@ from mclclip.figures.inputs import CLUSTERS, Figure, Inputs
 
 
 def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
-    """Adjusted mutual information of every stage's nearest clusters with all others, as shades
-    between 0 and 1 with the numbers in them."""
+    """Draws a table of the adjusted mutual information of every stage's clusters with those of all
+    stages and with all attributes, as shades from 0 to 1 with numbers in them."""
     stages = {name: np.asarray(clusters.labels[:, 0]) for name, clusters in inputs.clusters.items()}
     if not stages:
         return None

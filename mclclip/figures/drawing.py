@@ -1,6 +1,6 @@
-"""Pictures as PNG files, drawn by matplotlib without a display.
+"""Draws PNG files by matplotlib, without a display.
 
-Here are the kinds of pictures that several figures have; what one figure alone draws stands there.
+The kinds of drawings here serve several figures; a drawing of a single figure is in its module.
 """
 
 from __future__ import annotations
@@ -15,26 +15,28 @@ import numpy as np
 from mclclip.util.files import needed, whole_file
 
 Series = Mapping[str, Sequence[float]]
-_NAMED = 20  # more colours than this stand without their names
+_NAMED = 20  # a legend names at most so many colours
 
 
 def library(what: str = "a picture") -> Any:
-    """matplotlib's module of figures; ValueError, one line, where it is not installed."""
+    """Imports matplotlib's module of figures; ValueError, which names ``what``, if it is
+    missing."""
     return needed("matplotlib.figure", what, "pip install 'mclclip[analyse]'")
 
 
 @contextmanager
 def canvas(path: Path, width: float, height: float) -> Iterator[Any]:
-    """Yields a figure of this size in inches, which is saved as a PNG when the block ends."""
+    """Yields a matplotlib figure of this size in inches, and saves it as a PNG after the block."""
     figure = library().Figure(figsize=(width, height), layout="constrained", dpi=120)
     yield figure
     with whole_file(path) as file:
-        # Without the version of matplotlib, which says nothing of the figure.
+        # Without its version, files are equal for any matplotlib that draws the same.
         figure.savefig(file, format="png", metadata={"Software": None})
 
 
 def bars(path: Path, title: str, groups: Mapping[str, Mapping[str, float]]) -> None:
-    """Values in percent: one group of bars per metric, one bar per model."""
+    """Draws values in percent; ``groups`` maps a metric, which gets a group of bars, to the value
+    of each model."""
     metrics = list(groups)
     models = list(dict.fromkeys(model for values in groups.values() for model in values))
     with canvas(path, max(5.0, 0.28 * len(models) * len(metrics) + 4), 3.6) as figure:
@@ -60,8 +62,11 @@ def lines(
     places: Sequence[float] | None = None,
     marked: float | None = None,
 ) -> None:
-    """One line per series over ``places`` (None: 1, 2, ...), with a dashed upright line at
-    ``marked``; ``log``: both axes are logarithmic."""
+    """Draws a line for each series by name.
+
+    ``x`` and ``y`` name the axes, which are logarithmic with ``log``. The values of a series stand
+    at ``places`` of the x axis (None: at 1, 2, ...). A dashed vertical line is drawn at ``marked``.
+    """
     with canvas(path, 7.0, 3.6) as figure:
         axes = figure.subplots()
         for name, values in series.items():
@@ -79,13 +84,14 @@ def lines(
 
 
 Plane = tuple[Any, Any, Sequence[str]]
-"""Points [N, 2], the codes [N] of their colours (None: there are none), and the codes' values."""
+"""Points [N, 2]; for each point the number [N] of its value, which gives its colour (-1: it has
+none; None: no point has one); and the values, such as ('cat', 'dog')."""
 
 
 def planes(path: Path, title: str, rows: Sequence[Mapping[str, Plane]]) -> None:
-    """Rows of panels with coloured points; the points of code -1 are grey.
+    """Draws rows of panels by name, each with coloured points; points without a value are grey.
 
-    All panels of a row have the same values, which are named beside the last one.
+    All panels of a row have the same values, which a legend beside the last panel names.
     """
     width = max(map(len, rows))
     with canvas(path, 3.4 * width + 1.6, 3.4 * len(rows) + 0.4) as figure:
@@ -107,7 +113,8 @@ def planes(path: Path, title: str, rows: Sequence[Mapping[str, Plane]]) -> None:
 
 
 def _scatter(axes: Any, places: Any, codes: Any, values: Sequence[str]) -> None:
-    """Points by their code, and large the mean of each code's; what has none lies below."""
+    """Draws the points of a panel, and a large dot at the mean of the points of each value. Points
+    without a value are drawn first, below the others."""
     codes = np.full(len(places), -1) if codes is None else np.asarray(codes)
     shades = ["lightgrey", *_shades(len(values))]
     for number, value in enumerate(("none", *values), start=-1):
@@ -119,7 +126,7 @@ def _scatter(axes: Any, places: Any, codes: Any, values: Sequence[str]) -> None:
 
 
 def _shades(count: int) -> Sequence[Any]:
-    """As many colours, which differ as much as can be."""
+    """Returns ``count`` colours that differ as much as possible."""
     from matplotlib import colormaps
 
     if count <= _NAMED:
@@ -133,7 +140,7 @@ def sheet(
     rows: Sequence[Sequence[Any]],
     labels: Sequence[str],
 ) -> None:
-    """Pictures [H, W, 3] in rows with labels; rows may have different lengths."""
+    """Draws rows of pictures [H, W, 3]; each row has a label, and rows can have any length."""
     width = max(len(row) for row in rows)
     with canvas(path, 0.9 * width + 1.2, 0.95 * len(rows) + 0.5) as figure:
         grid = figure.subplots(len(rows), width, squeeze=False)

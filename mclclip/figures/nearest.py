@@ -1,4 +1,4 @@
-"""Figure: the nearest samples of the same anchors in every stage's space (MCL, Fig. 3)."""
+"""Figure: some samples, and those that are nearest to them in each stage's space (MCL, Fig. 3)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ ANCHORS, NEIGHBOURS = 8, 8
 
 
 def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
-    """A sheet of anchors, drawn by the seed, with their neighbours, a row per anchor and stage."""
+    """Draws a sheet of anchors, which the seed chooses, with their neighbours; it has a row for
+    each anchor and stage."""
     if not inputs.features:
         return None
     inputs.require_samples(NEIGHBOURS + 1)
@@ -43,14 +44,14 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
 def nearest_samples(
     features: ArrayLike, anchors: ArrayLike, k: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """The k samples nearest to each of the ``anchors``, by cosine: similarities and rows [A, k].
+    """Finds the k samples with the highest cosine to each anchor, without the anchor itself.
 
-    ``features`` are [N, D], ``anchors`` [A] rows of them, of which an anchor is not its own
-    neighbour; 1 <= k < N.
+    ``features`` are [N, D], ``anchors`` [A] are row numbers; 1 <= k < N. Returns the cosines and
+    the row numbers of the neighbours, both [A, k], nearest first.
     """
     bank, anchor_rows = unit_rows(features).astype(np.float32), np.asarray(anchors, dtype=np.int64)
     similarity, rows = nearest_to_few(bank[anchor_rows], bank, k + 1)
-    # Among more than k copies of an anchor it may be absent itself: then the last one goes.
+    # If an anchor has more than k copies, it may itself be missing; then the last row is dropped.
     drop = np.where(
         (rows == anchor_rows[:, None]).any(axis=1), (rows == anchor_rows[:, None]).argmax(1), k
     )

@@ -1,5 +1,5 @@
-"""Figure: the nearest clusters of some samples, each with the samples most similar to its centroid
-(MLCD, Fig. 2 and 5)."""
+"""Figure: some samples, their nearest clusters, and the samples that are nearest to the centroids
+of these (MLCD, Fig. 2 and 5)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ BLOCK = 1 << 20
 
 
 def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
-    """A sheet of samples, drawn by the seed, with a row for each of their nearest clusters.
-
-    An example of a cluster is a sample whose nearest one it is, other than the sample itself.
+    """Draws a sheet of samples, which the seed chooses, with a row for each of their nearest
+    clusters, which shows other samples of this cluster.
     """
     ids = inputs.ids[inputs.draw_places(SAMPLES, 6)]
     data: dict[str, list[dict[str, Any]]] = {}
     pictures, names = [], []
     for name, clusters in inputs.clusters.items():
         nearest, similar = clusters.labels, clusters.similarities
-        # One more, for the sample itself is none.
+        # One example more, since the sample itself may be among them.
         examples = examples_of(nearest, similar, nearest[ids, :LABELS], EXAMPLES + 1)
         data[name] = []
         for sample in ids.tolist():
@@ -55,10 +54,11 @@ def examples_of(
     cluster_ids: ArrayLike,
     count: int,
 ) -> dict[int, NDArray[np.int64]]:
-    """Cluster -> at most ``count`` rows whose nearest cluster it is, most similar ones first.
+    """Maps each of ``cluster_ids`` to at most ``count`` rows for which it is the nearest cluster,
+    the most similar first; a cluster can have none.
 
-    ``nearest_clusters`` and ``similarities`` are [N, L], nearest first, perhaps memory-mapped: they
-    are read once, in blocks. A cluster of ``cluster_ids`` [C] that is nobody's nearest has no rows.
+    ``nearest_clusters`` and ``similarities`` are [N, L], nearest first. They may be memory-mapped;
+    they are read once, in blocks.
     """
     clusters = np.unique(np.asarray(cluster_ids, dtype=np.int64))
     examples = {int(cluster): np.zeros(0, np.int64) for cluster in clusters}

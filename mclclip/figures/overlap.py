@@ -1,7 +1,7 @@
-"""Figure: how similar samples of one value of an attribute are, and of two: cosines of pairs.
+"""Figure: cosines of pairs of samples with the same value of an attribute, and with different ones.
 
-Source: SimLAP (Wu et al., 2024), Fig. 4; Fig. 1, 10 and 12 for two values in chosen dimensions and
-for similarities class by class.
+Source: SimLAP (Wu et al., 2024), Fig. 4; Fig. 1, 10 and 12 for two values in a part of the
+dimensions and for similarities between classes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ log = logging.getLogger("mclclip")
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
-QUIET = 500 / 2048  # share of the dimensions that SimLAP's Fig. 1 takes
+QUIET = 500 / 2048  # the share of the dimensions in SimLAP's Fig. 1
 TILE = 1024
-_BINS = 100  # of cosines from -1 to 1
+_BINS = 100  # bins of cosines from -1 to 1
 
 
 def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
-    """Cosines within and between the values of each attribute, by stage (Fig. 4); and those of the
-    two values that are least alike, with each other and with others, in the dimensions in which
-    these two vary least (Fig. 1), where there is a third value.
+    """Draws, for each attribute and stage, cosines within and between values (Fig. 4).
+
+    If there are three values, it also draws the cosines of the two least similar values with each
+    other and with the rest, in the dimensions in which these two vary least (Fig. 1).
     """
     inputs.require_attributes()
     if not inputs.features:
@@ -73,16 +74,18 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
 def class_overlap(
     features: ArrayLike, labels: ArrayLike, pair: tuple[int, int] | None = None
 ) -> tuple[Floats, dict[str, Any]]:
-    """Distributions of the cosines of all pairs of rows of [N, D], within and between ``labels``:
-    edges [n + 1] of the bins, from -1 to 1, and
+    """Distributions of the cosines of all pairs of rows [N, D] within classes and between classes.
 
-    within    [n], shares of the pairs of one class in each bin; they add up to 1
-    between   [n], the same of the pairs of two classes
-    overlap   sum of the smaller shares: 0, separate, to 1, equal
+    ``labels`` [N] are the numbers of the classes. Returns the edges [n + 1] of n bins from -1 to 1,
+    and a mapping with
 
-    ``labels`` are [N] integers. With a ``pair`` of them these two classes are taken for alike (Fig.
-    1b): ``within`` are pairs of a sample of the first and one of the second, ``between`` pairs of a
-    sample of the two and one of another class. There are pairs of both kinds.
+    within    [n], the share of the pairs of one class in each bin
+    between   [n], the same for pairs of two classes
+    overlap   the sum of the smaller share of each bin: 0 for separate distributions, 1 for equal
+
+    With ``pair``, two classes count as one (Fig. 1b): ``within`` is of pairs of a sample of the
+    first and one of the second, ``between`` of pairs of a sample of these two and one of another
+    class. Pairs of both kinds must exist.
     """
     rows, classes = unit_rows(features), np.asarray(labels)
     edges, counts = np.linspace(-1.0, 1.0, _BINS + 1), np.zeros((2, _BINS), dtype=np.int64)
@@ -105,16 +108,15 @@ def class_overlap(
 
 
 def class_similarity(features: ArrayLike, labels: ArrayLike) -> tuple[Integers, Floats]:
-    """Classes [C] in order, and [C, C]: the mean cosine over all pairs of different samples.
-
-    A class of one sample has nan with itself.
+    """Returns the classes [C] in order, and the mean cosine [C, C] of pairs of different samples of
+    two classes; NaN for a class of one sample with itself.
     """
     rows = unit_rows(features)
     classes, place, counts = np.unique(np.asarray(labels), return_inverse=True, return_counts=True)
     sums = np.zeros((len(classes), rows.shape[1]))
     np.add.at(sums, place, rows)
     similarity = sums @ sums.T / np.outer(counts, counts)
-    within = np.square(sums).sum(axis=1) - counts  # without each sample with itself, which has 1
+    within = np.square(sums).sum(axis=1) - counts  # a sample's cosine with itself, 1, is taken off
     pairs = (counts * (counts - 1)).astype(np.float64)
     pairs[pairs == 0.0] = np.nan
     np.fill_diagonal(similarity, within / pairs)
@@ -124,9 +126,10 @@ def class_similarity(features: ArrayLike, labels: ArrayLike) -> tuple[Integers, 
 def quietest_dimensions(
     features: ArrayLike, labels: ArrayLike, pair: tuple[int, int], count: int
 ) -> Integers:
-    """[count]: the dimensions in which the samples of two classes vary least, quietest first.
+    """Returns the ``count`` dimensions in which the samples of two classes vary least, lowest
+    variance first.
 
-    They are taken for the features that the two share (Fig. 1: 500 of 2,048).
+    They stand for the features that the two classes share (Fig. 1: 500 of 2,048).
     """
     samples = np.asarray(features)[np.isin(np.asarray(labels), pair)]
     order = np.argsort(samples.astype(np.float64).var(axis=0), kind="stable")
@@ -136,8 +139,8 @@ def quietest_dimensions(
 def _least_alike(
     rows: NDArray[np.float32], codes: NDArray[np.integer]
 ) -> tuple[tuple[int, int], Integers, dict[str, Any]]:
-    """The two classes with the lowest mean cosine, the dimensions in which they vary least, and the
-    cosines there."""
+    """Returns the two classes with the lowest mean cosine, the dimensions in which they vary least,
+    and their ``class_overlap`` in these dimensions."""
     classes, similarity = class_similarity(rows, codes)
     np.fill_diagonal(similarity, np.inf)
     first, second = np.unravel_index(similarity.argmin(), similarity.shape)

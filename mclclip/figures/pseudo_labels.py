@@ -1,4 +1,5 @@
-"""Figure: samples by pseudo label, most frequent first, of every stage (MCL, Fig. 7)."""
+"""Figure: the number of samples of each pseudo label, most frequent first, by stage (MCL, Fig.
+7)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from mclclip.figures.singular_values import effective_rank
 
 
 def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
-    """The histograms of the pseudo labels, a line per stage."""
+    """Draws the histogram of the pseudo labels as a line for each stage."""
     data = {
         stage.name: histogram(stage.labels)
         for stage in inputs.stages[1:]
@@ -28,14 +29,14 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
 
 
 def histogram(labels: ArrayLike) -> dict[str, Any]:
-    """Of ``labels`` [N], of which -1 is none: ``counts`` of samples, most first; the ``share`` of
-    the most frequent label; and ``effective``, the exp of the entropy, which is how many labels of
-    equal size would be spread as much. ValueError where nobody has a label.
+    """Counts ``labels`` [N], of which -1 means none; some sample must have one.
+
+    counts     the number of samples of each label, most frequent first
+    share      the share of the most frequent label
+    effective  the exponential of the entropy: so many labels of equal size have the same entropy
     """
     every = np.asarray(labels)
     counts = np.unique(every[every >= 0], return_counts=True)[1]
-    if not len(counts):
-        raise ValueError("no sample has a label")
     return {
         "counts": np.sort(counts)[::-1].tolist(),
         "share": float(counts.max() / counts.sum()),

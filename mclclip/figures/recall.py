@@ -1,5 +1,5 @@
-"""Figure: label recall at l, the share of samples whose attribute one of their l nearest clusters
-stands for (MLCD, A.8)."""
+"""Figure: label recall at l, the share of samples for which one of the l nearest clusters stands
+for the right value of an attribute (MLCD, A.8)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mclclip.figures.inputs import CLUSTERS, Figure, Inputs, MissingInput
 
 
 def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
-    """Recall by attribute and stage, a line for each over l."""
+    """Draws recall over l as a line for each attribute and stage."""
     inputs.require_attributes()
     if not inputs.clusters:
         return None
@@ -35,7 +35,7 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
 
 
 def dominant_classes(labels: ArrayLike, classes: ArrayLike) -> dict[int, int]:
-    """label -> the class that most samples with this label have; of equally many the smaller."""
+    """Maps each label to the most frequent class of its samples; of equals, the smaller class."""
     table = pandas.DataFrame({"label": np.asarray(labels), "class": np.asarray(classes)})
     counts = table[table.label >= 0].groupby(["label", "class"], as_index=False).size()
     first = counts.sort_values("size", ascending=False, kind="stable").drop_duplicates("label")
@@ -43,14 +43,17 @@ def dominant_classes(labels: ArrayLike, classes: ArrayLike) -> dict[int, int]:
 
 
 def label_recall(nearest: ArrayLike, classes: ArrayLike) -> NDArray[np.float64]:
-    """[L]: the share of samples whose class is that of one of their l nearest clusters, l = 1 to L.
+    """Returns for l = 1 to L the share of samples for which one of the l nearest clusters stands
+    for their class.
 
-    ``nearest`` [N, L] are clusters, nearest first (-1: none), ``classes`` [N]. A cluster stands for
-    the class that most of the samples that are nearest to it have.
+    ``nearest`` [N, L] are clusters, nearest first (-1: none), ``classes`` [N] those of the samples.
+    A cluster stands for the most frequent class of the samples whose nearest cluster it is.
     """
     clusters, truth = np.asarray(nearest), np.asarray(classes)
     dominant = dominant_classes(clusters[:, 0], truth)
-    table = np.full(int(clusters.max(initial=0)) + 2, -2, dtype=np.int64)  # the last is for -1
+    table = np.full(
+        int(clusters.max(initial=0)) + 2, -2, dtype=np.int64
+    )  # its last entry is for cluster -1
     table[list(dominant)] = list(dominant.values())
     recalled = np.logical_or.accumulate(table[clusters] == truth[:, None], axis=1)
     recall: NDArray[np.float64] = recalled.mean(axis=0)

@@ -23,7 +23,10 @@ TILE = 1024
 
 
 def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
-    """Singular values of the features' covariance, effective rank and uniformity by stage."""
+    """Draws the singular values of the features' covariance by stage; the data have effective rank
+    and uniformity too."""
+    if inputs.features:
+        inputs.require_samples(2)
     data: dict[str, dict[str, Any]] = {}
     for name, rows in inputs.features.items():
         values = singular_values(rows)
@@ -43,20 +46,19 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
 
 
 def singular_values(features: ArrayLike) -> NDArray[np.float64]:
-    """[D], largest first: singular values of the covariance [D, D] of rows [n, D], which is about
-    their mean and divided by their number; float64. ValueError where there is no row."""
+    """The singular values float64 [D], largest first, of the covariance of rows [n, D] (about their
+    mean, divided by n)."""
     rows = np.asarray(features, dtype=np.float64)
-    if not len(rows):
-        raise ValueError("there are no features: their covariance is that of nothing")
     centred = rows - rows.sum(axis=0) / len(rows)
     values = np.linalg.svd(centred.T @ centred / len(rows), compute_uv=False)
     return np.asarray(values, dtype=np.float64)
 
 
 def effective_rank(values: ArrayLike) -> float:
-    """exp(H(p)) with the shares p of ``values`` [D]: from 1, one dimension, to D, all alike.
+    """The exponential of the entropy of the shares of ``values`` [D] in their sum.
 
-    0 where all values are 0, as those of features that do not vary.
+    It is 1 if one value is not 0, D if all are equal, and by definition 0 if all are 0, as for
+    features that do not vary.
     """
     shares = np.asarray(values, dtype=np.float64)
     if shares.sum() == 0.0:
@@ -66,15 +68,14 @@ def effective_rank(values: ArrayLike) -> float:
 
 
 def uniformity(features: ArrayLike) -> float:
-    """Log of the mean of exp(-2 |x - y|^2) over all pairs of different rows of [N, D].
+    """The logarithm of the mean of exp(-2 |x - y|^2) over all pairs of different rows [N, D], N >
+    1.
 
-    It lies in [-8, 0]; 0 is a collapse to one point, and lower is more uniform. The rows are
-    brought to unit length. ValueError for fewer than two rows.
+    Rows are scaled to unit length. The value lies in [-8, 0]; it is 0 if all rows are one point,
+    and the lower the more uniform they are.
     """
     rows = unit_rows(features)
     count = len(rows)
-    if count < 2:
-        raise ValueError(f"features have {count} rows: uniformity is about pairs")
     total = 0.0
     for first in range(0, count, TILE):
         block = rows[first : first + TILE]

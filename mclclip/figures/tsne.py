@@ -1,7 +1,7 @@
-"""Figure: t-SNE, features laid out on a plane so that near ones stay near (SimLAP, Fig. 5).
+"""Figure: t-SNE, which puts features on a plane so that near ones stay near (SimLAP, Fig. 5).
 
-Source: van der Maaten and Hinton, "Visualizing Data using t-SNE" (2008), as scikit-learn has it.
-SimLAP names no settings; perplexity 30 and the start from principal components are scikit-learn's.
+Source: van der Maaten and Hinton, "Visualizing Data using t-SNE" (2008), by scikit-learn. SimLAP
+names no settings; perplexity 30 and the start from principal components are scikit-learn's.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from mclclip.figures.inputs import EMBEDDINGS, Figure, Inputs, unit_rows
 
 MAX_LAID_OUT = 2_000
 FEWEST = 5
-"""Samples below which there is nothing to lay out."""
+"""The smallest number of samples that is drawn."""
 
 _PERPLEXITY = 30.0
 
 
 def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
-    """The features of every stage on a plane, coloured by each attribute."""
+    """Draws the features of every stage on a plane, coloured by each attribute in turn."""
     if not inputs.features:
         return None
     inputs.require_samples(FEWEST)
@@ -51,12 +51,12 @@ def draw(inputs: Inputs, path: Path) -> dict[str, Any] | None:
 
 
 def layout(features: ArrayLike, seed: int) -> NDArray[np.float32]:
-    """[N, 2]: places of the rows of [N, D], which are brought to unit length first.
+    """Returns places [N, 2] on the plane for rows [N, D], which are scaled to unit length first.
 
-    The places depend on the seed. Perplexity is a third of the number of neighbours where that is
-    below 30. There must be ``FEWEST`` rows.
+    ``seed`` is that of t-SNE. Perplexity is 30, or a third of N - 1 if that is less. N must be at
+    least ``FEWEST``.
     """
-    # Only here: seconds that no other command should pay.
+    # scikit-learn takes seconds to import, so it is imported only if the figure is drawn.
     from sklearn.manifold import TSNE
 
     rows = unit_rows(features).astype(np.float32)

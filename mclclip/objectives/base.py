@@ -253,7 +253,7 @@ class ObjectiveOptions:
 
     @property
     def reads(self) -> Reads:
-        """Returns what it needs beside images."""
+        """The data and parts of the model that the objective needs beside images."""
         return Reads()
 
     def build(self, inputs: ObjectiveInputs) -> Objective:
@@ -326,7 +326,7 @@ class ObjectiveSum(Objective):
     The parts of each term are prefixed with its number and kind, such as ``1_preserve/loss``.
     """
 
-    terms: Any  # of Objectives; a ModuleList is typed as one of modules
+    terms: Any  # a ModuleList of Objectives, which would be typed as modules
 
     def __init__(
         self, terms: Sequence[Objective], weights: Sequence[float], names: Sequence[str]

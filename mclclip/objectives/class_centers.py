@@ -94,7 +94,7 @@ class ShardedClassCenters:
         self._shards = ShardedRows(num_classes, context)
         self.start, self.stop = self._shards.start, self._shards.stop
         rows = torch.empty(self.stop - self.start, dim)
-        if initial is not None:  # it may read a file
+        if initial is not None:  # it may read a file, and fail on one rank
             rows = collectives.raise_on_every_rank(lambda: initial(self.start, self.stop))
         if tuple(rows.shape) != (self.stop - self.start, dim):
             raise ValueError(
@@ -184,7 +184,7 @@ class ShardedClassCenters:
         first = self.exp_avg[where].lerp_(grad, 1.0 - self.betas[0])
         second = self.exp_avg_sq[where].mul_(self.betas[1])
         second.addcmul_(grad, grad, value=1.0 - self.betas[1])
-        if isinstance(where, Tensor):  # then they are copies
+        if isinstance(where, Tensor):  # then indexing has copied the moments
             self.exp_avg[where], self.exp_avg_sq[where] = first, second
         size = second.sqrt().div_((1.0 - self.betas[1] ** count).sqrt_()).add_(self.eps)
         change = (first / size).mul_(lr / (1.0 - self.betas[0] ** count))
@@ -301,7 +301,7 @@ def class_sums(
 
 
 class _ClassSums(torch.autograd.Function):
-    """The sums and their gradients for ``class_sums``."""
+    """Computes the sums of ``class_sums`` and their gradients."""
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, batch: _ClassBatch) -> tuple[Tensor, Tensor]:
@@ -402,7 +402,7 @@ class _ClassBatch:
         largest = features.new_full((), -self.scale)
         for _, _, tiles in self._negative_blocks(features):
             for rows, scores in tiles:
-                top = scores.amax(dim=1).clamp_min_(-self.scale)  # -inf if none counts
+                top = scores.amax(dim=1).clamp_min_(-self.scale)  # -inf if all are masked
                 largest = torch.maximum(largest, top.amax())
                 terms = scores.sub_(top[:, None]).exp_().sum(dim=1)
                 sums[rows] += terms.double() * top.double().exp_()
@@ -469,7 +469,7 @@ class _ClassBatch:
         of_features: Tensor,
         of_centers: Tensor,
     ) -> None:
-        """Adds the gradients through N to ``of_features`` and ``of_centers``, those through P."""
+        """Adds the gradients through N to ``of_features`` [B, D] and ``of_centers`` [t, D]."""
         # An empty sum: inf, so that exp(score - log_n) is 0.
         log_n = log_n.masked_fill(log_n == float("-inf"), float("inf"))
         weights = self.scale * grad_n

@@ -209,8 +209,8 @@ class ContrastOptions(ObjectiveOptions):
 
     @property
     def reads(self) -> Reads:
-        """Groups; two views, or captions with the model's logit scale if no temperature is given;
-        digests if equal captions are not negatives."""
+        """Reads groups; two views, or captions, with the model's logit scale if no temperature is
+        given; digests if equal captions are not negatives."""
         captions = self.between == "captions"
         return Reads(
             num_views=1 if captions else 2,

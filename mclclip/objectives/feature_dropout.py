@@ -70,9 +70,9 @@ from mclclip.util.options import STRICT
 from mclclip.util.randomness import mix_tensors
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_SMALLEST_SIDE = 5  # of an image, in pixels: the first layer mirrors four at each border
+_SMALLEST_SIDE = 5  # pixels of an image: the first layer mirrors four at each border
 _KERNEL = 9  # of the first and the last layer
-_NOISE_BITS = 24  # what fp32 holds exactly
+_NOISE_BITS = 24  # bits of a number below 1 that fp32 holds exactly
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -93,12 +93,12 @@ class Options(ContrastOptions):
 
     @property
     def between(self) -> Between:
-        """Views: captions are not read."""
+        """Returns "views": captions are not read."""
         return "views"
 
     @property
     def reads(self) -> Reads:
-        """Groups, and two views whose pixels it changes."""
+        """Reads groups, and two views, whose pixels it changes."""
         return replace(super().reads, changes_pixels=True)
 
     def build(self, inputs: ObjectiveInputs) -> Objective:
@@ -138,7 +138,7 @@ class Adversary:
         self._step, self._averaged = 0, False
         self._loss_scale: Tensor | float = 1.0
         self.optimizer = torch.optim.Adam(network.parameters(), lr=lr, maximize=True)
-        for weight in network.parameters():  # now, so that a state can be loaded
+        for weight in network.parameters():  # so that a state can be loaded before a step
             moments = {name: torch.zeros_like(weight) for name in _MOMENTS}
             self.optimizer.state[weight] = {"step": torch.tensor(0.0), **moments}
 
@@ -278,7 +278,8 @@ class Viewmaker(nn.Module):
 
     width            channels of the first layer; there are twice as many at half the size, and
                      four times as many at a quarter
-    residual_blocks  at a quarter of the size; each gets a channel of noise
+    residual_blocks  number of residual blocks, at a quarter of the size; each gets a channel of
+                     noise
     """
 
     def __init__(

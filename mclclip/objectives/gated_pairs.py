@@ -36,7 +36,7 @@ from mclclip.objectives.row_losses import blocks, refuse_second_derivative
 from mclclip.ranks.process_group import not_compiled
 from mclclip.util.randomness import Integers, mix
 
-_TINY = 1e-24  # of a squared length
+_TINY = 1e-24  # the smallest squared length that divides
 Penalty = Literal["paper", "neg_glog", "bernoulli"]
 Pairing = Literal["arbitrary", "identical", "distinct", "n_closest"]
 
@@ -210,7 +210,7 @@ def _stream(
 
 
 class _PairLosses(torch.autograd.Function):
-    """The losses and their gradient for ``pair_losses``."""
+    """Computes ``pair_losses`` and its gradients."""
 
     @staticmethod
     def forward(

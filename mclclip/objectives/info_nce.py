@@ -83,12 +83,12 @@ class Options(ContrastOptions):
 
     @property
     def between(self) -> Between:
-        """Captions."""
+        """Returns "captions"."""
         return "captions"
 
     @property
     def reads(self) -> Reads:
-        """Edited captions too, if there are any."""
+        """Reads edited captions too, if ``hard_captions`` is set."""
         return replace(super().reads, edits=self.hard_captions)
 
     def build(self, inputs: ObjectiveInputs) -> Contrast:

@@ -67,8 +67,8 @@ from mclclip.util.options import STRICT, Cosine, Share
 from mclclip.util.randomness import mix, permute
 
 Kind = Literal["mlcd", "mlc", "single_label"]
-_SATURATED = 0.01  # a pull below this share of the largest is counted
-_LARGE = 65_536  # of so many classes a permutation is mixed well by four rounds
+_SATURATED = 0.01  # a row is saturated if its pull is below this share of the largest
+_LARGE = 65_536  # four rounds mix a permutation of at least so many classes well
 _LARGEST_SCALE = 256.0  # so that exp(scale * (1 + pi / 2)), with the widest margin, fits a float64
 
 
@@ -129,7 +129,7 @@ class Options(ObjectiveOptions):
 
     @property
     def reads(self) -> Reads:
-        """The nearest clusters of each sample, or the attribute."""
+        """Reads the nearest clusters of each sample, or the attribute."""
         if self.attribute is not None:
             return Reads(attribute=self.attribute)
         return Reads(

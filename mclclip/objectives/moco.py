@@ -120,7 +120,7 @@ class Options(ObjectiveOptions):
 
     @property
     def reads(self) -> Reads:
-        """Two views, groups, the weights that the copy follows, and the queue."""
+        """Reads two views and groups; follows the model's weights; keeps a queue."""
         return Reads(num_views=2, groups=True, follows_weights=True, queue_size=self.num_queued)
 
     def build(self, inputs: ObjectiveInputs) -> Objective:

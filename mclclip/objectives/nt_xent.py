@@ -56,7 +56,7 @@ class Options(ContrastOptions):
 
     @property
     def between(self) -> Between:
-        """Views: captions are not read."""
+        """Returns "views": captions are not read."""
         return "views"
 
     def build(self, inputs: ObjectiveInputs) -> Contrast:

@@ -88,7 +88,7 @@ class Options(ObjectiveOptions):
 
     @property
     def reads(self) -> Reads:
-        """Captions, groups (for ``similarities``), and the embeddings or the model of stage 0."""
+        """Reads captions, groups (for ``similarities``), and stage 0's embeddings or model."""
         captions = self.between == "captions"
         base: set[Any] = {"image_features", "text_features"} if captions else {"image_features"}
         return Reads(

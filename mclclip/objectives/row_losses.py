@@ -88,7 +88,7 @@ class Pairs:
     def among_views(self, num_views: int, own_view: int) -> Pairs:
         """Returns the same rows among the columns of several views, [num_views * B]; the own pair
         is in the view ``own_view``."""
-        assert not self.digests  # of captions
+        assert not self.digests  # these are of captions, which views do not read
         classes = None if self.all_classes is None else self.all_classes.repeat(num_views)
         return replace(
             self,
@@ -125,7 +125,7 @@ class Pairs:
             for of_rows, of_columns in zip(self.digests, self.all_digests, strict=True):
                 equal |= of_rows[rows, None] == of_columns[columns]
             excluded |= equal if self.columns == "negatives" else equal.logical_not_()
-        if self.columns != "negatives":  # there the own pair is one of equal samples
+        if self.columns != "negatives":  # of which the own pair, an equal sample, is none
             excluded.diagonal(rows.start + self.first - columns.start).fill_(True)
         return excluded
 
@@ -310,7 +310,7 @@ def refuse_second_derivative(loss: str = "the contrastive loss") -> None:
 
 
 class _RowLosses(torch.autograd.Function):
-    """The loss and its gradient for ``row_losses``."""
+    """Computes ``row_losses`` and its gradients."""
 
     @staticmethod
     def forward(ctx: Any, queries: Tensor, keys: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
@@ -348,7 +348,7 @@ class _RowLosses(torch.autograd.Function):
 
 
 class _LogSums(torch.autograd.Function):
-    """The log-sum-exps and their gradient for ``log_sums``."""
+    """Computes ``log_sums`` and its gradients."""
 
     @staticmethod
     def forward(
@@ -385,7 +385,7 @@ class _LogSums(torch.autograd.Function):
 
 
 class _SumColumns(torch.autograd.Function):
-    """The sums of keys and their gradient for ``sum_columns``."""
+    """Computes ``sum_columns`` and its gradient."""
 
     @staticmethod
     def forward(ctx: Any, keys: Tensor, pairs: Pairs) -> Tensor:
@@ -410,8 +410,8 @@ class _SumColumns(torch.autograd.Function):
 
 
 class _Divergences(torch.autograd.Function):
-    """The divergences and their gradient for ``divergences``: two log-sum-exps and one weighted sum
-    of each row, in one pass over the tiles."""
+    """Computes ``divergences`` and its gradients: two log-sum-exps and one weighted sum per row, in
+    one pass over the tiles."""
 
     @staticmethod
     def forward(
@@ -472,7 +472,7 @@ def _stream_divergence(
     matrices; a sum begins with ``weight`` times exp(start)."""
     maximum, base_maximum = start, base_start
     total, base_total = (torch.full_like(start, weight) for _ in range(2))
-    gaps = weight * (base_start - start)  # the sum of exp(base L) (base L - L), by the maximum
+    gaps = weight * (base_start - start)  # the sum of exp(base L - base_maximum) (base L - L)
     for columns in blocks(len(tiles.keys), tiles.pairs.tile):
         logits, base_logits = tiles.logits(rows, columns), base.logits(rows, columns)
         gap = (base_logits - logits).masked_fill_(base_logits == float("-inf"), 0.0)

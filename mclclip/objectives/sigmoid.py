@@ -91,8 +91,8 @@ class Options(ObjectiveOptions):
 
     @property
     def reads(self) -> Reads:
-        """Groups; two views, or captions with logit scale and bias; digests if equal captions are
-        not negatives."""
+        """Reads groups; two views, or captions with logit scale and bias; digests if equal captions
+        are not negatives."""
         captions = self.between == "captions"
         return Reads(
             num_views=1 if captions else 2,
@@ -168,7 +168,7 @@ class Sigmoid(Objective):
             "rows_without_negatives": collectives.all_reduce_sum(has_none.sum()),
             **(count_equal(pairs) if pairs.digests else {}),
             "logit_scale": scale,
-            "logit_bias": bias.detach().clone(),  # FSDP frees what a view of a parameter shows
+            "logit_bias": bias.detach().clone(),  # cloned, since FSDP frees the parameter
         }
 
     def chance(self, features: Features, batch: BatchFields, parts: Features) -> Tensor:
@@ -290,7 +290,7 @@ def _around_the_ring(
 
 
 class _SigmoidSums(torch.autograd.Function):
-    """The sums and their gradients for ``sigmoid_sums``."""
+    """Computes ``sigmoid_sums`` and its gradients."""
 
     @staticmethod
     def forward(

@@ -162,8 +162,8 @@ class Options(ObjectiveOptions):
 
     @property
     def reads(self) -> Reads:
-        """Two views and a class of every sample; groups and the model's weights if options ask for
-        them."""
+        """Reads two views and a class of every sample; groups and the model's weights if options
+        ask for them."""
         clusters = 1 if self.attribute is None else 0
         return Reads(
             num_views=2,
@@ -272,7 +272,7 @@ class SimLAP(Objective):
         # Rows without a partner (-1) are left out, so their gates do not matter.
         gates = self.filter(pairs.labels, pairs.partners.clamp_min(0))
         by_view = [self._losses(scale, rows, gates, others, pairs) for rows, others in views]
-        _, positives, negatives = by_view[0]  # every view has as many
+        _, positives, negatives = by_view[0]  # the same in every view
         left_out = collectives.all_reduce_sum((positives == 0).sum())
         silent = collectives.all_reduce_sum(((positives > 0) & (negatives == 0)).sum())
         counted = (len(pairs.all_labels) - left_out).clamp_min(1) * len(views)

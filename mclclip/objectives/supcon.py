@@ -73,12 +73,12 @@ class Options(ContrastOptions):
 
     @property
     def between(self) -> Between:
-        """Views: captions are not read."""
+        """Returns "views": captions are not read."""
         return "views"
 
     @property
     def reads(self) -> Reads:
-        """Groups, and the attribute or the nearest cluster of each sample."""
+        """Reads groups, and the attribute or the nearest cluster of each sample."""
         clusters = 1 if self.attribute is None else 0
         return Reads(
             num_views=self.num_views,
@@ -105,7 +105,7 @@ class SupervisedContrast(Contrast):
         self.names = self.names[:num_views]
 
     def pairs(self, batch: BatchFields) -> Pairs:
-        """Adds the samples' classes."""
+        """Returns the pairs of ``Contrast`` with the classes of rows and columns."""
         assert batch.classes is not None
         classes = to_device(batch.classes[:, 0], batch.sample_id.device)
         return replace(

@@ -37,7 +37,7 @@ _REASONS = (
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks do at a step boundary: save, leave, both, or neither.
+    """The action of all ranks at a step boundary: save, leave, both, or neither.
 
     ``leave`` is the reason to leave, such as 'SIGTERM'; None: the training goes on.
     """

@@ -1,4 +1,5 @@
-"""Parts of the pages that ``mclclip report`` and ``mclclip race`` write, and their renderer."""
+"""Makes the parts of the pages that ``mclclip report`` and ``mclclip race`` write, and renders
+them."""
 
 from __future__ import annotations
 
@@ -23,9 +24,9 @@ def _printable(value: Any) -> Any:
 
 @cache
 def environment() -> Environment:
-    """The renderer of the pages of this folder: all text is escaped, without characters that do not
-    print, and what is missing is an error."""
-    made = Environment(
+    """The renderer of this folder's templates. It escapes all text, makes it printable, and raises
+    an error for a missing value."""
+    renderer = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=StrictUndefined,
@@ -33,17 +34,17 @@ def environment() -> Environment:
         lstrip_blocks=True,
         finalize=_printable,
     )
-    made.filters["duration"] = duration
-    made.filters["place"] = "{:.1f}".format
-    # A line may break behind an underscore or a slash of a name.
-    made.filters["breakable"] = lambda name: Markup("<wbr>").join(
+    renderer.filters["duration"] = duration
+    renderer.filters["place"] = "{:.1f}".format
+    # Lets a browser break a line behind an underscore or a slash of a name.
+    renderer.filters["breakable"] = lambda name: Markup("<wbr>").join(
         re.split(r"(?<=[_/])", files.printable(name))
     )
-    return made
+    return renderer
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds in words, such as ``3 h 12 min``."""
+    """Formats seconds as '45 s', '90 min' or '3 h 12 min'; None is 'not recorded'."""
     if seconds is None:
         return "not recorded"
     if seconds < 120:

@@ -1,8 +1,8 @@
-"""Charts as inline SVG, written by the macros of ``charts.html``. Colours are variables of the
-page's style, so that they follow its theme.
+"""Makes charts as inline SVG by the macros of ``charts.html``.
 
-All functions are pure. Lines and bars have coordinates in a fixed box that
-scales with the page; a strip has coordinates in percent, so that it is as wide as its cell.
+Colours are names of variables in the page's style, so that they follow its theme. Lines and bars
+have coordinates in a box of fixed size that scales with the page. A strip has coordinates in
+percent, so that it is as wide as its cell.
 """
 
 from __future__ import annotations
@@ -26,32 +26,39 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 16, 8, 34
 def lines(
     title: str, x: str, series: Sequence[tuple[str, Sequence[tuple[float, float]]]]
 ) -> Markup:
-    """Lines over a common pair of axes, of which ``x`` names the lower one.
+    """A chart of lines with common axes; ``x`` names the horizontal one.
 
-    ``series``: the colour of each line, a variable of the page's style such as ``stage``, and its
-    points, of which those that are not finite are left out.
+    ``series`` has for each line its colour, such as 'stage', and its points. Points that are not
+    finite are left out. The result is empty if no point is left.
     """
-    kept = [
+    finite_series = [
         (colour, [point for point in points if all(map(math.isfinite, point))])
         for colour, points in series
     ]
-    if not (every := [point for _, points in kept for point in points]):
+    if not (every := [point for _, points in finite_series for point in points]):
         return Markup("")
     xs, ys = zip(*every, strict=True)
     across = Scale(*round_ends(min(xs), max(xs)), _LEFT, WIDTH - _RIGHT)
     up = Scale(*round_ends(min(ys), max(ys)), HEIGHT - _BOTTOM, _TOP)
-    # A line of one point would not be seen; one from it to itself is a dot.
-    drawn = [(colour, points * 2 if len(points) == 1 else points) for colour, points in kept]
+    # A single point is doubled: a line from a point to itself is a dot.
     paths = [
-        (colour, " ".join(f"{across(a):.1f},{up(b):.1f}" for a, b in points))
-        for colour, points in drawn
+        (
+            colour,
+            " ".join(
+                f"{across(a):.1f},{up(b):.1f}"
+                for a, b in (points * 2 if len(points) == 1 else points)
+            ),
+        )
+        for colour, points in finite_series
     ]
     return _draw("chart", title=title, x=x, across=across, up=up, lines=paths)
 
 
 def sizes(title: str, x: str, numbers: ArrayLike, colour: str) -> Markup:
-    """Sizes side by side as one filled outline, largest first and from 0 on; a bar for each of a
-    few. Of more than ``MOST_SIZES`` as many are drawn that lie evenly over their order."""
+    """A chart of sizes as bars, largest first; bars touch each other if there are more than 40.
+
+    Of more than ``MOST_SIZES``, so many are drawn, evenly over their order.
+    """
     heights = np.sort(np.asarray(numbers, dtype=np.float64))[::-1]
     if not len(heights):
         return Markup("")
@@ -71,9 +78,11 @@ def sizes(title: str, x: str, numbers: ArrayLike, colour: str) -> Markup:
 def strip(
     figure: tuple[float, float, float], colour: str, *, ends: tuple[float, float], digits: int = 1
 ) -> Markup:
-    """A value, and the bounds of its interval: a point on a bar. The whole width goes from one of
-    ``ends`` to the other, and the places that ``strip_axis`` names are marked. ``digits``: decimals
-    of what is read out."""
+    """A strip that shows a value and its interval (value, low, high) as a point on a bar.
+
+    Its width stands for the range from one of ``ends`` to the other; the numbers of ``strip_axis``
+    are marked. ``digits`` is the number of decimals for screen readers.
+    """
     value, low, high = figure
     return _draw(
         "strip", scale=Scale(*ends, 0.0, 100.0), value=value, low=low, high=high, colour=colour,
@@ -82,15 +91,16 @@ def strip(
 
 
 def strip_axis(ends: tuple[float, float], *, whole: bool = False) -> Markup:
-    """The numbers of an axis below strips, from one end to the other; ``whole``: of counts."""
+    """The axis below strips, with numbers from one of ``ends`` to the other; ``whole`` for
+    counts."""
     return _draw("strip_axis", scale=Scale(*ends, 0.0, 100.0, whole))
 
 
 def round_ends(
     low: float, high: float, most: tuple[float, float] | None = None
 ) -> tuple[float, float]:
-    """The ends of an axis that values from ``low`` to ``high`` lie on: round numbers that its ticks
-    name, within ``most``."""
+    """The ends of an axis for values from ``low`` to ``high``: the next round numbers, which ticks
+    name, but not outside of ``most``."""
     if high <= low:
         room = abs(low) / 10 or 1.0
         low, high = low - room, high + room
@@ -101,7 +111,8 @@ def round_ends(
 
 
 def balance(won: int, lost: int, most: int) -> Markup:
-    """Items won as a bar to the right of the middle, and lost to its left; ``most``: of a side."""
+    """A bar from the middle to the right for items won, and one to the left for items lost. A half
+    of the width stands for ``most`` items."""
     return _draw("balance", won=won, lost=lost, share=50.0 / max(most, 1))
 
 
@@ -116,8 +127,8 @@ def _draw(macro: str, **values: Any) -> Markup:
 
 @dataclass(frozen=True)
 class Scale:
-    """Values from ``low`` to ``high`` as coordinates from ``start`` to ``stop``; ``whole``: only
-    whole numbers are marked."""
+    """Turns values from ``low`` to ``high`` into coordinates from ``start`` to ``stop``. With
+    ``whole``, ticks are at whole numbers only."""
 
     low: float
     high: float
@@ -131,7 +142,7 @@ class Scale:
         return self.start + share * (self.stop - self.start)
 
     def step(self) -> float:
-        """The distance of two ticks; the scale must have a width."""
+        """The distance between two ticks; ``high`` must be above ``low``."""
         least = (self.high - self.low) / 4
         power = 10.0 ** math.floor(math.log10(least))
         steps = (power * size for size in (1, 2, 2.5, 5, 10))
@@ -139,7 +150,7 @@ class Scale:
         return max(step, 1.0) if self.whole else step
 
     def ticks(self) -> list[float]:
-        """Round numbers within the scale, two to six of them where it has a width."""
+        """Two to six round numbers from ``low`` to ``high``, or one number if these are equal."""
         if self.high <= self.low:
             return [self.low]
         step = self.step()
@@ -148,7 +159,7 @@ class Scale:
 
 
 def number(value: float) -> str:
-    """A number for an axis: short, with k and M for thousands and millions."""
+    """Formats a number for an axis, such as '0.5', '20k' or '1.5M'."""
     for size, letter in ((1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.4g}{letter}"

@@ -1,9 +1,9 @@
-"""By what each stage clustered: pictures and words of some clusters, their sizes, their agreement.
+"""The section on clusters of each stage: pictures and words of some clusters, sizes, and agreement.
 
-The words of a cluster are those that tell its captions from others. A word's weight is
-p log(p / q), its part of the Kullback-Leibler divergence between the shares of captions that hold
-it: p in the group, q outside. This is tf-idf's idea, with a group in the place of a document:
-common everywhere counts nothing, and rare everywhere counts little.
+The words of a cluster are those that distinguish its captions from others. A word's weight is
+p log(p / q), its part of a Kullback-Leibler divergence: p is the share of the cluster's captions
+with this word, q that of other captions. The idea is that of tf-idf, with a cluster instead of a
+document: a word that is equally frequent everywhere has no weight, a rare one little.
 """
 
 from __future__ import annotations
@@ -25,47 +25,47 @@ from mclclip.run.opened import Run, spread
 Integers = NDArray[np.int64]
 
 LABEL_ROWS = 200_000
-"""Rows at most of which the clusters are read: pieces spread evenly over the index."""
+"""Clusters are read of at most so many samples, in pieces spread evenly over the index."""
 
 CLUSTERS = 6
-"""Clusters shown of a stage."""
+"""So many clusters of a stage are shown."""
 
 PICTURES = 8
-"""Pictures shown of a cluster."""
+"""So many pictures of a cluster are shown."""
 
 CAPTIONS = 150
-"""Captions read of a cluster that is shown."""
+"""So many captions of each shown cluster are read."""
 
 AMI_ROWS = 20_000
-"""Rows of which the agreement with attributes is computed."""
+"""Agreement with attributes is computed on so many samples."""
 
 OTHERS = 600
-"""Captions read of samples outside of the clusters that are shown."""
+"""So many captions of samples of other clusters are read."""
 
 WORDS = 6
-"""Words shown of a cluster."""
+"""So many words of a cluster are shown."""
 
-_FEWEST = 4  # samples of a cluster that is shown
-_MOST_TERMS = 50_000_000  # samples times labels, to which the time of AMI is proportional
+_FEWEST = 4  # a cluster with fewer samples is not shown
+_MOST_TERMS = 50_000_000  # AMI takes time by samples times labels; with more it is not computed
 
 
 _WORD = re.compile(r"[^\W\d_](?:[\w'-]*\w)?|\d+")
-# Function words of English alone. Numbers and places ("two", "left", "behind"), which usual lists
-# hold, are kept: they are what an encoder may have been blind to.
+# English function words. Numbers and places ("two", "left", "behind"), which usual lists of stop
+# words hold, are not among them: they may be what an encoder was blind to.
 STOP_WORDS = frozenset(
     "a an and are as at be been being but by can could did do does for from had has have he her "
     "his how i if in into is it its may me my of on or our she should so some such than that the "
     "their them then there these they this those to was we were what when where which while who "
     "will with would you your".split()
 )
-_LONGEST = 40  # characters of a word; longer ones are none
-_FEWEST_CAPTIONS = 3  # of a group that hold a word
-_ERRORS = 3.0  # standard errors by which the shares inside and outside differ: hundreds are tried
-_UNSEEN = 0.5  # captions that stand for none outside, so that the ratio is finite
+_LONGEST = 40  # a longer string of characters is not a word
+_FEWEST_CAPTIONS = 3  # a word of a cluster is in at least so many of its captions
+_ERRORS = 3.0  # a word's shares inside and outside differ by so many standard errors
+_UNSEEN = 0.5  # a word that is in no caption outside counts as if in so many: the ratio is finite
 
 
 def _labels(run: Run, ids: Integers) -> dict[int, Integers]:
-    """The nearest clusters of samples by stage, of the stages that are clustered; -1: none."""
+    """The nearest cluster of each sample (-1: none), by stage, for stages that are clustered."""
     return {
         stage.number: stage.clusters_of(ids)[:, 0].astype(np.int64)
         for stage in run.stages
@@ -74,19 +74,19 @@ def _labels(run: Run, ids: Integers) -> dict[int, Integers]:
 
 
 def clustered(run: Run, thumbnails: Thumbnails) -> list[dict[str, Any]]:
-    """The clusters of every ``stage`` that is clustered.
+    """Describes the clusters of every ``stage`` that is clustered.
 
-    counts, options  of their manifest
-    galleries        of some clusters: ``cluster``, its ``share`` of the rows that were read, its
-                     ``words`` (``dominant_words``), and some ``pictures``
-    sizes            a chart of the samples by cluster
+    counts, options  those in the manifest
+    galleries        for some clusters: the ``cluster``, its ``share`` of the samples that were
+                     read, its ``words`` (``dominant_words``), and some ``pictures``
+    sizes            a chart of the numbers of samples of the clusters
 
-    Raises RuntimeError where they are damaged.
+    Raises RuntimeError if they are damaged.
     """
     stages, ids = [], run.spread_ids(LABEL_ROWS)
     for stage, labels in _labels(run, ids).items():
         manifest = run.stage(stage).manifest("clusters")
-        # Of more clusters than are recorded, the sizes are of the rows that were read.
+        # If the manifest has no sizes, since there are many clusters, they are of the read samples.
         sizes = manifest.counts.get("cluster_sizes")
         if sizes is None:
             sizes = np.unique(labels[labels >= 0], return_counts=True)[1]
@@ -107,12 +107,13 @@ def clustered(run: Run, thumbnails: Thumbnails) -> list[dict[str, Any]]:
 def _galleries(
     ids: Integers, labels: Integers, thumbnails: Thumbnails, random: np.random.Generator
 ) -> list[dict[str, Any]]:
-    chosen = some_clusters(labels, CLUSTERS)
-    members = {c: random.permutation(ids[labels == c])[:CAPTIONS].tolist() for c in chosen}
-    others = ids[(labels >= 0) & ~np.isin(labels, chosen)]
-    # Clusters that are not shown stand beside them, so that a word of all of these is none of one.
+    shown = some_clusters(labels, CLUSTERS)
+    members = {c: random.permutation(ids[labels == c])[:CAPTIONS].tolist() for c in shown}
+    others = ids[(labels >= 0) & ~np.isin(labels, shown)]
+    # Words are compared with clusters that are not shown too: a word that all shown ones share can
+    # distinguish them from the others.
     groups = members | {-1: random.permutation(others)[:OTHERS].tolist()}
-    captions = {c: [thumbnails.caption(i) for i in own] for c, own in groups.items()}
+    captions = {c: [thumbnails.caption(i) for i in rows] for c, rows in groups.items()}
     words = dominant_words(captions, WORDS)
     total = max(int((labels >= 0).sum()), 1)
     return [
@@ -122,27 +123,27 @@ def _galleries(
             "words": words[cluster],
             "pictures": [thumbnails.of_sample(i) for i in members[cluster][:PICTURES]],
         }
-        for cluster in chosen
+        for cluster in shown
     ]
 
 
 def some_clusters(labels: Integers, count: int) -> list[int]:
-    """At most ``count`` clusters of ``labels``, from the largest to the smallest that has some
-    members, evenly over the order of their sizes."""
+    """Selects at most ``count`` clusters from ``labels``, evenly over the order of their sizes,
+    from the largest to the smallest with ``_FEWEST`` samples."""
     names, sizes = np.unique(labels[labels >= 0], return_counts=True)
     order = np.argsort(-sizes, kind="stable")
     order = order[sizes[order] >= _FEWEST]
     if len(order) > count:
         order = order[np.linspace(0, len(order) - 1, count).round().astype(np.int64)]
-    chosen: list[int] = names[order].tolist()
-    return chosen
+    clusters: list[int] = names[order].tolist()
+    return clusters
 
 
 # --- words ---------------------------------------------------------------------------------------
 
 
 def words_of(caption: str) -> set[str]:
-    """The words of a caption in lower case, without stop words and what is too long for a word."""
+    """The words of a caption in lower case, without stop words and without very long ones."""
     words = _WORD.findall(caption.lower())
     return {word for word in words if word not in STOP_WORDS and len(word) <= _LONGEST}
 
@@ -150,12 +151,12 @@ def words_of(caption: str) -> set[str]:
 def dominant_words(
     groups: Mapping[int, Sequence[str]], count: int
 ) -> dict[int, list[tuple[str, float, float]]]:
-    """For each group of captions at most ``count`` words that tell it from the others, best first,
-    each with the share of the captions that hold it inside the group, and outside.
+    """Finds for each group of captions at most ``count`` words that distinguish it from the others.
 
-    A word is held by at least three captions of its group, and more often there than outside by
-    three standard errors, so that groups drawn at random have hardly any. Empty captions do not
-    count. Of equal weights the word that comes first in the alphabet goes first.
+    Returns (word, share of captions with it in the group, share outside), best first; of equal
+    weights, in alphabetical order. A word is in at least three captions of its group, and its share
+    there is higher by three standard errors, so that groups drawn at random have hardly any words.
+    Empty captions do not count.
     """
     held = {
         name: Counter(word for text in captions for word in words_of(text))
@@ -170,7 +171,7 @@ def dominant_words(
         weighed = []
         for word, number in counts.items():
             inside, outside = number / size, (every[word] - number) / others
-            # By the normal approximation of two shares.
+            # The standard error of a difference of two shares, by the normal approximation.
             share = (inside * size + outside * others) / (size + others)
             error = math.sqrt(share * (1 - share) * (1 / size + 1 / others))
             if number >= _FEWEST_CAPTIONS and inside - outside > _ERRORS * error:
@@ -185,11 +186,12 @@ def dominant_words(
 
 
 def agreement(run: Run) -> list[dict[str, Any]]:
-    """Adjusted mutual information of stages' clusters (``rows``) with others (``columns``): a
-    ``table``, with None where it was not computed, and a ``note`` of what it was computed.
+    """A ``table`` of the adjusted mutual information of stages' clusters (``rows``) with those of
+    all stages and with attributes (``columns``), and a ``note`` that says how it was computed.
 
-    It is what ``mclclip cluster`` recorded of stages, and of attributes it is computed of some of
-    the rows that are read. Empty where there is nothing to compare.
+    For stages it is what ``mclclip cluster`` recorded; for attributes it is computed here, on some
+    samples. An entry is None if it was not computed. Returns an empty list if there is nothing to
+    compare.
     """
     ids = run.spread_ids(LABEL_ROWS)
     labels, rows_read = _labels(run, ids), spread(len(ids), AMI_ROWS)
@@ -199,7 +201,7 @@ def agreement(run: Run) -> list[dict[str, Any]]:
     codes = [run.index.attribute(name)[0][ids[rows_read]] for name in attributes]
     computed: list[list[float | None]] = [
         [_recorded(run, stage, other) for other in labels]
-        + [_ami(labels[stage][rows_read], own) for own in codes]
+        + [_ami(labels[stage][rows_read], values) for values in codes]
         for stage in labels
     ]
     note = "Of stages: of all samples, as 'mclclip cluster' recorded it."
@@ -211,8 +213,8 @@ def agreement(run: Run) -> list[dict[str, Any]]:
 
 
 def _recorded(run: Run, stage: int, other: int) -> float | None:
-    """The agreement of two stages, which the later one's manifest has; None where it was not
-    computed, because there are too many clusters."""
+    """The agreement of two stages, from the manifest of the later one; None if there were too many
+    clusters to compute it."""
     if stage == other:
         return 1.0
     counts = run.stage(max(stage, other)).manifest("clusters").counts
@@ -220,9 +222,9 @@ def _recorded(run: Run, stage: int, other: int) -> float | None:
     return None if recorded is None else float(recorded)
 
 
-def _ami(own: Integers, other: NDArray[np.integer]) -> float | None:
-    """The agreement; None where it is not cheap, or no sample has both labels."""
-    fewer = min(int(labels.max(initial=0)) + 1 for labels in (own, other))
-    if fewer * len(own) > _MOST_TERMS or not ((own >= 0) & (other >= 0)).any():
+def _ami(clusters: Integers, values: NDArray[np.integer]) -> float | None:
+    """The agreement; None if it takes too long, or no sample has both a cluster and a value."""
+    fewer = min(int(labels.max(initial=0)) + 1 for labels in (clusters, values))
+    if fewer * len(clusters) > _MOST_TERMS or not ((clusters >= 0) & (values >= 0)).any():
         return None
-    return ami(own, other)
+    return ami(clusters, values)

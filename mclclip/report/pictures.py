@@ -1,4 +1,4 @@
-"""Small pictures as data URIs, and the sections that are made of them: minimal pairs and queries
+"""Makes small pictures as data URIs, and the sections that show them: minimal pairs and queries
 that one encoder gets right and another does not, nearest neighbours, blind spots, and filters."""
 
 from __future__ import annotations
@@ -38,39 +38,39 @@ from mclclip.verbs import compare
 from mclclip.verbs.compare import BASE, TWIN
 
 SIDE = 96
-"""Pixels of the longer side."""
+"""The longer side of a picture on the page, in pixels."""
 
-_SMALL = 64  # pictures of at most this side keep every pixel
+_SMALL = 64  # pictures whose sides are at most so long are not made smaller
 BUDGET_BYTES = 3_000_000
-"""Bytes of all pictures of a page, as they stand in it."""
+"""The pictures of a page take at most so many bytes of it."""
 
 BEYOND = "beyond the size of the page"
 
 LONGEST = 400
-"""Characters of a caption or statement that are shown."""
+"""At most so many characters of a caption or statement are shown."""
 
 _MAX_FILE_BYTES = 1 << 26
 
 EXAMPLES = 4
-"""Minimal pairs shown of those won, and as many of those lost."""
+"""So many of the items won are shown, and as many of those lost."""
 
 FEATURE_ROWS = 20_000
-"""Rows at most of which the embeddings are read."""
+"""Embeddings are read of at most so many samples."""
 
 ENCODED = 512
-"""Samples at most that are encoded for the page."""
+"""At most so many samples are encoded for the page."""
 
 _BATCH = 64
 
 ANCHORS, NEIGHBOURS = 5, 6
 
 PAIRS = 8
-"""Blind spots shown of two encoders, those of the largest difference."""
+"""So many blind spots of two encoders are shown, those with the largest difference."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of the page: ``uri`` is empty where it cannot be shown, for ``reason``."""
+    """A picture of the page. If it cannot be shown, ``uri`` is empty, and ``reason`` says why."""
 
     uri: str
     text: str
@@ -79,12 +79,12 @@ class Picture:
 
 
 class Thumbnails:
-    """Makes the pictures of the page of a run; counts those that cannot be shown, by reason."""
+    """Makes the pictures of a run's page, each once, and counts those that cannot be shown."""
 
     def __init__(self, run: Run, budget_bytes: int = BUDGET_BYTES) -> None:
         data = DataConfig() if run.config is None else run.config.data
         self.run, self.max_image_pixels, self.left_bytes = run, data.max_image_pixels, budget_bytes
-        self._made: dict[Hashable, Picture] = {}
+        self._pictures: dict[Hashable, Picture] = {}
         self._captions: dict[int, str] = {}
         self._beyond = 0
 
@@ -100,7 +100,7 @@ class Thumbnails:
         return self._picture(sample_id, self.caption(sample_id), stored)
 
     def of_image(self, image: Readable, text: str) -> Picture:
-        """The picture in a file, or in a part of a shard."""
+        """The picture in an image file or in a shard, with this text."""
 
         def stored() -> bytes:
             if isinstance(image, StoredImage):
@@ -110,7 +110,7 @@ class Thumbnails:
         return self._picture(str(image), text, stored)
 
     def caption(self, sample_id: int) -> str:
-        """The first caption; empty where there is none, or it cannot be read any more."""
+        """The first caption of a sample; empty if there is none, or if it cannot be read."""
         if sample_id not in self._captions:
             try:
                 captions = self.run.samples.captions_of([sample_id])[0]
@@ -120,15 +120,16 @@ class Thumbnails:
         return self._captions[sample_id]
 
     def lost(self) -> dict[str, int]:
-        """Number of pictures that cannot be shown, by reason; ``BEYOND`` counts every place."""
-        lost = Counter(picture.reason for picture in self._made.values() if picture.reason)
+        """The number of pictures that cannot be shown, by reason. A picture that would make the
+        page too large (``BEYOND``) counts as often as it was asked for."""
+        lost = Counter(picture.reason for picture in self._pictures.values() if picture.reason)
         return dict(lost) | ({BEYOND: self._beyond} if self._beyond else {})
 
     def _picture(self, name: Hashable, text: str, read: Callable[[], bytes]) -> Picture:
         text = shortened(text)
-        if name not in self._made:
-            self._made[name] = self._of_bytes(read, text)
-        picture = self._made[name]
+        if name not in self._pictures:
+            self._pictures[name] = self._of_bytes(read, text)
+        picture = self._pictures[name]
         if len(picture.uri) > self.left_bytes:
             self._beyond += 1
             return Picture("", text, BEYOND)
@@ -158,7 +159,7 @@ class Thumbnails:
 
 
 def shortened(text: str) -> str:
-    """The first ``LONGEST`` characters, with three dots for the others."""
+    """Cuts a text after ``LONGEST`` characters and adds three dots."""
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
@@ -166,66 +167,71 @@ def shortened(text: str) -> str:
 
 
 Shown = tuple[str, list[tuple[Readable, str]]]
-"""The kind of an item, such as a Type or a rule, and its images, each with a text."""
+"""How an item is shown: its kind, such as a Type or a rule, and its images, each with a text."""
 
 
 def exchanges(run: Run, thumbnails: Thumbnails, model: str | None) -> list[dict[str, Any]]:
-    """The minimal pairs and the queries that an encoder wins and loses against stage 0 and against
-    its ungrouped control, by benchmark and metric.
+    """Describes, by benchmark and metric, the minimal pairs and queries that an encoder wins and
+    loses against stage 0 and against its ungrouped control.
 
-    title, model, against  what was measured, and the two encoders
-    types      (kind, won, lost, items, the two as bars), and the ``axis`` of the bars
-    won, lost  examples; ``missing`` says why there are none where items were won or lost
+    title           the benchmark and the metric
+    model, against  the two encoders
+    types           for each kind of item (kind, won, lost, items, the first two as bars)
+    axis            the axis of the bars
+    won, lost       examples
+    missing         why there are no examples, or empty
 
-    Raises FileNotFoundError and ValueError where outcomes are missing or damaged.
+    Raises FileNotFoundError and ValueError if outcomes are missing or damaged.
     """
     exchanged, read = [], compare.Reader()
     cells = {(r.benchmark, r.metric, r.model): (r, p) for r, p in compare.rows_of(run)}
     for benchmark, metric in dict.fromkeys(cell[:2] for cell in cells):
-        own = cells.get((benchmark, metric, model or ""))
-        if own is None or not _has_items(own[0]):
+        row = cells.get((benchmark, metric, model or ""))
+        if row is None or not _has_items(row[0]):
             continue
-        items, missing = _pictured(run, own[0])
+        items, missing = _read_items(run, row[0])
         for against in (BASE, f"{TWIN}{model}"):
             if other := cells.get((benchmark, metric, against)):
-                outcomes = read(*own), read(*other)
+                outcomes = read(*row), read(*other)
                 if outcomes[0].items != outcomes[1].items:
                     raise ValueError(
                         f"{model} and {against} were not measured on the same pairs of {benchmark}"
                     )
                 title = f"{benchmark}, {short_name(metric)}"
                 names = {"title": title, "model": model, "against": against, "missing": missing}
-                exchanged.append(names | _exchanged(*outcomes, items, thumbnails))
+                exchanged.append(names | _compare(*outcomes, items, thumbnails))
     return exchanged
 
 
 def _has_items(row: Result) -> bool:
-    """Returns whether the items of a row are shown: pairs, and queries of the share report."""
+    """Returns True if the items of a row are shown: minimal pairs, and queries of the benchmark
+    'report'."""
     main = {MINIMAL_PAIRS: "average", "pairs": "pooled"}.get(str(row.protocol.get("name")))
     is_query = row.benchmark == REPORT and row.protocol.get("level") == "headline"
     return is_query or row.metric == main
 
 
-def _pictured(run: Run, row: Result) -> tuple[dict[str, Shown], str]:
-    """The items of a row by name, or the reason why their pictures cannot be shown."""
-    known = None if run.config is None else run.config.eval.suite.get(row.benchmark)
-    if known is None:
+def _read_items(run: Run, row: Result) -> tuple[dict[str, Shown], str]:
+    """Reads the items of a row's benchmark by name, and why their pictures cannot be shown, or
+    ''."""
+    benchmark = None if run.config is None else run.config.eval.suite.get(row.benchmark)
+    if benchmark is None:
         return {}, "The configuration does not say where the pictures of this benchmark lie."
-    path, name = Path(known.path), row.protocol.get("name")
+    path, name = Path(benchmark.path), row.protocol.get("name")
     try:
         if name == MINIMAL_PAIRS:
             pairs = read_pairs(path)
             return {o.name: (o.kind, [*zip(o.images, o.texts, strict=True)]) for o in pairs}, ""
         if name == "pairs":
-            made = read_items(path, "pairs").items
-            return {o.name: (o.part, [(o.images[0], " / not: ".join(o.texts))]) for o in made}, ""
-        return _queries(path, dict(known.options)), ""
+            items = read_items(path, "pairs").items
+            return {o.name: (o.part, [(o.images[0], " / not: ".join(o.texts))]) for o in items}, ""
+        return _queries(path, dict(benchmark.options)), ""
     except (OSError, ValueError) as error:
         return {}, f"Their pictures are not there any more: {error}."
 
 
 def _queries(root: Path, options: Mapping[str, Any]) -> dict[str, Shown]:
-    """The queries of a retrieval from shards, by their names in both directions."""
+    """Reads the queries of both directions of a retrieval from shards, by name."""
     data = read_captions_of_shards(root / options["captions"], options["shard_captions"])
     names, queries = image_items(data.images, root), dict[str, Shown]()
     for number, (text, row) in enumerate(zip(data.captions, data.caption_image, strict=True)):
@@ -234,14 +240,15 @@ def _queries(root: Path, options: Mapping[str, Any]) -> dict[str, Shown]:
     return queries
 
 
-def _exchanged(
-    own: Outcomes, other: Outcomes, items: Mapping[str, Shown], thumbnails: Thumbnails
+def _compare(
+    model: Outcomes, other: Outcomes, items: Mapping[str, Shown], thumbnails: Thumbnails
 ) -> dict[str, Any]:
-    """The ``types`` of the items with what was won and lost of them, and examples of both."""
-    parts, gained = own.strata or ["all"] * len(own), own.values - other.values
+    """Compares two encoders item by item: ``types``, ``axis``, ``won`` and ``lost`` of
+    ``exchanges``."""
+    parts, gained = model.strata or ["all"] * len(model), model.values - other.values
     kinds = [
         items[item][0] if item in items else part
-        for item, part in zip(own.items, parts, strict=True)
+        for item, part in zip(model.items, parts, strict=True)
     ]
     rows = {"won": np.flatnonzero(gained > 0).tolist(), "lost": np.flatnonzero(gained < 0).tolist()}
     won, lost = (Counter(kinds[n] for n in each) for each in rows.values())
@@ -254,10 +261,10 @@ def _exchanged(
     examples: dict[str, list[dict[str, Any]]] = {"won": [], "lost": []}
     for name, each in rows.items():
         turns = one_of_each(
-            each, [f"{kinds[n]} {own.resampling_group[n]}" for n in range(len(own))]
+            each, [f"{kinds[n]} {model.resampling_group[n]}" for n in range(len(model))]
         )
         turns = one_of_each(turns, kinds)
-        shown = [own.items[n] for n in turns if own.items[n] in items]
+        shown = [model.items[n] for n in turns if model.items[n] in items]
         for item in shown[:EXAMPLES]:
             kind, pictures = items[item]
             figures = [(thumbnails.of_image(i, text), shortened(text)) for i, text in pictures]
@@ -266,7 +273,7 @@ def _exchanged(
 
 
 def one_of_each(rows: Sequence[int], kinds: Sequence[str]) -> list[int]:
-    """The rows in another order: first one of each kind, then a second of each, and so on."""
+    """Reorders rows: first one of each kind, then a second of each kind, and so on."""
     groups: dict[str, list[int]] = {}
     for row in rows:
         groups.setdefault(kinds[row], []).append(row)
@@ -278,12 +285,15 @@ def one_of_each(rows: Sequence[int], kinds: Sequence[str]) -> list[int]:
 
 
 def anchors(run: Run, thumbnails: Thumbnails, recommended: str) -> list[dict[str, Any]]:
-    """Samples drawn by the seed, each with its ``picture``; and by encoder its nearest samples
-    ``among`` so many, nearest first: for stage 0 and the encoder that is recommended.
+    """Draws some samples, and shows their nearest samples for stage 0 and the recommended encoder.
 
-    Embeddings that the run has are read. An encoder without any encodes ``ENCODED`` samples;
-    one that was not exported is left out. Empty where there are too few samples, or no embeddings
-    of stage 0. Raises RuntimeError where they are damaged.
+    picture   the drawn sample
+    among     the number of samples among which neighbours were searched
+    encoders  encoder -> the nearest samples, nearest first
+
+    Embeddings are read from the run. If the recommended encoder has none, its export encodes
+    ``ENCODED`` samples; without an export it is left out. The list is empty if there are too few
+    samples or no embeddings of stage 0. Raises RuntimeError if embeddings are damaged.
     """
     embedded = {stage.name: stage for stage in run.stages if stage.has("embeddings")}
     export = None if recommended in embedded else run.exports().get(recommended)
@@ -314,7 +324,7 @@ def anchors(run: Run, thumbnails: Thumbnails, recommended: str) -> list[dict[str
 
 
 def _encoded(run: Run, export: Path, ids: NDArray[np.int64]) -> NDArray[np.float32] | None:
-    """The features of samples by an exported encoder; None of images that are no pictures."""
+    """Encodes samples by an exported encoder; returns None if some are arrays, not pictures."""
     from mclclip.models.encoder import load_model
 
     encoder, rows = load_model(export), []
@@ -327,10 +337,11 @@ def _encoded(run: Run, export: Path, ids: NDArray[np.int64]) -> NDArray[np.float
 
 
 def blindspots(run: Run, thumbnails: Thumbnails) -> list[dict[str, Any]]:
-    """Options and counts of each artifact of ``mclclip blindspots``, and the first of its pairs:
-    two pictures, their cosine for the encoder that confuses them, and that for the other.
+    """Describes each artifact of ``mclclip blindspots``: its ``options``, its ``counts``, and the
+    first of its ``pairs``, each as (two pictures, their cosine for the encoder that confuses them,
+    their cosine for the other encoder).
 
-    Raises RuntimeError where one is of another index, or damaged.
+    Raises RuntimeError if an artifact is of another index or damaged.
     """
     sections = []
     for directory in run.finished("blindspots").values():
@@ -352,10 +363,11 @@ def blindspots(run: Run, thumbnails: Thumbnails) -> list[dict[str, Any]]:
 
 
 def filters(run: Run) -> list[dict[str, Any]]:
-    """The filters of a run: ``name``, options as ``flags``, and numbers of ``samples``: of all, and
-    by reason, the first of which is ``kept``.
+    """Describes the filters of a run: ``name``, options as ``flags`` of the command, the number of
+    ``samples``, and ``reasons``: the number of samples for each reason, of which the first is
+    'kept'.
 
-    Raises RuntimeError where one is of another index, or its manifest is damaged.
+    Raises RuntimeError if a filter is of another index, or its manifest is damaged.
     """
     rows = []
     for name, directory in run.finished("filters").items():
@@ -366,8 +378,9 @@ def filters(run: Run) -> list[dict[str, Any]]:
             options = manifest.config["filters"] | {"stage": manifest.config["stage"]}
             flags = [
                 f"--{option.replace('_', '-')} {' '.join(map(str, value))}"
-                for option, given in options.items()
-                if (value := given if isinstance(given, list) else [given]) not in ([], [None])
+                for option, setting in options.items()
+                if (value := setting if isinstance(setting, list) else [setting])
+                not in ([], [None])
             ]
             reasons = {str(reason): int(n) for reason, n in manifest.counts["reasons"].items()}
             row = {"name": name, "flags": " ".join(flags), "reasons": reasons}

@@ -1,8 +1,8 @@
-"""A race as a table, a page and a few sentences: what every remedy gains and loses.
+"""Shows a race as a table, a page and a few sentences: what every remedy gains and loses.
 
 Every remedy is compared with the base and with the ungrouped control, in the main metrics of every
-benchmark, over all seeds (``eval.seeds``); p-values are corrected over all of these by Holm's
-method. Parts of a metric, such as Types of minimal pairs, are corrected among themselves.
+benchmark, over all seeds (``eval.seeds``). The p-values of these comparisons are corrected together
+by Holm's method, and those of parts of a metric, such as Types of minimal pairs, by themselves.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ if TYPE_CHECKING:
 
 PAGE, TABLE = "race.html", "race.csv"
 MOST_PARTS = 40
-"""Parts of a metric up to which all of them are shown: Types and rules are, a thousand classes are
-not."""
+"""The parts of a metric, such as Types, are shown if there are at most so many: a thousand classes
+are not."""
 
 Against = Literal["base", "control"]
 
 
 @dataclass(frozen=True)
 class Entrant:
-    """A remedy, the control or the base, as it ran.
+    """A remedy, the control or the base, as it ran in the race.
 
-    encoder     its name in results.jsonl
-    runs        the run directory of every seed
-    options     its overrides, in words
-    cost        figures of a seed: steps, samples, operations and their share of the control's,
-                seconds and rank_hours (None: unknown), and whose trainings these are (``of``)
+    encoder  its name in results.jsonl
+    runs     the run directory of every seed
+    about    what the remedy is, in a few words
+    options  its overrides, in words
+    cost     figures for a seed: steps, samples, operations and their share of the control's,
+             seconds and rank_hours (None: unknown); and ``of``, the remedy whose trainings it uses
     """
 
     name: str
@@ -61,10 +62,10 @@ Part = tuple[str, Comparison]
 
 @dataclass(frozen=True)
 class Standings:
-    """All comparisons of a race.
+    """All comparisons of a race, with the base and with the control.
 
-    whole   those of main metrics, by what they are against
-    parts   those of the parts of a main metric, in the order of ``whole``
+    whole  comparisons in main metrics
+    parts  comparisons in the parts of a main metric, in the order of ``whole``
     """
 
     whole: Mapping[Against, Sequence[Comparison]]
@@ -73,11 +74,12 @@ class Standings:
 
     @cached_property
     def metrics(self) -> list[tuple[str, str]]:
-        """Benchmark and metric, in order."""
+        """The main metrics, each as (benchmark, metric), in order."""
         return [*dict.fromkeys(_metric(c) for of in self.whole.values() for c in of)]
 
     def of(self, name: str, metric: tuple[str, str], against: Against) -> Comparison | None:
-        """One remedy in one metric; None for the control against itself."""
+        """The comparison of the remedy ``name`` in one metric; None for the control against
+        itself."""
         for c in self.whole[against]:
             if c.row.model == name and _metric(c) == metric:
                 return c
@@ -90,27 +92,29 @@ class Standings:
 def standings(
     base: Entrant, control: Entrant, remedies: Sequence[Entrant], benchmarks: Sequence[str]
 ) -> Standings:
-    """Compares all ``remedies``, the control among them, with base and control.
+    """Compares all ``remedies``, the control among them, with the base and with the control.
 
-    Raises FileNotFoundError and ValueError where figures or outcomes are missing, damaged or not of
+    Raises FileNotFoundError and ValueError if figures or outcomes are missing, damaged or not of
     the same items.
     """
     read = compare.Reader()
     cells = {
         run: {(r.benchmark, r.metric, r.model): (r, path) for r, path in compare.rows_of(Run(run))}
-        for one in (base, *remedies)
-        for run in one.runs
+        for entrant in (base, *remedies)
+        for run in entrant.runs
     }
 
-    def rows_of(one: Entrant, metric: tuple[str, str]) -> list[compare.Row]:
-        found = [cells[run].get((*metric, one.encoder)) for run in one.runs]
-        if None in found:
-            run = one.runs[found.index(None)]
-            raise FileNotFoundError(
-                f"{run} has no figure of {one.encoder} on {metric[0]} ({metric[1]}): the race has "
-                "not come so far, run it without --only"
-            )
-        return [row for row in found if row is not None]
+    def rows_of(entrant: Entrant, metric: tuple[str, str]) -> list[compare.Row]:
+        rows = []
+        for run in entrant.runs:
+            row = cells[run].get((*metric, entrant.encoder))
+            if row is None:
+                raise FileNotFoundError(
+                    f"{run} has no figure of {entrant.encoder} on {metric[0]} ({metric[1]}): the "
+                    "race has not come so far, run it without --only"
+                )
+            rows.append(row)
+        return rows
 
     others: dict[Against, Entrant] = {"base": base, "control": control}
     whole: dict[Against, list[Comparison]] = {"base": [], "control": []}
@@ -120,39 +124,41 @@ def standings(
         if model != base.encoder or not is_main:
             continue
         for against, other in others.items():
-            for own in remedies:
-                if own.name != other.name:
-                    rows = rows_of(own, (benchmark, name)), rows_of(other, (benchmark, name))
-                    one, of_parts = _compared(own.name, other.name, *rows, read)
-                    whole[against].append(one)
+            for remedy in remedies:
+                if remedy.name != other.name:
+                    rows = rows_of(remedy, (benchmark, name)), rows_of(other, (benchmark, name))
+                    comparison, of_parts = _compare(remedy.name, other.name, *rows, read)
+                    whole[against].append(comparison)
                     parts[against] += of_parts
     count = len(whole["base"])
     corrected = compare.correct([*whole["base"], *whole["control"]])
     whole = {"base": corrected[:count], "control": corrected[count:]}
-    for against, own_parts in parts.items():
-        settled = compare.correct([c for _, c in own_parts])
-        names = [name for name, _ in own_parts]
-        parts[against] = [*zip(names, settled, strict=True)]
+    for against, uncorrected in parts.items():
+        names = [name for name, _ in uncorrected]
+        corrected_parts = compare.correct([c for _, c in uncorrected])
+        parts[against] = [*zip(names, corrected_parts, strict=True)]
     return Standings(whole, parts, len(base.runs))
 
 
-def _compared(
-    own: str,
+def _compare(
+    name: str,
     other: str,
     rows: Sequence[compare.Row],
     against: Sequence[compare.Row],
     read: compare.Reader,
 ) -> tuple[Comparison, list[Part]]:
-    """Two entrants in a metric by their means over seeds, and in its parts; not corrected yet.
+    """Compares two entrants in a metric, by their means over seeds, and in its parts; p-values are
+    not corrected yet.
 
-    ``rows`` of the one and ``against`` of the other are those of every seed.
+    ``name`` and ``other`` are the entrants; ``rows`` and ``against`` their rows for every seed.
     """
     pairs = [(read(*a), read(*b)) for a, b in zip(rows, against, strict=True)]
-    # What is pooled over parts has none of its own: those of the benchmark's average are its parts.
+    # A figure that is pooled over all items has no parts: those of the benchmark's average are
+    # used.
     with_parts = [(read.beside(*a), read.beside(*b)) for a, b in zip(rows, against, strict=True)]
     means = [
-        replace(some[0][0], model=name, value=float(np.mean([row.value for row, _ in some])))
-        for name, some in ((own, rows), (other, against))
+        replace(some[0][0], model=entrant, value=float(np.mean([row.value for row, _ in some])))
+        for entrant, some in ((name, rows), (other, against))
     ]
     scale, parts = means[0].unit.scale, []
     try:
@@ -161,17 +167,17 @@ def _compared(
             (a.of_each_stratum(), b.of_each_stratum()) for a, b in with_parts if a.rule.is_share
         ]
         names = [*split[0][0]] if split else []
-        for name in names if 1 < len(names) <= MOST_PARTS else ():
-            part = [(a[name], b[name]) for a, b in split]
+        for part_name in names if 1 < len(names) <= MOST_PARTS else ():
+            part = [(a[part_name], b[part_name]) for a, b in split]
             sides = []
             for mean, some in zip(means, zip(*part, strict=True), strict=True):
                 value = scale * float(np.mean([side.value() for side in some]))
                 sides.append(replace(mean, value=value, count=len(some[0])))
             of_part = seeds.difference(part)
-            parts.append((name, Comparison(sides[0], sides[1], of_part, of_part.p_value)))
+            parts.append((part_name, Comparison(sides[0], sides[1], of_part, of_part.p_value)))
     except outcomes.NotTheSame as error:
         raise ValueError(
-            f"{own} and {other} were not measured on the same items of {means[0].benchmark}: "
+            f"{name} and {other} were not measured on the same items of {means[0].benchmark}: "
             f"{error}; run the race with --force"
         ) from None
     return Comparison(means[0], means[1], difference, difference.p_value), parts
@@ -180,13 +186,14 @@ def _compared(
 # --- in words and tables -------------------------------------------------------------------------
 
 
-def sentences(found: Standings) -> list[str]:
-    """The race in words: what beats the control and what is worse, and how far to trust it."""
-    control = found.whole["control"]
+def sentences(race: Standings) -> list[str]:
+    """Describes a race: what is better or worse than the control and the base, and how far to trust
+    it."""
+    control = race.whole["control"]
     better, worse = (
         [_describe(c) for c in control if c.verdict == verdict] for verdict in ("better", "worse")
     )
-    metrics = count_of(len(found.metrics), "main metric")
+    metrics = count_of(len(race.metrics), "main metric")
     lines = [
         f"Better than the ungrouped control beyond chance: {'; '.join(better)}."
         if better
@@ -195,7 +202,7 @@ def sentences(found: Standings) -> list[str]:
     ]
     if worse:
         lines.append(f"Worse than the ungrouped control beyond chance: {'; '.join(worse)}.")
-    base = [c for c in found.whole["base"] if c.verdict != "inside the noise"]
+    base = [c for c in race.whole["base"] if c.verdict != "inside the noise"]
     lines.append(
         "Against the base beyond chance: " + "; ".join(f"{_describe(c)} {c.verdict}" for c in base)
         + "."
@@ -203,17 +210,17 @@ def sentences(found: Standings) -> list[str]:
         else "Against the base no remedy, and not the control either, is better or worse beyond "
         "chance."
     )  # fmt: skip
-    return [*lines, _trust(found)]
+    return [*lines, _trust(race)]
 
 
 def _describe(c: Comparison) -> str:
     return f"{c.row.model} on {c.row.benchmark} ({c.texts()[2]} {c.row.unit.difference})"
 
 
-def _trust(found: Standings) -> str:
-    """How a verdict is made with this number of seeds, and what it cannot show."""
-    number = sum(map(len, found.whole.values()))
-    if found.num_seeds == 1:
+def _trust(race: Standings) -> str:
+    """Explains how verdicts are made with this number of seeds, and what they cannot show."""
+    number = sum(map(len, race.whole.values()))
+    if race.num_seeds == 1:
         return (
             "Each remedy was trained with one seed: tests and intervals know the items of the "
             "benchmarks alone, and another seed may differ. Give --seeds with several."
@@ -221,31 +228,31 @@ def _trust(found: Standings) -> str:
     few = (
         " Two seeds say little of how far seeds differ, which is taken to be five times as far as "
         "it looks: only large differences can be shown."
-        if found.num_seeds == 2
+        if race.num_seeds == 2
         else ""
     )
     return (
-        f"Differences are paired within each of {found.num_seeds} seeds and are means over them. "
+        f"Differences are paired within each of {race.num_seeds} seeds and are means over them. "
         "Intervals and p-values know how items differ and how seeds differ. The "
         f"{number} p-values are corrected by Holm's method; intervals are of each difference "
         f"alone, so that one may exclude 0 without a verdict.{few}"
     )
 
 
-def table(found: Standings, remedies: Sequence[Entrant]) -> str:
-    """A block of at most 80 columns per metric: the value of every remedy, and its differences to
-    the control and to the base, with a verdict where they are beyond chance."""
+def table(race: Standings, remedies: Sequence[Entrant]) -> str:
+    """Formats a table of at most 80 columns for each metric: the value of every remedy, and its
+    differences to the control and to the base, with a verdict if they are beyond chance."""
     blocks = []
-    for metric in found.metrics:
-        of_base = {c.row.model: c for c in found.whole["base"] if _metric(c) == metric}
+    for metric in race.metrics:
+        of_base = {c.row.model: c for c in race.whole["base"] if _metric(c) == metric}
         body = [
             (
-                *(results.wrapped(one.name, 20), of_base[one.name].texts()[0]),
-                *(_cell(found.of(one.name, metric, "control")), _cell(of_base[one.name])),
+                *(results.wrap_name(remedy.name, 20), of_base[remedy.name].texts()[0]),
+                *(_cell(race.of(remedy.name, metric, "control")), _cell(of_base[remedy.name])),
             )
-            for one in remedies
+            for remedy in remedies
         ]
-        title = results.wrapped(printable(f"{metric[0]}, {results.short_name(metric[1])}"), 20)
+        title = results.wrap_name(printable(f"{metric[0]}, {results.short_name(metric[1])}"), 20)
         unit = next(iter(of_base.values())).row.unit.name
         heads = [title, unit, "against the control", "against the base"]
         blocks.append(tabulate(body, headers=heads, disable_numparse=True))
@@ -260,34 +267,35 @@ def _cell(c: Comparison | None) -> str:
     return f"{change} ({low} to {high}){verdict}"
 
 
-def frame(found: Standings) -> DataFrame:
-    """Every comparison as a row, those of parts too, whose ``part`` is named."""
+def frame(race: Standings) -> DataFrame:
+    """All comparisons as rows of a table; the column ``part`` names the part, or is empty."""
     import pandas
 
-    rows = [("", c) for of in found.whole.values() for c in of]
-    rows += [part for of in found.parts.values() for part in of]
-    made: DataFrame = compare.frame([c for _, c in rows])
-    made.insert(2, "part", [printable(name) for name, _ in rows])
-    return pandas.DataFrame(made)
+    rows = [("", c) for of in race.whole.values() for c in of]
+    rows += [part for of in race.parts.values() for part in of]
+    comparisons: DataFrame = compare.frame([c for _, c in rows])
+    comparisons.insert(2, "part", [printable(name) for name, _ in rows])
+    return pandas.DataFrame(comparisons)
 
 
 # --- the page ------------------------------------------------------------------------------------
 
 
-def render(title: str, found: Standings, base: Entrant, remedies: Sequence[Entrant]) -> str:
-    """The page as text; the same bytes for the same race."""
-    control = found.whole["control"]
+def render(title: str, race: Standings, base: Entrant, remedies: Sequence[Entrant]) -> str:
+    """The HTML page; the same race gives the same bytes."""
+    control = race.whole["control"]
     count = len({c.row.model for c in control if c.verdict == "better"})
     tiles = [
         (f"{count} of {len(remedies) - 1}", "remedies better than the ungrouped control", ""),
-        (str(found.num_seeds), "seeds" if found.num_seeds > 1 else "seed", ""),
-        (str(sum(map(len, found.whole.values()))), "comparisons", "corrected by Holm's method"),
+        (str(race.num_seeds), "seeds" if race.num_seeds > 1 else "seed", ""),
+        (str(sum(map(len, race.whole.values()))), "comparisons", "corrected by Holm's method"),
     ]
-    trained = [one for one in remedies if not one.cost.get("of")]  # others have no trainings
-    if seconds := [own for one in trained if (own := one.cost.get("seconds")) is not None]:
-        total = duration(found.num_seeds * sum(seconds))
+    # A remedy with ``of`` uses the trainings of another one.
+    costs = [remedy.cost for remedy in remedies if not remedy.cost.get("of")]
+    if seconds := [cost["seconds"] for cost in costs if cost.get("seconds") is not None]:
+        total = duration(race.num_seeds * sum(seconds))
         tiles.append((total, "of training", "remedies alone, over all seeds"))
-    most = dict.fromkeys(found.metrics, 1)
+    most = dict.fromkeys(race.metrics, 1)
     for c in control:
         moved = max(c.difference.wins or 0, c.difference.losses or 0)
         most[_metric(c)] = max(most[_metric(c)], moved)
@@ -295,14 +303,14 @@ def render(title: str, found: Standings, base: Entrant, remedies: Sequence[Entra
         "title": title,
         "version": __version__,
         "summary": tiles,
-        "sentences": sentences(found),
+        "sentences": sentences(race),
         "base": base,
         "remedies": remedies,
-        "found": found,
+        "race": race,
         "bars": lambda c: charts.balance(
             c.difference.wins or 0, c.difference.losses or 0, most[_metric(c)]
         ),
-        "parts": _heat(found),
+        "parts": _heat(race),
         "level": LEVEL,
     }
     return environment().get_template("race.html").render(content)
@@ -312,17 +320,17 @@ def _metric(c: Comparison) -> tuple[str, str]:
     return c.row.benchmark, c.row.metric
 
 
-def _heat(found: Standings) -> list[dict[str, Any]]:
-    """For every metric with parts, and by what it is against: the names of the remedies, and of
-    every part its number of items and its comparisons."""
+def _heat(race: Standings) -> list[dict[str, Any]]:
+    """Makes the tables of parts, two for every metric that has parts: ``against`` the control and
+    the base. ``rows`` maps each part to the comparisons of the remedies ``names``."""
     tables = []
-    for metric in found.metrics:
+    for metric in race.metrics:
         for against in ("control", "base"):
-            own = [(part, c) for part, c in found.parts[against] if _metric(c) == metric]
+            parts = [(part, c) for part, c in race.parts[against] if _metric(c) == metric]
             rows: dict[str, dict[str, Comparison]] = {}
-            for part, c in own:
+            for part, c in parts:
                 rows.setdefault(part, {})[c.row.model] = c
             if rows:
-                names = list(dict.fromkeys(c.row.model for _, c in own))
+                names = list(dict.fromkeys(c.row.model for _, c in parts))
                 tables.append({"metric": metric, "against": against, "names": names, "rows": rows})
     return tables

@@ -1,4 +1,4 @@
-"""Tables of results.jsonl, and whether a difference is larger than chance explains."""
+"""Makes the tables of results.jsonl for the page, and compares encoders beyond chance."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mclclip.verbs import compare
 from mclclip.verbs.compare import BASE, TWIN, Comparison
 
 MINIMAL_PAIRS = "mmvp_vlm"
-"""The protocol whose metrics are Types of minimal pairs."""
+"""The name of the protocol whose metrics are Types of minimal pairs."""
 
 
 def colour_of(model: str) -> str:
-    """The colour of a model in charts, a variable of the page's style."""
+    """The colour of a model in charts, such as 'stage', a variable of the page's style."""
     if model == "stage_0":
         return "base"
     if model.startswith(TWIN):
@@ -36,14 +36,15 @@ def colour_of(model: str) -> str:
 
 
 def tables(rows: Sequence[Result], references: Sequence[Reference]) -> list[dict[str, Any]]:
-    """The figures of each ``benchmark``, without metrics of the level ``detail``.
+    """Makes the table of each ``benchmark``, without metrics of the level ``detail``.
 
-    metrics     the columns, each with its number of trials, and its unit unless it is percent
-    figures     by model and source (of published ones, else empty) the figures by metric: a
-                ``text``, the ``interval`` of ours, and the value in ``percent`` or None
-    is_pairs    whether metrics are Types of minimal pairs, shown as a heat map
-    headline    the metric of the strips, for each of our models its strip, and their axis
-    notes       what a reader must know, as the table of ``eval`` has it
+    metrics       the columns, each with its number of trials, and its unit unless it is percent
+    figures       (model, source) -> metric -> its ``text``, its ``interval``, and its value in
+                  ``percent`` or None. Published figures have a source and no interval
+    is_pairs      True if metrics are Types of minimal pairs, which are shown as a heat map
+    headline      the metric that is shown as strips
+    strips, axis  the strip of each measured model, and the axis below them
+    notes         the notes below the table of ``mclclip eval``
     """
     main = [row for row in rows if row.protocol.get("level") != "detail"]
     return [
@@ -60,12 +61,12 @@ def _table(
         columns.setdefault(row.metric, []).append(row)
     figures: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     trials = {}
-    for metric, own in columns.items():
-        unit, counts = own[0].unit, "/".join(map(str, sorted({row.count for row in own})))
+    for metric, cells in columns.items():
+        unit, counts = cells[0].unit, "/".join(map(str, sorted({row.count for row in cells})))
         note = unit.note.replace("\n", " ")
-        trials[metric] = f"{counts} {own[0].protocol.get('trials', '')}{note}"
-        digits = unit.decimals(row.value for row in own)
-        for row in own:
+        trials[metric] = f"{counts} {cells[0].protocol.get('trials', '')}{note}"
+        digits = unit.decimals(row.value for row in cells)
+        for row in cells:
             percent = row.unit == PERCENT
             of_value, of_bounds = (1, 0) if percent else (digits, digits)
             figures.setdefault((row.model, ""), {})[metric] = {
@@ -73,10 +74,11 @@ def _table(
                 "interval": f"{row.ci_low:.{of_bounds}f}-{row.ci_high:.{of_bounds}f}",
                 "percent": row.value if percent else None,
             }
-    for one in references:
-        if one.benchmark == benchmark and one.metric in columns:
-            cell = {"text": f"{one.value:.1f}", "interval": "", "percent": one.value}
-            figures.setdefault((one.model, one.source), {})[one.metric] = cell
+    for reference in references:
+        if reference.benchmark == benchmark and reference.metric in columns:
+            value = reference.value
+            cell = {"text": f"{value:.1f}", "interval": "", "percent": value}
+            figures.setdefault((reference.model, reference.source), {})[reference.metric] = cell
     headlines = [row.metric for row in rows if row.protocol.get("level") == "headline"]
     headline = (headlines or [rows[0].metric])[0]
     return {
@@ -91,8 +93,7 @@ def _table(
 
 
 def _strips(rows: Sequence[Result]) -> dict[str, Any]:
-    """``strips``: by model, the figures of a metric with their intervals, from the lowest bound to
-    the highest; and the ``axis`` below them."""
+    """``strips``, the figures of a metric with their intervals by model, and their ``axis``."""
     unit = rows[0].unit
     lowest, highest = min(row.ci_low for row in rows), max(row.ci_high for row in rows)
     ends = charts.round_ends(lowest, highest, (0.0, 100.0) if unit == PERCENT else None)
@@ -127,16 +128,16 @@ class Comparisons:
     missing: str = ""
 
     def of(self, model: str) -> list[Comparison]:
-        """Comparisons of a model with stage 0, the first one of each benchmark."""
+        """The comparisons of a model with stage 0, the first one of each benchmark."""
         first: dict[str, Comparison] = {}
-        for one in self.with_base:
-            if one.row.model == model:
-                first.setdefault(one.row.benchmark, one)
+        for c in self.with_base:
+            if c.row.model == model:
+                first.setdefault(c.row.benchmark, c)
         return [*first.values()]
 
 
 def comparisons(run: Run) -> Comparisons:
-    """Compares what was measured, in the metrics of the level ``headline``."""
+    """Compares the encoders of a run in the metrics of the level ``headline``."""
     try:
         verdict = Verdict.of(compare.read_runs([run.directory]))
     except (ValueError, FileNotFoundError) as error:
@@ -147,9 +148,9 @@ def comparisons(run: Run) -> Comparisons:
 
 
 def first_of_each(comparisons: Sequence[Comparison]) -> tuple[list[Comparison], list[Comparison]]:
-    """The comparisons of every encoder in the first metric of every benchmark, and the others."""
+    """Divides comparisons into those in the first metric of each benchmark, and the others."""
     first: dict[str, str] = {}
-    for one in comparisons:
-        first.setdefault(one.row.benchmark, one.row.metric)
-    main = [one for one in comparisons if one.row.metric == first[one.row.benchmark]]
-    return main, [one for one in comparisons if one.row.metric != first[one.row.benchmark]]
+    for c in comparisons:
+        first.setdefault(c.row.benchmark, c.row.metric)
+    main = [c for c in comparisons if c.row.metric == first[c.row.benchmark]]
+    return main, [c for c in comparisons if c.row.metric != first[c.row.benchmark]]

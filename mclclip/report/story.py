@@ -1,5 +1,5 @@
-"""Curves of the trainings, what they cost, and the facts of the method's story: what each stage
-clustered, trained and gained. The sentences are in ``page.html``."""
+"""The trainings of a run, with curves and costs, and what each stage clustered, trained and gained;
+``page.html`` puts these facts into sentences."""
 
 from __future__ import annotations
 
@@ -23,30 +23,31 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 COLOURS = {"mcl": "stage", "ungrouped": "control"}
-"""Colours of the variants, variables of the page's style; of others ``other``."""
+"""The colours of variants, variables of the page's style; other variants have 'other'."""
 
-_LINES = ("stage", "control", "joined", "other", "worse", "base")  # colours of benchmarks
+_LINES = ("stage", "control", "joined", "other", "worse", "base")  # colours of benchmarks' lines
 
 
 def trainings(run: Run) -> list[dict[str, Any]]:
-    """Every training that has records, stage 0 first, then MCL's stages, then the controls'.
+    """Describes every training with recorded metrics: stage 0, MCL's stages, then the controls'.
 
-    variant, stage, finished  which training it is, and whether it has ended
-    steps, samples            done and seen so far
-    seconds, ranks            its time and processes
-    rank_hours                hours times ranks, which are GPUs where there are some
-    memory_gib                the peak of its fullest rank
-    first_loss, last_loss     the first and the last that are recorded
-    made_of                   the options of a finished training
+    variant, stage         for example 'mcl' and 1
+    finished               True if it has ended
+    steps, samples         steps done and samples seen so far
+    seconds, ranks         its duration and its number of processes
+    rank_hours             hours times ranks, that is GPU hours if it ran on GPUs
+    memory_gib             the peak memory of the rank with the largest
+    first_loss, last_loss  the first and the last recorded loss
+    options                the options of a finished training, otherwise empty
 
-    What was not recorded is None.
+    A figure that was not recorded is None.
     """
     trainings = []
-    for variant, own in {"mcl": run, **run.controls}.items():
+    for variant, run_of_variant in {"mcl": run, **run.controls}.items():
         for number in range(len(run.stages)):
             if number == 0 and variant != "mcl":
-                continue  # it is shared
-            stage = own.stage(number)
+                continue  # all variants share stage 0
+            stage = run_of_variant.stage(number)
             if len(rows := stage.metrics):
                 trainings.append({"variant": variant, "stage": number} | _training(stage, rows))
     return trainings
@@ -73,37 +74,39 @@ def _training(stage: Stage, rows: DataFrame) -> dict[str, Any]:
         "memory_gib": max(_numbers(rows.get("memory_gib", ())), default=None),
         "first_loss": losses[0] if losses else None,
         "last_loss": losses[-1] if losses else None,
-        "made_of": {} if manifest is None else manifest.config,
+        "options": {} if manifest is None else manifest.config,
     }
 
 
 def curves(run: Run) -> list[dict[str, Any]]:
-    """Charts of the ``loss`` and the ``lr`` of each ``stage`` that was trained, with a line per
-    variant; and ``evaluated``, those of its evaluations (``_evaluated``)."""
+    """Makes, for each ``stage`` that was trained, charts of ``loss`` and ``lr`` with a line per
+    variant, and charts of evaluations during training, ``evaluated`` (``_evaluated``)."""
     curves = []
     for number in range(len(run.stages)):
         variants = {"mcl": run, **(run.controls if number else {})}
-        recorded = {name: own.stage(number).metrics for name, own in variants.items()}
+        recorded = {name: variant.stage(number).metrics for name, variant in variants.items()}
         if any(map(len, recorded.values())):
             loss = _chart(f"stage {number}: loss", "loss", recorded)
             rate = _chart(f"stage {number}: learning rate", "lr", recorded)
             evaluated = [
-                _evaluated(run, own, number, name) for name, own in variants.items() if number
+                _evaluated(run, variant, number, name)
+                for name, variant in variants.items()
+                if number
             ]
             curve = {"stage": number, "loss": loss, "lr": rate}
-            curves.append(curve | {"evaluated": [one for one in evaluated if one["lines"]]})
+            curves.append(curve | {"evaluated": [part for part in evaluated if part["lines"]]})
     return curves
 
 
-def _evaluated(run: Run, own: Run, number: int, variant: str) -> dict[str, Any]:
-    """Gains of a training's checkpoints over stage 0 (``train.evaluate``): a ``chart`` with a
-    line for the headline metric of each benchmark, from 0 at step 0, so that gain and forgetting
-    are seen together; and the colour and the name of each of the ``lines``.
+def _evaluated(run: Run, run_of_variant: Run, number: int, variant: str) -> dict[str, Any]:
+    """Shows how a training changed the encoder (``train.evaluate``): a ``chart`` with a line for
+    each benchmark, the headline metric minus that of stage 0, from 0 at step 0 on; and colour and
+    name of each of the ``lines``.
 
-    Metrics that are not in percent, or that stage 0 was not measured in, are left out.
+    Metrics that are not in percent, or that stage 0 does not have, are left out.
     """
     base = {(r.benchmark, r.metric): r.value for r in run.result_rows if r.model == "stage_0"}
-    path = own.stage(number).directory("train") / "evaluations" / "results.jsonl"
+    path = run_of_variant.stage(number).directory("train") / "evaluations" / "results.jsonl"
     points: dict[str, tuple[str, list[tuple[float, float]]]] = {}
     for row in results.read(path) if path.is_file() else ():
         step, start = row.model.removeprefix("step_"), base.get((row.benchmark, row.metric))
@@ -123,7 +126,7 @@ def _evaluated(run: Run, own: Run, number: int, variant: str) -> dict[str, Any]:
 
 
 def _chart(title: str, name: str, recorded: Mapping[str, DataFrame]) -> Markup:
-    """A line per variant; MCL's is drawn last, above the others."""
+    """A chart with a line for each variant; MCL's is drawn last, above the others."""
     series = []
     for variant, rows in reversed([*recorded.items()]):
         values = zip(rows["step"], rows[name], strict=True) if name in rows else ()
@@ -133,7 +136,7 @@ def _chart(title: str, name: str, recorded: Mapping[str, DataFrame]) -> Markup:
 
 
 def _numbers(values: Iterable[Any]) -> list[float]:
-    """The finite numbers among values of any type, as records may hold."""
+    """The finite numbers among values, which may have any type, as in records."""
     return [
         float(value)
         for value in values
@@ -144,9 +147,9 @@ def _numbers(values: Iterable[Any]) -> list[float]:
 
 
 def total(values: Sequence[float | None]) -> float | None:
-    """The sum of a figure of several trainings; None where one lacks it, or there are none."""
-    known = [value for value in values if value is not None]
-    return sum(known) if values and len(known) == len(values) else None
+    """The sum of a figure of several trainings; None if one lacks it, or there are none."""
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) if values and len(numbers) == len(values) else None
 
 
 # --- the story -----------------------------------------------------------------------------------
@@ -158,16 +161,16 @@ def chapters(
     clusters: Sequence[Mapping[str, Any]],
     comparisons: Comparisons,
 ) -> list[dict[str, Any]]:
-    """The facts that the page puts into sentences, for every stage.
+    """Collects the facts of every stage that the page puts into sentences.
 
-    number    of the stage
-    training  of ``trainings``; None: it was not trained
-    groups    counts and options of its pseudo labels; None: it has none
-    clusters  of ``clusters``; None: it is not clustered
+    number    the number of the stage
+    training  its element of ``trainings``; None if it was not trained
+    groups    the manifest of its pseudo labels; None if it has none
+    clusters  its element of ``clusters``; None if it is not clustered
     gained    its comparisons with stage 0, the first one of each benchmark
     """
-    trained = {one["stage"]: one for one in trainings if one["variant"] == "mcl"}
-    of_stage = {one["stage"]: one for one in clusters}
+    trained = {part["stage"]: part for part in trainings if part["variant"] == "mcl"}
+    of_stage = {part["stage"]: part for part in clusters}
     return [
         {
             "number": stage.number,
@@ -183,7 +186,8 @@ def chapters(
 
 
 def joined(run: Run, comparisons: Comparisons) -> dict[str, list[Comparison]]:
-    """The joined encoders that the run has, each with its comparisons as in ``chapters``."""
+    """Maps the joined encoders that the run has to their comparisons with stage 0, the first one of
+    each benchmark."""
     measured = {row.model for row in run.result_rows}
     names = [n for n in JOINED if n in measured or run.layout.joined(n).is_dir()]
     return {name: comparisons.of(name) for name in names}

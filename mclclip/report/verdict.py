@@ -1,8 +1,8 @@
-"""Which encoder of a run is recommended, in words: a tuned one that is proven, or else the base.
+"""Says which encoder of a run to use: a tuned one that is proven to be better, or else the base.
 
-The tuned encoder is chosen by one share of the pictures and compared with the base on others
-(``compare.family``). It is recommended where it is better than the base beyond chance in one main
-metric at least and worse in none. Ties go to the base, which costs nothing and has lost nothing.
+The tuned encoder is chosen on one part of the pictures and compared with the base on another
+(``compare.family``). It is recommended if it is better than the base beyond chance in at least one
+main metric, and worse in none.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from mclclip.verbs.compare import BASE, TWIN, Comparison, Row
 class Verdict:
     """The verdict on a run.
 
-    tuned     the trained encoder that stands for the run (``compare.tuned``); None: there is none
-    has_base  whether there are figures of the base where the tuned encoder was chosen
-    is_ahead  whether its mean is above the base's there, if there is one
-    family    the comparisons that the run is judged by
-    has_share whether the tuned encoder was chosen by a share of the pictures, not by all benchmarks
+    tuned      the best trained encoder (``compare.tuned``); None if there is none
+    has_base   True if the base has figures in the benchmarks by which ``tuned`` was chosen
+    is_ahead   True if the mean of ``tuned`` in these is above the base's, or the base has none
+    family     the comparisons by which the run is judged
+    has_share  True if ``tuned`` was chosen on the benchmark 'choose', not on all benchmarks
     """
 
     tuned: str | None
@@ -35,9 +35,9 @@ class Verdict:
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Verdict:
-        """The verdict that rows of results give.
+        """Derives the verdict from rows of results.
 
-        Raises FileNotFoundError and ValueError where outcomes are missing or damaged.
+        Raises FileNotFoundError and ValueError if outcomes are missing or damaged.
         """
         tuned, means = compare.tuned(rows), compare.means(rows)
         has_base = BASE in means
@@ -48,7 +48,7 @@ class Verdict:
 
     @cached_property
     def with_base(self) -> list[Comparison]:
-        """The comparisons of the tuned encoder with the base, those of the share report first."""
+        """The comparisons of the tuned encoder with the base, those on 'report' first."""
         return self._with(BASE)
 
     @cached_property
@@ -62,8 +62,8 @@ class Verdict:
 
     @property
     def recommended(self) -> str:
-        """The encoder to use: the tuned one if it is proven, else the base; without figures of a
-        base the tuned one."""
+        """The encoder to use: the tuned one if it is proven, or if the base has no figures;
+        otherwise the base."""
         verdicts = {c.verdict for c in self.with_base} or (set() if self.has_base else {"better"})
         proven = self.is_ahead and "better" in verdicts and "worse" not in verdicts
         return self.tuned if self.tuned is not None and proven else BASE
@@ -92,7 +92,7 @@ class Verdict:
         return "Keep the base: nothing is proven."
 
     def sentences(self) -> list[str]:
-        """The headline, the figures that it rests on, and how far to trust it."""
+        """The headline, the figures behind it, and how far to trust it."""
         lines = [self.headline]
         if self.with_base:
             lines.append(f"{self.tuned} against the base: {_listed(self.with_base)}.")

@@ -50,9 +50,12 @@ INTENT = "in_progress.json"
 
 
 class Kind(NamedTuple):
-    """How a kind of artifact is made again: its ``verb``, such as ``embed --text``, and if that
-    needs flags that stand nowhere in the run (``by_flags``). ``place`` is a regular expression of
-    its path in a run, or in a control's folder; empty if it may lie anywhere."""
+    """A kind of artifact: the verb that makes it, and where it lies.
+
+    verb      the verb, such as ``embed --text``
+    place     its path in a run directory or in a control's folder, as a regular expression
+    by_flags  True if the verb needs flags that the run does not record
+    """
 
     verb: str
     place: str = ""
@@ -321,13 +324,8 @@ class Artifact:
                 for below in [directory, *filter(Path.is_dir, directory.rglob("*"))]:
                     files.remove_leftovers(below)
             change = _describe_change(old, artifact._identity_fields())
-            remake = change is not None or (
-                finished
-                and (
-                    force is Remake.ALL
-                    or (force is Remake.UNFIT and find_damage(directory) is not None)
-                )
-            )
+            damaged = force is Remake.UNFIT and find_damage(directory) is not None
+            remake = change is not None or (finished and (force is Remake.ALL or damaged))
             if not remake:
                 if finished:
                     artifact.manifest = read_manifest(directory, kind)

@@ -40,7 +40,7 @@ How = TypeVar("How", contravariant=True)
 
 @dataclass(frozen=True)
 class Made:
-    """What a step returns for the manifest of its finished artifact, see `Manifest`.
+    """The values that a step returns for the manifest of its artifact, see `Manifest`.
 
     records  size and SHA-256 of each file, by name
     digest   identifies the content (None: equal fields and inputs always give equal content)
@@ -112,12 +112,12 @@ def make(step: Step[How], directory: Path, how: How, force: Remake = Remake.NOTH
     if artifact.manifest is not None:
         log.info("%s is finished: skipped", directory)
         return artifact.manifest
-    made = step.make(artifact, how) if step.all_ranks else None
+    values = step.make(artifact, how) if step.all_ranks else None
 
     def finish() -> Manifest:
-        what = made or step.make(artifact, how)
+        result = values or step.make(artifact, how)
         return artifact.finish(
-            what.counts, dtype=what.dtype, content_digest=what.digest, records=what.records
+            result.counts, dtype=result.dtype, content_digest=result.digest, records=result.records
         )
 
     return collectives.on_main(finish)

@@ -1,9 +1,8 @@
-"""Verb ``analyse``: what a run left on disk -> figures, as data and as pictures, in ``analysis/``.
+"""Verb ``analyse``: the artifacts of a run -> figures, as data and as pictures, in ``analysis/``.
 
-A figure is a module of ``figures/`` that has a ``FIGURE``, and is called as the module is. It
-becomes a JSON file and a PNG of that name. Figures are made of embeddings, clusters, pseudo labels
-and results.jsonl; no encoder runs. A stage that lacks what a figure needs is named in the log and
-left out of it.
+A figure is a module of ``figures/`` that has a ``FIGURE``, such as ``figures/tsne.py``, which draws
+tsne.json and tsne.png. Figures read embeddings, clusters, pseudo labels and results.jsonl; no
+encoder runs. If a stage lacks what a figure needs, the log says so and the figure omits the stage.
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ log = logging.getLogger("mclclip")
 def run(config: Config, context: Context, *, figures: str | None = None) -> Path:
     """Writes the figures of a run; returns ``run_dir/analysis``.
 
-    ``figures`` are names with commas between them; None: all that the run has what they need for.
-    A figure that is there is drawn anew: what it is made of may have changed. Raises
-    FileNotFoundError where the run has no index yet, and ValueError for an unknown name and where
-    the run lacks what a named figure needs.
+    ``figures``: names with commas between them, such as 'tsne,ami'; None: all for which the run has
+    the data. Figures are always drawn anew, since their data may have changed. Raises
+    FileNotFoundError if the run has no index yet, and ValueError for an unknown name, and if the
+    run lacks the data of a named figure.
     """
     return collectives.on_main(partial(_draw_figures, config, figures))
 
 
-def _draw_figures(config: Config, wanted: str | None) -> Path:
-    known = drawn.figures()
-    names = [*known] if wanted is None else [name.strip() for name in wanted.split(",")]
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"there is no figure {unknown[0]!r}: take {', '.join(known)}")
+def _draw_figures(config: Config, selected: str | None) -> Path:
+    every = drawn.figures()
+    names = [*every] if selected is None else [name.strip() for name in selected.split(",")]
+    if unknown := [name for name in names if name not in every]:
+        raise ValueError(f"there is no figure {unknown[0]!r}: take {', '.join(every)}")
     drawing.library("analyse")
     inputs = Inputs(config)
     directory = inputs.run.directory / "analysis"
     directory.mkdir(exist_ok=True)
     for name in names:
-        figure = known[name]
+        figure = every[name]
         needs = figure.needs
         try:
             data = figure.draw(inputs, directory / f"{name}.png")
@@ -53,7 +52,7 @@ def _draw_figures(config: Config, wanted: str | None) -> Path:
         if data is not None:
             files.write_json(directory / f"{name}.json", data)
             log.info("wrote %s", directory / f"{name}.png")
-        elif wanted is not None:
+        elif selected is not None:
             raise ValueError(f"{config.run_dir} has nothing for {name}: {name} needs {needs}")
         else:
             log.info("analyse: the run has nothing for %s, which needs %s", name, needs)

@@ -1,14 +1,14 @@
-"""Verb: embeddings of two encoders -> image pairs that only the second of them tells apart.
+"""Verb ``blindspots``: embeddings of two encoders -> image pairs that only the second tells apart.
 
-The second encoder is another stage of the run, or any whose embeddings lie in a folder as
-``mclclip embed`` writes them, such as those of another run directory with the same data sources.
-Every sample is compared with every other, block by block; embeddings are never held whole.
+The second encoder is another stage of the run, or one whose embeddings ``mclclip embed`` has
+written for the same data sources in another run. Every sample is compared with every other, block
+by block; not all embeddings are in memory at once.
 
-Source: Tong et al., Eyes Wide Shut (CVPR 2024), section 2: pairs whose cosine is above 0.95 for
-CLIP and below 0.6 for DINOv2, from which MMVP was made. Here the encoders may be any two; pairs are
-sorted by the difference of their cosines, and an image is in a bounded number of them.
+Source: Tong et al., Eyes Wide Shut (CVPR 2024), section 2. They built MMVP from pairs whose cosine
+is above 0.95 for CLIP and below 0.6 for DINOv2. Here any two encoders are compared, pairs are
+sorted by the difference of their cosines, and each image is in a bounded number of pairs.
 
-It writes, below ``blindspots/STAGE-NAME/``:
+The verb writes, below ``blindspots/STAGE-NAME/``:
 
     pairs.jsonl, near_duplicates.jsonl   a line per pair
     weights.npy                          float32 [N] in index order
@@ -56,29 +56,29 @@ log = logging.getLogger("mclclip")
 Cosines = NDArray[np.float64]
 
 ABOVE, BELOW = 0.95, 0.6
-"""The cosines of the paper: what is confused, and what is told apart."""
+"""The cosines of the paper: confused above the first, told apart below the second."""
 
 PAIRS, DUPLICATES, WEIGHTS, GALLERY = (
     "pairs.jsonl", "near_duplicates.jsonl", "weights.npy", "gallery.png",
 )  # fmt: skip
 BENCHMARK = "benchmark"
 TYPE = "blind spot"
-"""The Type of all pairs of the benchmark, until somebody sorts them."""
+"""The Type of all pairs in Questions.csv, until a person sorts them into types."""
 
 BENCHMARK_PAIRS = 150
-"""Pairs of the benchmark at most, as many as MMVP has; each image is in one of them."""
+"""Most pairs of the benchmark, as many as MMVP has; an image is in at most one of them."""
 
 GALLERY_PAIRS, COLUMNS = 24, 4
-"""Pairs of the gallery, and how many of them are in a row."""
+"""Pairs of the gallery, and pairs in a row of it."""
 
 SIDE = 144
-"""Pixels of the longer side of a picture; smaller ones are enlarged, with their pixels visible."""
+"""Pixels of the longer side of a picture; small ones are enlarged without smoothing."""
 
 POOL = 1_000_000
-"""Pairs that are held at most, those of the largest differences; 40 bytes each, twice."""
+"""Most pairs in memory, those of the largest differences; they take 2 x 40 bytes each."""
 
 _GAP, _LINE, _MARGIN = 4, 15, 14
-_LETTERS = 7  # pixels of a letter, more than the font's mean
+_LETTERS = 7  # pixels per letter, more than the font's mean width
 
 
 def run(
@@ -96,34 +96,28 @@ def run(
     """Finds the blind spots of ``stage`` that another encoder sees; returns their directory.
 
     ``other``: a stage's number (None: the last stage), or ``[NAME=]FOLDER`` of embeddings. A pair
-    is a blind spot where its cosine is above ``above`` for the stage and below ``below`` for the
-    other encoder; of an image at most ``per_image`` are kept, of all ``max_pairs``, the largest
-    differences first. Writes ``blindspots/STAGE-NAME/``: the pairs (pairs.jsonl), those that both
-    encoders confuse (near_duplicates.jsonl), weights.npy float32 [N] in index order, gallery.png,
-    and ``benchmark/``, minimal pairs in MMVP-VLM's layout whose statements are left to fill in.
+    is a blind spot if its cosine is above ``above`` for the stage and below ``below`` for the other
+    encoder. Those of the largest differences are kept: at most ``per_image`` with one image, and
+    ``max_pairs`` together. near_duplicates.jsonl has the pairs that both encoders confuse. The
+    statements of ``benchmark/`` are empty, for a person to fill in.
 
-    Raises FileNotFoundError where embeddings are missing, RuntimeError where they are of another
-    index or damaged, and ValueError for options that do not fit, and where no pair is found; then
-    nothing is written.
+    Raises, before it writes, FileNotFoundError for missing embeddings, RuntimeError for damaged
+    ones or those of another index, and ValueError for options that do not fit, and if there is no
+    blind spot.
     """
     limits = {"above": above, "below": below, "per_image": per_image, "max_pairs": max_pairs}
-    return collectives.on_main(partial(_run, config, stage, other, limits, force))
+    return collectives.on_main(partial(_make_blind_spots, config, stage, other, limits, force))
 
 
-def _run(
+def _make_blind_spots(
     config: Config, stage: int, other: str | None, limits: dict[str, Any], force: Remake
 ) -> Path:
     above, below = limits["above"], limits["below"]
-    if not 0.0 < above < 1.0:
-        raise ValueError(f"--above is {above}, wanted a cosine between 0 and 1, such as {ABOVE}")
-    if not -1.0 <= below < above:
+    if not -1.0 <= below < above or not 0.0 < above < 1.0:
         raise ValueError(
-            f"--below is {below} and --above is {above}: wanted --below less than --above (and not "
-            "below -1), since a pair is confused above the one and told apart below the other"
+            f"--below is {below} and --above is {above}: wanted a cosine --above between 0 and 1, "
+            f"such as {ABOVE}, and --below less than that, but not less than -1"
         )
-    for name in ("per_image", "max_pairs"):
-        if limits[name] < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {limits[name]}, wanted 1 or more")
     opened = Run.of(config)
     first = opened.stage(stage).embeddings
     second = _other_encoder(opened, config.num_stages, stage, other)
@@ -151,13 +145,13 @@ class BlindSpotPairs(Step[tuple[Run, RowStore, RowStore]]):
     max_pairs: int
 
     def reads(self, how: tuple[Run, RowStore, RowStore]) -> dict[str, str]:
-        """The index and both embeddings."""
+        """Returns the digests of the index and of both embeddings."""
         run, first, second = how
         both = {"embeddings": first.manifest.digest, "other_embeddings": second.manifest.digest}
         return {"index": run.index.digest} | both
 
     def make(self, out: Artifact, how: tuple[Run, RowStore, RowStore]) -> Made:
-        """Raises ValueError, before anything is written, where there is no blind spot."""
+        """Finds and writes the pairs. Raises ValueError, before it writes, if there is none."""
         run, first, second = how
         usable = np.ones(len(run.index), dtype=bool)
         usable[run.index.bad_ids()] = False
@@ -209,13 +203,13 @@ def _other_encoder(run: Run, num_stages: int, stage: int, other: str | None) -> 
 
 @dataclass(frozen=True)
 class KeptPairs:
-    """The pairs that are kept, in their order, and how many were left out, by reason.
+    """The pairs that are kept, in order, and how many others there are.
 
-    rows      [P, 2], the lower one first
+    rows      [P, 2], the two samples of each pair, the lower one first
     cosines   [P, 2], of the first and of the second encoder
-    num_pairs number of all pairs
-    left_out  per_image: beyond the cap of one of its images; total: beyond the cap of all;
-              pool: beyond the pairs that are held
+    num_pairs number of all pairs, kept or not
+    left_out  numbers of pairs by reason. 'per_image': one of its images is in enough pairs;
+              'total': there are enough pairs; 'pool': it did not fit into memory
     """
 
     rows: Integers
@@ -231,8 +225,8 @@ class BlindSpots:
     spots       blind spots, the largest difference of cosines first
     duplicates  pairs that both encoders confuse, the largest sum of cosines first
     confused    number of pairs that the first encoder confuses
-    lowest      the lowest cosine of the second encoder among these; None where there are none
-    counts      [N], blind spots of each image, whether they are kept or not
+    lowest      lowest cosine of the second encoder among these pairs; None if there is no pair
+    counts      [N], number of blind spots of each image, kept or not
     """
 
     spots: KeptPairs
@@ -243,7 +237,7 @@ class BlindSpots:
 
 
 class _Pool:
-    """At most ``size`` pairs with the largest scores; ties go to the lower rows."""
+    """Holds the ``size`` pairs with the largest scores; of equal scores those of lower rows."""
 
     def __init__(self, size: int) -> None:
         self.size, self.num_pairs, self.held = size, 0, 0
@@ -251,7 +245,7 @@ class _Pool:
         self.parts = [(np.zeros((0, 2), np.int64), np.zeros((0, 2)), np.zeros(0))]
 
     def add(self, rows: Integers, cosines: Cosines, scores: Cosines) -> None:
-        """Takes pairs [P, 2] with cosines [P, 2] and scores [P]."""
+        """Adds pairs [P, 2] with cosines [P, 2] and scores [P]."""
         if not len(rows):
             return
         self.parts.append((rows, cosines, scores))
@@ -261,13 +255,13 @@ class _Pool:
             self._sort()
 
     def _sort(self) -> None:
-        """Puts the pairs that are held in order, the largest score first."""
+        """Sorts the pairs, the largest score first, and drops those beyond ``size``."""
         rows, cosines, scores = (np.concatenate(part) for part in zip(*self.parts, strict=True))
         order = np.lexsort((rows[:, 1], rows[:, 0], -scores))[: self.size]
         self.parts, self.held = [(rows[order], cosines[order], scores[order])], len(order)
 
     def keep_within(self, per_image: int, max_pairs: int) -> KeptPairs:
-        """Goes through the pairs in their order, and keeps those within both caps."""
+        """Returns the pairs within both caps, the largest score first."""
         self._sort()
         rows, cosines, _ = self.parts[0]
         numbers, beyond = within_caps(rows, per_image, max_pairs)
@@ -280,8 +274,9 @@ class _Pool:
 
 
 def within_caps(rows: Integers, per_image: int, max_pairs: int) -> tuple[list[int], int]:
-    """The numbers of the first ``max_pairs`` pairs in which no image is used more than
-    ``per_image`` times; and how many pairs were passed over."""
+    """Goes through the pairs in order, and skips those with an image that is already in
+    ``per_image`` chosen pairs; stops at ``max_pairs``. Returns the positions of the chosen pairs,
+    and the number of skipped ones."""
     uses: Counter[int] = Counter()
     numbers: list[int] = []
     beyond = 0
@@ -306,16 +301,16 @@ def find(
     max_pairs: int,
     pool: int = POOL,
 ) -> BlindSpots:
-    """The blind spots among pairs that the first encoder confuses.
+    """Finds the blind spots among ``pairs``, which the first encoder confuses.
 
-    pairs      those pairs of images that both encoders have embedded, some at a time
-    second     embeddings [N, D] of the second encoder, which need not have unit length
-    above      two images whose cosine is above this are confused by the second encoder too
-    below      two images whose cosine is below this are told apart by the second encoder
-    per_image  pairs that are kept of one image, and ``max_pairs`` of all
+    pairs      comes in pieces; both encoders have embedded the images of these pairs
+    second     embeddings [N, D] of the second encoder, of any length
+    above      the second encoder confuses a pair too if its cosine is above this
+    below      the second encoder tells a pair apart if its cosine is below this
+    per_image  most pairs with one image that are kept; ``max_pairs``: most pairs that are kept
 
-    Pairs of the largest difference are kept first. At most ``pool`` of each kind are held; so a cap
-    per image is exact among these. The result does not depend on how pairs are cut into pieces.
+    Pairs of the largest differences are kept. At most ``pool`` pairs of each kind are in memory;
+    the caps choose among these. The result does not depend on how pairs are cut into pieces.
     """
     size = max(pool, max_pairs)
     spots, duplicates = _Pool(size), _Pool(size)
@@ -350,10 +345,10 @@ def _write(
     blind_spots: BlindSpots,
     usable: NDArray[np.bool_],
 ) -> Made:
-    """Writes all files of the blind spots."""
+    """Writes all files; logs and returns the counts."""
     directory = out.directory
     spots, duplicates = blind_spots.spots, blind_spots.duplicates
-    # An image counts once, and once more for each of its blind spots, up to the cap.
+    # The weight of an image is 1, and 1 more for each of its blind spots up to the cap.
     times = 1 + np.minimum(blind_spots.counts, step.per_image)
     save_npy(directory / WEIGHTS, np.where(usable, times, 0).astype(np.float32))
     _write_pairs(directory / PAIRS, spots, run.index)
@@ -381,14 +376,14 @@ def _write(
         duplicates.num_pairs, len(spots.rows), directory, spots.left_out["per_image"],
         spots.left_out["total"] + spots.left_out["pool"],
     )  # fmt: skip
-    # The benchmark is left out of the records: its statements are filled in by hand.
+    # The benchmark has no records, since a person fills in its statements.
     records = files.records_of(directory, PAIRS, DUPLICATES, WEIGHTS, GALLERY)
     digest = files.digest_json([out.identity, files.digest_array(spots.rows)])
     return Made(counts, records, "float32", digest)
 
 
 def _write_pairs(path: Path, pairs: KeptPairs, index: SampleIndex) -> None:
-    """A line of JSON per pair: sample_ids, keys, the cosines of the first encoder and the other."""
+    """Writes a line of JSON per pair: sample_ids, keys, and the cosines of both encoders."""
     keys = index.keys(pairs.rows.ravel())
     lines = [
         {
@@ -408,8 +403,7 @@ def _write_pairs(path: Path, pairs: KeptPairs, index: SampleIndex) -> None:
 
 
 def _write_gallery(path: Path, spots: KeptPairs, step: BlindSpotPairs, run: Run) -> None:
-    """Writes a PNG with the first pairs: two pictures beside each other, and their cosines below
-    them."""
+    """Writes a PNG with the first pairs, each with its cosines below the two pictures."""
     first, second = step.encoder, step.other
     pairs, cosines = spots.rows[:GALLERY_PAIRS].tolist(), spots.cosines[:GALLERY_PAIRS].tolist()
     wide, high = 2 * SIDE + _GAP + _MARGIN, SIDE + 2 * _LINE + _MARGIN
@@ -443,8 +437,8 @@ def _write_gallery(path: Path, spots: KeptPairs, step: BlindSpotPairs, run: Run)
 
 
 def _write_benchmark(directory: Path, pairs: list[list[int]], run: Run) -> None:
-    """Writes minimal pairs in MMVP-VLM's layout without statements. Images are written as they are
-    stored where they are JPEGs or PNGs, others as PNGs."""
+    """Writes minimal pairs in MMVP-VLM's layout, with empty statements. JPEGs and PNGs are copied
+    byte for byte; images of other formats become PNGs."""
     lines = io.StringIO(newline="")
     table = csv.writer(lines, lineterminator="\n")
     table.writerow([*MMVP_COLUMNS, "Caption", "Key"])

@@ -485,13 +485,13 @@ def _lines(c: Comparison) -> dict[str, str]:
     unit = c.row.unit.name
     cells = _cells(c, unit)
     return {
-        "model": results.wrapped(printable(c.row.model), 18),
+        "model": results.wrap_name(printable(c.row.model), 18),
         unit: cells[unit],
         "change": cells["difference"],
         "95 %\nrange": cells["95 % interval"].replace(" to", "\nto"),
         "items": cells["items"].replace(" of", "\nof"),
         "p": cells["p"],
-        "verdict": results.wrapped(c.verdict, 10),
+        "verdict": results.wrap_name(c.verdict, 10),
     }
 
 

@@ -1,8 +1,8 @@
 """Verb ``doctor --data``: finds errors in the data of a configuration before hours are spent.
 
-It reads a bounded, seeded sample of pictures and captions from the index of the run. If there is no
-index, it indexes a few shards of each source in a temporary folder, and writes nothing else. Its
-lines are those of ``doctor``.
+It reads some pictures and captions of the run's index, which the seed draws. If there is no index,
+it indexes a few shards of each source in a temporary folder. It writes nothing else, and prints
+lines as ``doctor`` does.
 """
 
 from __future__ import annotations
@@ -35,18 +35,17 @@ from mclclip.verbs import doctor, index
 from mclclip.verbs.doctor import Finding, finding
 
 SHARDS = 4
-"""Shards of all sources together that are looked at where there is no index; one of each at least.
-"""
+"""Without an index about this many shards of all sources are read, and at least one of each."""
 NUM_PICTURES, PICTURE_BYTES, NUM_CAPTIONS = 1_000, 1 << 27, 20_000
-"""Pictures that are decoded, unless they have more bytes together, and captions that are read."""
+"""Most pictures that are decoded, most bytes of these, and most captions that are read."""
 MOST_EQUAL, MOST_LONG, MOST_COPIES = 0.05, 0.05, 0.01
-"""Shares of the samples above which a line is a warning."""
-_NEAR = 2  # bits of 64 in which the hashes of near-copies differ
-_FLAT = 6  # bits that are set at least, or pictures without any structure were copies
+"""If a larger share of samples has equal captions, long captions or copies, that is a warning."""
+_NEAR = 2  # hashes of near-copies differ in at most so many of 64 bits
+_FLAT = 6  # hashes with fewer bits set are not compared: such pictures have no structure
 
 
 def run(config: Config) -> int:
-    """Prints a line per check of the data; returns 0, or 2 where one failed.
+    """Prints a line per check of the data; returns 0, or 2 if a check failed.
 
     Raises the errors of ``mclclip index``.
     """
@@ -55,7 +54,7 @@ def run(config: Config) -> int:
 
 
 def findings(config: Config, folder: Path) -> Iterator[Finding]:
-    """All checks, in the order of the report; ``folder`` is for a temporary index."""
+    """Runs all checks; yields a line for each. ``folder`` is for a temporary index."""
     samples, total, note = _index(config, folder)
     number = f"{total:,}" if total == len(samples) else f"about {total:,}"
     yield finding("samples", f"{number}{note}")
@@ -69,7 +68,8 @@ def findings(config: Config, folder: Path) -> Iterator[Finding]:
 
 
 def _index(config: Config, folder: Path) -> tuple[SampleIndex, int, str]:
-    """An index of all shards or of some; the number of all samples; and what was looked at."""
+    """Returns an index of all or some shards, the (estimated) number of all samples, and words
+    that say how many shards were read."""
     directory = RunPaths.of(config).index
     if is_finished(directory):
         samples = SampleIndex.open(directory)
@@ -82,7 +82,7 @@ def _index(config: Config, folder: Path) -> tuple[SampleIndex, int, str]:
         sources[name] = replace(source, shards=some)
         number, every = number + len(some), every + len(paths)
     data = replace(config.data, sources=sources, verify="captions", max_bad_fraction=1.0)
-    data = replace(data, index_workers=1)  # to start processes takes longer than to scan
+    data = replace(data, index_workers=1)  # starting processes would take longer than the scan
     samples = index.run(replace(config, run_dir=str(folder), data=data), SINGLE)
     total = round(len(samples) * every / number)
     text = f" in {count_of(every, 'shard')}; looked at: {len(samples):,} in {number:,}"
@@ -93,6 +93,7 @@ def _index(config: Config, folder: Path) -> tuple[SampleIndex, int, str]:
 
 
 def _pictures(config: Config, read: Bytes, random: np.random.Generator) -> Iterator[Finding]:
+    """Decodes some pictures; reports bad and odd ones, sizes and near-copies."""
     ids = random.permutation(len(read.index))
     ids = ids[~np.isin(ids, [*read_excluded(read.index, config.data.exclude)])][:NUM_PICTURES]
     fitting = int(np.searchsorted(np.cumsum(read.index.image_size[ids]), PICTURE_BYTES)) + 1
@@ -134,7 +135,8 @@ def _pictures(config: Config, read: Bytes, random: np.random.Generator) -> Itera
 
 
 def _sizes(config: Config, sizes: npt.NDArray[np.int64]) -> Finding:
-    """``sizes``: [n, 2], width and height."""
+    """Warns if most pictures are smaller than the model's images; ``sizes`` [n, 2] are (width,
+    height)."""
     shorter, (width, height) = sizes.min(axis=1), np.median(sizes, axis=0)
     text = f"{width:.0f} x {height:.0f} pixels in the median, shorter sides {shorter.min():,} to "
     text += f"{shorter.max():,}"
@@ -148,13 +150,14 @@ def _sizes(config: Config, sizes: npt.NDArray[np.int64]) -> Finding:
 
 
 def _hash(picture: Image.Image) -> int:
-    """64 bits: whether each of 8 x 8 places is brighter than its right neighbour."""
+    """Returns 64 bits: for each of 8 x 8 places 1 if it is brighter than its right neighbour."""
     small = np.asarray(picture.convert("L").resize((9, 8), Image.Resampling.BOX), np.int16)
     bits = (small[:, :-1] > small[:, 1:]).reshape(-1)
     return int(np.packbits(bits).view(np.uint64)[0])
 
 
 def _copies(keys: Sequence[str], hashes: npt.NDArray[np.uint64], contents: list[bytes]) -> Finding:
+    """Warns of near-copies; ``contents`` are digests of the files, which tell exact copies."""
     structured, equal = np.bitwise_count(hashes) >= _FLAT, np.array(contents)
     near = np.bitwise_count(hashes[:, None] ^ hashes) <= _NEAR
     near &= structured[:, None] & structured
@@ -175,6 +178,7 @@ def _copies(keys: Sequence[str], hashes: npt.NDArray[np.uint64], contents: list[
 
 
 def _captions(config: Config, read: Bytes, random: np.random.Generator) -> Iterator[Finding]:
+    """Reads some captions; reports missing, long and equal ones."""
     numbers = read.index.num_captions
     bare = float((numbers == 0).mean())
     text = f"{int(numbers.sum()):,}, {bare:.1%} of the samples have none"
@@ -198,11 +202,12 @@ def _captions(config: Config, read: Bytes, random: np.random.Generator) -> Itera
 
 
 def equal_in_batch(counts: Sequence[int], batch: int) -> float:
-    """Expected share of the samples of a random batch that share their caption with another one.
+    """Returns the expected share of samples in a random batch that have the caption of another
+    sample in it.
 
-    ``counts``: of the samples by caption. A batch is drawn from them without replacement: with m
-    samples of a caption among n, another one is among the B - 1 others with the probability
-    1 - C(n - m, B - 1) / C(n - 1, B - 1).
+    ``counts``: the number of samples of each caption. A batch of B is drawn without replacement. If
+    m of n samples have a caption, then one of these meets another of them among its B - 1
+    companions with the probability 1 - C(n - m, B - 1) / C(n - 1, B - 1).
     """
     every = np.asarray(counts)
     n = int(every.sum())
@@ -211,12 +216,13 @@ def equal_in_batch(counts: Sequence[int], batch: int) -> float:
 
 
 def _lengths(config: Config, texts: Sequence[str]) -> Finding:
+    """Warns if many captions are longer than the context of the model."""
     words = np.array([len(text.split()) for text in texts])
     text = f"{np.median(words):.0f} words in the median, at most {words.max():,}"
     try:
         tokenizer = model_tokenizer(config.model.name)
         context = int(tokenizer.context_length)
-        # Two tokens beyond the context are there for its end and for one that is cut off.
+        # With two places more than the context, a longer text has a token there, not padding.
         tokens = [tokenizer([each[:10_000]], context + 2)[0] for each in texts[:NUM_PICTURES]]
         padding = int(tokenizer([""], context + 2)[0, -1])
     except (ValueError, FileNotFoundError) as error:

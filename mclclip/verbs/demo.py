@@ -1,11 +1,11 @@
-"""The demo: the whole method and its controls on rendered pictures, for each seed."""
+"""Verb ``demo``: the whole method and its controls on rendered pictures, for each seed."""
 
 from __future__ import annotations
 
 import json
 import logging
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,11 +25,6 @@ from mclclip.verbs import make_dataset, report
 log = logging.getLogger("mclclip")
 
 
-def recipe() -> Path:
-    """The shipped recipe of the demo."""
-    return shipped.RECIPES / "demo.yaml"
-
-
 SHORT = (
     "num_stages=1",
     "controls=[ungrouped]",
@@ -37,12 +32,13 @@ SHORT = (
     "base.steps=20",
     "train.steps=20",
 )
-"""Overrides of the demo's short form, which also has fewer pictures and pairs."""
+"""Overrides of the demo's short form."""
 SHORT_SAMPLES, SHORT_PAIRS = 1_200, 20
+"""Pictures and pairs per attribute of the short form."""
 
 
 def settings(out: Path, seed: int, overrides: Sequence[str]) -> Config:
-    """The recipe with the paths and the seed of one demo run; ``overrides`` replace them."""
+    """Returns the recipe with the paths and the seed of one run; ``overrides`` come last."""
     data = out / f"data_{seed}"
     paths = [
         f"run_dir={_quote(out / f'seed_{seed}')}",
@@ -50,31 +46,29 @@ def settings(out: Path, seed: int, overrides: Sequence[str]) -> Config:
         f"data.sources.patterns.shards={_quote(all_shards(data / 'shards'))}",
         f"eval.suite.pairs.path={_quote(data / 'pairs')}",
     ]
-    return config.load(recipe(), [*paths, *overrides])
+    return config.load(shipped.RECIPES / "demo.yaml", [*paths, *overrides])
 
 
 def _quote(value: Path | str) -> str:
-    """A value of an override that is text, whatever characters it has."""
+    """Quotes text for an override, so that no character of it is special."""
     return json.dumps(str(value))
 
 
 def run(
     out: Path, *, seeds: Sequence[int], overrides: Sequence[str] = (), short: bool = False
 ) -> str:
-    """Runs the demo for each seed, prints a table of all seeds and the path of every run's report,
-    and returns what it printed.
+    """Runs the demo for each seed; prints and returns a table of all seeds, and the path of every
+    run's report.
 
     ``short`` runs every verb in seconds, to check an installation; its figures say nothing about
-    the method. ``overrides`` replace its options and the recipe's. The table, with mean and
-    standard deviation over several seeds, is written to ``out/table.md`` too.
+    the method. ``overrides`` replace options of the recipe and of the short form. The table, with
+    mean and standard deviation over several seeds, is written to ``out/table.md`` too.
     """
-    if len(set(seeds)) != len(seeds):
-        raise ValueError(f"got the seeds {list(seeds)}: each may be given once")
     render = partial(make_dataset.run, "patterns")
     if short:
         render = partial(render, num_samples=SHORT_SAMPLES, num_pairs=SHORT_PAIRS)
     overrides = [*(SHORT if short else ()), *overrides]
-    table = seed_table([_run(out, seed, overrides, render) for seed in seeds])
+    table = seed_table([_run_seed(out, seed, overrides, render) for seed in seeds])
     files.write_bytes(out / "table.md", table.encode())
     parts = [table]
     if short:
@@ -86,11 +80,11 @@ def run(
     return text
 
 
-def _run(
+def _run_seed(
     out: Path, seed: int, overrides: Sequence[str], render: Callable[..., Path]
 ) -> list[Result]:
-    """Runs the method once and returns its rows of results.jsonl; ``render`` writes the pictures
-    and pairs."""
+    """Renders the pictures of a seed with ``render``, runs the method, and returns its rows of
+    results.jsonl."""
     settled = settings(out, seed, overrides)
     device = process_group.pick_device(settled.device, deterministic=settled.deterministic)
     with RunLock(Path(settled.run_dir)), process_group.num_threads(settled.num_threads):
@@ -101,33 +95,25 @@ def _run(
 
 
 def seed_table(runs: Sequence[Sequence[Result]]) -> str:
-    """A Markdown table, models by attributes: percent, over several runs mean ± deviation.
+    """Returns a Markdown table, models by attributes, in percent: of several runs the mean ± the
+    standard deviation.
 
-    ``runs`` holds the rows of results.jsonl of one run each; the deviation is the standard
-    deviation over runs. ``rare`` is the mean of the attributes that captions seldom name,
-    ``average`` that of all.
+    ``runs``: of each run its rows of results.jsonl. The column ``rare`` is the mean of the
+    attributes that captions seldom name, ``average`` that of all.
     """
-    found = [_by_model(rows) for rows in runs]
+    by_run = [_by_model(rows) for rows in runs]
     columns = [*ATTRIBUTES, "rare", "average"]
-    models = dict.fromkeys(model for one in found for model in one)
-    rows = {
-        model: [[one[model][c] for one in found if c in one.get(model, {})] for c in columns]
-        for model in models
-    }
-    return _table(count_of(len(runs), "seed"), columns, rows)
-
-
-def _table(
-    first: str, columns: Sequence[str], rows: Mapping[str, Sequence[Sequence[float]]]
-) -> str:
-    """A Markdown table; a cell has the mean of its values, with their deviation if several."""
-    lines = [[first, *columns], *([name, *map(_cell, cells)] for name, cells in rows.items())]
+    lines = [[count_of(len(runs), "seed"), *columns]]
+    for model in dict.fromkeys(model for models in by_run for model in models):
+        figures = [models[model] for models in by_run if model in models]
+        cells = ([of_run[name] for of_run in figures if name in of_run] for name in columns)
+        lines.append([model, *map(_cell, cells)])
     head, *body = (f"| {' | '.join(line)} |\n" for line in lines)
     return head + "|---" * (len(columns) + 1) + "|\n" + "".join(body)
 
 
 def _by_model(rows: Sequence[Result]) -> dict[str, dict[str, float]]:
-    """The figures of each model in one run, ``rare`` among them."""
+    """Returns the figures of each model in one run, and adds ``rare``."""
     models: dict[str, dict[str, float]] = {}
     for row in rows:
         models.setdefault(row.model, {})[row.metric] = row.value
@@ -138,6 +124,7 @@ def _by_model(rows: Sequence[Result]) -> dict[str, dict[str, float]]:
 
 
 def _cell(values: Sequence[float]) -> str:
+    """Returns for example '81.2', of several values '81.2 ± 0.4', of none '-'."""
     if len(values) < 2:
         return f"{values[0]:.1f}" if values else "-"
     return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"

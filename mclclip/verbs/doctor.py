@@ -1,7 +1,7 @@
-"""Verb: checks whether this machine and the folder for runs are fit for training.
+"""Verb ``doctor``: checks whether this machine and the folder for runs are fit for training.
 
-Every check gives one line: ``ok``, ``warn`` or ``FAIL``, what was checked, the figures found, and,
-where something is wrong, what to do about it.
+Every check prints one line: ``ok``, ``warn`` or ``FAIL``, the thing that was checked, its figures,
+and, if something is wrong, what to do.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SLOW_FSYNC_S = 1.0
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report."""
+    """One line of the report; ``what`` names the thing that was checked, such as 'disk'."""
 
     state: Literal["ok", "warn", "FAIL"]
     what: str
@@ -45,15 +45,15 @@ class Finding:
 
 
 def run(path: Path) -> int:
-    """Prints the report for a machine and for ``path``, where runs will be written.
+    """Prints the report for this machine and for ``path``, where runs will be written.
 
-    Returns 0, or 2 where a check failed; warnings do not count.
+    Returns 0, or 2 if a check failed; warnings do not count.
     """
     return show(findings(Path(path)))
 
 
 def show(lines: Iterator[Finding]) -> int:
-    """Prints findings as they come, and how many are bad; returns 0, or 2 where a check failed."""
+    """Prints findings one by one, and how many are bad; returns 0, or 2 if a check failed."""
     number: Counter[str] = Counter()
     for each in lines:
         print(advice.complete(printable(str(each))), flush=True)
@@ -64,7 +64,7 @@ def show(lines: Iterator[Finding]) -> int:
 
 
 def findings(path: Path) -> Iterator[Finding]:
-    """All checks, in the order of the report."""
+    """Runs all checks; yields a line for each."""
     system = f"{platform.system()} {platform.release()}"
     yield finding("python", f"{platform.python_version()} on {system}, {sys.executable}")
     for check in (_packages, _libraries, _cpu, _gpus, _hub, _open_files, _shared_memory):
@@ -77,7 +77,7 @@ def findings(path: Path) -> Iterator[Finding]:
 
 
 def finding(what: str, text: str, advice: str = "") -> Finding:
-    """A warning that ends with the advice, or "ok" where there is none."""
+    """Returns a warning that ends with ``advice``, or an "ok" if ``advice`` is empty."""
     return Finding("warn", what, f"{text}: {advice}") if advice else Finding("ok", what, text)
 
 
@@ -92,7 +92,7 @@ def _version(package: str) -> str | None:
 
 
 def _packages() -> Iterator[Finding]:
-    """Versions of the required packages and of those of the extras; fails for missing ones."""
+    """Lists the versions of required and optional packages; fails if a required one is missing."""
     required: dict[str, str | None] = {"mclclip": __version__}
     extras: dict[str, str | None] = {}
     for line in metadata.requires("mclclip") or []:
@@ -106,7 +106,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _libraries() -> Iterator[Finding]:
-    """Checks that faiss, torchvision, and what is built on torchvision can be imported."""
+    """Checks that torchvision, open_clip (which needs torchvision) and faiss can be imported."""
     try:
         status = import_module("mclclip.util.torchvision_fix").status()
         import_module("open_clip")
@@ -136,13 +136,13 @@ def _cpu() -> Iterator[Finding]:
     text = f"{usable} of {os.cpu_count()} cores usable, {memory_gib:.0f} GiB of memory"
     if (torch := _torch()) is not None:
         threads = os.environ.get("OMP_NUM_THREADS", "not set")
-        import_module("mclclip.ranks.process_group")  # leaves a core to reading, as every verb does
+        import_module("mclclip.ranks.process_group")  # its import leaves a core to readers
         text += f", torch uses {torch.get_num_threads()} threads (OMP_NUM_THREADS {threads})"
     yield finding("cpu", text)
 
 
 def _torch() -> Any:
-    """torch, or None where it cannot be imported (reported with torchvision)."""
+    """Returns torch, or None if its import fails, which `_libraries` reports."""
     try:
         return import_module("torch")
     except Exception:
@@ -171,7 +171,7 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _hub() -> Iterator[Finding]:
-    """Checks that pretrained weights can be loaded, from the hub or from its cache."""
+    """Warns if there is no way to pretrained weights: HF_HUB_OFFLINE is set, and nothing cached."""
     from huggingface_hub import constants
 
     cached = len(list(Path(constants.HF_HUB_CACHE).glob("models--*")))
@@ -189,7 +189,7 @@ def _open_files() -> Iterator[Finding]:
 
 
 def _shared_memory() -> Iterator[Finding]:
-    """Loader workers hand batches over through /dev/shm."""
+    """Checks the room in /dev/shm, through which loader workers pass batches."""
     if (folder := Path("/dev/shm")).is_dir():
         advice = f"loader workers may die; {MORE_SHARED_MEMORY}"
         yield _room("shared memory", folder, str(folder), SHM_GB, advice)
@@ -198,7 +198,7 @@ def _shared_memory() -> Iterator[Finding]:
 
 
 def _room(what: str, folder: Path, where: str, wanted_gb: int, advice: str) -> Finding:
-    """Free space of the disk, or of the memory, that ``folder`` lies on."""
+    """Warns if the disk or memory that ``folder`` lies on has less than ``wanted_gb`` free."""
     usage = shutil.disk_usage(folder)
     text = f"{usage.free / 1e9:.1f} of {usage.total / 1e9:.1f} GB free at {where}"
     return finding(what, text, advice if usage.free < wanted_gb * 1e9 else "")
@@ -208,7 +208,7 @@ def _room(what: str, folder: Path, where: str, wanted_gb: int, advice: str) -> F
 
 
 def _file_system(folder: Path) -> Iterator[Finding]:
-    """Runs the checks of ``_CHECKS`` in a temporary folder, and removes it."""
+    """Runs ``_CHECKS`` in a temporary folder below ``folder``."""
     try:
         with tempfile.TemporaryDirectory(prefix=".mclclip-doctor-", dir=folder) as name:
             for what, check, advice in _CHECKS:

@@ -1,11 +1,11 @@
-"""Verb: index + encoder -> embeddings, one file per shard of the index.
+"""Verb ``embed``: index + encoder -> embeddings, one file per shard of the index.
 
-Batches are cut within a shard, so a file's content does not depend on the number of ranks, and a
-killed run resumes at the first missing file. Undecodable samples keep their row (zeros), are
-listed beside it and in the index's ``bad_samples.json``, and get the label -1.
+A batch never crosses the border of a shard, so a file's content does not depend on the number of
+ranks, and a killed run resumes at the first missing file. A sample that cannot be decoded has a row
+of zeros, and is listed beside the file and in the index's ``bad_samples.json``.
 
-With ``image_rows.enabled`` stage 0 first writes what its frozen blocks make of every image, in the
-same way. Stages, controls and later embedding passes have the same frozen blocks, so they start
+With ``image_rows.enabled`` stage 0 first writes the outputs of its frozen blocks for every image,
+in the same way. All trainings and later embedding passes have the same frozen blocks, so they start
 from these rows instead of images (`loading.start_from_rows`).
 """
 
@@ -55,17 +55,18 @@ def run(
 ) -> Path:
     """Embeds every image of the index with the export of ``stage``; returns the directory.
 
-    ``embeddings/NNNNN.npy`` holds the unit features [n, D] of shard NNNNN in index order.
-    With ``text`` (default: at stage 0, if clustering or training uses them) the same export embeds
-    the captions too, into stage 0's ``text_embeddings``: one row per (sample, caption number), none
-    for samples without a caption. Where a training reads embeddings of edited captions too, ``h``
-    of each, ``edited_texts`` has rows [h D] in the same order: one draw, the same for every seed,
-    with zeros for edits that there are not. ``readers`` are further configurations whose trainings
-    start from stage 0, of whose texts the same is made.
+    Writes ``embeddings/NNNNN.npy``, the unit features [n, D] of shard NNNNN in index order.
 
-    Finished embeddings that lack samples which have been restored since are kept, with a warning,
-    and made again with any ``force``. Raises ValueError for text where no sample has a caption, and
-    for text of another stage, whose text tower is not what later stages are compared with.
+    With ``text`` (default: at stage 0, if clustering or training uses them) it embeds the captions
+    too, into stage 0's ``text_embeddings``: one row per caption, in the order of samples. If a
+    training reads embeddings of ``h`` edits of each caption, ``edited_texts`` has rows [h D] in the
+    same order. The edits are drawn once, equally for every seed; zeros stand for missing ones.
+    ``readers``: configurations of other runs that start from this stage 0; the texts that their
+    trainings read are embedded too.
+
+    Finished embeddings without rows for samples that have been restored since are kept, with a
+    warning; any ``force`` makes them again. Raises ValueError for text if no sample has a caption,
+    and for text of another stage than 0: all stages are compared with the texts of stage 0.
     """
     if text and stage != 0:
         raise ValueError(
@@ -82,24 +83,21 @@ def run(
             log.info("embed: %d of %d samples have no caption to embed", without, len(index))
     how, options = Pass(config, context, layout, index, stage), config.embed
     precision = options.dtype, options.precision
-
-    def embed(step: Step[Pass], directory: Path, how: Pass) -> None:
-        make(step, directory, how, collectives.on_main(partial(how.remake, directory, force)))
-
     if config.writes_image_rows and stage == 0:
-        blocks = collectives.on_main(partial(_frozen_blocks, config, layout, force))
+        blocks = collectives.on_main(partial(_count_frozen_blocks, config, layout, force))
         rows = ImageRows(config.image_rows.dtype, options.precision, blocks)
-        embed(rows, layout.image_rows, how)
-    embed(Embeddings(*precision, options.feature), layout.embeddings(stage), how)
+        how.embed(rows, layout.image_rows, force)
+    how.embed(Embeddings(*precision, options.feature), layout.embeddings(stage), force)
     for edits in texts:
         step = TextEmbeddings(*precision, None if edits is None else edits.drawn_by)
-        embed(step, directory_of(layout, edits), replace(how, edits=edits))
+        replace(how, edits=edits).embed(step, directory_of(layout, edits), force)
     return layout.embeddings(stage)
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass of a stage's encoder over the samples of the index, of texts with these ``edits``."""
+    """A pass of a stage's encoder over the images or captions of the index, or over ``edits`` of
+    the captions."""
 
     config: Config
     context: Context
@@ -108,9 +106,13 @@ class Pass:
     stage: int
     edits: HardCaptions | None = None
 
-    def remake(self, directory: Path, force: Remake) -> Remake:
-        """How finished embeddings are treated: any force makes them again where samples that have
-        no row have been restored since, and a warning counts these without one."""
+    def embed(self, step: Step[Pass], directory: Path, force: Remake) -> None:
+        """Makes the embeddings of ``step``, unless they are finished."""
+        make(step, directory, self, collectives.on_main(partial(self._remake, directory, force)))
+
+    def _remake(self, directory: Path, force: Remake) -> Remake:
+        """Returns ``ALL`` for any ``force`` if samples have been restored since the embeddings
+        were finished; without force it warns of these samples, which have no row."""
         if not is_finished(directory):
             return force
         excluded = read_excluded(self.index, self.config.data.exclude)
@@ -123,12 +125,12 @@ class Pass:
         return Remake.ALL if restored and force is not Remake.NOTHING else force
 
     def inputs(self) -> dict[str, str]:
-        """The digests of the index and of the encoder."""
+        """Returns the digests of the index and of the encoder."""
         encoder = read_manifest(self.layout.export(self.stage), "export")
         return {"index": self.index.digest, "encoder": encoder.digest}
 
     def source(self, model: Model, rows: StoredRows | None = None) -> TarDataset:
-        """The samples as the model takes them, after a check of their shards."""
+        """Opens the samples as ``model`` takes them; raises if a shard has changed or is gone."""
         data = self.config.data
         collectives.on_main(partial(check_shards, self.index.directory, self.index.shards, data))
         source = TarDataset(self.index, data, model.preprocess_val, image_rows=rows)
@@ -139,7 +141,8 @@ class Pass:
         self, out: Artifact, passes: Callable[[Sequence[Shard]], Passes], dtype: str, *shape: int,
         **counts: object,
     ) -> Made:  # fmt: skip
-        """Writes the shards that are missing, rows of this ``shape`` of each sample or caption."""
+        """Writes the missing files, with a row of ``shape`` per sample or caption. ``passes``
+        computes the rows; ``counts`` are recorded in the manifest."""
         num_bad = write_missing(
             self.config, self.context, self.index, out.begin(), passes,
             kind=out.kind, dtype=dtype, empty=shape,
@@ -158,13 +161,13 @@ class ImageRows(Step[Pass]):
     blocks: int
 
     def reads(self, how: Pass) -> dict[str, str]:
-        """The index, and what the output of the blocks depends on."""
+        """Returns the digests of the index and of the frozen blocks."""
         trunk = load_towers(how.layout.export(0)).trunk_digest(self.blocks)
         return {"index": how.index.digest, "trunk": trunk}
 
     def make(self, out: Artifact, how: Pass) -> Made:
-        """Writes the shards that are missing. Raises ValueError where the disk has too little room,
-        or ``dtype`` does not hold a value."""
+        """Writes the missing files. Raises ValueError if the disk has too little room, or a value
+        is too large for ``dtype``."""
         config, context = how.config, how.context
         model = load_towers(how.layout.export(0)).eval().to(context.device)
         image = torch.zeros(1, *model.image_shape, device=context.device)
@@ -189,11 +192,11 @@ class ImageRows(Step[Pass]):
         return how.write(out, passes, self.dtype, *shape, shape=list(shape))
 
 
-def _frozen_blocks(config: Config, layout: RunPaths, force: Remake) -> int:
-    """Number of first blocks that no stage trains. Raises ValueError for none, and where embeddings
-    were made from images."""
+def _count_frozen_blocks(config: Config, layout: RunPaths, force: Remake) -> int:
+    """Returns the number of first blocks that no stage trains. Raises ValueError if there are none,
+    and if finished embeddings were computed from images."""
     export, trained = layout.export(0), config.train.lock.image_blocks
-    read_manifest(export, "export")  # says which verb makes it
+    read_manifest(export, "export")  # if it is missing, the error says which verb makes it
     rules.check(replace(config, model=replace(config.model, name=f"local-dir:{export}")))
     embeddings = read_identity(layout.embeddings(0))
     if embeddings and "image_rows" not in embeddings["inputs"] and force is Remake.NOTHING:
@@ -201,7 +204,7 @@ def _frozen_blocks(config: Config, layout: RunPaths, force: Remake) -> int:
             f"{layout.embeddings(0)} was made from images, and image_rows.enabled starts from "
             "rows: use another run_dir, leave image_rows out, or --force to make it again"
         )
-    assert isinstance(trained, int), "a rule has refused all blocks"
+    assert isinstance(trained, int), "a rule refuses to train all blocks"
     return memory.load_shapes(str(export), text=False).num_blocks - trained
 
 
@@ -216,7 +219,7 @@ class Embeddings(Step[Pass]):
     feature: str
 
     def reads(self, how: Pass) -> dict[str, str]:
-        """The index and the encoder, and what stands for images."""
+        """Returns the digests of the index, the encoder, and the image rows if they are read."""
         inputs = how.inputs()
         if how.config.writes_image_rows:
             inputs["image_rows"] = read_manifest(how.layout.image_rows, IMAGE_ROWS).digest
@@ -225,13 +228,13 @@ class Embeddings(Step[Pass]):
         return inputs
 
     def make(self, out: Artifact, how: Pass) -> Made:
-        """Embeds the shards that are missing."""
+        """Writes the missing files."""
         config, context = how.config, how.context
         model, rows = load_towers(how.layout.export(how.stage)).eval(), None
         if "image_rows" in out.inputs:
             whole = not config.writes_image_rows
-            make = partial(StoredRows.of_images, how.layout, how.index, whole=whole)
-            rows = collectives.on_main(make)
+            open_rows = partial(StoredRows.of_images, how.layout, how.index, whole=whole)
+            rows = collectives.on_main(open_rows)
             collectives.raise_on_every_rank(partial(start_from_rows, model, rows), "embed")
         source = how.source(model.to(context.device), rows)
 
@@ -255,14 +258,14 @@ class TextEmbeddings(Step[Pass]):
     dtype: str
     precision: str
     drawn_by: tuple[object, ...] | None
-    """Of edits (``HardCaptions.drawn_by``)."""
+    """All that edits depend on (``HardCaptions.drawn_by``); None for the captions themselves."""
 
     def reads(self, how: Pass) -> dict[str, str]:
-        """The index and the encoder."""
+        """Returns the digests of the index and of the encoder."""
         return how.inputs()
 
     def make(self, out: Artifact, how: Pass) -> Made:
-        """Embeds the shards that are missing."""
+        """Writes the missing files."""
         model = load_towers(how.layout.export(how.stage)).eval().to(how.context.device)
         source = how.source(model)
         passes = partial(_caption_batches, how.config, how.context, source, model, how.edits)
@@ -282,8 +285,8 @@ def _caption_batches(
     edits: HardCaptions | None,
     shards: Sequence[Shard],
 ) -> Passes:
-    """Yields for each shard batches of unit features [n, D] of its captions, in the order of
-    (sample, caption number); with ``edits`` of the edits of each, [n, h D]."""
+    """Yields for each shard batches of unit features [n, D] of its captions, sample after sample;
+    with ``edits`` those of the h edits of each caption, [n, h D]."""
     num = 1 if edits is None else edits.per_caption
     size = max(config.embed.batch_size // num, 1)
     for shard in shards:
@@ -295,7 +298,7 @@ def _caption_batches(
             for n, caption in enumerate(captions)
         ]
 
-        def encoded(start: int, texts: list[list[str]] = texts) -> RowBatch:
+        def encode_some(start: int, texts: list[list[str]] = texts) -> RowBatch:
             some = texts[start : start + size]
             rows = np.zeros((len(some), num, model.embed_dim), np.float32)
             if flat := [text for of_one in some for text in of_one]:
@@ -305,4 +308,4 @@ def _caption_batches(
                 rows[present] = unit(forward(config, context, encode)).cpu().numpy()
             return rows.reshape(len(some), -1), {}
 
-        yield map(encoded, range(0, len(texts), size))
+        yield map(encode_some, range(0, len(texts), size))

@@ -1,7 +1,7 @@
-"""One pass over an index: batches of images, and rows of them, shard by shard, by all ranks.
+"""One pass over an index: all ranks compute rows of images or captions, one file per shard.
 
-Batches are cut within a shard, so a file's content does not depend on the number of ranks, and a
-killed pass goes on at the first file that is missing.
+A batch never crosses the border of a shard, so a file's content does not depend on the number of
+ranks, and a killed pass goes on at the first missing file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mclclip.run.steps import Made
 from mclclip.util import files
 
 Passes = Generator[Iterator[RowBatch], None, None]
-"""For each of some shards its batches, which must be taken before the next shard is asked for."""
+"""Yields for each shard its batches. All batches of a shard must be taken before the next shard."""
 
 
 def image_batches(
@@ -43,10 +43,10 @@ def image_batches(
     shards: Sequence[Shard],
     encode: Callable[[Tensor], np.ndarray],
 ) -> Passes:
-    """Yields for each shard batches of rows, which ``encode`` makes of images as ``model`` takes
-    them, or of rows that stand for images: [n, ...] on the device.
+    """Yields for each shard batches of rows, which ``encode`` computes from images [n, C, H, W] on
+    the device, or from image rows if ``source`` reads these instead.
 
-    One loader reads all shards, so that it does not stand still between them.
+    One loader reads all shards, so it does not stand still between them.
     """
     size = config.embed.batch_size
     shape = model.image_shape if source.image_rows is None else source.image_rows.shape
@@ -55,7 +55,7 @@ def image_batches(
     ]
     all_cuts = [cut for of_shard in cuts for cut in of_shard]
 
-    def encoded(samples: Sequence[Sample | BadSample]) -> RowBatch:
+    def encode_batch(samples: Sequence[Sample | BadSample]) -> RowBatch:
         good = torch.tensor([isinstance(sample, Sample) for sample in samples])
         # Zeros replace bad samples: the batch keeps its shape, so the others keep their bits.
         images = torch.zeros(len(samples), *shape)
@@ -79,12 +79,12 @@ def image_batches(
     )
     batches = iter(loader)
     for of_shard in cuts:
-        yield map(encoded, itertools.islice(batches, len(of_shard)))
-    next(batches, None)  # the loader's own end
+        yield map(encode_batch, itertools.islice(batches, len(of_shard)))
+    next(batches, None)  # lets the loader end its workers
 
 
 def forward(config: Config, context: Context, encode: Callable[[], Tensor]) -> Tensor:
-    """Calls ``encode`` without a graph, in the arithmetic of ``embed.precision``; returns fp32."""
+    """Calls ``encode`` without a graph, in the precision of ``embed.precision``; returns fp32."""
     bf16 = config.embed.precision == "bf16"
     with (
         torch.inference_mode(),
@@ -103,11 +103,11 @@ def write_missing(
     kind: str,
     **how: Any,
 ) -> int:
-    """Writes the shards that ``directory`` lacks, of which each rank takes its part; returns the
-    number of the index's samples that cannot be used. All ranks call it.
+    """Writes the files that ``directory`` lacks, each rank some of them; returns the number of
+    samples of the index that cannot be used. All ranks call it.
 
-    ``passes`` makes the batches of these shards: a row per sample, or per caption where ``kind`` is
-    ``text_embeddings``. ``how`` are further arguments of ``write_shard``.
+    ``passes`` computes the rows of these shards: one per sample, or one per caption if ``kind`` is
+    'text_embeddings'. ``how`` are further arguments of ``write_shard``.
     """
 
     def work() -> dict[int, str]:
@@ -116,8 +116,8 @@ def write_missing(
         bad, missing = find_done_shards(directory, index, mine, excluded)
         shards = [index.shards[number] for number in missing]
         numbers = runlog.progress(missing, total=len(missing), description=kind)
-        with closing(passes(shards)) as made:
-            for number, shard, batches in zip(numbers, shards, made, strict=True):
+        with closing(passes(shards)) as rows:
+            for number, shard, batches in zip(numbers, shards, rows, strict=True):
                 num_rows = shard.stop - shard.start
                 if kind == "text_embeddings":
                     num_rows = int(index.num_captions[shard.start : shard.stop].sum())
@@ -132,12 +132,11 @@ def write_missing(
 def made_of_shards(
     out: Artifact, index: SampleIndex, num_bad: int, counts: Mapping[str, Any], dtype: str
 ) -> Made:
-    """Returns what the manifest says of shards that have all been written, with these further
-    ``counts``."""
+    """Describes finished embeddings for their manifest, with further ``counts``."""
     notes = read_notes(out.directory, len(index.shards))
     without = sorted(sample_id for note in notes.values() for sample_id in note.reasons)
     common = {"samples": len(index), "shards": len(index.shards), "bad_samples": num_bad}
-    # Which samples have no row depends on the shards' bytes too.
+    # The digest names samples without a row: they follow from the bytes, not from the options.
     digest = files.digest_json([out.identity, without]) if without else None
     beside = (str(Path(name).with_suffix(".json")) for name in notes)
     records = {name: note.record for name, note in notes.items()}

@@ -168,65 +168,25 @@ class _Watch:
         counts = on_main(lambda: [trained.count(measured) for trained in self.trained_on])
         self.seen, self.judged = self.seen + max(counts), self.judged + len(measured)
         if self.seen and self.choice:
-            raise results.unfit(self.name, self.seen, self.judged, self.choice)
-
-
-def run_suite(
-    encoder: Encoder,
-    benchmarks: Mapping[str, BenchmarkConfig],
-    results_path: Path,
-    model_name: str,
-    *,
-    context: Context = SINGLE,
-    identity: str = "",
-    trained_on: Sequence[TrainingImages] = (),
-    choices: Mapping[str, str] | None = None,
-    **settings: Any,
-) -> list[Result]:
-    """Evaluates one encoder on every benchmark; returns its rows and adds them to the file.
-
-    Each benchmark's rows are written when it is done, and replace earlier rows of the same model
-    and benchmark. ``identity``, such as ``identity_of(model)``, is recorded, so that a later call
-    sees that nothing changed. A row says how many of the benchmark's images are among
-    ``trained_on``. ``choices`` says by the name of a benchmark what its figures choose, such as
-    'alpha'; then none of its images may be trained on. ``settings`` are arguments of ``Extractor``:
-    batch_size, precision, max_image_pixels, num_workers. All ranks of ``context`` call this; the
-    first one writes.
-    """
-    check(benchmarks)
-    extractor = Extractor(encoder, context, **settings)
-    rows: list[Result] = []
-    for name, benchmark in benchmarks.items():
-        log.info("evaluate %s on %s", model_name, name)
-        protocol, root = evaluator(benchmark.kind), Path(benchmark.path)
-        folder = root / protocol.judged if protocol.judged else None
-        watch = _Watch(name, folder, trained_on, (choices or {}).get(name))
-        watched = replace(extractor, on_images=watch)
-        figures = protocol.evaluate(watched, root, **benchmark.options)
-        more: dict[str, Any] = {}
-        if watch.seen:
-            note = results.trained_on(watch.seen, watch.judged)
-            log.warning("benchmark %r: %s: figures are too good", name, note)
-            more = {"training_images": watch.seen, "judged_images": watch.judged}
-        if identity:
-            more["evaluation"] = evaluation_digest(benchmark, identity, extractor.precision)
-        figures = [replace(f, protocol=f.protocol | more) for f in figures]
-        rows += on_main(partial(results.record, results_path, figures, model_name, name))
-    return rows
+            raise results.unfit_benchmark(self.name, self.seen, self.judged, self.choice)
 
 
 @dataclass(frozen=True)
 class SuiteJudge:
-    """Measures the encoders that a verb such as ``soup`` makes in memory, on ``benchmarks``.
+    """Measures encoders in memory on ``benchmarks``, which are checked here at once.
 
-    The benchmarks are checked here, before the first encoder is made. Encoders must be on the
-    device of ``context``. ``run_suite`` explains ``trained_on`` and ``choices``.
+    context     ranks and device; encoders must be on this device
+    trained_on  training images; a row says how many of them its benchmark has
+    choices     by the name of a benchmark what its figures choose, such as 'alpha'; then none of
+                its images may be trained on
+    settings    arguments of ``Extractor``, such as batch_size and precision
     """
 
     benchmarks: Mapping[str, BenchmarkConfig]
     context: Context = SINGLE
     trained_on: Sequence[TrainingImages] = ()
     choices: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check(self.benchmarks)
@@ -236,18 +196,34 @@ class SuiteJudge:
         """Names of the benchmarks that compare images with texts."""
         return [name for name, b in self.benchmarks.items() if evaluator(b.kind).reads_text]
 
-    def measure(self, encoder: Encoder, path: Path, model_name: str) -> list[Result]:
-        """Returns the encoder's rows on all benchmarks, and writes them to ``path``."""
-        return run_suite(
-            encoder,
-            self.benchmarks,
-            path,
-            model_name,
-            context=self.context,
-            batch_size=256,
-            trained_on=self.trained_on,
-            choices=self.choices,
-        )
+    def measure(
+        self, encoder: Encoder, path: Path, model_name: str, identity: str = ""
+    ) -> list[Result]:
+        """Evaluates an encoder on every benchmark; returns its rows and adds them to ``path``.
+
+        Each benchmark's rows are written when it is done, and replace earlier rows of the same
+        model and benchmark. ``identity``, such as ``identity_of(model)``, is recorded, so that a
+        later call sees that nothing changed. All ranks call this; the first one writes.
+        """
+        extractor = Extractor(encoder, self.context, **self.settings)
+        rows: list[Result] = []
+        for name, benchmark in self.benchmarks.items():
+            log.info("evaluate %s on %s", model_name, name)
+            protocol, root = evaluator(benchmark.kind), Path(benchmark.path)
+            folder = root / protocol.judged if protocol.judged else None
+            watch = _Watch(name, folder, self.trained_on, self.choices.get(name))
+            watched = replace(extractor, on_images=watch)
+            figures = protocol.evaluate(watched, root, **benchmark.options)
+            more: dict[str, Any] = {}
+            if watch.seen:
+                note = results.trained_on(watch.seen, watch.judged)
+                log.warning("benchmark %r: %s: figures are too good", name, note)
+                more = {"training_images": watch.seen, "judged_images": watch.judged}
+            if identity:
+                more["evaluation"] = evaluation_digest(benchmark, identity, extractor.precision)
+            figures = [replace(f, protocol=f.protocol | more) for f in figures]
+            rows += on_main(partial(results.record, path, figures, model_name, name))
+        return rows
 
 
 def open_judge(
@@ -295,7 +271,7 @@ def open_judge(
     trained_on = _trained_on([_split_name(text)[1] for text in models])
     choices = dict.fromkeys(benchmarks, choice) if choice else {}
     context = Context(device=pick_device(device))
-    return SuiteJudge(benchmarks, context, trained_on=trained_on, choices=choices)
+    return SuiteJudge(benchmarks, context, trained_on, choices, {"batch_size": 256})
 
 
 def _trained_on(models: Sequence[str | Path], config: Config | None = None) -> list[TrainingImages]:
@@ -368,11 +344,18 @@ def evaluate(
     ``models``: by name a directory, NAME@PRETRAINED of open_clip, or NAME@random for random
     weights. ``benchmarks``: default is ``eval.suite``. ``path``: where rows are kept (default: the
     run's results.jsonl). A benchmark is skipped if ``path`` has its rows for the same model files,
-    options and precision, unless ``force`` is ``ALL``. ``run_suite`` explains ``choices``.
+    options and precision, unless ``force`` is ``ALL``. ``SuiteJudge`` explains ``choices``.
     """
     benchmarks = config.eval.suite if benchmarks is None else benchmarks
     raise_on_every_rank(partial(check, benchmarks))
     path, precision = path or RunPaths.of(config).results, config.eval.precision
+    settings: dict[str, Any] = {
+        "batch_size": config.eval.batch_size,
+        "precision": precision,
+        "max_image_pixels": config.data.max_image_pixels,
+        "num_workers": config.data.num_workers,
+        "timeout_s": config.peer_timeout_s,
+    }
     rows: list[Result] = []
     for name, where in models.items():
         location, pretrained = split_name(where)
@@ -393,21 +376,9 @@ def evaluate(
         encoder = raise_on_every_rank(
             partial(load_model, location, pretrained, device=str(context.device))
         )
-        rows += run_suite(
-            encoder,
-            pending,
-            path,
-            name,
-            context=context,
-            identity=identity,
-            trained_on=on_main(partial(_trained_on, [location], config)),
-            choices=choices,
-            batch_size=config.eval.batch_size,
-            precision=precision,
-            max_image_pixels=config.data.max_image_pixels,
-            num_workers=config.data.num_workers,
-            timeout_s=config.peer_timeout_s,
-        )
+        trained_on = on_main(partial(_trained_on, [location], config))
+        judge = SuiteJudge(pending, context, trained_on, choices or {}, settings)
+        rows += judge.measure(encoder, path, name, identity)
     return rows
 
 

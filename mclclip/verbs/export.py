@@ -1,8 +1,8 @@
-"""Verb: checkpoints -> exported models: one per stage, then the concat and the soup.
+"""Verb ``export``: checkpoints -> exported models: one per stage, then the concat and the soup.
 
-The export of a CLIP stage is an ordinary open_clip directory with safetensors; plain
-`open_clip.create_model_and_transforms('local-dir:...')` loads it. An image encoder is exported as
-`config.json` and safetensors. Later verbs and other people read exports, never checkpoints.
+A CLIP is exported as an open_clip directory with safetensors, which plain
+`open_clip.create_model_and_transforms('local-dir:...')` loads; an image encoder as `config.json`
+and safetensors. Later verbs and other people read exports, never checkpoints.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from mclclip.util.options import with_prefix
 from mclclip.util.remake import Remake
 
 log = logging.getLogger("mclclip")
-_SHORT = ("a photo of a dog", "two red cups on a table, seen from above")
+_SHORT = ("a photo of a dog", "two red cups on a table, seen from above")  # see `_report_context`
 
 
 def stage(
@@ -53,12 +53,13 @@ def stage(
     variant: str = "mcl",
     force: Remake = Remake.NOTHING,
 ) -> Path:
-    """Exports the last checkpoint of a stage, or the given encoder for stage 0.
+    """Exports the last checkpoint of a stage, or as stage 0 the encoder of ``model`` if it is not
+    trained; returns the directory.
 
-    Returns the directory; skips a finished export. Raises FileNotFoundError where the training has
-    not finished, and RuntimeError where its checkpoint is missing, damaged or of another model.
+    Raises FileNotFoundError if the training has not finished, and RuntimeError if its checkpoint is
+    missing, damaged or of another model.
     """
-    return collectives.on_main(lambda: _stage(config, stage, variant, force))
+    return collectives.on_main(lambda: _export_stage(config, stage, variant, force))
 
 
 def join(
@@ -66,9 +67,9 @@ def join(
 ) -> dict[str, Path]:
     """Joins the exports of stages 0 to N; returns the directories by name.
 
-    The names are `concat_raw` and `concat_stage_norm`, as configured, and `soup_uniform`. Raises
-    ValueError where stage 0 is all there is, for joining takes at least two encoders, and
-    FileNotFoundError where a stage has no export yet.
+    The names are `concat_raw`, `concat_stage_norm` and `soup_uniform`, as far as ``export`` asks
+    for them. Raises ValueError if there is no stage but stage 0, since a join needs two encoders,
+    and FileNotFoundError if a stage has no export yet.
     """
     return collectives.on_main(lambda: _join(config, variant, force))
 
@@ -80,9 +81,9 @@ def join(
 class StageExport(ExportStep):
     """The encoder of a stage.
 
-    ema    whether the average of the weights is exported (None: the training kept none)
-    model  what determines an encoder that is not trained here
-    seed   of its weights, where they are random
+    ema    True: the average of the weights is exported; None: the training computed no average
+    model  the fields that determine an encoder that is not trained here; None for trained ones
+    seed   of random weights; None for others
     """
 
     kind = "export"
@@ -93,15 +94,15 @@ class StageExport(ExportStep):
     seed: int | None
 
 
-def _stage(config: Config, stage: int, variant: str, force: Remake) -> Path:
+def _export_stage(config: Config, stage: int, variant: str, force: Remake) -> Path:
     layout, options = RunPaths.of(config, variant), _options(config, stage)
     is_trained = stage > 0 or config.base is not None
-    ema, given, seed, inputs = None, None, None, dict[str, str]()
+    ema, encoder_fields, seed, inputs = None, None, None, dict[str, str]()
     if is_trained:
         inputs["train"] = artifacts.read_manifest(layout.train(stage), "train").digest
         ema = None if options.ema_decay is None else config.export.ema
     else:
-        given = _identify_encoder(config)
+        encoder_fields = _identify_encoder(config)
         seed = None if config.model.pretrained else config.seed
         if config.model.pretrained is None and is_without_weights(config.model.name):
             beside = "" if config.model.image_weights is None else " beside model.image_weights"
@@ -112,48 +113,50 @@ def _stage(config: Config, stage: int, variant: str, force: Remake) -> Path:
     def write(directory: Path) -> dict[str, Any]:
         if is_trained:
             state = checkpoint.trained_state(layout.train(stage), averaged=bool(ema))
-            model = _filled(config, layout, stage, state)
+            model = _load_stage(config, layout, stage, state)
         else:
-            model = _base(config, layout, stage)
+            model = _load_start(config, layout, stage)
             if config.model.long_context:
                 _report_context(config, model)
-        own = stage == 0 or config.trained_model is not None or options.start == "random"
-        model.save(directory, None if own else weights.base_digest(layout.export(0)))
+        # Soups mix models of one base: a stage that started from stage 0 records stage 0.
+        is_base = stage == 0 or config.trained_model is not None or options.start == "random"
+        model.save(directory, None if is_base else weights.base_digest(layout.export(0)))
         return {"parameters": sum(p.numel() for p in model.parameters())}
 
-    step = StageExport(stage, layout.variant if stage else "mcl", ema, given, seed)
+    step = StageExport(stage, layout.variant if stage else "mcl", ema, encoder_fields, seed)
     make(step, layout.export(stage), (inputs, write), force)
     return layout.export(stage)
 
 
 def write_step(config: Config, stage: int, variant: str, *, step: int, directory: Path) -> None:
-    """Writes the encoder at a saved step of a training that may not have finished, without a
-    manifest, in place of what was in ``directory``. One rank calls it; errors as of ``stage``."""
+    """Writes the encoder at a saved ``step`` of a training, which may go on, into ``directory``,
+    and replaces its content. Writes no manifest. One rank calls it; errors as of ``stage``."""
     layout = RunPaths.of(config, variant)
     checkpoints = layout.train(stage) / "checkpoints"
     state = checkpoint.load_model_state(checkpoints, step)
     if _options(config, stage).ema_decay is not None and config.export.ema:
         state |= checkpoint.load_model_state(checkpoints, step, part="ema")
-    model = _filled(config, layout, stage, state)
+    model = _load_stage(config, layout, stage, state)
     if directory.exists():
         shutil.rmtree(directory)
     model.save(directory)
 
 
 def _options(config: Config, stage: int) -> TrainConfig:
-    """The options of a stage's training; stage 0 has its own where it is trained."""
+    """Returns the options of a stage's training: ``base`` for a trained stage 0, else ``train``."""
     return config.train if stage > 0 or config.base is None else config.base
 
 
 def _identify_encoder(config: Config) -> dict[str, Any]:
-    """Returns what determines an encoder that is not trained here; files count by their content."""
+    """Returns the fields of ``model`` that determine an encoder which is not trained here; files
+    are represented by their digests."""
     model = config.model
     fields = {name: getattr(model, name) for name in ("name", "pretrained", "text", "long_context")}
     if isinstance(model.name, str):
         path = Path(model.name.removeprefix("local-dir:"))
         if model.name.startswith(transformers_folder.PREFIX):
             fields["name"] = transformers_folder.digest(model.name)
-        elif path.is_dir():  # identified by content, not by path
+        elif path.is_dir():
             fields["name"] = files.digest_file(weights.find_weights(path))
         elif path.is_file():
             fields["name"] = files.digest_json(files.read_json(path))
@@ -166,19 +169,19 @@ def _identify_encoder(config: Config) -> dict[str, Any]:
     return fields
 
 
-def _base(config: Config, layout: RunPaths, stage: int) -> Model:
-    """The model that a stage's training starts from, or that is given as stage 0."""
-    given = config.model if stage == 0 else config.trained_model
-    if given is None:
+def _load_start(config: Config, layout: RunPaths, stage: int) -> Model:
+    """Loads the model that a stage's training starts from; for stage 0 that of ``model``."""
+    start = config.model if stage == 0 else config.trained_model
+    if start is None:
         return load_towers(layout.export(0))
-    same: dict[str, Any] = {"text": given.text, "image_weights": given.image_weights}
-    same["long_context"] = given.long_context
-    return load_towers(given.name, given.pretrained, seed=config.seed, **same)
+    fields: dict[str, Any] = {"text": start.text, "image_weights": start.image_weights}
+    fields["long_context"] = start.long_context
+    return load_towers(start.name, start.pretrained, seed=config.seed, **fields)
 
 
 def _report_context(config: Config, longer: Model) -> None:
-    """Logs the stretched context of the given encoder, and what it does to features of short texts
-    where the text tower has no causal mask, which alone keeps them."""
+    """Logs the length of the stretched context. Without a causal mask it changes the features of
+    short texts too; then a warning has the cosines of some with those before."""
     context = longer.config["model_cfg"]["text_cfg"]["context_length"]
     log.info("stage 0: texts have up to %d tokens", context)
     if longer.text_tower.attn_mask is not None:
@@ -193,21 +196,21 @@ def _report_context(config: Config, longer: Model) -> None:
     )
 
 
-def _filled(config: Config, layout: RunPaths, stage: int, state: dict[str, Tensor]) -> Model:
-    """The model of a stage with the ``state`` of a checkpoint of its training, adapters merged.
+def _load_stage(config: Config, layout: RunPaths, stage: int, state: dict[str, Tensor]) -> Model:
+    """Loads a stage's model with the ``state`` of a checkpoint, and merges LoRA adapters.
 
-    An export holds one part of a checkpoint's model: neither projector nor objective.
+    A checkpoint also holds projector and objective, which are not exported.
     """
-    model, options = _base(config, layout, stage), _options(config, stage)
+    model, options = _load_start(config, layout, stage), _options(config, stage)
     directory = layout.train(stage) / "checkpoints"
-    own = with_prefix(state, f"{MODEL}.{model.part}.")
-    if not own:
+    model_state = with_prefix(state, f"{MODEL}.{model.part}.")
+    if not model_state:
         raise RuntimeError(f"the checkpoint in {directory} holds no part {model.part!r} of a model")
     if options.lora is not None:
         model.lock(**to_tree(options.lock))
         add_lora(model, **to_tree(options.lora), seed=0)
     try:
-        model.exported.load_state_dict(own, strict=True)
+        model.exported.load_state_dict(model_state, strict=True)
     except RuntimeError as error:
         raise RuntimeError(
             f"the checkpoint in {directory} does not fit the model ({files.message_of(error)}): "
@@ -230,21 +233,21 @@ def _join(config: Config, variant: str, force: Remake) -> dict[str, Path]:
     layout = RunPaths.of(config, variant)
     stages = {f"stage_{number}": layout.export(number) for number in range(config.num_stages + 1)}
     inputs = {n: artifacts.read_manifest(p, "export").digest for n, p in stages.items()}
-    made: dict[str, tuple[ExportStep, Callable[[Path], dict[str, Any]]]] = {
-        f"concat_{kind}": (Concat(kind), partial(_concat, stages, kind))
+    steps: dict[str, tuple[ExportStep, Callable[[Path], dict[str, Any]]]] = {
+        f"concat_{kind}": (Concat(kind), partial(_write_concat, stages, kind))
         for kind in config.export.concat
     }
     if config.export.soup:
-        soup_of = partial(_soup, config, layout, [*stages.values()], force)
-        made["soup_uniform"] = UniformSoup(), soup_of
-    for name, (step, write) in made.items():
+        write_soup = partial(_write_soup, config, layout, [*stages.values()], force)
+        steps["soup_uniform"] = UniformSoup(), write_soup
+    for name, (step, write) in steps.items():
         make(step, layout.joined(name), (inputs, write), force)
-    return {name: layout.joined(name) for name in made}
+    return {name: layout.joined(name) for name in steps}
 
 
 @dataclass(frozen=True)
 class Concat(ExportStep):
-    """The features of all stages beside each other."""
+    """An encoder whose features are those of all stages, one after another."""
 
     kind = "concat"
     variant: Variant
@@ -257,12 +260,12 @@ class UniformSoup(ExportStep):
     kind = "soup"
 
 
-def _concat(stages: dict[str, Path], variant: Variant, directory: Path) -> dict[str, Any]:
+def _write_concat(stages: dict[str, Path], variant: Variant, directory: Path) -> dict[str, Any]:
     record = save_concat([*stages.values()], variant, directory, [*stages])
     return {"num_trunk_blocks": record["num_trunk_blocks"], **record["num_parameters"]}
 
 
-def _soup(
+def _write_soup(
     config: Config, layout: RunPaths, stages: list[Path], force: Remake, directory: Path
 ) -> dict[str, Any]:
     averaged = soup.save_uniform_soup(stages, directory, force is not Remake.NOTHING)
@@ -277,7 +280,8 @@ def _soup(
 
 
 def _images(config: Config, index: SampleIndex, model: Model) -> Iterator[Tensor]:
-    """Yields batches of images, drawn by the seed from the index, to estimate statistics on."""
+    """Yields batches [B, C, H, W] of images that the seed draws from the index, at most
+    ``soup.STATISTICS_IMAGES`` together."""
     ids = np.setdiff1d(np.arange(len(index)), index.bad_ids(), assume_unique=True)
     order = np.random.default_rng([config.seed, 3]).permutation(ids)
     drawn = order[: soup.STATISTICS_IMAGES].tolist()

@@ -1,8 +1,7 @@
-"""Verb: embeddings on disk -> weights for the plan, which say which samples to train on.
+"""Verb ``filter``: embeddings on disk -> weights of samples, which say what to train on.
 
-Three filters run in turn, each on the samples that the earlier ones kept: copies of evaluation
-images (decontamination), CLIP scores, and near-duplicates. They read embeddings in blocks, and
-hold about 150 bytes per sample, never all embeddings.
+Three filters run in turn, each on the samples that are left: copies of evaluation images, low CLIP
+scores, and near-duplicates. They read embeddings in blocks, and hold about 150 bytes per sample.
 """
 
 from __future__ import annotations
@@ -35,38 +34,37 @@ from mclclip.util.remake import Remake
 log = logging.getLogger("mclclip")
 
 AGAINST = 0.95
-"""The cosine above which a sample is a copy of an evaluation image, where none is given."""
+"""Default of --against-cosine: above it a sample is a copy of an evaluation image."""
 
 WEIGHTS, REASONS, SCORES, LEFT_OUT = "weights.npy", "reasons.npy", "scores.npy", "left_out.jsonl"
 
 CODES = ("kept", "no_embedding", "against", "no_caption", "low_score", "near_duplicate")
-"""Names of the codes in reasons.npy, in the order in which the filters run."""
+"""Names of the codes 0 to 5 in reasons.npy, in the order in which the filters run."""
 
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 """Quantiles of the scores that are logged."""
 
 SURVEYED = (0.9, 0.95, 0.99)
-"""Cosines above which near pairs are counted where no filter is asked for."""
+"""Without any filter, pairs above each of these cosines are counted."""
 
 SURVEYED_PAIRS = 2 * 10**10
-"""Pairs that are compared at most for that: some minutes of one core."""
+"""Most pairs that are compared for these counts: some minutes of one core."""
 
 Within = Literal["clusters", "all"]
 
 
 @dataclass(frozen=True)
 class Options:
-    """The thresholds of the filters, a field for each flag of the verb (None: not given).
+    """The thresholds of the filters, a field for each flag of the verb; None: not set.
 
-    against, against_cosine  samples whose cosine with an image of an evaluation set is above
-                             ``against_cosine`` are left out: ``[NAME=]FOLDER`` of embeddings by the
-                             same encoder, or ``.npy`` [M, D]
-    min_clip_score           samples with a lower CLIP score are left out, and those without caption
-    keep_share               so are all but this share of the samples with a score that are left
-                             then, those of the highest ones
-    near_duplicates, within  of samples whose cosine is above ``near_duplicates`` one is kept; they
-                             are compared within the stage's clusters, or ``all`` with all (None:
-                             within clusters where there are some)
+    min_clip_score   leaves out samples with a lower CLIP score and those without a caption
+    keep_share       keeps this share of the samples with a score, those of the highest scores
+    near_duplicates  of samples whose cosine is above this it keeps one
+    within           where near-duplicates are searched: within the 'clusters' of the stage, or
+                     among 'all' (None: within clusters, if the stage has some)
+    against          evaluation images, whose copies are left out: ``[NAME=]FOLDER`` of embeddings
+                     by the same encoder, or a ``.npy`` file [M, D]
+    against_cosine   a sample is a copy of an evaluation image if their cosine is above this
 
     Raises ValueError for numbers out of range and for flags that exclude or need each other.
     """
@@ -89,27 +87,24 @@ class Options:
                     f"--{name.replace('_', '-')} is {value}, wanted a number between {low:g} and "
                     f"{high:g}, without these"
                 )
+        line = None
         if self.min_clip_score is not None and self.keep_share is not None:
-            raise ValueError(
-                "--min-clip-score and --keep-share both say which scores are high enough: leave "
-                "one of them out"
-            )
-        if self.against_cosine is not None and not self.against:
-            raise ValueError("--against-cosine is the threshold of --against: give --against too")
-        if self.within is not None and self.filters and self.near_duplicates is None:
-            raise ValueError(
-                "--within says among what near-duplicates are looked for: name --near-duplicates "
-                "too, or leave it out"
-            )
+            line = "--min-clip-score and --keep-share both choose by scores: leave one of them out"
+        elif self.against_cosine is not None and not self.against:
+            line = "--against-cosine is the threshold of --against: give --against too"
+        elif self.within is not None and self.filters and self.near_duplicates is None:
+            line = "--within says where --near-duplicates searches: give that, or leave it out"
+        if line is not None:
+            raise ValueError(line)
 
     @property
     def scores(self) -> bool:
-        """True if samples are left out by their score."""
+        """True if a filter reads the CLIP scores."""
         return self.min_clip_score is not None or self.keep_share is not None
 
     @property
     def filters(self) -> bool:
-        """True if anything is left out; otherwise scores and near pairs are only logged."""
+        """True if there is any filter; otherwise scores and near pairs are only logged."""
         return self.scores or self.near_duplicates is not None or bool(self.against)
 
 
@@ -122,17 +117,17 @@ def run(
     force: Remake = Remake.NOTHING,
     **filters: Any,
 ) -> Path | None:
-    """Decides which samples to train on, by the embeddings of ``stage`` and by ``filters``, which
-    are fields of ``Options``; returns the directory.
+    """Decides by the embeddings of ``stage`` which samples to train on; returns the directory.
+    ``filters`` are fields of ``Options``.
 
-    Writes ``filters/NAME/``: weights.npy float32 [N] in index order, 1 kept and 0 left out, which
-    ``train.plan.weights`` reads; reasons.npy uint8 [N] (the manifest names the codes); scores.npy
-    float32 [N], NaN for none; left_out.jsonl, a line per copy and per sample without embedding.
-    Without any filter it logs scores and near pairs, writes nothing, and returns None.
+    Writes ``filters/NAME/``: weights.npy float32 [N] in index order, 1 for a kept sample and 0 for
+    others, which ``train.plan.weights`` reads; reasons.npy uint8 [N], numbers of ``CODES``;
+    scores.npy float32 [N], NaN for none; left_out.jsonl, a line per copy and per sample without an
+    embedding. Without any filter it only logs scores and near pairs, and returns None.
 
-    Raises FileNotFoundError where embeddings are missing, RuntimeError where they are of another
-    index or damaged, and ValueError for options that do not fit, for another encoder's embeddings,
-    and where nothing is left; then nothing is written.
+    Raises, before it writes, FileNotFoundError for missing embeddings, RuntimeError for damaged
+    ones or those of another index, and ValueError for options that do not fit, for embeddings by
+    another encoder, and if no sample is left.
     """
     return collectives.on_main(partial(_run, config, stage, name, Options(**filters), force))
 
@@ -166,18 +161,18 @@ def _run(config: Config, stage: int, name: str, options: Options, force: Remake)
 
 @dataclass(frozen=True)
 class Filter(Step[CurateInputs]):
-    """Which samples are kept, and why the others are left out."""
+    """The samples that are kept, and the reason for each of the others."""
 
     kind = "filter"
     stage: int
     filters: Options
 
     def reads(self, how: CurateInputs) -> Mapping[str, str]:
-        """The digests of all that is read."""
+        """Returns the digests of all inputs."""
         return how.digests
 
     def make(self, out: Artifact, how: CurateInputs) -> Made:
-        """Raises ValueError, before anything is written, where nothing is left."""
+        """Runs the filters. Raises ValueError, before it writes, if no sample is left."""
         decisions = _decide(how, self.filters)
         out.begin()
         return _write(out, self.filters, how, decisions)
@@ -207,11 +202,12 @@ class Decisions:
     """For each of N samples the reason why it is left out, its score, and its original if it is a
     copy.
 
-    reasons  uint8 [N], numbers of ``CODES``
-    scores   float32 [N], NaN for none; None where there are none at all
-    of       int64 [N], the sample that is kept instead, or the row of the evaluation images
-    which    int16 [N], the number of these evaluation images
-    cosines  float64 [N], with that sample or image
+    reasons  uint8 [N], numbers of ``CODES``; 0 is kept
+    scores   float32 [N], NaN for samples without a score; None if no sample has one
+    of       int64 [N], of a copy: the sample that is kept instead, or the row of the evaluation
+             image
+    which    int16 [N], of a copy of an evaluation image: which of ``inputs.others`` it is in
+    cosines  float64 [N], of a copy: its cosine with that sample or image
     counts   further figures for the manifest
     """
 
@@ -222,14 +218,14 @@ class Decisions:
     cosines: NDArray[np.float64]
     counts: dict[str, Any] = field(default_factory=dict)
 
-    def counted(self) -> dict[str, int]:
-        """Numbers of samples by reason."""
+    def count_reasons(self) -> dict[str, int]:
+        """Returns the number of samples for each reason."""
         counts = np.bincount(self.reasons, minlength=len(CODES)).tolist()
         return dict(zip(CODES, counts, strict=True))
 
 
 def _decide(inputs: CurateInputs, options: Options) -> Decisions:
-    """Runs every filter in turn, on the samples that the earlier ones kept."""
+    """Runs the filters in turn, each on the samples that are left."""
     count = len(inputs.index)
     reasons = np.where(inputs.usable, 0, CODES.index("no_embedding")).astype(np.uint8)
     _log_scores(inputs)
@@ -241,14 +237,14 @@ def _decide(inputs: CurateInputs, options: Options) -> Decisions:
     if options.near_duplicates is not None:
         _leave_out_near_duplicates(inputs, options.near_duplicates, decisions)
     if not (reasons == 0).any():
-        by_reason = ", ".join(f"{name} {n:,}" for name, n in decisions.counted().items() if n)
+        by_reason = ", ".join(f"{name} {n:,}" for name, n in decisions.count_reasons().items() if n)
         raise ValueError(f"all {count:,} samples would be left out ({by_reason}): ask for less")
     return decisions
 
 
 def _leave_out_evaluation_images(inputs: CurateInputs, above: float, decisions: Decisions) -> None:
-    """Leaves out every usable sample that is a near copy (cosine above ``above``) of an evaluation
-    image, and records the nearest one of them."""
+    """Leaves out every sample whose cosine with an evaluation image is above ``above``, and records
+    the nearest image."""
     counts = {}
     ids = np.flatnonzero(inputs.usable)
     for number, other in enumerate(inputs.others):
@@ -256,7 +252,7 @@ def _leave_out_evaluation_images(inputs: CurateInputs, above: float, decisions: 
             near.Subset(inputs.images, ids), other.rows, above, what="filter"
         )
         copies = rows >= 0
-        # Not ">": a sample that has no cosine yet has NaN.
+        # "not <=" instead of ">", since a sample without a cosine has NaN.
         better = copies & ~(cosines <= decisions.cosines[ids])
         decisions.reasons[ids[copies]] = CODES.index("against")
         decisions.of[ids[better]] = rows[better]
@@ -289,8 +285,10 @@ def _leave_out_low_scores(
 
 
 def top_share(scores: NDArray[np.floating], share: float) -> NDArray[np.bool_]:
-    """bool [N]: True for the ``share`` of the scored samples with the highest scores, rounded to
-    whole samples (at least one); ties go to the lower row."""
+    """Returns bool [N], True for the ``share`` of the scored samples with the highest scores.
+
+    Their number is rounded, and at least one; of equal scores the lower rows come first.
+    """
     scored = np.flatnonzero(np.isfinite(scores))
     count = min(len(scored), max(1, round(share * len(scored))))
     is_top = np.zeros(len(scores), bool)
@@ -299,7 +297,7 @@ def top_share(scores: NDArray[np.floating], share: float) -> NDArray[np.bool_]:
 
 
 def _leave_out_near_duplicates(inputs: CurateInputs, above: float, decisions: Decisions) -> None:
-    """Leaves out near-duplicates of samples that are kept."""
+    """Leaves out samples whose cosine with a kept sample is above ``above``."""
     left = decisions.reasons == 0
     of, decisions.counts["near_duplicates"] = near.copies_among(
         inputs.images, left, decisions.scores, above, inputs.labels, what="filter"
@@ -311,15 +309,16 @@ def _leave_out_near_duplicates(inputs: CurateInputs, above: float, decisions: De
 
 
 def _log_near_pairs(inputs: CurateInputs, seed: int) -> None:
-    """Logs how many samples are near another, so that a threshold can be chosen.
+    """Logs how many samples are near another one, to help choose a threshold.
 
-    Of many samples some are compared, drawn by the seed, and the numbers of all are estimated.
+    If there are many samples, the seed draws some to compare, and numbers of all are estimated.
     """
     left, equal = inputs.usable.copy(), 0
     for piece in near.equal_pairs(inputs.images, inputs.usable, max(SURVEYED), what="filter"):
         left[piece.rows[:, 1]] = False
         equal += len(piece.rows)
-    # Whole clusters are drawn where there are some; of all samples the pairs are a square.
+    # With clusters, whole clusters are drawn, and a share of the clusters has that share of the
+    # pairs. Without, a share of the samples has the square of that share of the pairs.
     random = np.random.default_rng([seed, 7])
     if inputs.labels is not None:
         groups, power = near.Groups(inputs.labels, left), 1
@@ -361,8 +360,8 @@ def _log_near_pairs(inputs: CurateInputs, seed: int) -> None:
 
 
 def _write(out: Artifact, options: Options, inputs: CurateInputs, decisions: Decisions) -> Made:
-    """Writes the files of the decisions; logs what is left out, and the override that trains on the
-    rest."""
+    """Writes the files; logs how many samples are left out, and the option that trains on the
+    others."""
     directory, reasons, scores = out.directory, decisions.reasons, decisions.scores
     names = [WEIGHTS, REASONS, *([] if scores is None else [SCORES]), LEFT_OUT]
     save_npy(directory / WEIGHTS, (reasons == 0).astype(np.float32))
@@ -370,7 +369,7 @@ def _write(out: Artifact, options: Options, inputs: CurateInputs, decisions: Dec
     if scores is not None:
         save_npy(directory / SCORES, scores)
     _write_left_out(directory / LEFT_OUT, inputs, decisions)
-    by_reason = decisions.counted()
+    by_reason = decisions.count_reasons()
     with_score = 0 if scores is None else int(np.isfinite(scores).sum())
     counts = {
         "samples": len(reasons),
@@ -398,7 +397,7 @@ def _write(out: Artifact, options: Options, inputs: CurateInputs, decisions: Dec
 
 
 def _write_left_out(path: Path, inputs: CurateInputs, decisions: Decisions) -> None:
-    """Writes a line of JSON per sample that is a copy, or has no embedding, in index order."""
+    """Writes in index order a line of JSON per sample that is a copy or has no embedding."""
     codes = [CODES.index(name) for name in ("no_embedding", "against", "near_duplicate")]
     every, keys = np.flatnonzero(np.isin(decisions.reasons, codes)), inputs.index.keys
     with files.whole_file(path) as file:

@@ -1,4 +1,4 @@
-"""Verb: writes a built-in or published data set as shards."""
+"""Verb ``make-dataset``: a built-in or published data set -> shards."""
 
 from __future__ import annotations
 
@@ -35,23 +35,19 @@ SPLITS = ("train", "test", "unlabeled")
 def run(
     name: str, out: Path, *, seed: int = 0, force: Remake = Remake.NOTHING, **options: Any
 ) -> Path:
-    """Writes the data set ``name`` below ``out`` (skips what is finished) and returns ``out``.
+    """Writes the data set ``name`` into ``out``, unless it is finished; returns ``out``.
 
-    ``patterns`` takes the fields of ``Patterns``. The others are those of ``data.datasets.NAMES``:
-    they take ``source`` (entries ``NAME=FOLDER``), ``download``, ``samples_per_shard`` and the
-    options of the data set. Options that are None are left at their defaults. ``force`` moves
-    shards of other settings aside. Raises
-    ValueError for an unknown name or option and for wrong values or files, FileNotFoundError for
-    missing files.
+    ``name`` is 'patterns', whose options are the fields of ``Patterns``, or one of
+    ``data.datasets.NAMES``, whose options are ``source`` (entries ``NAME=FOLDER``), ``download``,
+    ``samples_per_shard``, and the keyword arguments of ``build`` in the module of that name. None
+    stands for the default. ``force`` moves shards of other settings aside. Raises ValueError for an
+    unknown name or option and for wrong values or files, and FileNotFoundError for missing files.
     """
-    if seed < 0:
-        raise ValueError(f"seed is {seed}: wanted 0 or more")
-    given = {option: value for option, value in options.items() if value is not None}
-    out = Path(out)
+    options = {option: value for option, value in options.items() if value is not None}
     if name == "patterns":
-        _check_options(name, given, {f.name for f in fields(Patterns)} - {"name", "seed"})
+        _check_options(name, options, {f.name for f in fields(Patterns)} - {"name", "seed"})
         check_foreign(out, "make-dataset", "shards")
-        make(Patterns(seed=seed, **given), out, None, force)
+        make(Patterns(seed=seed, **options), out, None, force)
         return out
     if name not in datasets.NAMES:
         raise ValueError(
@@ -60,28 +56,28 @@ def run(
     build = importlib.import_module(f"mclclip.data.datasets.{name}").build
     parameters = inspect.signature(build).parameters.values()
     settings = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-    _check_options(name, given, {*settings, "source", "download", "samples_per_shard"})
-    folders, download = _folders(given.pop("source", ())), given.pop("download", False)
-    per_shard = given.pop("samples_per_shard", SAMPLES_PER_SHARD)
+    _check_options(name, options, {*settings, "source", "download", "samples_per_shard"})
+    folders, download = _split_sources(options.pop("source", ())), options.pop("download", False)
+    per_shard = options.pop("samples_per_shard", SAMPLES_PER_SHARD)
     check_foreign(out, "make-dataset", *SPLITS)
     places = {key: str(folder.absolute()) for key, folder in folders.items()}
-    splits = Splits(name, seed, per_shard, places, settings | given)
+    splits = Splits(name, seed, per_shard, places, settings | options)
     make(splits, out, (build, Sources(folders, download)), force)
     return out
 
 
-def _check_options(name: str, given: Mapping[str, Any], known: Set[str]) -> None:
-    if unknown := sorted(given.keys() - known):
+def _check_options(name: str, options: Mapping[str, Any], allowed: Set[str]) -> None:
+    if unknown := sorted(options.keys() - allowed):
         raise ValueError(
-            f"the data set {name} has no option {unknown[0]}: it has {', '.join(sorted(known))}"
+            f"the data set {name} has no option {unknown[0]}: it has {', '.join(sorted(allowed))}"
         )
 
 
 # --- data sets with a train and a test split ---------------------------------------------------
 
 
-def _folders(source: Sequence[str]) -> dict[str, Path]:
-    """The folders of entries ``NAME=FOLDER``."""
+def _split_sources(source: Sequence[str]) -> dict[str, Path]:
+    """Splits entries ``NAME=FOLDER``."""
     folders: dict[str, Path] = {}
     for entry in source:
         key, equals, folder = entry.partition("=")
@@ -96,7 +92,7 @@ Build = Callable[..., Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Splits(Step[tuple[Build, Sources]]):
-    """Shards ``SPLIT/*.tar`` of a data set, with the attributes of a sample in its ``.json``."""
+    """Shards ``SPLIT/*.tar`` of a data set; each sample's ``.json`` has its attributes."""
 
     kind = "dataset"
     name: str
@@ -106,7 +102,7 @@ class Splits(Step[tuple[Build, Sources]]):
     options: Mapping[str, Any]
 
     def make(self, out: Artifact, how: tuple[Build, Sources]) -> Made:
-        """Writes every split, and counts its samples; one without samples is left out."""
+        """Writes the splits, and counts their samples. An empty split gets no shard."""
         counts: dict[str, Any] = {"samples": {}, "shards": {}}
         records: dict[str, files.Record] = {}
         build, sources = how
@@ -115,16 +111,17 @@ class Splits(Step[tuple[Build, Sources]]):
         folder = out.begin()
         for split, samples in splits.items():
 
-            def counted(split: str = split, samples: Any = samples) -> Iterator[PackedSample]:
+            def count_samples(split: str = split, samples: Any = samples) -> Iterator[PackedSample]:
                 shown = runlog.progress(samples, total=None, description=split)
                 for number, sample in enumerate(shown, start=1):
                     counts["samples"][split] = number
                     yield sample
 
-            written: dict[str, files.Record] = {}
-            if shards := write_shards(counted(), folder / split, self.samples_per_shard, written):
+            of_split: dict[str, files.Record] = {}
+            target, per_shard = folder / split, self.samples_per_shard
+            if shards := write_shards(count_samples(), target, per_shard, of_split):
                 counts["shards"][split] = len(shards)
-            records |= {f"{split}/{name}": record for name, record in written.items()}
+            records |= {f"{split}/{name}": record for name, record in of_split.items()}
         samples_of = (f"{n:,} {split}" for split, n in counts["samples"].items())
         log.info("%s: %s", folder, ", ".join(samples_of))
         return Made(counts, records)
@@ -135,11 +132,8 @@ class Splits(Step[tuple[Build, Sources]]):
 
 @dataclass(frozen=True)
 class Patterns(Step[None]):
-    """The demo's pictures.
-
-    ``shards/*.tar`` holds the training pictures in img2dataset's layout, ``pairs`` the minimal
-    pairs in MMVP-VLM's layout, ``num_pairs`` of each attribute.
-    """
+    """The pictures of the demo: ``shards/*.tar`` for training, in img2dataset's layout, and in
+    ``pairs`` ``num_pairs`` minimal pairs per attribute, in MMVP-VLM's layout."""
 
     kind = "dataset"
     name: str = "patterns"
@@ -149,21 +143,22 @@ class Patterns(Step[None]):
     samples_per_shard: int = SAMPLES_PER_SHARD
 
     def make(self, out: Artifact, how: None) -> Made:
-        """Renders all pictures."""
+        """Renders and writes all pictures."""
         count, folder = self.num_samples, out.begin()
         log.info("render %d pictures and %d pairs per attribute", count, self.num_pairs)
-        samples, written = draw_samples(count, self.seed), dict[str, files.Record]()
-        shards = write_shards(samples, folder / "shards", self.samples_per_shard, written)
+        samples, records = draw_samples(count, self.seed), dict[str, files.Record]()
+        shards = write_shards(samples, folder / "shards", self.samples_per_shard, records)
         pictures = _write_pairs(folder / "pairs", self.num_pairs, self.seed)
         names = ("pairs/Questions.csv", *(f"pairs/{name}" for name in pictures))
         return Made(
             {"samples": count, "shards": len(shards), "questions": len(pictures)},
-            {f"shards/{name}": record for name, record in written.items()}
+            {f"shards/{name}": record for name, record in records.items()}
             | files.records_of(folder, *names),
         )
 
 
 def draw_samples(count: int, seed: int) -> Iterator[PackedSample]:
+    """Yields the first ``count`` training pictures of a seed."""
     numbered = enumerate(patterns.patterns(count, seed))
     for number, pattern in runlog.progress(numbered, total=count, description="render"):
         image, about = encode_jpeg(pattern.image), dict(pattern.values)
@@ -171,7 +166,7 @@ def draw_samples(count: int, seed: int) -> Iterator[PackedSample]:
 
 
 def _write_pairs(root: Path, num_pairs: int, seed: int) -> list[str]:
-    """Writes the questions, and their pictures, whose names below ``root`` it returns."""
+    """Writes the pictures and Questions.csv; returns the pictures' paths below ``root``."""
     rows: list[tuple[int, str, str]] = []
     for attribute in patterns.ATTRIBUTES:
         folder = root / "MLLM_VLM Images" / attribute
@@ -190,7 +185,7 @@ def _write_pairs(root: Path, num_pairs: int, seed: int) -> list[str]:
 
 
 def encode_jpeg(image: np.ndarray) -> bytes:
-    """The image as JPEG without chroma subsampling, which would blur colours at 32 pixels."""
+    """Encodes as JPEG without chroma subsampling, which would blur colours at 32 pixels."""
     buffer = io.BytesIO()
     Image.fromarray(image).save(buffer, "JPEG", quality=95, subsampling=0)
     return buffer.getvalue()

@@ -1,15 +1,16 @@
-"""Verb: captioned shards that no training reads -> minimal pairs, a compositional benchmark.
+"""Verb ``make-pairs``: captioned shards that no training reads -> minimal pairs, a benchmark.
 
-An item is a picture, one of its captions, and a false caption: an edit of the caption by a rule of
-``caption_rules`` that no other caption of the picture makes true. If blind spots are given, the
-false caption may be that of a picture which an encoder confuses with the first. The folder has
-SugarCrepe's layout, a file per rule, and is evaluated as the layout ``pairs``:
+An item is a picture, one of its captions, and a false caption. A rule of ``caption_rules`` edits
+the caption so that no other caption of the picture makes it true. With blind spots (``confused``),
+there are also items whose false caption belongs to a picture that an encoder confuses with this
+one. The folder has SugarCrepe's layout with one file per rule, and is evaluated as the layout
+``pairs``:
 
     OUT/data/RULE.json   {id: {filename, caption, negative_caption, key}}
-    OUT/data/confused.json   the same, and the unit that the two pictures of a pair share
-    OUT/images/          the pictures, byte for byte, so that ones that are trained on are noticed
-    OUT/gallery.html     all items; a person marks the bad ones there, and saves them as
-    OUT/struck.txt       their names, one per line: evaluation leaves these out
+    OUT/data/confused.json   the same, and "unit", which both pictures of a confused pair share
+    OUT/images/          the pictures, byte for byte, so an evaluation notices trained ones
+    OUT/gallery.html     all items; a person marks bad ones there, and saves their names in
+    OUT/struck.txt       one name per line: evaluation leaves these out
     OUT/suite.yaml       the benchmark, for ``mclclip eval --suite``
 """
 
@@ -42,10 +43,10 @@ from mclclip.util.randomness import mix, permute
 from mclclip.util.remake import Remake
 
 log = logging.getLogger("mclclip")
-PAIRS = "pairs.jsonl"  # of the blind spots
-_RULE, _CAPTION = 1, 2  # purposes of draws
-# Row of a picture -> a caption of it, a false one, and the row that names its unit.
+PAIRS = "pairs.jsonl"  # in the folder of the blind spots
+_RULE, _CAPTION = 1, 2  # what a random number draws: the order of pictures, or a caption
 Items = dict[int, tuple[str, str, int]]
+"""By row of a picture: a caption, a false caption, and the row whose picture names the unit."""
 
 
 class NoItems(ValueError):
@@ -65,33 +66,29 @@ def run(
 ) -> Manifest:
     """Writes minimal pairs of the pictures of ``shards/*.tar``; returns the manifest.
 
-    ``captions``: ``txt``, ``lines`` or ``json:FIELD``. ``rules``: some of
-    ``caption_rules.RULES`` (default: all). ``confused``: what ``mclclip blindspots`` wrote for
-    a run whose data source is these shards; its pairs make items of their own. ``per_rule``: items
-    of a rule at most, each of another picture. ``seed`` decides which pictures, captions
-    and edits. A finished ``out`` of the same shards and settings is skipped.
+    ``captions``: 'txt', 'lines' or 'json:FIELD'. ``rules``: some of ``caption_rules.RULES``
+    (default: all). ``confused``: a folder that ``mclclip blindspots`` has written for a run whose
+    only data source is these shards; its pairs become items of the rule 'confused'. ``per_rule``:
+    most items of a rule, each of another picture. ``seed`` draws pictures, captions and edits. A
+    finished ``out`` of the same shards and settings is skipped.
 
-    Raises ValueError for wrong values, NoItems where there is no item, and the errors of what it
-    reads.
+    Raises ValueError for wrong values, NoItems if there is no item, and errors of unreadable shards
+    or blind spots.
     """
     rule_names = check_rules(rules or [*RULES])
-    fewest, why = (1, "") if confused is None else (2, ", since --confused makes two items at once")
-    for flag, value, least, end in (("--per-rule", per_rule, fewest, why), ("--seed", seed, 0, "")):
-        if value < least:
-            raise ValueError(f"{flag} is {value}: wanted {least} or more{end}")
-    read = read_captions_of_shards(Path(shards), captions)
+    read = read_captions_of_shards(shards, captions)
     images, texts = read.images, [list[str]() for _ in read.images]
     for row, text in zip(read.caption_image, read.captions, strict=True):
         texts[row].append(text)
     spots = None
     if confused is not None:
-        spots = _read_spots(Path(confused), [image.size for image in images])
-    source = CaptionedPictures(shards, images, texts, spots)
-    return make(MinimalPairs(tuple(rule_names), per_rule, seed), Path(out), source, force)
+        spots = _read_spots(confused, [image.size for image in images])
+    pictures = CaptionedPictures(shards, images, texts, spots)
+    return make(MinimalPairs(tuple(rule_names), per_rule, seed), out, pictures, force)
 
 
 class CaptionedPictures(NamedTuple):
-    """Pictures with their captions, and the blind spots (``_read_spots``)."""
+    """Pictures, the captions of each, and the blind spots that `_read_spots` returns."""
 
     shards: Path
     images: Sequence[Any]
@@ -109,14 +106,15 @@ class MinimalPairs(Step[CaptionedPictures]):
     seed: int
 
     def reads(self, how: CaptionedPictures) -> dict[str, str]:
-        """The pictures by their keys and sizes, their captions, and the blind spots."""
+        """Returns digests of the inputs: of keys and sizes of the pictures and their captions, and
+        of the blind spots if there are any."""
         sizes, keys = [[getattr(i, name) for i in how.images] for name in ("size", "key")]
         pictures = {"sizes": sizes, "keys": keys, "captions": how.texts}
         inputs = {"shards": files.digest_json(pictures)}
         return inputs if how.spots is None else inputs | {"confused": how.spots[0].digest}
 
     def make(self, out: Artifact, how: CaptionedPictures) -> Made:
-        """Raises NoItems, before anything is written, where no caption fits a rule."""
+        """Writes the items. Raises NoItems, before it writes, if no rule fits a caption."""
         drawn = how.images, how.texts, self.per_rule, self.seed
         items = {rule: _items(rule, *drawn) for rule in self.rules}
         if how.spots is not None:
@@ -138,7 +136,7 @@ class MinimalPairs(Step[CaptionedPictures]):
 def _items(
     rule: str, images: Sequence[Any], texts: Sequence[Sequence[str]], per_rule: int, seed: int
 ) -> Items:
-    """A caption of a picture and its edit, for ``per_rule`` pictures at most."""
+    """Draws at most ``per_rule`` pictures, and for each a caption and an edit of it by ``rule``."""
     key = mix(seed, [*RULES].index(rule))
     items: Items = {}
     order = permute(np.arange(len(images)), len(images), mix(int(key), _RULE)).tolist()
@@ -159,7 +157,7 @@ def _items(
 
 
 def _is_picture(image: Any) -> bool:
-    """Returns True if the image can be decoded; arrays are no pictures."""
+    """Returns True if the image can be decoded and is no array of numbers (.npy)."""
     try:
         decode_image(image.read_bytes(), MAX_IMAGE_PIXELS)
     except DecodeError:
@@ -168,10 +166,10 @@ def _is_picture(image: Any) -> bool:
 
 
 def _read_spots(folder: Path, sizes: Sequence[int]) -> tuple[Manifest, list[list[int]]]:
-    """The manifest of blind spots, and the rows of the two pictures of each pair, in their order.
+    """Reads the manifest of blind spots, and for each pair the rows of its two pictures.
 
-    Raises the errors of ``SampleIndex.manifest_of``, RuntimeError where they are damaged, and
-    ValueError where they are of other pictures than those with ``sizes`` in bytes.
+    ``sizes`` are the bytes of the pictures in the shards. Raises ValueError if the blind spots are
+    of other pictures, and RuntimeError if they are damaged or of another index than their run's.
     """
     run_dir = find_run_dir(folder / PAIRS)
     if run_dir is None:
@@ -200,10 +198,8 @@ def _confused_items(
     per_rule: int,
     seed: int,
 ) -> Items:
-    """A caption of a picture, and a different caption of the picture that it is confused with.
-
-    Pairs of the largest differences come first; either both pictures of a pair are used or none.
-    """
+    """Makes two items of each pair of confused pictures: each gets the other's caption as the false
+    one. Pairs keep their order; a pair is skipped if a caption is true of both pictures."""
     said = [{*map(spoken, captions)} for captions in texts]
     items: Items = {}
     for pair in spots:
@@ -222,7 +218,7 @@ def _confused_items(
 
 
 def _write(out: Path, items: dict[str, Items], images: Sequence[Any]) -> dict[str, files.Record]:
-    """Writes the pictures, the items, the suite and the page; returns the files' records."""
+    """Writes pictures, items, suite and gallery; returns the records of the files."""
     for name in ("data", "images"):
         (out / name).mkdir(exist_ok=True)
     names: dict[int, str] = {}
@@ -255,7 +251,7 @@ def _write(out: Path, items: dict[str, Items], images: Sequence[Any]) -> dict[st
 
 
 def _gallery(records: dict[str, dict[str, dict[str, str]]]) -> str:
-    """The page of all items. Its content policy allows its one script and nothing else."""
+    """Renders the page of all items. Its content policy allows only its own script."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,

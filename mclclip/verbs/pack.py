@@ -1,10 +1,9 @@
-"""Verb: pictures with captions, in the formats in which people have them -> tar shards in
-img2dataset's layout.
+"""Verb ``pack``: pictures with captions -> tar shards in img2dataset's layout.
 
-Images are stored byte for byte. Keys are running numbers in the order in which the data first name
-each image. Several rows of one image are several captions of one sample: of one path, wherever they
-stand, and where the data hold the images themselves, of equal bytes one after another. Captions are
-optional: an image without any is packed without a ``.txt`` member.
+Images are stored byte for byte. Keys are running numbers, in the order in which the data first name
+each image. Several rows of one image become one sample with several captions. Rows are of one image
+if they have the same path, or, where the data contain the images themselves, if they follow each
+other and have equal bytes. An image without captions is packed without a ``.txt`` member.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import hashlib
 import itertools
 import logging
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,7 +49,7 @@ from mclclip.util.remake import Remake
 
 log = logging.getLogger("mclclip")
 _KEY_DIGITS = 9
-_REST = "train"  # the folder of what is not held out
+_REST = "train"  # the folder of pictures that are not held out
 
 
 def pack(
@@ -69,21 +67,21 @@ def pack(
     force: Remake = Remake.NOTHING,
     command: Sequence[str] = (),
 ) -> Manifest:
-    """Packs the pictures of ``source`` with the ``captions``, a table, or with those that it has.
+    """Packs the pictures of ``source`` with their captions, from ``source`` itself or from
+    ``captions``, a table; ``open_table`` lists the formats of both.
 
-    See ``open_table`` for what both may be. Shards are given to others: only images that lie below
-    ``source`` (the folder of a table) or ``allow_roots``, with all links followed, are packed.
-    Other columns of an image's first row are kept in its ``.json``. ``held_out`` has shares of the
-    pictures by the folder of ``out`` that gets them, by their bytes, so that copies stay together;
-    the rest is ``out/train``. What cannot be used is counted by reason, in log and manifest. A
-    finished ``out`` of the same data and options is skipped; one of others is an error, unless
-    ``force`` moves it aside. ``command`` is what the user typed, for errors that complete it.
+    Shards may be given to others, so only images below ``source`` (or the folder of the table) and
+    ``allow_roots`` are packed, after links are followed. Further columns of an image's first row go
+    into its ``.json``. Images that cannot be used are counted by reason, in log and manifest.
 
-    Raises the errors of ``open_table``, and ValueError where no sample can be packed and for an
-    ``out`` that holds foreign shards.
+    ``held_out``: shares of the pictures by folder, such as {'choose': 0.1}; these go to
+    ``out/choose`` and the others to ``out/train``. The bytes of a picture decide, so copies stay
+    together. ``force`` moves a finished ``out`` of other data or options aside, which is an error
+    otherwise. ``command``: the words that the user typed, for errors that complete them.
+
+    Raises the errors of ``open_table``, and ValueError if no sample can be packed or ``out`` holds
+    foreign shards.
     """
-    source, out = Path(source), Path(out)
-    captions = None if captions is None else Path(captions)
     read = source if captions is None else captions
     _check(read, out, samples_per_shard, key_prefix, allow_roots, held_out)
     columns = {"path_column": path_column, "caption_column": caption_column, "delimiter": delimiter}
@@ -113,7 +111,7 @@ def pack(
 
 @dataclass(frozen=True)
 class Shards(Step[tuple[Table, Path, Sequence[str]]]):
-    """Captioned pictures as shards."""
+    """Captioned pictures as shards; ``images`` is the folder below which they lie."""
 
     kind = "shards"
     images: str
@@ -126,18 +124,18 @@ class Shards(Step[tuple[Table, Path, Sequence[str]]]):
     held_out: Mapping[str, float]
 
     def reads(self, how: tuple[Table, Path, Sequence[str]]) -> Mapping[str, str]:
-        """The digests of the table, or of the files that stand for it."""
+        """Returns the digests of the table, or of the folder's files."""
         return how[0].inputs()
 
     def make(self, out: Artifact, how: tuple[Table, Path, Sequence[str]]) -> Made:
-        """Raises ValueError, before anything is written, where no image can be used."""
+        """Packs all samples. Raises ValueError, before it writes, if no image can be used."""
         (table, source, command), findings = how, Findings()
-        rows, total = _joined(table, findings)
+        rows, total = _join_rows(table, findings)
         roots = Roots(table.root, *map(Path, self.allow_roots))
         samples = _samples(rows, table, roots, findings, self.held_out, self.key_prefix)
         first = next(samples, None)
         if first is None:
-            raise _nothing_usable(table, findings, source, command)
+            raise ValueError(_describe_nothing_usable(table, findings, source, command))
         out.begin()
         samples = itertools.chain([first], samples)
         return self._write(out.directory, samples, total, findings, table)
@@ -150,23 +148,24 @@ class Shards(Step[tuple[Table, Path, Sequence[str]]]):
         findings: Findings,
         table: Table,
     ) -> Made:
+        """Writes the shards; counts samples, captions and shards, and logs the findings."""
         shares: dict[str, dict[str, int]] = {
             folder: {"samples": 0, "captions": 0, "shards": 0}
             for folder in ([*self.held_out, _REST] if self.held_out else [""])
         }
-        several = 0
+        num_with_several = 0
         records: dict[str, Record] = {}
 
-        def counted() -> Iterator[PackedSample]:
-            nonlocal several
+        def count_samples() -> Iterator[PackedSample]:
+            nonlocal num_with_several
             for sample in progress(samples, total=total, description="pack"):
                 share = shares[sample.folder]
                 share["samples"] += 1
                 share["captions"] += len(sample.captions)
-                several += len(sample.captions) > 1
+                num_with_several += len(sample.captions) > 1
                 yield sample
 
-        for path in write_shards(counted(), out, self.samples_per_shard, records):
+        for path in write_shards(count_samples(), out, self.samples_per_shard, records):
             shares["" if path.parent == out else path.parent.name]["shards"] += 1
         counts: dict[str, Any] = {
             name: sum(share[name] for share in shares.values())
@@ -178,7 +177,7 @@ class Shards(Step[tuple[Table, Path, Sequence[str]]]):
             "pack: %s with %s in %s",
             *(count_of(counts[name + "s"], name) for name in ("sample", "caption", "shard")),
         )
-        if several:
+        if num_with_several:
             log.info(
                 "pack: some have several captions; sources that read all have "
                 "captions: json:captions"
@@ -191,20 +190,21 @@ class Shards(Step[tuple[Table, Path, Sequence[str]]]):
 
 
 def _explain_missing(table: Table, findings: Findings) -> str | None:
-    """Returns how the first image that was not found is spelt on disk; None where none is near."""
+    """Says how the first missing image is spelt on disk; None if no file has a similar name."""
     counts = {} if table.holds_images else findings.to_json()
     reasons = [name for name in ("missing_image", "unsupported_extension") if name in counts]
     causes = (explain_missing(table.root, counts[name]["examples"][0]) for name in reasons)
     return next(filter(None, causes), None)
 
 
-def _nothing_usable(
+def _describe_nothing_usable(
     table: Table, findings: Findings, source: Path, command: Sequence[str]
-) -> ValueError:
-    told = "; ".join(findings.lines()) or "it has no rows"
+) -> str:
+    """Returns the message for a table without a usable image, with the command that may help."""
+    reasons = "; ".join(findings.lines()) or "it has no rows"
     missing = findings.to_json().get("missing_image")
     if spelling := _explain_missing(table, findings):
-        told += f". {spelling}"
+        reasons += f". {spelling}"
     elif missing and not table.holds_images:
         name = missing["examples"][0]
         there = [p for p in (table.path.parent, source.parent) if os.path.isfile(p / name)]
@@ -212,8 +212,8 @@ def _nothing_usable(
         new = [folder] if source != table.path else [folder, "--captions", str(source)]
         where = f"they are below {folder}" if there else "if they lie in another FOLDER"
         other = advice.again(command, *new, instead=source)
-        told += f". Its files are named from {table.root}; {where}: {other}"
-    return ValueError(f"no usable image in {table.path}: {told}")
+        reasons += f". Its files are named from {table.root}; {where}: {other}"
+    return f"no usable image in {table.path}: {reasons}"
 
 
 def _check(
@@ -224,7 +224,7 @@ def _check(
     allow_roots: Sequence[Path],
     held_out: Mapping[str, float],
 ) -> None:
-    """Raises the errors of ``pack`` for what can be known before the data are opened."""
+    """Raises the errors of ``pack`` that need no look into the data."""
     refuse_url(out, "out:")
     for folder in allow_roots:
         if not Path(folder).is_dir():
@@ -233,32 +233,24 @@ def _check(
         raise ValueError(f"samples_per_shard is {samples_per_shard}, expected at least 1")
     if split_member_name(f"{key_prefix}0.jpg") != (f"{key_prefix}0", "jpg"):
         raise ValueError(f"key_prefix is {key_prefix!r}: keys are cut at a dot, use none")
-    for name, share in held_out.items():
-        if not re.fullmatch(r"\w+", name) or name == _REST or not 0 < share < 1:
-            raise ValueError(
-                f"held_out has {name!r}: {share}: wanted the name of a folder other than "
-                f"{_REST!r}, and a share of the pictures between 0 and 1"
-            )
-    if sum(held_out.values()) >= 1:
-        raise ValueError(f"held_out is {dict(held_out)}: nothing is left for {_REST!r}")
+    assert _REST not in held_out and sum(held_out.values()) < 1, held_out
     check_foreign(out, "pack", *held_out, *([_REST] if held_out else []))
-    if read.is_dir() and out.resolve().is_relative_to(
-        read.resolve()
-    ):  # a later call would pack it too
+    # A later call would pack the shards too.
+    if read.is_dir() and out.resolve().is_relative_to(read.resolve()):
         raise ValueError(
             f"{out} lies in {read}, whose files are packed: write to a folder outside of it"
         )
 
 
-def _joined(table: Table, findings: Findings) -> tuple[Iterator[Row], int | None]:
-    """One row for each image, with all its captions, and how many they are, where it is known.
+def _join_rows(table: Table, findings: Findings) -> tuple[Iterator[Row], int | None]:
+    """Yields a row per image with all its captions; returns their number too, None if unknown.
 
-    Rows that name files are held in memory, since those of one file may stand anywhere.
+    If rows name files, all are held in memory, since rows of one file may be far apart.
     """
-    rows = _usable(table, findings)
+    rows = _usable_rows(table, findings)
     if table.holds_images:
         groups = itertools.groupby(rows, lambda row: (row.path, row.image))
-        return (_merged(group) for _, group in groups), table.count
+        return (_merge_captions(group) for _, group in groups), table.count
     by_path: dict[str, Row] = {}
     for row in rows:
         if (first := by_path.setdefault(row.path, row)) is not row:
@@ -266,15 +258,15 @@ def _joined(table: Table, findings: Findings) -> tuple[Iterator[Row], int | None
     return iter(by_path.values()), len(by_path)
 
 
-def _merged(group: Iterator[Row]) -> Row:
+def _merge_captions(group: Iterator[Row]) -> Row:
     first = next(group)
     for row in group:
         first.captions.extend(row.captions)
     return first
 
 
-def _usable(table: Table, findings: Findings) -> Iterator[Row]:
-    """The rows that have an image, with a normal path and without empty captions."""
+def _usable_rows(table: Table, findings: Findings) -> Iterator[Row]:
+    """Yields the rows that have an image; normalizes paths and drops empty captions."""
     for row in table.rows(findings):
         if row.image is None and not row.path:
             findings.add("no_path", row.where)
@@ -282,8 +274,8 @@ def _usable(table: Table, findings: Findings) -> Iterator[Row]:
         path = os.path.normpath(row.path) if row.path else ""
         captions = [text for text in map(str.strip, row.captions) if is_caption(text)]
         if empty := len(row.captions) - len(captions):
-            named = f"{row.where}: {path}" if path else row.where
-            findings.add("empty_caption", named, count=empty)
+            place = f"{row.where}: {path}" if path else row.where
+            findings.add("empty_caption", place, count=empty)
         yield replace(row, path=path, captions=captions)
 
 
@@ -295,14 +287,15 @@ def _samples(
     held_out: Mapping[str, float],
     key_prefix: str,
 ) -> Iterator[PackedSample]:
+    """Yields a sample per usable row, with its key and its folder; counts the other rows."""
     number = 0
     for row in rows:
-        if (found := _image(row, table.root, roots, findings)) is None:
+        if (read := _read_image(row, table.root, roots, findings)) is None:
             continue
-        data, extension = found
+        data, extension = read
         digest = hashlib.sha256(data)
         folder = _folder(digest.digest(), held_out)
-        measured = folder in held_out  # by pictures and captions
+        measured = folder in held_out  # a benchmark needs captions, and pictures that decode
         if not row.captions:
             findings.add(f"no_caption{'_held_out' * measured}", row.path or row.where)
             if measured:
@@ -331,8 +324,8 @@ def _decodes(image: bytes) -> bool:
     return True
 
 
-def _image(row: Row, root: Path, roots: Roots, findings: Findings) -> tuple[bytes, str] | None:
-    """Bytes and extension of a row's image; None, and a finding, where it cannot be packed."""
+def _read_image(row: Row, root: Path, roots: Roots, findings: Findings) -> tuple[bytes, str] | None:
+    """Returns bytes and extension of a row's image; None, with a finding, if it is unusable."""
     reason, data = None, row.image or b""
     if row.image is None:
         file = None if "\0" in row.path else roots.real_path(root / row.path)
@@ -344,7 +337,7 @@ def _image(row: Row, root: Path, roots: Roots, findings: Findings) -> tuple[byte
             reason = "missing_image"
         else:
             data = file.read_bytes()
-    # The first bytes say what it is; of odd ones the suffix does, and decoding counts them.
+    # The first bytes say which format it is. If they do not, take the suffix: decoding will tell.
     extension = image_extension(data) or (suffix_of(row.path) if row.image is None else None)
     if reason is None and not data:
         reason = "zero_byte_image"
@@ -361,8 +354,11 @@ def _image(row: Row, root: Path, roots: Roots, findings: Findings) -> tuple[byte
 
 
 def _folder(digest: bytes, held_out: Mapping[str, float]) -> str:
-    """The folder of a picture: its digest as a number in [0, 1) falls into one of the intervals
-    that the shares make, one after another from 0 on, or into the rest."""
+    """Returns the folder of a picture, such as 'choose'.
+
+    Its digest is read as a number in [0, 1). With shares of 0.1 and 0.2, numbers below 0.1 belong
+    to the first folder, those below 0.3 to the second, and the others to ``train``.
+    """
     place, end = int.from_bytes(digest[:8], "big") / 2**64, 0.0
     for name, share in held_out.items():
         end += share

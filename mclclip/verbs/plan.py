@@ -1,9 +1,9 @@
-"""Verb: what a configuration will do on N nodes, and whether it fits, without doing any of it.
+"""``config --plan``: steps, memory, hours and disk of a configuration on N nodes, without a run.
 
-Reads the run directory where there is one and writes nothing. Steps are counted from the index and
-the pseudo labels, or from a number of samples (``steps``); memory and operations are measured on
-tensors without values (``memory``); hours and files follow from these (``costs``);
-``table`` prints.
+Reads the run directory if there is one, and writes nothing. ``plan.steps`` counts steps from the
+index and the pseudo labels, or from a number of samples. ``plan.memory`` measures memory and
+operations on tensors without values. ``plan.costs`` computes hours and disk from these, and
+``plan.table`` formats the plan.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mclclip.plan.machine import Machine, Speed
 from mclclip.ranks.process_group import pick_device
 from mclclip.util.files import printable_lines
 
-__all__ = ["Machine", "Speed", "make", "run"]
+__all__ = ["Machine", "Speed", "compute", "run"]
 
 log = logging.getLogger("mclclip")
 
@@ -32,13 +32,12 @@ def run(
     as_json: bool,
     speed: Speed | None = None,
 ) -> None:
-    """Prints the plan of ``config``; see ``make`` for ``samples`` and ``speed``.
+    """Prints the plan of ``config``; ``compute`` explains ``samples`` and ``speed``.
 
-    Raises ValueError, one line, for what cannot run: options that exclude each other before
-    anything is printed, too little memory or disk after the plan. For a machine elsewhere too
-    little disk here is logged as a warning.
+    Raises ValueError for options that exclude each other, before it prints, and for too little
+    memory or disk, after it. If the plan is for another machine, the disk here is only a warning.
     """
-    plan = make(config, machine, samples, speed)
+    plan = compute(config, machine, samples, speed)
     if config.device == "auto" and not machine.elsewhere and pick_device("auto").type == "cpu":
         log.warning(
             "plan: this machine has no GPU, and the plan is for one: describe it with "
@@ -54,13 +53,13 @@ def run(
         log.warning("%s", lacking)
 
 
-def make(
+def compute(
     config: Config, machine: Machine, samples: int | None = None, speed: Speed | None = None
 ) -> dict[str, Any]:
-    """The plan as plain nested mappings; sizes in bytes.
+    """Returns the plan as nested mappings; sizes are in bytes.
 
-    ``samples``: of the index, for a run directory that has none (None: unknown). ``speed``: what
-    hours are counted by.
+    ``samples``: number of samples, for a run without an index (None: unknown). ``speed``: measured
+    or assumed speeds, from which hours are computed.
     """
     options = config.trainings
     if not options:

@@ -79,7 +79,7 @@ class Race:
 
     @cached_property
     def base(self) -> Config:
-        """The base configuration, whose run directory is the race's."""
+        """The base configuration; its run directory is that of the race."""
         config = configuration.load(self.recipe, [*self.overrides, "controls=[]"])
         if not config.has_stages or not config.eval.suite:
             raise ValueError(
@@ -170,8 +170,7 @@ class Race:
         if name in (BASE, *trained):
             return name
         if name in (others := {remedy.name: remedy for remedy in self.remedies}):
-            first = self.folder(others[name], 0).parent.name
-            raise ValueError(f"--only {name}: it has no trainings of its own: name {first}")
+            return self.folder(others[name], 0).parent.name  # of the remedy whose run it shares
         numbered = ", ".join(f"{number} {remedy}" for number, remedy in enumerate(trained, 1))
         raise ValueError(f"--only {name}: wanted {BASE}, or a remedy by name or number: {numbered}")
 
@@ -180,8 +179,6 @@ class Race:
     def check(self, context: Context) -> None:
         """Raises, before anything is written, the errors that would stop the race later, and
         ValueError if the folder holds a race of another base configuration."""
-        if len(set(self.all_seeds)) != len(self.all_seeds):
-            raise ValueError(f"got the seeds {self.all_seeds}: each may be given once")
         labels = [r.name for r in self.remedies if "controls=[random_groups]" in r.overrides]
         mcl = any(not remedy.overrides for remedy in self.remedies)
         if labels and self.base.num_stages > 1 and not mcl:
@@ -314,7 +311,7 @@ class Race:
         settings = self.settings(remedy, self.all_seeds[0], steps)
         variant = settings.controls[0] if settings.controls else "mcl"
         # The training of the base does not count: all remedies share it.
-        passes = plan.make(replace(settings, base=None), plan.Machine())["hours"]["passes"]
+        passes = plan.compute(replace(settings, base=None), plan.Machine())["hours"]["passes"]
         trained = [of for of in passes if of["stage"] > 0 and of["variant"] == variant]
         operations = sum(of["sample"] * of["samples"][1] for of in trained if of["samples"])
         recorded = [

@@ -1,20 +1,21 @@
-"""Verb: samples and pseudo labels -> the same samples in shards in the order of the groups.
+"""Verb ``relocate``: samples and pseudo labels -> the same samples in shards, group after group.
 
-A training reads the samples of a batch at random places. In these shards a group lies in one piece,
-and neighbours in it that ``train.plan.block`` keeps together are read at once. The plan is the same
-for both, and so are batches, weights and results: ``locations.npy`` says where each sample is now.
+A training reads the samples of a batch at random places. In these shards the samples of a group are
+neighbours, and those that ``train.plan.block`` keeps together are read at once. Plan, batches and
+results stay the same: ``locations.npy`` says where each sample is now.
 
-The order is that of a grouped index: by pseudo label, and by sample_id within a group. Which sample
-stands in which shard follows from it alone, so that processes write shards side by side, and a
-killed one leaves nothing but whole shards behind.
+Samples are in the order of the grouped index: by pseudo label, and by sample_id within a group. The
+order decides which sample is in which shard, so processes write shards side by side, and a killed
+process leaves only whole shards behind.
 
     00007.tar   SOURCE/KEY.jpg SOURCE/KEY.txt ...   as any WebDataset reader takes them
-    00007.json  where image and captions of each sample are in it; written last, gone at the end
+    00007.json  where image and captions of each sample are in the tar; written after the tar, and
+                removed at the end
 
-A sample has its image and the member with its captions there; its other members stay behind. Where
-its key is an absolute path or has ``..``, which would lead out of the folder that somebody unpacks
-the tar in, its sample_id names its members; a training does not read their names. A sample whose
-bytes are not those of the index, or are cut short, is not copied, and keeps its place in the table.
+Of a sample only its image and the member with its captions are copied. A key that is an absolute
+path or contains ``..`` would lead out of the folder in which somebody unpacks the tar; then the
+sample_id names the members. A sample that is cut short or has changed since it was indexed is not
+copied, and keeps its old place in the table.
 """
 
 from __future__ import annotations
@@ -63,19 +64,19 @@ from mclclip.util.remake import Remake
 log = logging.getLogger("mclclip")
 
 Integers = npt.NDArray[np.int64]
-_GROUPS = "grouped_index"  # folder, gone at the end
-_HEADERS_BYTES = 2048  # of a sample in a tar at most, for names of usual length
-_TAR_BYTES = 10_240  # of a tar's end
-_SHOWN = 3  # samples that are not copied, in a log line
-_WINDOW_BYTES = 1 << 26  # of samples that are read before they are written
-_AT_ONCE = 1 << 16  # rows of the table that are written at once
+_GROUPS = "grouped_index"  # a folder that is removed at the end
+_HEADERS_BYTES = 2048  # most bytes of tar headers per sample, for names of usual length
+_TAR_BYTES = 10_240  # at the end of every tar
+_SHOWN = 3  # how many samples that are not copied a log line names
+_WINDOW_BYTES = 1 << 26  # read at once before they are written
+_AT_ONCE = 1 << 16  # rows of the table written at once
 
 
 def run(config: Config, context: Context, *, stage: int, force: Remake = Remake.NOTHING) -> Path:
     """Copies every sample that has a pseudo label of ``stage``; returns the directory.
 
-    Shards are dealt out to ranks, and of a rank to ``data.index_workers`` processes. A killed run
-    goes on at the first shard that is missing. Samples that are cut short or have changed since
+    Every rank writes some of the shards, by ``data.index_workers`` processes. A killed run goes on
+    at the first missing shard. Samples that are cut short or have changed since
     they were indexed are not copied, but counted: they keep their place in the table. Once the
     stage is trained its copies may be deleted: they are made again only with ``force``. Raises
     ValueError where the stage has no groups, the disk has too little room, or more samples than
@@ -102,7 +103,7 @@ def run(config: Config, context: Context, *, stage: int, force: Remake = Remake.
 
 @dataclass(frozen=True)
 class Relocation:
-    """A call of the verb."""
+    """The run whose samples are copied."""
 
     config: Config
     context: Context
@@ -112,7 +113,7 @@ class Relocation:
 
 @dataclass(frozen=True)
 class Relocated(Step[Relocation]):
-    """Samples of a stage in shards in the order of its groups, and the table of their places."""
+    """Shards with the samples of a stage, group after group, and the table of their places."""
 
     kind = KIND
     all_ranks = True
@@ -120,44 +121,45 @@ class Relocated(Step[Relocation]):
     samples_per_shard: int
 
     def reads(self, how: Relocation) -> dict[str, str]:
-        """The index and the pseudo labels."""
+        """Returns the digests of the index and of the pseudo labels."""
         _, _, digest = read_pseudo_labels(how.layout.pseudo_labels(self.stage), how.index)
         return {"index": how.index.digest, "pseudo_labels": digest}
 
     def make(self, out: Artifact, how: Relocation) -> Made:
-        """Writes the shards that are missing, each rank its part, and the table."""
+        """Writes the missing shards, each rank some of them, and then the table."""
         data, context, index = how.config.data, how.context, how.index
-        named = files.full_disk_names(out.directory, "relocate.folder")
-        of, num_shards = collectives.on_main(named(partial(self._begin, out, how)))
+        with_option = files.full_disk_names(out.directory, "relocate.folder")
+        of, num_shards = collectives.on_main(with_option(partial(self._begin, out, how)))
         mine = range(context.rank, num_shards, context.world_size)
 
         def copy() -> None:
             left: dict[int, str] = {}
             calls = [(of, number) for number in mine]
             try:
-                with closing(map_in_pool(write_shard, calls, data.index_workers)) as written:
+                with closing(map_in_pool(write_shard, calls, data.index_workers)) as copied:
                     what = "relocate, shards"
-                    for of_shard in runlog.progress(written, total=len(mine), description=what):
+                    for of_shard in runlog.progress(copied, total=len(mine), description=what):
                         left |= of_shard
                         index.check_bad_fraction(left, data.max_bad_fraction)
             finally:
-                _opened.cache_clear()
+                _open_source.cache_clear()
 
-        collectives.raise_on_every_rank(named(copy), "relocate")
-        return collectives.on_main(named(partial(_write_table, of, num_shards, index)))
+        collectives.raise_on_every_rank(with_option(copy), "relocate")
+        return collectives.on_main(with_option(partial(_write_table, of, num_shards, index)))
 
     def _begin(self, out: Artifact, how: Relocation) -> tuple[Copies, int]:
-        """Checks the inputs, and sorts the samples by group on disk, unless they are; returns what
-        is to be written and the number of shards."""
+        """Checks inputs and free space, and sorts the samples by group on disk, unless a killed
+        call has; returns the arguments of ``write_shard`` and the number of shards."""
         data, index, directory = how.config.data, how.index, out.directory
         labels, radices, _ = read_pseudo_labels(how.layout.pseudo_labels(self.stage), index)
         check_shards(index.directory, index.shards, data)
         needed = int(index.image_size.sum()) + int(index.text_size.sum())
         needed += (_HEADERS_BYTES + 64) * len(index)  # and the table's row
         needed += _TAR_BYTES * -(-len(index) // self.samples_per_shard)
-        begun = [] if is_finished(directory) else directory.glob("*.tar")  # finished: moved aside
+        # Shards of a killed call take no further room; those of a finished one are moved aside.
+        written_shards = [] if is_finished(directory) else directory.glob("*.tar")
         advice = "name another disk in relocate.folder"
-        files.check_room(directory, needed, begun, "the copy", advice)
+        files.check_room(directory, needed, written_shards, "the copy", advice)
         blocks = LabelBlocks(labels, radices)
         sizes = blocks.sizes()
         if not sizes.num_samples:
@@ -171,40 +173,41 @@ class Relocated(Step[Relocation]):
             index.directory, index.digest, groups.directory, directory,
             self.samples_per_shard, data.max_open_files, data.remote,
         )  # fmt: skip
-        GroupedIndex.open(groups.directory, "relocate")  # a killed call may have written it
+        GroupedIndex.open(groups.directory, "relocate")  # checks the one of a killed call
         return of, -(-sizes.num_samples // of.samples_per_shard)
 
 
 def _remove_notes(directory: Path) -> None:
-    """Removes what a finished table was made from."""
+    """Removes the notes on shards and the grouped index, which a finished table needs no more."""
     for path in directory.glob("*.tar"):
         path.with_suffix(".json").unlink(missing_ok=True)
     shutil.rmtree(directory / _GROUPS, ignore_errors=True)
 
 
 def check(config: Config, stage: int = 1) -> None:
-    """Raises ValueError where a stage is not trained on groups, or the folder is none."""
+    """Raises ValueError if the stage is not trained on groups, or relocate.folder is no folder."""
     objective, folder = config.train.objective, config.relocate.folder
     if stage < 1 or not objective.reads.groups:
         raise ValueError(
             f"relocate: stage {stage} under train.objective.kind={objective.kind} is not trained "
             "on groups of samples: name a stage from 1 on, of a method that reads groups"
         )
-    if folder is not None and protocol_of(folder) is not None:
-        raise ValueError(f"relocate.folder={folder} is a url: give a folder of a disk")
-    if folder is not None and Path(folder).expanduser().is_file():
-        raise ValueError(f"relocate.folder={folder} is a file: give a folder")
+    if folder is not None:
+        is_url = protocol_of(folder) is not None
+        if is_url or Path(folder).expanduser().is_file():
+            kind = "url" if is_url else "file"
+            raise ValueError(f"relocate.folder={folder} is a {kind}: give a folder of a disk")
 
 
 def _write_table(of: Copies, num_shards: int, index: SampleIndex) -> Made:
-    """Writes the table of places by the notes on all shards."""
+    """Writes the table of places from the notes on all shards."""
     directory = of.directory
     num_labelled, num_groups = (g := GroupedIndex.open(of.grouped)).num_samples, g.num_groups
     records, left = dict[str, files.Record](), dict[int, str]()
     with files.whole_file(directory / TABLE) as file:
         shape = (len(index), 2, 4)
         header = npy_header(shape, np.int64)
-        # A full disk would be a signal (SIGBUS) later, where a row is written.
+        # Reserve the bytes now: on a full disk, writing to the mapping would kill the process.
         os.posix_fallocate(file.fileno(), 0, len(header) + 64 * len(index))
         file.write(header)
         file.flush()
@@ -251,11 +254,11 @@ def _write_table(of: Copies, num_shards: int, index: SampleIndex) -> Made:
 
 @dataclass(frozen=True)
 class CopiedShard:
-    """Samples of a shard that is written, by their ids.
+    """The note on a written shard.
 
-    record  of its file
-    places  [[offset, size, CRC-32] of the image, the same of the captions] of each sample in it
-    left    why samples were not copied: ``truncated`` or ``changed``
+    record  size and checksum of the tar
+    places  by sample_id [[offset, size, CRC-32] of the image, and the same of the captions]
+    left    by sample_id why a sample was not copied: 'truncated' or 'changed'
     """
 
     record: files.Record
@@ -265,9 +268,11 @@ class CopiedShard:
 
 @dataclass(frozen=True)
 class Copies:
-    """Arguments of ``write_shard`` that are the same for all shards.
+    """The arguments of ``write_shard`` that all shards share.
 
-    grouped  folder of the grouped index, whose samples are copied in its order
+    index      folder of the sample index
+    grouped    folder of the grouped index, in whose order samples are copied
+    directory  folder for the shards
     """
 
     index: Path
@@ -279,15 +284,15 @@ class Copies:
     remote: RemoteOptions
 
     def tar(self, number: int) -> Path:
-        """A shard."""
+        """Path of a shard."""
         return self.directory / shard_name(number)
 
     def note(self, number: int) -> Path:
-        """The file that lists the samples of a shard, and marks it as done."""
+        """Path of the note on a shard, which exists if the shard is written."""
         return self.tar(number).with_suffix(".json")
 
     def read_note(self, number: int) -> CopiedShard | None:
-        """The note of a shard that is done; None for another."""
+        """Reads the note on a shard; None if the shard is not written or damaged."""
         try:
             fields = files.read_json(self.note(number))
             record = files.Record(**fields["record"])
@@ -295,11 +300,11 @@ class Copies:
             places = {int(i): place for i, place in fields["places"].items()}
             return CopiedShard(record, places, {int(i): why for i, why in fields["left"].items()})
         except (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError):
-            return None  # it was not written, or lost in a crash
+            return None
 
 
 class _Source:
-    """The index and the shards that samples are read from."""
+    """Reads samples of the index, in the order of the groups."""
 
     def __init__(self, of: Copies) -> None:
         self.index = SampleIndex(of.index, of.index_digest)
@@ -308,18 +313,17 @@ class _Source:
         self.bytes = Bytes(self.index, data)
 
     def read(self, ids: Integers) -> Iterator[RawSample | BadSample]:
-        """Yields the samples. Some are read at once, in the order in which they lie."""
+        """Yields the samples in the order of ``ids``; reads about ``_WINDOW_BYTES`` at once."""
         sizes = self.index.image_size[ids] + self.index.text_size[ids]
         windows = np.cumsum(sizes) // _WINDOW_BYTES
         for window in np.split(ids, np.flatnonzero(np.diff(windows)) + 1):
             yield from self.bytes.read(window)
 
     def names(self, ids: Integers) -> list[tuple[str, str]]:
-        """The names of samples in a tar, and the extensions of their captions.
+        """Returns for each sample its name in the tar, and the extension of its captions.
 
-        A name is the key, or the sample_id where the key, a stranger's, is an absolute path or has
-        ``..``. A key has its source before a slash, and a number has no slash: no two samples have
-        one name.
+        The name is the key, such as 'pets/000000012', or the sample_id if the key is an absolute
+        path or contains ``..``. Every key contains a slash and no number does, so names differ.
         """
         names = []
         for sample_id, key in zip(ids.tolist(), self.index.keys(ids), strict=True):
@@ -330,16 +334,13 @@ class _Source:
         return names
 
 
-_opened = lru_cache(maxsize=1)(_Source)  # once in a process
+_open_source = lru_cache(maxsize=1)(_Source)  # opens it once per process
 
 
 def write_shard(of: Copies, number: int) -> dict[int, str]:
-    """Writes a shard and the note on it, unless they are there; returns why samples were not
-    copied, by sample id.
-
-    Raises the errors of the reader.
-    """
-    source = _opened(of)
+    """Writes a shard and the note on it, unless both exist; returns for samples that were not
+    copied the reason. Raises the errors of ``Bytes.read``."""
+    source = _open_source(of)
     start = number * of.samples_per_shard
     ids = np.asarray(source.sample_ids[start : start + of.samples_per_shard])
     note = of.read_note(number)
@@ -350,19 +351,19 @@ def write_shard(of: Copies, number: int) -> dict[int, str]:
 
 
 def _write(path: Path, source: _Source, ids: Integers) -> CopiedShard:
-    """Writes the samples to a tar, and reads from its headers where they are."""
+    """Writes the samples to a tar, and reads their offsets from its headers."""
     places: dict[int, list[list[int]]] = {}
     left: dict[int, str] = {}
     members: dict[str, list[int]] = {}  # entries of ``places`` by the name of the member
     options: dict[str, Any] = {"user": "mclclip", "group": "mclclip", "mtime": 0, "encoder": False}
     with files.whole_file(path) as file:
-        # Names of any length, which the default (ustar) does not take.
+        # PAX takes names of any length, which the default (ustar) does not.
         with TarWriter(file, format="PAX_FORMAT", **options) as writer:
             for (name, extension), raw in zip(source.names(ids), source.read(ids), strict=True):
                 if isinstance(raw, BadSample):
                     left[raw.sample_id] = raw.reason
                     continue
-                # An image that no reader will decode is named as a JPEG.
+                # An image of an unknown format, which no reader will decode, is called .jpg.
                 contents = {image_extension(raw.image) or "jpg": raw.image}
                 contents |= {extension: raw.text} if raw.text else {}
                 writer.write({"__key__": name, **contents})
@@ -372,7 +373,7 @@ def _write(path: Path, source: _Source, ids: Integers) -> CopiedShard:
                     members[f"{name}.{suffix}"] = place[member]
         file.flush()
         if members:
-            with open(file.name, "rb") as written:
-                for found in read_members(written):
-                    members[found.name][0] = found.offset
+            with open(file.name, "rb") as tar:
+                for member_header in read_members(tar):
+                    members[member_header.name][0] = member_header.offset
     return CopiedShard(files.record_of(path), places, left)

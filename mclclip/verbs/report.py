@@ -1,13 +1,13 @@
-"""Verb: the data of a run -> one page ``report.html``, to be looked at and passed on.
+"""Verb ``report``: the data of a run -> one page ``report.html``.
 
-The page is one file: it needs no network, holds no script, follows the light or dark theme of its
-reader, and fits a phone. It begins with the verdict, and shows results, comparisons, clusters,
-neighbours, curves and costs as far as the run has them. Files that cannot be read are named with
-the reason, and the page ends with a list of what the run does not have. If there are many samples
-only some are read, and the page says so.
+The page is one file. It needs no network, contains no script, follows the reader's light or dark
+theme, and fits a phone. It begins with the verdict, and shows results, comparisons, clusters,
+neighbours, curves and costs if the run has them. It names files that cannot be read, with the
+reason, and ends with a list of the parts that the run lacks. If there are many samples it reads
+only some, and says so.
 
-A report changes nothing but its own file, which is replaced by rename. So it takes no lock, and may
-be made of a run that is training.
+A report changes only its own file, which it replaces by rename. So it takes no lock, and can be
+written while the run is training.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ NAME = "report.html"
 def run(run_dir: str | None = None, *, config: str | None = None, out: Path | None = None) -> Path:
     """Writes the page of a run; returns its path.
 
-    ``run_dir``: the folder of the run (default: that of the configuration). ``config``: a YAML file
-    or a recipe (default: the configuration that the run recorded, if it did). ``out``: default is
-    ``report.html`` in the folder. Raises FileNotFoundError where there is no run, or nothing to
-    show of it yet, and ValueError where results.jsonl or the configuration is wrong.
+    ``run_dir``: the folder of the run (default: ``run_dir`` of the configuration). ``config``: a
+    YAML file or a recipe (default: the configuration that the run has recorded). ``out``: default
+    is ``report.html`` in the folder. Raises FileNotFoundError if there is no run or nothing to show
+    yet, and ValueError if results.jsonl or the configuration is wrong.
     """
     settled = None if config is None else configuration.load(config, [])
     if run_dir is None:
         if settled is None:
             raise ValueError("wanted a run directory, such as 'mclclip report runs/mine'")
         run_dir = settled.run_dir
-    # The table of the index is not compared with its record, which would read it whole; captions
-    # are compared with the checksums in it, so that a damaged row is noticed.
+    # The table of the index is not compared with its checksum, which would read it whole. Captions
+    # are compared with the checksums in it, so a damaged row is noticed.
     opened = Run.open(run_dir, config=settled)
     if not opened.result_rows and not opened.stages:
         raise FileNotFoundError(
@@ -59,12 +59,12 @@ def run(run_dir: str | None = None, *, config: str | None = None, out: Path | No
 
 
 def render(run: Run) -> str:
-    """The page as text; the same bytes for the same run."""
+    """Returns the page as text; the same run gives the same bytes."""
     return environment().get_template("page.html").render(_content(run))
 
 
 def _content(run: Run) -> dict[str, Any]:
-    """All variables of the template."""
+    """Returns the variables of the template."""
     thumbnails, trained = Thumbnails(run), _section(lambda: story.trainings(run))
     trainings = trained["content"] or []
     comparisons = scores.comparisons(run)
@@ -98,7 +98,7 @@ def _content(run: Run) -> dict[str, Any]:
 def _sections(
     run: Run, thumbnails: Thumbnails, verdict: Verdict | None
 ) -> dict[str, dict[str, Any]]:
-    """The parts of the page by name (``_section``)."""
+    """Returns the parts of the page by name, each as `_section` does."""
     tuned = None if verdict is None else verdict.tuned
     recommended = "stage_0" if verdict is None else verdict.recommended
     return {
@@ -114,9 +114,12 @@ def _sections(
 
 
 def _section(make: Callable[[], Sequence[Any]], samples_of: Run | None = None) -> dict[str, Any]:
-    """A part of the page: its ``content``, which ``make`` returns, or None. It is ``empty`` where
-    the run has none, or ``missing`` for a reason: files are missing or damaged, or the samples of a
-    run that it shows cannot be read."""
+    """Calls ``make`` and returns a part of the page as a mapping.
+
+    'content' is what ``make`` returns, or None. 'empty' is True if the run has nothing for this
+    part. 'missing' says why the part could not be read, such as a damaged file; else it is ''. The
+    samples of the run ``samples_of``, if given, must be readable too.
+    """
     try:
         if samples_of is not None:
             _ = samples_of.samples
@@ -130,7 +133,7 @@ def _section(make: Callable[[], Sequence[Any]], samples_of: Run | None = None) -
 def _summary(
     run: Run, trainings: Sequence[Mapping[str, Any]], comparisons: Comparisons
 ) -> list[tuple[str, str, str]]:
-    """The most important figures: value, what it is, more about it."""
+    """Returns the tiles at the top of the report, each (number, caption, detail)."""
     tiles = []
     if (verdict := comparisons.verdict) is not None:
         for judged, other in (

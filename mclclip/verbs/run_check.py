@@ -1,9 +1,9 @@
-"""Verb ``doctor RUN``: whether the files of a run are what was written.
+"""Verb ``doctor RUN``: compares the files of a run with the checksums that were recorded.
 
-Every file that a manifest or a saved step lists is read once and compared with its SHA-256. One
-line per artifact names the first file that differs. Nothing is written and no lock is taken, so
-that a run may go on meanwhile: what is not finished is not compared, and neither is what is
-replaced or removed while it is read.
+It reads every file that a manifest or a saved step lists, and compares its SHA-256. Each artifact
+gets a line, which names the first file that differs. It writes nothing and takes no lock, so the
+run may go on: unfinished artifacts, and files that are replaced or removed while they are read, are
+not compared.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from mclclip.verbs import doctor
 from mclclip.verbs.doctor import Finding
 
 MAY_LIE_ELSEWHERE = (KIND, IMAGE_ROWS)
-"""Kinds of artifacts whose files a user may move to a store, or remove after the training."""
+"""Kinds of artifacts whose files a user may move to a store or delete after the training."""
 
 
 def run(directory: Path) -> int:
-    """Prints a line per artifact of a run; returns 0, or 2 where a file differs.
+    """Prints a line per artifact of a run; returns 0, or 2 if a file differs.
 
-    Raises FileNotFoundError where the folder has no artifact of a run.
+    Raises FileNotFoundError if the folder has no artifact of a run.
     """
     return doctor.show(findings(Path(directory)))
 
 
 def findings(directory: Path) -> Iterator[Finding]:
-    """The line of every artifact and of every saved step, in the order of their paths."""
+    """Yields a line for every artifact and saved step, in the order of their paths."""
     listings = [*_listings(directory)]
     if not listings:
         raise FileNotFoundError(f"there is no run at {directory}: name the folder of a run")
@@ -54,9 +54,10 @@ def findings(directory: Path) -> Iterator[Finding]:
 
 
 def _listings(directory: Path) -> Iterator[Path]:
-    """The paths of all lists of files: those that are there, with the marks of what is being made,
-    and those that the places of a run should have. A folder is looked at once, whatever links lead
-    to it; hidden ones and those that were moved aside are left out."""
+    """Yields the paths of all lists of files: manifests, those of saved steps, the intents of
+    unfinished artifacts, and missing manifests in folders where a run has artifacts. A folder is
+    visited once, even if several links lead to it. Hidden folders and those that were moved aside
+    (NAME.old-1) are skipped."""
     seen = set()
     for name, below, names in os.walk(directory, followlinks=True):
         folder, real = Path(name), os.path.realpath(name)
@@ -82,8 +83,8 @@ def _kind_at(directory: Path, folder: Path) -> str | None:
 
 
 def _compare(path: Path, place: str, again: str, pool: ThreadPoolExecutor) -> Iterator[Finding]:
-    """The line of the artifact or step whose files ``path`` lists; ``again``: how to make it again
-    if the list itself is damaged."""
+    """Yields the line of the artifact or step whose files ``path`` lists, if it is finished;
+    ``again`` says how to make it again if the list itself is damaged."""
     if path.name == INTENT:
         if not is_finished(path.parent):
             yield doctor.finding(place, "is not finished, so there is nothing to compare yet")
@@ -98,7 +99,7 @@ def _compare(path: Path, place: str, again: str, pool: ThreadPoolExecutor) -> It
         text = next(filter(None, differences), None)
     except (OSError, ValueError, RuntimeError, step_files.Damaged) as error:
         text = files.message_of(error)
-    except (TypeError, LookupError) as error:  # of counts, which every kind has its own of
+    except (TypeError, LookupError) as error:  # a field is missing or of another type
         text = f"{path.name} is damaged ({type(error).__name__}: {files.message_of(error)})"
     if text is None:
         size = sum(record.size_bytes for record in here.values()) / 2**30
@@ -111,7 +112,7 @@ def _compare(path: Path, place: str, again: str, pool: ThreadPoolExecutor) -> It
 
 
 def _bytes_of(path: Path) -> bytes | None:
-    """The bytes of a file; None for what cannot be read, or is no file."""
+    """Returns the bytes of a file; None if it cannot be read."""
     try:
         return path.read_bytes() if path.is_file() else None
     except OSError:
@@ -119,7 +120,7 @@ def _bytes_of(path: Path) -> bytes | None:
 
 
 def _again(path: Path, kind: str | None) -> str:
-    """How to make the step, or the artifact of a kind, that ``path`` lists again."""
+    """Says how to make the files that ``path`` lists again: a step, or an artifact of ``kind``."""
     if path.name == step_files.STATE:
         return "remove this step's folder, and the same command resumes from the step before"
     if kind not in KINDS:
@@ -130,8 +131,8 @@ def _again(path: Path, kind: str | None) -> str:
 
 
 def _read_listing(path: Path) -> tuple[dict[Path, files.Record], str, bool]:
-    """The files that a manifest or a step lists, with their records; how to make them again; and
-    whether they may lie elsewhere."""
+    """Returns the files that a manifest or a step lists, with their records; the advice how to make
+    them again; and True if the files may lie elsewhere."""
     folder = path.parent
     if path.name == step_files.STATE:
         step = int(folder.name.removeprefix("step_"))
@@ -147,7 +148,7 @@ def _read_listing(path: Path) -> tuple[dict[Path, files.Record], str, bool]:
 
 
 def _difference(folder: Path, path: Path, record: files.Record) -> str | None:
-    """Describes what is wrong with a file; None if the file is as it was written."""
+    """Says how a file differs from its record; None if it does not."""
     name = os.path.relpath(path, folder)
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # the reading of a pipe would not end

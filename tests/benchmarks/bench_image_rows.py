@@ -123,9 +123,9 @@ def shards_in(folder: Path, times: int, few: int | None) -> tuple[Path, ...]:
 
 def allowed(setting: Setting, run_dir: Path) -> tuple[float, float]:
     """How many times as fast a step and an embedded image could be, by their operations."""
-    measured = plan.make(options(setting, run_dir), plan.Machine(1, 1))["memory"]["train"]
+    measured = plan.compute(options(setting, run_dir), plan.Machine(1, 1))["memory"]["train"]
     found = measured["operations"]
-    cached = plan.make(options(setting, run_dir, "image_rows.enabled=true"), plan.Machine(1, 1))[
+    cached = plan.compute(options(setting, run_dir, "image_rows.enabled=true"), plan.Machine(1, 1))[
         "memory"
     ]["train"]
     image, of_trunk = found["image"], cached["operations"]["trunk"]

@@ -175,7 +175,8 @@ def rows_of(root: Path, path: Path, sizes: dict[str, int]) -> list[dict[str, Any
     outcomes.NUM_RANKING_DRAWS = FEW_DRAWS  # also in a process of another rank
     context = here()
     encoder: Any = planted("coarse", max(sizes.values()))
-    rows = evaluation.run_suite(encoder, suite, path, "it", context=context, batch_size=3)
+    judge = evaluation.SuiteJudge(suite, context, settings={"batch_size": 3})
+    rows = judge.measure(encoder, path, "it")
     return [vars(row) for row in rows]
 
 

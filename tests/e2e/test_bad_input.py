@@ -1,6 +1,7 @@
 """What a user may get wrong: one clear line, exit code 2, and nothing half-written.
 
-After every refusal the disk holds what it held before, so the corrected command simply goes on.
+After every refusal the disk holds the same files as before, so the corrected command goes on. Rules
+between options, and errors that a function raises alone, have unit tests (``test_rules.py``).
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ def begun(based: tuple[Path, Path], tmp_path: Path) -> list[object]:
 
 def files(folder: Path) -> dict[str, str]:
     """Digests of all files, except the guard of the lock and the recorded state."""
-    found = tiny.digests(folder, "**/*")
+    digests = tiny.digests(folder, "**/*")
     return {
         name: digest
-        for name, digest in found.items()
+        for name, digest in digests.items()
         if not name.endswith((".guard", "run_state.json"))
     }
 
@@ -56,11 +57,6 @@ FRESH: dict[str, tuple[str, tuple[str, ...]]] = {
     "missing_shard": (
         "run data.sources.patterns.shards=/nowhere/{00..03}.tar",
         ("data.sources.patterns.shards", "4 of the 4 paths", "/nowhere/00.tar"),
-    ),
-    "missing_benchmark": ("run eval.suite.pairs.path=/nowhere", ("'pairs'", "/nowhere")),
-    "benchmark_option": (
-        "run eval.suite.pairs.options={topk:5}",
-        ("'pairs'", "topk"),
     ),
     "no_num_clusters": ("run cluster.num_clusters=[]", ("cluster.num_clusters",)),
     "base_null": ("train --stage 0 base=null", ("base is null", "nothing to train")),
@@ -129,13 +125,6 @@ BEGUN: dict[str, tuple[Prepare, str, tuple[str, ...]]] = {
         no_clusters,
         "cluster --stage 0 cluster.num_clusters=500",
         ("500", "192"),
-    ),
-    "unlocked_blocks": (nothing, "train --stage 1 train.lock.image_blocks=9", ("9", "3")),
-    "batch_for_data": (nothing, "train --stage 1 train.global_batch=500", ("500", "192")),
-    "plan_beyond_bound": (
-        nothing,
-        "train --stage 1 train.global_batch=144 train.plan.policy=drop",
-        ("policy 'drop'", "wanted at most"),
     ),
     "locked_text_not_embedded": (
         nothing,

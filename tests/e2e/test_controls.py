@@ -67,7 +67,7 @@ def test_controls_take_the_steps_of_what_they_control(
     ungrouped = StageGroups(RunPaths.of(options, "ungrouped").train(1) / "grouped_index").read()[0]
     own = coverage_report(ungrouped, options.train.global_batch, options.train.plan.policy).steps
     assert 2 * own != steps["mcl"]  # epochs of its own would have been others
-    planned = plan.make(options, Machine(), None)["trainings"]
+    planned = plan.compute(options, Machine(), None)["trainings"]
     assert [training["steps"] for training in planned] == [(steps["mcl"],) * 2] * 3
     # The same command finds all of them finished.
     for variant in CONTROLS:

@@ -45,7 +45,7 @@ class KillAround:
 
         owners: dict[str, tuple[Any, str]] = {
             "before": (export, "write_step"),
-            "during": (evaluation, "run_suite"),
+            "during": (evaluation.SuiteJudge, "measure"),
             "after": (Recorder, "evaluated"),
         }
         kill = Send(signal.SIGKILL)

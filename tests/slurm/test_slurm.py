@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from mclclip import checkpoint
-from mclclip.verbs import demo
+from mclclip.util import shipped
 from tests import tiny
 from tests.matrix import in_soak
 from tests.slurm.conftest import Cluster, wait_until
@@ -140,7 +140,7 @@ def submit_run(cluster: Cluster, folder: Path, data: Path) -> Job:
         f"data.sources.patterns.shards={data}/shards/*.tar",
         f"eval.suite.pairs.path={data}/pairs",
     )
-    recipe = ("run", "--config", demo.recipe(), *paths, *CUT_DOWN)
+    recipe = ("run", "--config", shipped.RECIPES / "demo.yaml", *paths, *CUT_DOWN)
     return submit(cluster, folder, "mclclip.sbatch", *recipe, nodes=2)
 
 

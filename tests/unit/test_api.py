@@ -194,6 +194,12 @@ def test_a_mistaken_call_does_not_stand_in_the_way_of_the_right_one(
         mclclip.finetune(tmp_path / "all", **given)
 
 
+def tuning(images: Path, **flags: object) -> api.FineTuning:
+    defaults: dict[str, object] = {"base": "tiny_clip@random", "captions": None}
+    defaults |= {"out": images / "run", "overrides": [], "held_out": 0.1, "seed": 0}
+    return api.FineTuning.of(images=images, **defaults | flags)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -205,22 +211,17 @@ def test_a_mistaken_call_does_not_stand_in_the_way_of_the_right_one(
 def test_a_dry_run_refuses_what_the_run_would(
     given: dict[str, object], message: str, tmp_path: Path
 ) -> None:
-    asked = {"base": "tiny_clip@random", "gpu_gib": None, "samples": 2000, "captions": None}
-    asked |= {"out": tmp_path / "run", "overrides": [], "held_out": 0.1, "seed": 0}
-    columns = {"path_column": None, "caption_column": None}
     with pytest.raises(ValueError, match=message):
-        api.dry_run(tmp_path, **asked | columns | given)  # type: ignore[arg-type]
+        tuning(tmp_path, path_column=None, caption_column=None, **given).dry_run(None, 2000)
 
 
 def test_a_dry_run_refuses_pictures_without_captions(tmp_path: Path) -> None:
     for number in range(130):
         Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"{number}.png")
-    asked = {"base": "tiny_clip@random", "gpu_gib": None, "samples": None, "captions": None}
-    asked |= {"out": tmp_path / "run", "overrides": [], "held_out": 0.1, "seed": 0}
     with pytest.raises(ValueError, match="--captions"):
-        api.dry_run(tmp_path, **asked)  # type: ignore[arg-type]
+        tuning(tmp_path).dry_run(None, None)
     (tmp_path / "7.txt").write_text("a caption")
-    assert "base:" in api.dry_run(tmp_path, **asked)  # type: ignore[arg-type]
+    assert "base:" in tuning(tmp_path).dry_run(None, None)
 
 
 def test_the_reference_has_every_public_name_with_an_example_that_runs(

@@ -145,6 +145,7 @@ def test_wrong_paths_and_names_are_refused_before_torch_is_loaded(tmp_path: Path
         ("race --config ucm --remedies imf", "no remedy 'imf' (nearest: ifm, "),
         ("race --config ucm --remedies {}/a.sweep", "--remedies {}/a.sweep: there is no such file"),
         ("race --config ucm --remedies mcl d.e=f --seeds 1 x g.h=i", "--seeds got 1 x: wanted"),
+        ("demo --seeds 1 2 1", "--seeds got 1 2 1: wanted numbers from 0 on, each of them once"),
     ]
     code = (
         "import sys; from mclclip.cli import entry\n"
@@ -494,6 +495,7 @@ def test_a_url_in_the_place_of_a_path_is_one_line(main: Any, words: str, named: 
 @pytest.mark.parametrize(
     ("given", "named"),
     [
+        (["--seed", "-1"], "--seed: got '-1', wanted a whole number of 0"),
         (["--delimiter", "ab"], "--delimiter: got 'ab', wanted one character"),
         (["--delimiter", ""], "--delimiter: got '', wanted one character"),
         (["--gpu-gib", "nan"], "--gpu-gib is nan"),

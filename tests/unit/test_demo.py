@@ -52,11 +52,6 @@ def test_seed_table_gives_mean_and_standard_deviation() -> None:
     assert "| 50.0 ± 10.0 | 25.0 ± 5.0 | 60.0 ± 0.0 |" in text
 
 
-def test_a_seed_given_twice_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="each may be given once"):
-        demo.run(tmp_path, seeds=[1, 1])
-
-
 def test_the_device_is_the_one_that_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

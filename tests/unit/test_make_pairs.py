@@ -173,10 +173,6 @@ def test_wrong_input_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
         make_pairs.run(source, out, rules=["colour", "swap"])
     with pytest.raises(ValueError, match=r"no rule 'color' for captions \(nearest: colour"):
         make_pairs.run(source, out, rules=["color"])
-    with pytest.raises(ValueError, match="--per-rule is 0: wanted 1 or more"):
-        make_pairs.run(source, out, per_rule=0)
-    with pytest.raises(ValueError, match="--per-rule is 1: wanted 2 or more, since --confused"):
-        make_pairs.run(source, out, per_rule=1, confused=tmp_path)
     with pytest.raises(FileNotFoundError, match="no shard in"):
         make_pairs.run(tmp_path, out)
     with pytest.raises(ValueError, match="no_caption"):

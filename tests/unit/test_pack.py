@@ -389,23 +389,6 @@ def test_nothing_is_written_into_the_folder_that_is_packed(tmp_path: Path, image
     assert not (images / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("held_out", "message"),
-    [
-        ({"train": 0.1}, "other than 'train'"),
-        ({"../x": 0.1}, "wanted the name of a folder"),
-        ({"a": 0.0}, "between 0 and 1"),
-        ({"a": 0.5, "b": 0.5}, "nothing is left for 'train'"),
-    ],
-)
-def test_wrong_shares(
-    tmp_path: Path, images: Path, held_out: dict[str, float], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        run(tmp_path, images, [["a.jpg", "1"]], held_out=held_out)
-    assert not (tmp_path / "out").exists()
-
-
 def test_what_is_refused_does_not_wait_for_torch(tmp_path: Path) -> None:
     lines = f"""
         import sys

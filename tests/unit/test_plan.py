@@ -68,10 +68,10 @@ def test_a_plan_for_cpus_says_nothing_of_gpus(
     assert "1 node x 2 CPU ranks = 2 ranks" in shown and "--samples-per-s" in shown
     for word in ("GPU", "CUDA", "NCCL", "30 %", "TFLOP/s", "nan", "None"):
         assert word not in shown
-    found = plan.make(options, Machine(1, 2), 500)["hours"]
+    found = plan.compute(options, Machine(1, 2), 500)["hours"]
     assert found["rank_hours"] is None and "peak_tflops" not in found["speed"]
     rates = plan.Speed(samples_per_s=10.0, images_per_s=20.0)
-    later = plan.make(options, Machine(1, 2), 500, rates)["hours"]["passes"]
+    later = plan.compute(options, Machine(1, 2), 500, rates)["hours"]["passes"]
     assert all(of["hours"] for of in later if of["given"]) and any(of["given"] for of in later)
 
 
@@ -105,7 +105,7 @@ def test_every_recipe_has_a_plan(
 
 
 def test_numbers_of_the_small_recipe() -> None:
-    found = plan.make(recipe("cc12m_vitb32"), Machine(1, 8), CC12M)
+    found = plan.compute(recipe("cc12m_vitb32"), Machine(1, 8), CC12M)
     kind = found["memory"]["train"]
     trainable = kind["trained_weights"]
     assert trainable + kind["frozen_weights"] == 151_277_313
@@ -129,7 +129,7 @@ def test_numbers_of_the_small_recipe() -> None:
 def test_options_move_the_parts_they_should() -> None:
     def parts(*overrides: str, ranks: int = 4) -> dict[str, int]:
         options = tiny_config("base=null", *overrides)
-        found: dict[str, int] = plan.make(options, Machine(1, ranks), 500)["memory"]["train"]
+        found: dict[str, int] = plan.compute(options, Machine(1, ranks), 500)["memory"]["train"]
         return found["parts"]  # type: ignore[return-value]
 
     plain = parts()
@@ -151,7 +151,7 @@ def test_dropped_patches_take_neither_memory_nor_operations() -> None:
     def costs(*overrides: str) -> tuple[int, int, int]:
         images = "train.lock={image_blocks: all, text: false}"
         options = tiny_config("base=null", images, *overrides)
-        found = plan.make(options, Machine(1, 1), 500)["memory"]["train"]
+        found = plan.compute(options, Machine(1, 1), 500)["memory"]["train"]
         operations = found["operations"]
         return found["parts"]["activations"], operations["sample"], operations["image"]
 
@@ -164,7 +164,7 @@ def test_dropped_patches_take_neither_memory_nor_operations() -> None:
 @in_soak
 def test_micro_batches_divide_the_activations() -> None:
     def activations(*overrides: str) -> Any:
-        found = plan.make(recipe("cc12m_vitb32", *overrides), Machine(1, 8))["memory"]["train"]
+        found = plan.compute(recipe("cc12m_vitb32", *overrides), Machine(1, 8))["memory"]["train"]
         return found["micro_batch"], found["parts"]["activations"]
 
     (once, whole), (often, micro) = activations(), activations("train.engine.micro_batch=256")
@@ -180,7 +180,7 @@ def test_an_adversary_counts_with_the_graph_of_its_views() -> None:
         tree = tiny.tree(Path("run"), Path("data"))
         tree |= {"base": None, "num_stages": 1}
         tree["train"] |= {"objective": objective, "global_batch": 16} | training
-        found = plan.make(config.from_tree(tree), Machine(), 500)["memory"]["train"]
+        found = plan.compute(config.from_tree(tree), Machine(), 500)["memory"]["train"]
         return found["parts"] | {"checkpoint": found["checkpoint"]}  # type: ignore[no-any-return]
 
     def more(**training: Any) -> dict[str, int]:
@@ -216,7 +216,7 @@ def test_every_objective_is_planned(name: str) -> None:
 
 
 def test_controls_and_stage_zero_are_counted() -> None:
-    found = plan.make(tiny_config("controls=[ungrouped,random_groups]"), Machine(), 192)
+    found = plan.compute(tiny_config("controls=[ungrouped,random_groups]"), Machine(), 192)
     names = [(t["stage"], t["variant"]) for t in found["trainings"]]
     assert names[0] == (0, "mcl") and len(names) == 1 + 2 * 3
     assert all(t["steps"] == (6, 6) for t in found["trainings"])
@@ -227,8 +227,10 @@ def test_controls_and_stage_zero_are_counted() -> None:
 
 def test_one_encoder_is_not_joined() -> None:
     overrides = ("num_stages=0", "controls=[ungrouped]")
-    found = plan.make(tiny_config(*overrides), Machine(), 192)
-    alone = plan.make(tiny_config(*overrides, "export={concat: [], soup: false}"), Machine(), 192)
+    found = plan.compute(tiny_config(*overrides), Machine(), 192)
+    alone = plan.compute(
+        tiny_config(*overrides, "export={concat: [], soup: false}"), Machine(), 192
+    )
     assert found["disk"]["exports"] == alone["disk"]["exports"] > 0
 
 
@@ -296,7 +298,7 @@ def test_kept_checkpoints() -> None:
 def test_large_models_answer_soon() -> None:
     start = time.monotonic()
     options = recipe("cc12m_vitl14", "model.name=ViT-H-14", "model.pretrained=null")
-    found = plan.make(options, Machine(2, 8), CC12M)
+    found = plan.compute(options, Machine(2, 8), CC12M)
     assert found["ranks"] == 16 and time.monotonic() - start < 300
 
 
@@ -314,7 +316,7 @@ def test_counts_are_those_of_the_run(tmp_path: Path) -> None:
     embed.run(options, SINGLE, stage=0)
     cluster.run(options, SINGLE, stage=0)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    found = plan.make(options, Machine(), 1)  # the index counts, not --samples
+    found = plan.compute(options, Machine(), 1)  # the index counts, not --samples
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
     assert found["samples"]["number"] == 192
     planned = found["trainings"][0]
@@ -354,17 +356,17 @@ def test_copies_in_the_run_directory_are_counted(tmp_path: Path) -> None:
     (tar,) = write_shards(packed, tmp_path / "data/shards", 60)
     options = ("base=null", "num_stages=2", "train.global_batch=4", "relocate.enabled=true")
     config = tiny.make_config(tmp_path / "run", tmp_path / "data", *options)
-    unknown = plan.make(config, plan.Machine(1, 1))  # no index yet
+    unknown = plan.compute(config, plan.Machine(1, 1))  # no index yet
     assert {unknown["disk"][kind] for kind in ("copies", "embeddings", "clusters")} == {None}
     assert "samples: unknown" in plan.table.text(unknown)
     index.run(config, SINGLE)
-    found = plan.make(config, plan.Machine(1, 1))
+    found = plan.compute(config, plan.Machine(1, 1))
     assert found["disk"]["copies"] == 2 * tar.stat().st_size
     assert any(line.split() == ["copies", "0.00"] for line in plan.table.text(found).splitlines())
     elsewhere = tiny.make_config(
         tmp_path / "run", tmp_path / "data", *options, f"relocate.folder={tmp_path}/other"
     )
-    planned = plan.make(elsewhere, plan.Machine(1, 1))["disk"]
+    planned = plan.compute(elsewhere, plan.Machine(1, 1))["disk"]
     assert planned["copies, in their own folder"] == found["disk"]["copies"]
     assert planned["sum"] == found["disk"]["sum"] - found["disk"]["copies"]
 
@@ -399,14 +401,14 @@ def test_samples_without_captions_are_counted_for_who_reads_captions(tmp_path: P
     without = tiny.make_config(tmp_path / "run", tmp_path / "data", *overrides[:-1], mlcd)
     (training,) = plan.steps.count(without, None)["trainings"]
     assert training["steps_per_epoch"] == (58 // 4,) * 2
-    shown = plan.table.text(plan.make(options, Machine()))
+    shown = plan.table.text(plan.compute(options, Machine()))
     assert "samples: 60 in the index, 2 of them undecodable, 19 more have no caption" in shown
 
 
 def test_labels_of_many_samples_are_counted() -> None:
     """32 nearest clusters of 400 million samples are 77 GB, and a million centroids more."""
     overrides = ("num_stages=1", "cluster.labels_per_sample=32", "cluster.num_clusters=1000000")
-    found = plan.make(tiny_config(*overrides), Machine(1, 8), 400_000_000)
+    found = plan.compute(tiny_config(*overrides), Machine(1, 8), 400_000_000)
     dim = found["memory"]["train"]["embed_dim"]
     assert found["disk"]["clusters"] == 400_000_000 * 32 * 6 + 1_000_000 * dim * 4
 

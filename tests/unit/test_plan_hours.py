@@ -244,7 +244,7 @@ def test_a_cached_trunk_is_not_run_by_either_pass_of_gradient_caching() -> None:
 def test_the_plan_says_what_it_assumes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     options = tiny_config("embed.precision=bf16")
-    found = plan.make(options, Machine(1, 4), 192)
+    found = plan.compute(options, Machine(1, 4), 192)
     assert json.loads(json.dumps(found))["hours"]["speed"] == {"peak_tflops": 312.0, "share": 0.3}
     fields = {"name", "stage", "variant", "sample", "precision", "given",
               "samples_per_s", "samples", "hours", "rank_hours"}  # fmt: skip
@@ -254,22 +254,24 @@ def test_the_plan_says_what_it_assumes(monkeypatch: pytest.MonkeyPatch, tmp_path
     lines = [line for line in shown.splitlines() if line.startswith("stage 0, embed")]
     assert len(lines) == 2 and not any(line.endswith("  yes") for line in lines)
     assert max(map(len, shown.splitlines())) <= 100
-    given = plan.make(tiny_config(locked_text=False), Machine(), 192, Speed(None, None, 9.0, 8.0))
+    given = plan.compute(
+        tiny_config(locked_text=False), Machine(), 192, Speed(None, None, 9.0, 8.0)
+    )
     shown = table.text(given)
     assert "estimates are at" not in shown and shown.count("  yes\n") == 4
 
 
 def test_the_first_line_has_hours_memory_disk_and_whether_they_fit() -> None:
     options = tiny_config(locked_text=False)
-    found = plan.make(options, Machine(1, 4, 80.0, elsewhere=True), 10**8)
+    found = plan.compute(options, Machine(1, 4, 80.0, elsewhere=True), 10**8)
     (fewest, most), hours = found["hours"]["range"], found["hours"]["hours"]
     assert fewest == pytest.approx(hours[0] * SHARE / 0.42)
     assert most == pytest.approx(hours[1] * SHARE / 0.06)
     line = table.text(found).splitlines()[0]
     assert " of 80 GiB" in line and line.endswith(": fits") and " to " in line
-    too_small = plan.make(options, Machine(1, 4, 0.5, elsewhere=True), 10**8)
+    too_small = plan.compute(options, Machine(1, 4, 0.5, elsewhere=True), 10**8)
     assert "does not fit (memory)" in table.text(too_small).splitlines()[0]
-    given = plan.make(options, Machine(1, 4), 10**8, Speed(None, 0.5))
+    given = plan.compute(options, Machine(1, 4), 10**8, Speed(None, 0.5))
     assert given["hours"]["range"] == given["hours"]["hours"]
 
 
@@ -278,7 +280,7 @@ def test_hours_are_unknown_without_a_number_of_samples() -> None:
     found = planned(options, samples=None)
     assert found["hours"] is None and found["passes"][0]["rank_hours"] is None
     assert found["passes"][0]["samples_per_s"] > 0
-    lines = table.text(plan.make(options, Machine())).splitlines()
+    lines = table.text(plan.compute(options, Machine())).splitlines()
     assert lines[0].startswith("hours unknown")
     (line,) = [line for line in lines if line.startswith("in all")]
     assert line.split()[2:] == ["unknown", "unknown"]

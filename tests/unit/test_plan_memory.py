@@ -94,4 +94,4 @@ def test_a_head_that_does_not_fit_names_the_objective() -> None:
 
 def test_more_classes_than_samples() -> None:
     with pytest.raises(ValueError, match="num_clusters=1,000,000 is more than the index's 500,000"):
-        plan.make(config.load(LAION), Machine(10, 8), 500_000)
+        plan.compute(config.load(LAION), Machine(10, 8), 500_000)

@@ -41,9 +41,7 @@ def build(sources: Sources, seed: int, *, size: int | None = None) -> Splits:
 
     def samples(split: str) -> Iterator[PackedSample]:
         members = [row for row, name in enumerate(names) if parts.get(name) == _PARTS[split]]
-        if not members:
-            raise ValueError(f"{partition} puts no image into {split}")
-        for number, row in enumerate(balance(np.array(members), values, seed)):
+        for number, row in enumerate(balance(np.array(members, np.int64), values, seed)):
             path = folder / "img_align_celeba" / names[row]
             if not path.is_file():
                 raise FileNotFoundError(f"no {path}, which list_attr_celeba.txt names")
@@ -87,11 +85,10 @@ def _read_attributes(path: Path) -> tuple[list[str], npt.NDArray[np.int64]]:
     header, rows = lines[1], [row for row in lines[2:] if row]
     try:
         columns = [header.index(name) + 1 for name in ATTRIBUTES.values()]
-        if any(len(row) != len(header) + 1 or "/" in row[0] for row in rows):
-            raise ValueError(f"a row has not a file name and {len(header)} values")
-        values = np.array([[int(row[column]) for column in columns] for row in rows])
-        if not np.isin(values, (-1, 1)).all() or not len(rows):
-            raise ValueError("wanted rows of -1 and 1")
+        fits = all(len(row) == len(header) + 1 and "/" not in row[0] for row in rows)
+        values = np.array([[int(row[column]) for column in columns] for row in rows if fits])
+        if not values.size or not np.isin(values, (-1, 1)).all():
+            raise ValueError(f"wanted rows of a file name and {len(header)} values -1 or 1")
     except ValueError as error:
         raise ValueError(f"{path} is not the list of CelebA: {error}") from error
     return [row[0] for row in rows], (values > 0).astype(np.int64)

@@ -50,6 +50,8 @@ def class_folders(folder: Path, only: Sequence[str] | None = None) -> dict[str, 
     ``only`` names the classes to list; None: all. Raises ValueError if there is no class, or a
     class has no images, FileNotFoundError if a class of ``only`` is missing.
     """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no {folder}: wanted a folder in it for each class")
     present = {path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != "."}
     names = sorted(present) if only is None else list(only)
     if missing := [name for name in names if name not in present]:

@@ -118,11 +118,6 @@ def file_sample(
     if size is not None:
         scale = size / min(image.size)
         width, height = (max(1, round(side * scale)) for side in image.size)
-        if width * height > MAX_IMAGE_PIXELS:
-            raise ValueError(
-                f"{path} would have {width:,} x {height:,} pixels at size {size}: lower the size, "
-                "or take the file out"
-            )
         image = image.resize((width, height), Image.Resampling.BICUBIC)
     return _sample(number, _png(image), "png", attributes)
 

@@ -414,7 +414,7 @@ def test_without_faiss_scores_are_filtered_and_the_rest_is_one_line(
         ({"min_clip_score": 1.5}, "--min-clip-score is 1.5, wanted a number between -1 and 1"),
         ({"min_clip_score": 0.2, "keep_share": 0.3}, "leave one of them out"),
         ({"against_cosine": 0.9}, "--against-cosine is the threshold of --against: give"),
-        ({"keep_share": 0.3, "within": "all"}, "--within says .* name --near-duplicates too"),
+        ({"keep_share": 0.3, "within": "all"}, "--within says .* --near-duplicates"),
         ({"against": ["x"], "against_cosine": 0.0}, "--against-cosine is 0.0"),
         ({"against": ["nowhere"]}, "no finished embeddings at nowhere: run 'mclclip embed' first"),
         ({"against": ["nowhere.npy"]}, "--against: there is no file at nowhere.npy"),

@@ -120,11 +120,11 @@ def test_other_attributes_of_a_known_shard_are_refused(tmp_path: Path, shards: P
 def test_samples_without_a_value_are_named(tmp_path: Path, shards: Path) -> None:
     found = run(tmp_path / "run", s=(shards, ["shape", "absent"]))
     assert found.without_attribute("shape", "x").tolist() == [2, 3]
-    with pytest.raises(ValueError, match="supcon reads the attribute 'absent', and none of the 5"):
+    with pytest.raises(ValueError, match="supcon reads .*'absent', and all 5 .* no value"):
         found.without_attribute("absent", "supcon")
     make_shard(tmp_path / "same" / "0.tar", [{"shape": "star"}, {"shape": "star"}, {}])
     same = run(tmp_path / "other", s=(tmp_path / "same", ["shape"]))
-    with pytest.raises(ValueError, match="supcon reads .*'shape'.* the same one, 'star': name"):
+    with pytest.raises(ValueError, match="supcon reads .*'shape'.* the same value 'star'"):
         same.without_attribute("shape", "supcon")
 
 
@@ -133,13 +133,9 @@ def test_values_that_are_missing_or_too_few_are_one_line(tmp_path: Path, shards:
     (directory / "attributes.json").write_text('{"shape": ["star"]}')
     with pytest.raises(RuntimeError, match="attributes.json is damaged.*index --force"):
         SampleIndex.open(directory)
-    with pytest.raises(RuntimeError, match="has 1 values of 'shape', the samples 2: run 'mcl"):
-        SampleIndex(directory, "of an older version").attribute("shape")
     (directory / "attributes.json").unlink()
     with pytest.raises(FileNotFoundError, match="attributes.json.*index --force"):
         SampleIndex.open(directory)
-    with pytest.raises(RuntimeError, match="has 0 values of 'shape'"):
-        SampleIndex(directory, "of an older version").attribute("shape")
 
 
 def test_classes(tmp_path: Path, shards: Path) -> None:

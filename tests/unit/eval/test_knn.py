@@ -114,15 +114,13 @@ def test_bad_input_gets_one_clear_line(
         with pytest.raises(ValueError, match=message):
             run(encoder, folders, **options)
     draw(folders / "test" / "new" / "1.png", 1)
-    with pytest.raises(
-        ValueError, match=r"test of .* has 1 classes that train lacks, such as 'new'"
-    ):
+    with pytest.raises(ValueError, match="such as 'new', which train lacks"):
         run(encoder, folders)
     with pytest.raises(FileNotFoundError, match="no folder .*train: wanted train/ and test/"):
         run(encoder, folders / "train")
     for label in (1, 2):
         shutil.rmtree(folders / "train" / f"class_{label}")
-    with pytest.raises(ValueError, match="images of 1 classes: wanted at least 2"):
+    with pytest.raises(ValueError, match="images of 1 classes in train .* wanted at least 2"):
         run(encoder, folders)
 
 

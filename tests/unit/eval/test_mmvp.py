@@ -98,11 +98,11 @@ def test_statements_may_hold_commas_quotes_and_line_breaks(make_folder: Any) -> 
 @pytest.mark.parametrize(
     "rows, message",
     [
-        ([(1, "Color", "a")], "1 questions, expected an even number"),
-        ([], "0 questions, expected an even number"),
+        ([(1, "Color", "a")], "1 questions: expected an even number"),
+        ([], "0 questions: expected an even number"),
         ([(1, "Color", "a"), (2, "State", "b")], "Types are 'Color' and 'State'"),
-        ([(2, "Color", "a"), (1, "Color", "b")], "expected an odd one"),
-        ([(1, "Color", "a"), (3, "Color", "b")], "expected an odd one"),
+        ([(2, "Color", "a"), (1, "Color", "b")], "an odd ID"),
+        ([(1, "Color", "a"), (3, "Color", "b")], "an odd ID"),
         ([(1, "Color", "a"), (2, "Color", "b")] * 2, "Question ID 1 more than once"),
         ([("x", "Color", "a"), (2, "Color", "b")], "line 2: got Question ID 'x'"),
         (

@@ -209,9 +209,9 @@ def test_templates(tmp_path: Path) -> None:
     "templates, message",
     [
         ("openai_80", "unknown templates 'openai_80': use simple, bare, clip_7, clip_80, clip_b"),
-        (["a photo"], "'a photo' must have one {} .* as 'a photo of a {}.'"),
-        (["{} and {}"], "must have one {}"),
-        ([], "no templates"),
+        (["a photo"], "'a photo': wanted some with one {} .* such as 'a photo of a {}.'"),
+        (["{} and {}"], "wanted some with one {}"),
+        ([], "has no template:"),
         ("wrong.json", "must hold a list"),
     ],
 )

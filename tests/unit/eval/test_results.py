@@ -51,7 +51,7 @@ def test_a_failed_write_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     results.write(path, [row("stage_0")])
     before = path.read_bytes()
-    with pytest.raises(ValueError, match="not finite"):
+    with pytest.raises(ValueError, match="not JSON compliant"):
         results.write(path, [row("stage_0", value=float("nan"))])
     assert path.read_bytes() == before
 

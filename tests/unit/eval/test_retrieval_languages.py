@@ -86,7 +86,7 @@ def test_mistakes_in_languages_are_one_line(languages: Path, planted: Any) -> No
         evaluate(extractor, languages, **OPTIONS, languages=["de"])
     with pytest.raises(ValueError, match="10 captions in 'en', xm3600_first has"):
         evaluate(extractor, languages, **OPTIONS, languages="all", protocol="xm3600_first")
-    with pytest.raises(ValueError, match="leave out split"):
+    with pytest.raises(ValueError, match="without split"):
         evaluate(extractor, languages, **OPTIONS, languages="all", split="test")
     lines = path.read_text()
     for line, message in (

@@ -42,17 +42,18 @@ def benchmarks(folder: Path) -> dict[str, BenchmarkConfig]:
     }
 
 
-def test_run_suite_adds_rows_of_every_benchmark(
+def test_a_judge_adds_rows_of_every_benchmark(
     benchmarks: dict[str, BenchmarkConfig], tmp_path: Path, planted: Any
 ) -> None:
     path = tmp_path / "results.jsonl"
-    rows = evaluation.run_suite(planted("perfect", 5), benchmarks, path, "stage_0", batch_size=2)
+    judge = evaluation.SuiteJudge(benchmarks, settings={"batch_size": 2})
+    rows = judge.measure(planted("perfect", 5), path, "stage_0")
     assert results.read(path) == rows
     assert {row.benchmark for row in rows} == {"mmvp", "pairs"}
     assert {row.value for row in rows} == {100.0} and {row.model for row in rows} == {"stage_0"}
-    again = evaluation.run_suite(planted("constant", 5), benchmarks, path, "stage_0")
+    again = judge.measure(planted("constant", 5), path, "stage_0")
     assert results.read(path) == again
-    evaluation.run_suite(planted("perfect", 5), benchmarks, path, "stage_1")
+    judge.measure(planted("perfect", 5), path, "stage_1")
     assert len(results.read(path)) == len(again) + len(rows)
 
 

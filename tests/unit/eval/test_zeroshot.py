@@ -129,10 +129,9 @@ def test_classifier_equals_open_clips() -> None:
 
 def test_missing_or_empty_folders_get_one_clear_line(tmp_path: Path, planted: Any) -> None:
     encoder = planted("perfect", 2)
-    with pytest.raises(FileNotFoundError, match="no folder"):
-        run(encoder, tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="has no images"):
-        run(encoder, tmp_path)
+    for folder in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(ValueError, match="has no images"):
+            run(encoder, folder)
     (tmp_path / "labels.csv").write_text("file,label\n")
     with pytest.raises(ValueError, match="missing .*filepath"):
         run(encoder, tmp_path, labels="labels.csv")
@@ -243,10 +242,10 @@ def test_metrics_that_do_not_fit_get_one_line(
     main = voc / "ImageSets" / "Main"
     options: dict[str, Any] = {"labels": "ImageSets/Main", "metric": "map_11_point"}
     (main / "no 1_test.txt").write_text("000001 1\n")
-    with pytest.raises(ValueError, match="list different images: 'no 1'"):
+    with pytest.raises(ValueError, match="no 1_test.txt lists other images"):
         run(encoder, voc, **options)
     (main / "no 1_test.txt").write_text("000001 yes\n")
-    with pytest.raises(ValueError, match="line 1 is not an image and 1, 0 or -1: '000001 yes'"):
+    with pytest.raises(ValueError, match="line 1 is not an image.* '000001 yes'"):
         run(encoder, voc, **options)
     (memes / "labels.csv").write_text("filepath,label\n0.png,0\n0.png,1\n")
     with pytest.raises(ValueError, match="0.png more than once: several labels"):

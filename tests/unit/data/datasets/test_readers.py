@@ -67,9 +67,9 @@ def test_a_batch_that_is_none_is_refused_and_nothing_runs(
 
 
 @pytest.mark.parametrize("name", ["../train/cat/0.png", "train/../../0.png", "/train/cat/0.png"])
-def test_an_archive_that_leads_out_of_itself_is_refused(tmp_path: Path, name: str) -> None:
+def test_members_that_lead_out_of_an_archive_are_not_read(tmp_path: Path, name: str) -> None:
     fakes.archive(tmp_path / "a.tar.gz", {name: fakes.png(fakes.pixels(0, 32, 32, 3))})
-    with pytest.raises(ValueError, match="that leads out of it"):
+    with pytest.raises(FileNotFoundError, match="no train images"):
         list(read_cifar10(tmp_path, "train"))
 
 
