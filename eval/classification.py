@@ -1,4 +1,4 @@
-"""What zero-shot classification, linear probe and kNN share: features of a train and a test set,
+"""The common parts of zero-shot classification, linear probe and kNN: features of a train and a test set,
 and the figures of images with classes."""
 
 from __future__ import annotations
